@@ -288,6 +288,47 @@ def test_where_converting_is_not_worth_it():
     assert said in invoke("plan", *small, *served).stdout
 
 
+@pytest.mark.parametrize(
+    ("ranks", "batch", "verdict"),
+    [(2, 1, "does not pay: fused"), (8, 1, "is not shown to pay: fused"), (8, 64, None)],
+)
+def test_a_layout_has_to_beat_what_changes_no_result(ranks, batch, verdict):
+    """By its speed-up, and then by its band."""
+    where = ("--shape", "70b", *H100[:-1], ranks, "--batch-size", batch, "--layout", "ladder")
+    result = planned(*where)
+    ladder = result.rows[1]
+    exact = result.exact_of(ranks, batch)
+    assert {one.name for one in exact} >= {"replicas"}
+    usable = [one for one in exact if one.fits]
+    best = max([1.0, *(one.speedup_end_to_end for one in usable)])
+    most = max([1.0, *(one.speedup_end_to_end_interval[1] for one in usable)])
+    pays = ladder.speedup_end_to_end > best
+    surely = ladder.speedup_end_to_end_interval[0] > most
+    assert (pays, surely) == {"does not pay: fused": (False, False), None: (True, True)}.get(verdict, (True, False))
+    outcome = invoke("plan", *where)
+    said = " ".join(outcome.stdout.split())
+    assert ("to pay" in said or "not pay" in said) == (verdict is not None)
+    assert verdict is None or f"batch {batch}: ladder {verdict}" in said
+    names = [line.split()[0] for line in outcome.stdout.splitlines() if line.startswith(("fused ", "replicas "))]
+    assert names == [one.name for one in exact]
+    assert ("replicas do not fit: with twice the weights each rank holds" in said) == (len(usable) < len(exact))
+    assert "published speeds that known figures are fitted to had neither" in said
+
+
+def test_what_dense_cannot_do_better_is_said(hardware):
+    where = ("--shape", "8b", "--hardware", hardware, "--layout", "ladder")
+    said = " ".join(invoke("plan", *where, "--tp-size", "2").stdout.split())
+    assert "No row fused: vLLM fuses no norm into such messages on box over such a link" in said
+    content = yaml.safe_load(hardware.read_text())
+    edited(hardware, "link", rows=content["link"]["rows"][1:])
+    result = planned(*where, "--tp-size", "4")
+    assert (result.exact, list(result.no_replicas)) == ([], [4])
+    said = " ".join(invoke("plan", *where, "--tp-size", "4").stdout.split())
+    assert f"No row replicas of 4 ranks: {result.no_replicas[4]}." in said
+    edited(hardware, "device", fused_norm_mib={4: -1})
+    assert "fused_norm_mib.4 is -1, but must be between" in one_sentence(invoke("plan", *where, "--tp-size", "4"))
+
+
 def test_no_two_columns_have_one_name():
     header = next(line for line in invoke("plan", "--shape", "8b", *H100).stdout.splitlines() if "tokens/s" in line)
     names = header.split("  ")

@@ -29,7 +29,8 @@ from ladderize.planning.passes import (
     predict_pass,
     predict_silent,
 )
-from ladderize.planning.plans.rows import band_cases, relative_band
+from ladderize.planning.plans.exact import exact_stacks, no_replicas
+from ladderize.planning.plans.rows import ModelToPlan, PlannedGroup, band_cases, relative_band
 from ladderize.runtime.bench.cost_model import cache_bytes
 from ladderize.runtime.collectives.links import (
     NO_LINK,
@@ -342,6 +343,136 @@ def test_sizes_that_do_not_fit_are_refused():
         pass_parts(random_config(), a_device(), BARE, None, 1, "float32", Workload(1, 2, 2))
     with pytest.raises(UserError, match="no matmul_tflop_s for float8, but for bfloat16; choose .* other --weights"):
         fp8_parts(random_config(), a_device(), Workload(1, 2, 2))
+
+
+# ---- what changes no result ----
+
+
+class HandMachine:
+    """Kernels of a microsecond and messages: nothing else takes time."""
+
+    def __init__(self, ranks: int, batch: int, kernels: int = 5, **device: object) -> None:
+        self.config, self.workload = random_config(), Workload(batch, 7, 5)
+        self.kernels, self.norms, self.rest = kernels, random.randint(1, 3), random.randint(1, 9)
+        engine = dataclasses.replace(
+            BARE,
+            attention_kernels=self.kernels,
+            mlp_kernels=self.kernels,
+            rest_kernels=self.rest,
+            norm_kernels=self.norms,
+            replicate_vocab=True,
+        )
+        self.rows = [InterconnectRow(count, random.uniform(20, 90), random.uniform(1, 9)) for count in (2, 4, 8)]
+        wire = Interconnect("wire", self.rows, 0.2, 0.1, False, "a test")
+        spec = dataclasses.replace(only(), kernel_us=1.0, **device)
+        self.group = PlannedGroup(ranks, spec, engine, wire)
+        layout = Layout.dense(self.config["num_hidden_layers"])
+        self.model = ModelToPlan("hand", None, self.config, layout, "bfloat16")
+
+    def message_us(self, ranks: int, rows: int) -> float:
+        """A ring carries 2 (N - 1) / N of a message."""
+        if ranks == 1:
+            return 0.0
+        row = next(row for row in self.rows if row.ranks == ranks)
+        size = 2 * rows * self.config["hidden_size"]
+        return row.alpha_us + size * 2 * (ranks - 1) / ranks / (row.bus_gb_s * 1e3)
+
+    def ms(self, ranks: int, batch: int) -> tuple[float, float, float]:
+        """Prefill, decode step, all of them: of the dense model."""
+        layers = self.config["num_hidden_layers"]
+        compute = layers * 2 * self.kernels + self.rest
+        prefill, decode = (compute + 2 * layers * self.message_us(ranks, batch * tokens) for tokens in (7, 1))
+        return prefill / 1e3, decode / 1e3, (prefill + 4 * decode) / 1e3
+
+    @property
+    def exact(self):
+        return {one.name: one for one in exact_stacks(self.model, self.group, self.workload)}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_two_replicas_by_hand(ranks):
+    """Each takes half of the batch over half the ranks; the larger half is what is waited for."""
+    batch = random.randint(1, 9)
+    hand = HandMachine(ranks, batch)
+    assert set(hand.exact) == {"replicas"}
+    one = hand.exact["replicas"]
+    prefill, decode, whole = hand.ms(ranks // 2, math.ceil(batch / 2))
+    assert (one.prefill_ms, one.decode_ms_per_token) == pytest.approx((prefill, decode))
+    assert one.speedup_end_to_end == pytest.approx(hand.ms(ranks, batch)[2] / whole)
+    assert one.end_to_end_tokens_per_s == pytest.approx(1e3 * batch * 5 / whole)
+    low, high = one.speedup_end_to_end_interval
+    assert low < one.speedup_end_to_end < high
+    half = dataclasses.replace(hand.group, ranks=ranks // 2)
+    need = half.memory_need(hand.model, Workload(math.ceil(batch / 2), 7, 5))
+    assert one.memory_need_bytes == need.total
+    assert one.fits is None
+    for more, fits in ((0, False), (2**20, True)):
+        spec = dataclasses.replace(hand.group.device, memory_gib=(need.total + more - 1) / 2**30)
+        hand.group = dataclasses.replace(hand.group, device=spec)
+        assert hand.exact["replicas"].fits is fits
+
+
+def test_a_fused_norm_by_hand():
+    """As much faster as is documented, in the phases whose messages are fused; less certain where sources disagree."""
+    hand = HandMachine(8, 3)
+    prefill, decode, whole = hand.ms(8, 3)
+    sizes = [2 * 3 * tokens * hand.config["hidden_size"] / 2**20 for tokens in (1, 7)]
+
+    def fused(most, faster_unfused=None):
+        known = {} if faster_unfused is None else {8: faster_unfused}
+        spec = dataclasses.replace(hand.group.device, fused_norm_mib={8: most}, faster_unfused_mib=known)
+        hand.group = dataclasses.replace(hand.group, device=spec)
+        return hand.exact.get("fused")
+
+    both = fused(sizes[1])
+    assert (both.prefill_ms, both.decode_ms_per_token) == pytest.approx((prefill / 1.125, decode / 1.125))
+    assert both.speedup_end_to_end_interval == pytest.approx([1.05, 1.20])
+    disputed = fused(sizes[1], sizes[0])
+    assert disputed.decode_ms_per_token == pytest.approx(decode / (1 + (0.2 - 0.074) / 2))
+    assert disputed.speedup_end_to_end_interval == pytest.approx([1 - 0.074, 1.20])
+    steps = fused(sizes[0])
+    assert (steps.prefill_ms, steps.decode_ms_per_token) == pytest.approx((prefill, decode / 1.125))
+    assert steps.speedup_end_to_end == pytest.approx(whole / (prefill + 4 * decode / 1.125))
+    assert fused(sizes[0] / 1.01) is None
+    fused(sizes[1])
+    over = dataclasses.replace(hand.group.interconnect, medium="PCIe of V100")
+    hand.group = dataclasses.replace(hand.group, interconnect=over)
+    assert "fused" not in hand.exact
+
+
+def test_a_fused_norm_gains_no_more_than_waiting_and_norms_take():
+    hand = HandMachine(8, 1, kernels=99, fused_norm_mib={8: 1e6})
+    hand.rows[:] = [dataclasses.replace(row, alpha_us=0.01, bus_gb_s=1e6) for row in hand.rows]
+    layers, decode_us = hand.config["num_hidden_layers"], 1e3 * hand.ms(8, 1)[1]
+    most = decode_us / (layers * 2 * (99 - hand.norms) + hand.rest)  # over what neither waits nor norms
+    assert 1 < most < 1.05
+    assert hand.exact["fused"].speedup_end_to_end_interval == pytest.approx([most, most], rel=1e-3)
+
+
+def test_replicas_are_fused_where_vllm_fuses():
+    hand = HandMachine(8, 6, fused_norm_mib={4: 1e6})
+    prefill, decode, _ = hand.ms(4, 3)
+    assert set(hand.exact) == {"replicas"}
+    one = hand.exact["replicas"]
+    assert (one.prefill_ms, one.decode_ms_per_token) == pytest.approx((prefill / 1.125, decode / 1.125))
+
+
+def test_why_there_are_no_replicas():
+    hand = HandMachine(8, 1)
+
+    def why(ranks, kv_heads, rows):
+        hand.model.config.update(num_attention_heads=24, num_key_value_heads=kv_heads, intermediate_size=48)
+        wire = dataclasses.replace(hand.group.interconnect, rows=rows)
+        group = dataclasses.replace(hand.group, ranks=ranks, interconnect=wire if ranks > 1 else None)
+        reason = no_replicas(hand.model, group, [hand.workload])
+        names = {one.name for one in exact_stacks(hand.model, group, hand.workload)}
+        assert names == ({"replicas"} if reason is None and ranks > 1 else set())
+        return reason
+
+    assert why(8, 8, hand.rows) is why(1, 8, hand.rows) is None
+    assert why(3, 3, hand.rows) == "3 ranks have no half"
+    assert "measured with 8 ranks, not 4" in why(8, 8, hand.rows[2:])
+    assert "--tp-size 6 " in why(12, 4, hand.rows)
 
 
 # ---- layouts ----

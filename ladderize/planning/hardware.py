@@ -94,6 +94,10 @@ class DeviceSpec(Record):
     # of its NVLink, to all others, in one direction; 0 where it has none, None where it is unknown
     nvlink_gb_s: float | None = field(default=None, metadata=_within(0.0, 1e6))
     uncertain: list[str] = field(default_factory=list)  # fitted figures that are uncertain by more than their size
+    # MiB of a message by ranks: up to which vLLM fuses its all-reduce with the norm behind it, on this kind of card;
+    # and from which on its own all-reduce was measured to be faster than that
+    fused_norm_mib: dict[int, float] = field(default_factory=dict, metadata=_within(0.0, 1e6))
+    faster_unfused_mib: dict[int, float] = field(default_factory=dict, metadata=_within(0.0, 1e6))
 
     def check(self, where: str) -> None:
         """Raise UserError, which begins with ``where``, for figures that no device has."""
@@ -104,8 +108,10 @@ class DeviceSpec(Record):
                 continue
             low, high = known.metadata["range"]
             value = getattr(self, known.name)
-            named = {f"{known.name}.{dtype}": rate for dtype, rate in value.items()} if isinstance(value, dict) else {}
-            for key, figure in (named or {known.name: value}).items():
+            named = {known.name: value}
+            if isinstance(value, dict):
+                named = {f"{known.name}.{key}": figure for key, figure in value.items()}
+            for key, figure in named.items():
                 if figure is not None and not (math.isfinite(figure) and low <= figure <= high):
                     raise UserError(
                         f"{where}: {key} is {figure:g}, but must be between {low:g} and {high:g}; correct it"

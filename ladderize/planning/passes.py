@@ -59,6 +59,7 @@ class PassParts:
     message_start: float  # of its time, what the host spends on it and no compute hides
     vocabulary: float  # the collectives that every layout waits for
     contention: float  # while a message is in flight, compute runs at the rate 1 - contention
+    norm: float = 0.0  # of a sub-module's compute, what a fused all-reduce does on its way: the sum and the norm
 
 
 def pass_parts(
@@ -183,6 +184,7 @@ class _Pass:
             message_start=start,
             vocabulary=self.vocabulary(link),
             contention=contention,
+            norm=self.started(engine.norm_kernels) + self.moved(engine.stream_passes * self.stream),
         )
 
     def qkv_product(self) -> float:

@@ -75,6 +75,28 @@ class OtherAllReduce(Record):
 
 
 @dataclass(frozen=True)
+class ExactStack(Record):
+    """The dense model served in another way that changes no result, on the same ranks and at the same batch size.
+
+    name: ``fused``: vLLM's all-reduces do the norm behind them, too, which gains what is assumed in exact.py.
+    ``replicas``: two groups of half the ranks, each with half of the batch at the same time, fused where vLLM does so.
+    prefill_ms, decode_ms_per_token: what a text of the batch waits; of replicas, those of the larger half.
+    """
+
+    name: Literal["fused", "replicas"]
+    ranks: int
+    batch_size: int
+    prefill_ms: float
+    decode_ms_per_token: float
+    end_to_end_tokens_per_s: float
+    end_to_end_tokens_per_s_interval: list[float]
+    speedup_end_to_end: float
+    speedup_end_to_end_interval: list[float]
+    memory_need_bytes: int
+    fits: bool | None
+
+
+@dataclass(frozen=True)
 class LayoutNll(Record):
     """What a layout really costs on so many windows, in nats per token: nll with its standard error, and its difference
     to the dense model's on the same windows with the standard error of that (paired by window). Of a single
@@ -213,7 +235,8 @@ class PlanResult(Record):
     """All of plan.json but the schema in front. model: what was asked for.
 
     link, links: None and empty where only one rank was asked for. choice: the layout that was chosen, if one was to be.
-    others: other all-reduces than that of ``link``. remark: where the model is of another family.
+    others: other all-reduces than that of ``link``. remark: where the model is of another family. exact: rivals of the
+    layouts that change no result; no_replicas: by ranks, why two replicas of half of them could not be predicted.
     """
 
     LEFT_OUT: ClassVar = ("choice", "remark")
@@ -228,6 +251,11 @@ class PlanResult(Record):
     choice: PlanChoice | None = None
     others: list[OtherAllReduce] = field(default_factory=list)
     remark: str | None = None
+    exact: list[ExactStack] = field(default_factory=list)
+    no_replicas: dict[int, str] = field(default_factory=dict)
+
+    def exact_of(self, ranks: int, batch: int) -> list[ExactStack]:
+        return [one for one in self.exact if (one.ranks, one.batch_size) == (ranks, batch)]
 
     def rows_of(self, ranks: int, batch: int) -> list[PlannedRow]:
         """Of one group at one batch size, the dense model first."""

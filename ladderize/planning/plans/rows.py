@@ -41,7 +41,7 @@ from ladderize.runtime.shards import Shape, check_activation, check_runnable, de
 CHOSEN_ROW = "chosen"
 BOUND_ROWS = dict(zip(BOUNDS, (PARALLEL, NO_COMM), strict=True))
 GIB = 2**30
-COMPUTE_PARTS = ("attention", "mlp", "attention_apart", "mlp_apart", "parallel", "rest")
+COMPUTE_PARTS = ("attention", "mlp", "attention_apart", "mlp_apart", "parallel", "rest", "norm")
 MESSAGE_PARTS = ("message", "message_start", "vocabulary")
 # What one standard deviation of contention is: where it was measured on the link itself, and elsewhere.
 CALIBRATED_CONTENTION_ERROR, OTHER_CONTENTION_ERROR = 0.05, 0.1

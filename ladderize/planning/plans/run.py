@@ -19,6 +19,7 @@ from ladderize.planning.passes import Workload, point_seconds
 from ladderize.planning.plans.chosen_files import draw_front, write_plan_recipe
 from ladderize.planning.plans.costs import read_plan_costs
 from ladderize.planning.plans.document import PlanChoice, PlanResult
+from ladderize.planning.plans.exact import exact_stacks, no_replicas
 from ladderize.planning.plans.layout_choice import plan_layout
 from ladderize.planning.plans.options import PlanGoal, PlanModel, PlanOptions
 from ladderize.planning.plans.rows import (
@@ -69,11 +70,12 @@ def plan(
     if goal is not None:
         found, measurer = _choose_layout(model, choice, goal, groups[0], workloads[0], out, console)
     layout = found.chosen.as_layout if found is not None else None
-    rows, others = [], []
+    rows, others, exact = [], [], []
     for group in groups:
         variants = row_variants(model, choice, group.ranks, choosing=layout is not None, chosen=layout)
         rows += [row for workload in workloads for row in planned_rows(model, group, workload, variants)]
         others += [one for workload in workloads for one in other_all_reduces_of(model, group, workload, variants)]
+        exact += [one for workload in workloads for one in exact_stacks(model, group, workload)]
     result = PlanResult(
         model=replace(choice, weights=model.weights),
         options=options,
@@ -85,6 +87,10 @@ def plan(
         choice=found,
         others=others,
         remark=model.remark,
+        exact=exact,
+        no_replicas={
+            group.ranks: reason for group in groups if (reason := no_replicas(model, group, workloads)) is not None
+        },
     )
     if out is not None:
         write_json(out, result.to_dict())

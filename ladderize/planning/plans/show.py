@@ -14,6 +14,7 @@ from ladderize.planning.passes import FP8
 from ladderize.planning.plans.chosen_files import cost_words, shown_increase
 from ladderize.planning.plans.document import (
     NO_WEIGHTS,
+    ExactStack,
     FrontPoint,
     PlanChoice,
     PlannedLayout,
@@ -21,6 +22,7 @@ from ladderize.planning.plans.document import (
     PlanResult,
 )
 from ladderize.planning.plans.rows import CHOSEN_ROW, GIB
+from ladderize.runtime.bench.rows import PHASES
 from ladderize.runtime.collectives.links import Interconnect, known_interconnects
 from ladderize.runtime.shards import known_shapes
 
@@ -37,7 +39,7 @@ def show_plan(result: PlanResult, console: Console) -> None:
         for batch in result.options.batch_sizes:
             rows = result.rows_of(ranks, batch)
             console.result(f"\n{group_words(result, rows[0])} ({rows[0].basis})")
-            lines = [_line(row) for row in rows]
+            lines = [*map(_line, rows), *map(_exact_line, result.exact_of(ranks, batch))]
             console.table(lines, right=[key for key in lines[0] if key != "layout"])
     if compared := _by_all_reduce(result):
         console.result("\nSpeed-up by all-reduce, over the same wires")
@@ -65,15 +67,25 @@ def _heading(result: PlanResult) -> str:
 
 
 def _line(row: PlannedRow) -> dict[str, str]:
+    waits = (_digits(row.communication[phase].exposed_ms) for phase in PHASES)
+    return _cells(row, _shown_name(row), *waits)
+
+
+def _exact_line(one: ExactStack) -> dict[str, str]:
+    """What it waits for, nobody has measured."""
+    return _cells(one, one.name, "", "")
+
+
+def _cells(row: PlannedRow | ExactStack, name: str, prefill_wait: str, decode_wait: str) -> dict[str, str]:
     """As narrow as a terminal of 80 columns."""
     low, high = row.speedup_end_to_end_interval
     slow, fast = row.end_to_end_tokens_per_s_interval
     return {
-        "layout": _shown_name(row),
+        "layout": name,
         "prefill": _digits(row.prefill_ms),
-        "prefill wait": _digits(row.communication["prefill"].exposed_ms),
+        "prefill wait": prefill_wait,
         "decode": _digits(row.decode_ms_per_token),
-        "decode wait": _digits(row.communication["decode"].exposed_ms),
+        "decode wait": decode_wait,
         "tokens/s": _digits(row.end_to_end_tokens_per_s),
         "\u00b1": f"{(fast - slow) / 2 / row.end_to_end_tokens_per_s:.0%}",
         "speed-up": f"{row.speedup_end_to_end:.2f}x",
@@ -119,21 +131,52 @@ def _digits(value: float) -> str:
 
 
 def _verdicts(result: PlanResult) -> list[str]:
-    """Where communication is not worth hiding."""
+    """Where communication is not worth hiding, or an exact way is as good."""
     lines = []
     for ranks in result.options.tp_sizes:
         if ranks == 1:
             lines.append("One rank sends nothing: there is nothing to gain from converting there.")
             continue
+        if ranks in result.no_replicas:
+            lines.append(f"No row replicas of {ranks} ranks: {result.no_replicas[ranks]}.")
         for batch in result.options.batch_sizes:
             dense = result.rows_of(ranks, batch)[0]
+            lines += [
+                f"{group_words(result, dense)}: replicas do not fit: with twice the weights each rank holds"
+                f" {human_bytes(one.memory_need_bytes)}."
+                for one in result.exact_of(ranks, batch)
+                if one.name == "replicas" and one.fits is False
+            ]
             share = _layers_share(dense, result.options.output_len - 1)
             if share < WORTH_CONVERTING:
                 lines.append(
                     f"{group_words(result, dense)}: dense waits for communication of its layers {share:.1%} of its"
                     " time: converting is not worth it there."
                 )
+            elif verdict := _against_exact(result, ranks, batch):
+                lines.append(f"{group_words(result, dense)}: {verdict}")
     return lines
+
+
+def _against_exact(result: PlanResult, ranks: int, batch: int) -> str | None:
+    """Said unless the chosen layout, or else the fastest, is faster than all that is exact, bands included."""
+    dense, *others = (row for row in result.rows_of(ranks, batch) if row.is_model)
+    layouts = [row for row in others if row.model == CHOSEN_ROW] or others
+    if not layouts:
+        return None
+    best = max(layouts, key=lambda row: row.speedup_end_to_end)
+    exact = [one for one in result.exact_of(ranks, batch) if one.fits is not False or dense.fits is False]
+    rivals: list[tuple[str, PlannedRow | ExactStack]] = [("dense", dense), *((one.name, one) for one in exact)]
+    name, rival = max(rivals, key=lambda named: named[1].speedup_end_to_end)
+    low, high = best.speedup_end_to_end_interval[0], rival.speedup_end_to_end_interval[1]
+    if best.speedup_end_to_end <= rival.speedup_end_to_end:
+        return f"{_shown_name(best)} does not pay: {name} is as fast or faster, and changes no result."
+    if low <= high:
+        return (
+            f"{_shown_name(best)} is not shown to pay: {name} changes no result, and may be {high:.2f}x as fast as"
+            f" dense, {_shown_name(best)} only {low:.2f}x."
+        )
+    return None
 
 
 def _layers_share(row: PlannedRow, decode_steps: int) -> float:
@@ -154,10 +197,27 @@ def _explanations(result: PlanResult) -> list[str]:
             " `ladderize calibrate` narrows both. Of all models on GPUs, only Llama-70B over nvlink of H100 (not spd)"
             " was compared with measurements."
         )
+    if result.links:
+        lines.append(_of_exact(result))
     if result.others:
         lines.append("A band holds for one all-reduce, not for the choice among several." + _of_others(result))
     lines += [line for row in result.rows if (line := _host_bound(result, row))]
     return lines
+
+
+def _of_exact(result: PlanResult) -> str:
+    """What the rows are that change no result, and what they rest on."""
+    names = {one.name for one in result.exact}
+    if "fused" in names:
+        text = (
+            "fused: dense, with vLLM's kernel for an all-reduce and the norm behind it; assumed to be 5 to 20 % faster"
+            " (vLLM's documentation), or from 7 % slower on (issue 44079), and at most by what waiting and norms take."
+        )
+    else:
+        text = f"No row fused: vLLM fuses no norm into such messages on {result.device.name} over such a link."
+    if "replicas" in names:
+        text += " replicas: two dense ones on half the ranks each, with half of the batch, fused where vLLM does so."
+    return f"{text} Both change no result; the published speeds that known figures are fitted to had neither."
 
 
 def _of_others(result: PlanResult) -> str:
