@@ -3,6 +3,7 @@ TP."""
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -90,6 +91,26 @@ def test_save_pretrained_after_load_writes_the_code_too(converted, tmp_path):
     with torch.no_grad():
         expected = model(ids).logits
     torch.testing.assert_close(as_a_stranger(tmp_path / "again", ids, tmp_path / "modules"), expected, **TIGHT)
+
+
+def test_checkpoints_of_before_there_were_families(converted, tmp_path):
+    """Their own two files, which need no third, run where ladderize is not installed; here they are not asked."""
+    for kind in ("configuration", "modeling"):
+        base, own = (converted / f"{kind}_ladderized{end}.py" for end in ("", "_llama"))
+        text = re.sub(rf"from \.{kind}_ladderized import (\(.*?\)|\w+)\n", "", own.read_text(), flags=re.DOTALL)
+        own.write_text(base.read_text() + text)
+        base.unlink()
+    ids = random_ids(2, 7)
+    model = load(converted)
+    assert type(model).__module__ == "ladderize.convert.remote_code.modeling_ladderized_llama"
+    expected, _ = Oracle(model.state_dict(), model.config)(ids)
+    torch.testing.assert_close(
+        as_a_stranger(converted, ids, tmp_path / "modules", tmp_path / "saved"), expected, **TIGHT
+    )
+    assert len(list((tmp_path / "saved").glob("*.py"))) == 2
+    convert_checkpoint(converted, tmp_path / "anew", BOTH, verify=False)  # with our files of now
+    assert len(list((tmp_path / "anew").glob("*.py"))) == 4
+    torch.testing.assert_close(as_a_stranger(tmp_path / "anew", ids, tmp_path / "modules2"), expected, **TIGHT)
 
 
 @pytest.mark.parametrize("trust", [False, True])
