@@ -224,8 +224,7 @@ def children(pid):
         return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
     try:
-        servers = [child for child in of(pid) if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()]
-        return [rank for server in servers for rank in of(server)]
+        return [rank for server in of(pid) for rank in of(server)]
     except FileNotFoundError:
         return []
 
