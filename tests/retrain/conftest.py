@@ -12,8 +12,17 @@ from tests.retrain.commands import LENGTH, ROWS
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
     """A dense model, the same with every layer ladder and dropped, and data."""
-    folder = tmp_path_factory.mktemp("retrain")
-    save_llama(folder / "dense")
+    return furnish(tmp_path_factory.mktemp("retrain"), "llama")
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory):
+    """The same with norms of heads, biases and windows."""
+    return furnish(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+def furnish(folder, model_type):
+    save_llama(folder / "dense", model_type=model_type)
     convert_checkpoint(
         str(folder / "dense"), folder / "both", Recipe(ladder="all", spd="all", sync_tp_size=4), verify=False
     )

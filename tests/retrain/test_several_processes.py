@@ -39,10 +39,11 @@ def test_two_processes_align_before_they_train(place, tmp_path):
     assert listing(tmp_path) == ["two", "two-aligned"]
 
 
-def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
-    """States are whole tensors under their own names: another number of ranks may go on, and sharded."""
-    more = ["--distill-from", place / "dense", "--hidden-weight", 1, "--save-every", 2, *CLIPPED]
-    succeed(place, tmp_path / "one", *more, steps=4)
+def test_fsdp2_goes_on_where_one_process_stopped(qwen3, tmp_path, monkeypatch):
+    """States are whole tensors under their own names: another number of ranks may go on, and sharded. Of another family
+    than elsewhere in this file."""
+    more = ["--distill-from", qwen3 / "dense", "--hidden-weight", 1, "--save-every", 2, *CLIPPED]
+    succeed(qwen3, tmp_path / "one", *more, steps=4)
     with monkeypatch.context() as patch:
         original = HFEngine.losses
 
@@ -52,7 +53,7 @@ def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
             return original(self, batch)
 
         patch.setattr(HFEngine, "losses", losses)
-        assert "killed" in adapt(place, tmp_path / "two", *more, steps=4).stderr
-    outcome = run_group(place, tmp_path / "two", *more, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+        assert "killed" in adapt(qwen3, tmp_path / "two", *more, steps=4).stderr
+    outcome = run_group(qwen3, tmp_path / "two", *more, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert "resuming after step 2" in outcome.stderr
     check_same_run(tmp_path / "two", tmp_path / "one")
