@@ -291,6 +291,7 @@ SLIDES = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}
         ("something", {"num_local_experts": 4}, r"it is a mixture of experts \(num_local_experts\)"),
         ("granitemoehybrid", {}, "some of its layers have no attention"),
         ("phi3", {}, "its projections are fused into one tensor"),
+        ("ministral3", {}, "it scales each query by its position in the text"),
         ("nobody_knows", {}, "which ladderize does not convert; model_type must be one of llama, mistral"),
         (["llama"], {}, "which ladderize does not convert"),
     ],

@@ -8,6 +8,10 @@ PARALLEL_BLOCKS = "its attention and its MLP read the same input, so that a laye
 EXPERTS = "it is a mixture of experts"
 OTHER_LAYERS = "some of its layers have no attention"
 FUSED = "its projections are fused into one tensor"
+QUERY_SCALE = (
+    "it scales each query by its position in the text (llama_4_scaling_beta), which the attention of none of these"
+    " families does"
+)
 REFUSED = {
     model_type: reason
     for reason, model_types in {
@@ -16,6 +20,7 @@ REFUSED = {
         EXPERTS: "mixtral qwen2_moe qwen3_moe granitemoe granitemoeshared olmoe phimoe gpt_oss deepseek_v2 deepseek_v3",
         OTHER_LAYERS: "granitemoehybrid qwen3_next jamba bamba zamba zamba2 falcon_h1 lfm2 nemotron_h",
         FUSED: "phi3 glm",
+        QUERY_SCALE: "ministral3",
     }.items()
     for model_type in model_types.split()
 }
