@@ -11,7 +11,7 @@ import pytest
 
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_document, write_json
-from ladderize.layout import Layout
+from ladderize.layout import Layout, LayoutError
 from ladderize.ranks.environment import Place
 from ladderize.runtime.bench.harness import Timed, TimedVariant
 from ladderize.runtime.bench.options import ModelChoice
@@ -53,6 +53,8 @@ LAYERS = SHAPE["num_hidden_layers"]
         (["--baselines", "no-comm"], "--baselines no-comm is not for --engine vllm; it takes plugin"),
         (["--baselines", "unfused,unfused"], "--baselines names unfused twice"),
         (["--baselines", "plugin,plugin"], "--baselines names plugin twice"),
+        (["--baselines", "replicas", "--tp-size", "3"], "--baselines replicas needs an even number of ranks"),
+        (["--baselines", "replicas"], "half for each of two, and --tp-size is 1"),
         (["--batch-size", "1,x"], "--batch-size '1,x' is not a comma-separated list"),
     ],
 )
@@ -142,6 +144,29 @@ def test_baselines_come_behind_the_first_model_in_the_order_given(tmp_path):
     assert [one.baseline for one in served[:3]] == [None, "plugin", "unfused"]
     assert served[0].architecture == served[2].architecture != served[1].architecture
     assert all(one.spec is served[0].spec for one in served[:3])
+
+
+def test_replicas_share_the_ranks_and_the_batch(tmp_path):
+    options = VllmBenchOptions(tp_size=2, baselines=("replicas",), repeat=3)
+    first, replicas = served_models(specs(("dense",)), options, tmp_path)
+    assert (first.replicas, replicas.replicas) == (1, 2)
+    assert [(first.part(batch), replicas.part(batch)) for batch in (1, 2, 5)] == [(1, 1), (2, 1), (5, 3)]
+    assert (replicas.name, replicas.architecture) == ("dense, 2 replicas", first.architecture)
+    timed = [
+        ServedVariant(one.name, one.spec, TimedBefore(3), one.architecture, replicas=one.replicas)
+        for one in (first, replicas)
+    ]
+    rows = vllm_rows(timed, options, 5)
+    assert [(row.tp_size, row.batch_size) for row in rows] == [(2, 5), (1, 5)]
+    assert rows[1].output_tokens_per_s == pytest.approx(5e3 / rows[1].decode_ms_per_token)
+
+
+def test_replicas_are_of_a_model_that_half_of_the_ranks_can_run(tmp_path):
+    config = {**SHAPE, "model_type": "llama", "num_attention_heads": 24, "num_key_value_heads": 4}
+    config |= {"hidden_size": 96, "head_dim": 4, "intermediate_size": 48}
+    spec = shape_spec(config, layouts()["dense"], name="dense", tp_size=12, dtype="float32")
+    with pytest.raises(LayoutError, match="half of --tp-size, 6 "):
+        served_models([spec], VllmBenchOptions(tp_size=12, baselines=("replicas",)), tmp_path)
 
 
 def test_the_plugin_baseline_is_of_a_dense_model(tmp_path):

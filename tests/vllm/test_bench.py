@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from ladderize.console import SILENT
+from ladderize.files.temporaries import temporary_folder
+from ladderize.runtime.spec import checkpoint_spec
+from ladderize.serving.vllm.bench.options import VllmBenchOptions
+from ladderize.serving.vllm.bench.processes import run_ranks
+from ladderize.serving.vllm.bench.served import VllmPlan, served_models
 from tests.helpers import ROOT
-from tests.vllm.models import SHAPE
+from tests.vllm.models import SHAPE, make
 
 SMALL = {key: SHAPE[key] for key in SHAPE if key != "attention_bias"} | {"model_type": "llama", "num_hidden_layers": 2}
 LIMIT_S = 600
@@ -63,6 +69,36 @@ def test_two_ranks_over_gloo_show_the_overlap(tmp_path):
         for name, messages in (("0-ladder", 2 * layers), ("1-spd+ladder", layers)):
             events = json.loads((traces / f"{name}-batch2-rank{rank}.json").read_text())["traceEvents"]
             assert sum(event.get("name") == "ladderize::start" for event in events) == passes * messages
+
+
+def measured_with_tokens(ranks, plan, console):
+    """In each rank: the document, then of each row what every rank was asked, and answered."""
+    from ladderize.serving.vllm.bench.engine import VllmBench
+
+    bench = VllmBench(ranks, plan, console)
+    document, tokens = bench.measure(), []
+    for variant in bench.open(3):
+        variant.timed.sample()
+        tokens.append(ranks.gather((variant.timed.prompts, [*variant.timed.engine.made.values()])))
+    return (document, tokens), bench
+
+
+def test_two_replicas_divide_the_batch_and_answer_as_one_model_does(tmp_path):
+    make("dense", tmp_path / "model", num_hidden_layers=2)
+    options = VllmBenchOptions(
+        tp_size=2, baselines=("replicas",), batch_sizes=(1, 3), prompt_len=9, output_len=5, warmup=1, repeat=1
+    )
+    with temporary_folder("vllm") as work:
+        plan = VllmPlan(served_models([checkpoint_spec(str(tmp_path / "model"), tp_size=2)], options, work), options)
+        how = {"tp_size": 2, "device": "cpu", "threads": 1, "work": work, "report": lambda document: None}
+        document, (together, apart) = run_ranks(measured_with_tokens, plan, SILENT, **how)
+    assert [(row.tp_size, row.batch_size) for row in document.rows] == [(2, 1), (1, 1), (2, 3), (1, 3)]
+    assert all(min(samples) > 0 for row in document.rows for samples in row.samples_ms.values())
+    assert together[0] == together[1]
+    prompts, answers = together[0]
+    assert [len(asked) for asked, _ in apart] == [2, 1]
+    assert apart == [(prompts[number::2], answers[number::2]) for number in (0, 1)]
+    assert len({tuple(answer) for answer in answers}) > 1
 
 
 def test_the_names_of_vllms_all_reduces_are_the_installed_ones():

@@ -154,7 +154,7 @@ class InferenceLengths:
     baselines: tuple[str, ...] = option(
         "Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none), sequential (with"
         " --schedule domino); with --engine vllm: plugin (in the class that runs layouts), unfused (norms not fused"
-        " into all-reduces).",
+        " into all-reduces), replicas (two of half the ranks).",
         (),
         metavar="A,B",
         parse=split_names,

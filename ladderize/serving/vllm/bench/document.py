@@ -23,10 +23,11 @@ ENGINE = "vllm"
 class VllmBenchRow(InferenceRow):
     """One model at one batch size. By phase: ``prefill`` and ``decode``; samples are of every counted round.
 
-    architecture: vLLM's model class. ratios: time over the first model's of the same round, the median of the rounds;
-    quartiles: the first and the third. A speed-up is the first model's median over this one's. overlap: what a trace
-    showed, None without --profile. all_reduce: vLLM's own for blocking sums of each phase's size, None where that is
-    the document's ``backend``. fused_norm: whether vLLM was configured to fuse norms into all-reduces.
+    architecture: vLLM's model class. tp_size: ranks of one replica, where there are two. ratios: time over the first
+    model's of the same round, the median of the rounds; quartiles: the first and the third. A speed-up is the first
+    model's median over this one's. overlap: what a trace showed, None without --profile. all_reduce: vLLM's own for
+    blocking sums of each phase's size, None where that is the document's ``backend``. fused_norm: whether vLLM was
+    configured to fuse norms into all-reduces.
     """
 
     LEFT_OUT: ClassVar = ("overlap", "all_reduce", "fused_norm")
@@ -53,11 +54,12 @@ class VllmBenchRow(InferenceRow):
 
 @dataclass
 class ServedVariant(TimedVariant):
-    """architecture: vLLM's model class, its own or the plugin's."""
+    """architecture: vLLM's model class, its own or the plugin's. replicas: that share ranks and batch."""
 
     architecture: str
     all_reduce: dict[str, str] | None = field(default=None, kw_only=True)
     fused_norm: bool | None = field(default=None, kw_only=True)
+    replicas: int = field(default=1, kw_only=True)
 
 
 def vllm_rows(variants: Sequence[ServedVariant], options: VllmBenchOptions, batch: int) -> list[VllmBenchRow]:
@@ -68,7 +70,7 @@ def vllm_rows(variants: Sequence[ServedVariant], options: VllmBenchOptions, batc
         ratios = {phase: [a / b for a, b in zip(seconds[phase], first[phase], strict=True)] for phase in PHASES}
         rows.append(
             VllmBenchRow(
-                **variant.model_figures(options.tp_size, batch),
+                **variant.model_figures(options.tp_size // variant.replicas, batch),
                 **inference_figures(seconds, first, options.decode_steps, batch),
                 kind=variant.kind,
                 architecture=variant.architecture,
@@ -162,6 +164,8 @@ def _explanations(document: VllmBenchDocument) -> Iterator[str]:
             f"Norms are fused into the all-reduces before them in: {', '.join(dict.fromkeys(fused)) or 'no row'}."
             " An overlapped sum is not fused."
         )
+    if any(row.tp_size < document.options.tp_size for row in document.rows):
+        yield "2 replicas: on half of the ranks each, at the same time, each with half of the batch."
     if any(row.is_random for row in document.rows):
         yield "Weights are random: only the times are meaningful."
 

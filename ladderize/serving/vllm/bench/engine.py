@@ -1,8 +1,10 @@
 """One rank's part of the benchmark: vLLM's engines of all rows in one process, timed in turn."""
 
+import contextlib
 import hashlib
 import os
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,6 @@ from ladderize.runtime.bench.trace import Overlap, trace_passes
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.shards import Shape
-from ladderize.runtime.spec import ModelSpec
 from ladderize.serving.vllm.bench.document import (
     ENGINE,
     ServedVariant,
@@ -34,6 +35,7 @@ from ladderize.serving.vllm.bench.document import (
     vllm_rows,
 )
 from ladderize.serving.vllm.bench.options import UNFUSED, VllmBenchOptions
+from ladderize.serving.vllm.bench.replicas import ReplicaGroup
 from ladderize.serving.vllm.bench.served import Served, VllmPlan
 from ladderize.serving.vllm.bench.worker import IDENTITY
 from ladderize.serving.vllm.environment import MessageBackend, installed_version
@@ -45,35 +47,40 @@ NETWORK = "/proc/self/ns/net"  # a link, whose target names the network namespac
 
 
 class ServingEngine:
-    """vLLM serving one row of the benchmark. All ranks make it, and call the same methods in the same order."""
+    """vLLM serving one row of the benchmark. All ranks make it, and call the same methods in the same order.
+
+    replica: the group that this rank belongs to, where replicas of the model serve it.
+    """
 
     def __init__(self, served: Served, options: VllmBenchOptions, ranks: Ranks, sharing: int) -> None:
         """sharing: engines in this process, which share a GPU's memory."""
         self.served = served
-        length, batch = options.prompt_len + options.output_len, max(options.batch_sizes)
+        self.replica = ReplicaGroup(ranks, served.replicas) if served.replicas > 1 else None
+        length, batch = options.prompt_len + options.output_len, served.part(max(options.batch_sizes))
         placement: dict[str, Any] = {"distributed_executor_backend": "uni"}
         if ranks.size > 1:
             placement = {"distributed_executor_backend": "external_launcher"}
             if ranks.device.type == "cpu":
                 placement["worker_cls"] = "ladderize.serving.vllm.bench.worker.IdentifiedWorker"
-        self.llm = LLM(
-            model=str(served.folder),
-            tensor_parallel_size=ranks.size,
-            dtype=served.spec.dtype,
-            load_format="dummy" if served.spec.folder is None else "auto",
-            skip_tokenizer_init=True,
-            seed=options.seed,
-            max_model_len=length,
-            max_num_seqs=batch,
-            # one step takes the whole batch's prompts
-            max_num_batched_tokens=max(batch * options.prompt_len, length),
-            enable_prefix_caching=False,
-            disable_log_stats=True,
-            kv_cache_memory_bytes=_kv_bytes(served.spec, options),
-            gpu_memory_utilization=0.9 / (sharing + 1),
-            **placement,
-            **({"compilation_config": {"pass_config": {NORM_FUSION: False}}} if served.baseline == UNFUSED else {}),
-        )
+        with self.group():
+            self.llm = LLM(
+                model=str(served.folder),
+                tensor_parallel_size=ranks.size // served.replicas,
+                dtype=served.spec.dtype,
+                load_format="dummy" if served.spec.folder is None else "auto",
+                skip_tokenizer_init=True,
+                seed=options.seed,
+                max_model_len=length,
+                max_num_seqs=batch,
+                # one step takes the whole batch's prompts
+                max_num_batched_tokens=max(batch * options.prompt_len, length),
+                enable_prefix_caching=False,
+                disable_log_stats=True,
+                kv_cache_memory_bytes=_kv_bytes(served, options),
+                gpu_memory_utilization=0.9 / (sharing + 1),
+                **placement,
+                **({"compilation_config": {"pass_config": {NORM_FUSION: False}}} if served.baseline == UNFUSED else {}),
+            )
         # resolved: where the plugin is missing, vLLM takes a class for models of transformers
         found = self.llm.llm_engine.vllm_config.model_config.architecture
         if found != served.architecture:
@@ -87,6 +94,14 @@ class ServingEngine:
         )
         self.counted = 0
         self.made: dict[str, list[int]] = {}
+
+    def group(self) -> AbstractContextManager[None]:
+        """vLLM's tensor-parallel group is this engine's meanwhile."""
+        return contextlib.nullcontext() if self.replica is None else self.replica.entered()
+
+    def own(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Those of a batch that this rank's replica serves, which may be none."""
+        return prompts if self.replica is None else prompts[self.replica.number :: self.served.replicas]
 
     @property
     def messages(self) -> Messages | None:
@@ -108,7 +123,8 @@ class ServingEngine:
     def all_reduce(self, tokens: int) -> str | None:
         """vLLM's own for sums of ``tokens``; None where it has one only."""
         config = self.served.spec.config
-        return chosen_all_reduce((tokens, int(config["hidden_size"])), self.dtype)
+        with self.group():
+            return chosen_all_reduce((tokens, int(config["hidden_size"])), self.dtype)
 
     def prefill(self, prompts: list[list[int]], output_len: int) -> None:
         """Ask for ``output_len`` greedy tokens after each prompt, and go on until each has its first.
@@ -123,9 +139,10 @@ class ServingEngine:
             name = str(self.counted)
             self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
             self.made[name] = []
-        while not all(self.made.values()):
-            self._step()
-        if max(map(len, self.made.values())) > 1:
+        with self.group():
+            while not all(self.made.values()):
+                self._step()
+        if max(map(len, self.made.values()), default=0) > 1:
             raise UserError(
                 f"{self.served.name}: vLLM prefilled {len(prompts)} prompts in several steps; raise the KV cache's"
                 " memory (VLLM_CPU_KVCACHE_SPACE), or lower --batch-size"
@@ -133,8 +150,9 @@ class ServingEngine:
 
     def decode(self) -> None:
         """Go on to the end of every request; ``made`` then has their tokens, by the request's name."""
-        while self.llm.llm_engine.has_unfinished_requests():
-            self._step()
+        with self.group():
+            while self.llm.llm_engine.has_unfinished_requests():
+                self._step()
 
     def _step(self) -> None:
         for output in self.llm.llm_engine.step():
@@ -204,20 +222,24 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _kv_bytes(spec: ModelSpec, options: VllmBenchOptions) -> int:
+def _shape(served: Served, options: VllmBenchOptions) -> Shape:
+    """Of one rank's part of the model."""
+    return Shape.from_config(served.spec.config, tp_size=options.tp_size // served.replicas, rank=0)
+
+
+def _kv_bytes(served: Served, options: VllmBenchOptions) -> int:
     """Of one rank: every request of the largest batch to its end, and blocks to spare."""
-    shape = Shape.from_config(spec.config, tp_size=options.tp_size, rank=0, replicate_vocab=False)
     tokens = KV_BLOCK * (-(-(options.prompt_len + options.output_len) // KV_BLOCK) + 1)
-    return cache_bytes(shape, max(options.batch_sizes) + 2, tokens, spec.torch_dtype.itemsize)
+    texts = served.part(max(options.batch_sizes)) + 2
+    return cache_bytes(_shape(served, options), texts, tokens, served.spec.torch_dtype.itemsize)
 
 
 def check_engines_memory(plan: VllmPlan, ranks: Ranks) -> None:
     """Raise UserError where the ranks of this machine cannot hold the engines of all rows, which live side by side."""
     weights = kv_cache = 0
     for served in plan.served:
-        shape = Shape.from_config(served.spec.config, tp_size=ranks.size, rank=0)
-        weights += weight_bytes(shape, served.spec.torch_dtype.itemsize, packed=False)
-        kv_cache += _kv_bytes(served.spec, plan.options)
+        weights += weight_bytes(_shape(served, plan.options), served.spec.torch_dtype.itemsize, packed=False)
+        kv_cache += _kv_bytes(served, plan.options)
     parts = {f"the weights of {len(plan.served)} rows take": weights, "their KV caches": kv_cache}
     check_ranks_memory("vLLM", parts, "--prompt-len", ranks)
 
@@ -231,7 +253,7 @@ class TimedEngine(Timed):
         super().__init__()
         self.engine, self.output_len = engine, options.output_len
         vocab = int(engine.served.spec.config["vocab_size"])
-        self.prompts = random_prompts(vocab, batch, options.prompt_len, options.seed)
+        self.prompts = engine.own(random_prompts(vocab, batch, options.prompt_len, options.seed))
 
     def sample(self) -> tuple[float, float]:
         begin = time.perf_counter()
@@ -273,7 +295,8 @@ class VllmBench(Bench[EngineVariant, VllmBenchDocument]):
         for engine in self.engines:
             served, timed = engine.served, TimedEngine(engine, self.options, batch)
             kind = MODEL_ROW if served.baseline is None else BASELINE_ROW
-            tokens = {"prefill": batch * self.options.prompt_len, "decode": batch}
+            texts = served.part(batch)
+            tokens = {"prefill": texts * self.options.prompt_len, "decode": texts}
             carriers = {
                 phase: name for phase, count in tokens.items() if (name := engine.all_reduce(count)) is not None
             }
@@ -286,6 +309,7 @@ class VllmBench(Bench[EngineVariant, VllmBenchDocument]):
                     kind=kind,
                     all_reduce=carriers or None,
                     fused_norm=engine.fused_norm,
+                    replicas=served.replicas,
                 )
             )
         return variants

@@ -12,10 +12,10 @@ from ladderize.runtime.bench.options import (
     check_rounds_usage,
 )
 
-# of --baselines: the first model, which is dense, in the class that runs layouts; and in vLLM's own class with norms
-# that are not fused into the all-reduces before them
-PLUGIN, UNFUSED = "plugin", "unfused"
-VLLM_BASELINES = (PLUGIN, UNFUSED)
+# of --baselines: the first model, which is dense, in the class that runs layouts; in vLLM's own class with norms that
+# are not fused into the all-reduces before them; and there twice at the same time, on half of the ranks each
+PLUGIN, UNFUSED, REPLICAS = "plugin", "unfused", "replicas"
+VLLM_BASELINES = (PLUGIN, UNFUSED, REPLICAS)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,13 @@ def check_vllm_usage(choice: ModelChoice, options: VllmBenchOptions) -> None:
         if name not in VLLM_BASELINES:
             raise UsageError(
                 f"--baselines {name} is not for --engine vllm; it takes {PLUGIN}: the first model, which is dense, in"
-                f" the class that runs layouts, and {UNFUSED}: in vLLM's own, without fused norms"
+                f" the class that runs layouts, {UNFUSED}: in vLLM's own, without fused norms, and {REPLICAS}: there"
+                " twice, on half of the ranks each"
             )
         if options.baselines.count(name) > 1:
             raise UsageError(f"--baselines names {name} twice")
+    if REPLICAS in options.baselines and options.tp_size % 2:
+        raise UsageError(
+            f"--baselines {REPLICAS} needs an even number of ranks, half for each of two, and --tp-size is"
+            f" {options.tp_size}"
+        )

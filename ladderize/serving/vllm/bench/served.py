@@ -8,12 +8,13 @@ from typing import Any
 from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.layout import CONFIG_KEYS, Layout
+from ladderize.runtime.shards import check_runnable
 from ladderize.runtime.spec import ModelSpec
-from ladderize.serving.vllm.bench.options import PLUGIN, UNFUSED, VllmBenchOptions
+from ladderize.serving.vllm.bench.options import PLUGIN, REPLICAS, UNFUSED, VllmBenchOptions
 from ladderize.serving.vllm.environment import architecture, stock
 
 PLUGIN_ROW = "plugin's dense"
-BASELINE_ROWS = {PLUGIN: PLUGIN_ROW, UNFUSED: "dense, norms not fused"}
+BASELINE_ROWS = {PLUGIN: PLUGIN_ROW, UNFUSED: "dense, norms not fused", REPLICAS: "dense, 2 replicas"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,15 @@ class Served:
     def name(self) -> str:
         return self.spec.name if self.baseline is None else BASELINE_ROWS[self.baseline]
 
+    @property
+    def replicas(self) -> int:
+        """Groups that the ranks fall into, each of which serves its part of a batch."""
+        return 2 if self.baseline == REPLICAS else 1
+
+    def part(self, batch: int) -> int:
+        """The most texts that one of them has of a batch."""
+        return -(-batch // self.replicas)
+
 
 @dataclass(frozen=True)
 class VllmPlan:
@@ -45,7 +55,7 @@ class VllmPlan:
 def served_models(specs: list[ModelSpec], options: VllmBenchOptions, work: Path) -> list[Served]:
     """Folders under ``work``, which outlives them: checkpoints' files are linked to, and only configs are written.
 
-    Raises UserError for what vLLM's classes cannot take.
+    Raises UserError for what vLLM's classes cannot take, LayoutError for a model that half of the ranks cannot run.
     """
     rows = [_served(spec, work / str(number), plugin=not spec.layout.is_dense) for number, spec in enumerate(specs)]
     for name in reversed(options.baselines):
@@ -53,6 +63,8 @@ def served_models(specs: list[ModelSpec], options: VllmBenchOptions, work: Path)
             raise UserError(
                 f"--baselines {name} needs a dense model as the first one, and {specs[0].name} is not dense"
             )
+        if name == REPLICAS:
+            check_runnable(specs[0].config, specs[0].layout, options.tp_size // 2, name="half of --tp-size,")
         rows.insert(1, _served(specs[0], work / name, plugin=name == PLUGIN, baseline=name))
     return rows
 
