@@ -7,6 +7,9 @@ from itertools import chain
 
 import torch
 
+from ladderize.adapt.blockwise import measures
+from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.layout import Layout
 from ladderize.ranks.threads import cores
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Handle
@@ -265,3 +268,21 @@ def many_in_flight(group, slots, messages):
         wrong += sum(int((handle.wait() != 2.0 * (n + round_)).sum()) for n, handle in enumerate(handles))
     collectives.close()
     return sum(group.gather(wrong))
+
+
+def measured_windows(group, folder, ids, windows_per_batch):
+    """Held-out measures of a dense model and of it with all sync points dropped; on a rank whether all have them."""
+    blocks = Blocks(open_checkpoint(str(folder)), torch.float32, group.device)
+    dense, dropped = (
+        Layout.dense(blocks.num_layers),
+        Layout.from_layers(blocks.num_layers, spd=range(blocks.num_layers), sync_tp_size=2),
+    )
+    variants = {
+        "dense": (blocks, lambda layer: blocks.layer(layer, dense)),
+        "dropped": (blocks, lambda layer: blocks.layer(layer, dropped)),
+    }
+    measures.TOKENS_PER_STEP = windows_per_batch * ids.shape[1] // 2
+    found = measures.heldout_measures(variants, ids, group)
+    told = {name: (one.nll_per_token, one.stderr) for name, one in found.perplexity.items()}, found.divergence
+    assert group.gather(told) == [told] * group.size
+    return told

@@ -16,7 +16,7 @@ from ladderize.adapt.align.align import Aligning
 from ladderize.adapt.align.options import AlignOptions
 from ladderize.adapt.blockwise import rewrite
 from ladderize.adapt.blockwise.layer_files import LayerFiles
-from ladderize.adapt.blockwise.rewrite import HeldoutMeasures
+from ladderize.adapt.blockwise.measures import HeldoutMeasures
 from ladderize.blocks import open_checkpoint
 from ladderize.demo import corpus
 from ladderize.demo.inputs import MODEL, write_documents

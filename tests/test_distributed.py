@@ -20,6 +20,7 @@ from tests.groups import (
     die,
     fail,
     many_in_flight,
+    measured_windows,
     reduce_long,
     reduce_randomly,
     split_badly,
@@ -28,7 +29,7 @@ from tests.groups import (
     values,
     wait_twice,
 )
-from tests.helpers import invoke
+from tests.helpers import SHAPE, invoke
 
 
 def segments():
@@ -189,3 +190,13 @@ def test_single_and_none_keep_shapes():
     assert torch.equal(Collectives().all_reduce(x), x)
     assert torch.equal(Collectives().all_gather(x), x)
     assert NoCommunication(4).all_gather(x).shape == (2, 12)
+
+
+@pytest.mark.parametrize(("windows", "ranks"), [(7, 2), (8, 3), (3, 3)])
+def test_ranks_share_held_out_windows_and_find_what_one_process_finds(llama, windows, ranks):
+    """Bit by bit. 7 windows: the last batch has one; 3 windows: the third rank has none."""
+    arguments = measured_windows, llama, torch.randint(SHAPE["vocab_size"], (windows, 16)), 2
+    alone = distributed.run(*arguments, tp_size=1, device="cpu", threads=1)
+    assert alone == distributed.run(*arguments, tp_size=ranks, device="cpu", threads=1)
+    assert len(set(alone[0].values())) == 2
+    assert alone[1]["dropped"] > 0

@@ -24,14 +24,8 @@ from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds
 from ladderize.adapt.blockwise.layer_files import BlockFolder, StudentBlocks
-from ladderize.adapt.blockwise.rewrite import (
-    CheckpointRun,
-    HeldoutMeasures,
-    LayerAt,
-    MethodRecord,
-    heldout_measures,
-    loaded,
-)
+from ladderize.adapt.blockwise.measures import HeldoutMeasures, LayerAt, heldout_measures, loaded
+from ladderize.adapt.blockwise.rewrite import CheckpointRun, MethodRecord
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.checkpoint.config import kv_head_count
@@ -164,10 +158,10 @@ def spd(
             about = record.to_dict()
             distill(teacher, student, windows, training.distill, work.distilled, ranks, console, about=about)
         ranks.barrier()
+        with console.stage("measuring held-out perplexities"):
+            measured = measure_steps(teacher, layout, head_map, work, start, student, windows.heldout, ranks)
         if not ranks.is_main:
             return None
-        with console.stage("measuring held-out perplexities"):
-            measured = measure_steps(teacher, layout, head_map, work, start, student, windows.heldout)
         if (worse := made_worse(measured.perplexity)) is not None:
             console.warn(worse)
         fields: dict[str, Any] = {**vars(record), **layout.to_config()}
@@ -314,6 +308,7 @@ def measure_steps(
     start: StudentBlocks,
     student: StudentBlocks,
     heldout: Tensor,
+    ranks: Ranks,
 ) -> HeldoutMeasures:
     """Held-out measures of the dense model and after each step that was taken."""
     dense = Layout.dense(layout.num_layers)
@@ -340,7 +335,7 @@ def measure_steps(
 
     variants: dict[str, tuple[Blocks, LayerAt]] = {"dense": (blocks, lambda layer: blocks.layer(layer, dense))}
     variants |= {name: (blocks, with_weights(weights)) for name, weights in steps.items()}
-    return heldout_measures(variants, heldout)
+    return heldout_measures(variants, heldout, ranks)
 
 
 def made_worse(measured: Mapping[str, Perplexity]) -> str | None:

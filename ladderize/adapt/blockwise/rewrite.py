@@ -1,9 +1,8 @@
 """What methods that rewrite a checkpoint layer by layer have in common: from the two checkpoints and the data to the
 new checkpoint with its document, with work that a killed run goes on from."""
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -11,11 +10,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
-from ladderize.adapt.blockwise.options import TOKENS_PER_STEP, WindowOptions
+from ladderize.adapt.blockwise.measures import before_and_after
+from ladderize.adapt.blockwise.options import WindowOptions
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.adapt.data.sources import source_sha256
 from ladderize.adapt.teacher import check_improved, check_pair, check_related, target_text
-from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_streams
+from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import Console, code_span, human_bytes, to_json
@@ -23,7 +23,7 @@ from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from ladderize.eval.results import Perplexity, perplexity_from_nlls
+from ladderize.eval.results import Perplexity
 from ladderize.files import output
 from ladderize.files.records import OwnRecord, Record
 from ladderize.files.regular import resolved
@@ -71,15 +71,6 @@ class BlockwiseRun(Record):
     method: str
     model: str
     teacher: str
-
-
-@dataclass(frozen=True)
-class HeldoutMeasures:
-    """Of held-out windows, by name of the step: perplexities, of the dense model too, and mean divergences KL(dense ||
-    model) in nats per token."""
-
-    perplexity: dict[str, Perplexity]
-    divergence: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -356,11 +347,11 @@ def rewrite(
         files, student = method.files(work), StudentBlocks(layout, layers, stored.weights)
         method.work(LayerJob(options, teacher, own, student, windows, about, files, ranks, console))
         ranks.barrier()
-        if not ranks.is_main:
-            return None
         result = method.kind.RESULT
         with console.stage("measuring held-out perplexities"):
-            measured = before_and_after(teacher, own, student, files, windows.heldout, result)
+            measured = before_and_after(teacher, own, student, files, windows.heldout, result, ranks)
+        if not ranks.is_main:
+            return None
         if options.write == "best":
             before, after = (measured.perplexity[name].perplexity for name in ("before", result))
             check_improved(before, after, work=run.folder, advice=method.advice, what=method.key)
@@ -426,55 +417,3 @@ def forecast_layers(
         output_bytes=checkpoint.weight_bytes,
         device_memory_bytes=device_memory if device_memory is not None else available_bytes(device),
     )
-
-
-# ---- measures ----
-
-LayerAt = Callable[[int], torch.nn.Module]
-
-
-def before_and_after(
-    teacher: Blocks, own: Blocks, student: StudentBlocks, files: LayerFiles, heldout: torch.Tensor, result: str
-) -> HeldoutMeasures:
-    """Held-out measures of the dense model, of the converted one, and, named ``result``, of that with its rewritten
-    layers."""
-    dense, layout = Layout.dense(own.num_layers), student.layout
-
-    def rewritten(layer: int) -> torch.nn.Module:
-        return own.layer(layer, layout, loaded(files, layer, own) if layer in student.layers else None)
-
-    variants: dict[str, tuple[Blocks, LayerAt]] = {
-        "dense": (teacher, lambda layer: teacher.layer(layer, dense)),
-        "before": (own, lambda layer: own.layer(layer, layout)),
-        result: (own, rewritten),
-    }
-    return heldout_measures(variants, heldout)
-
-
-def heldout_measures(variants: Mapping[str, tuple[Blocks, LayerAt]], ids: torch.Tensor) -> HeldoutMeasures:
-    """Perplexity of held-out windows under variants of a model, each given by its blocks and layers, and the divergence
-    from the first, the dense one; one layer in memory at a time."""
-    batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
-    perplexities, divergences, reference = {}, {}, None
-    for name, (blocks, layer_at) in variants.items():
-        begin = time.perf_counter()
-        streams = window_streams(blocks, layer_at, ids, batch_size=batch_size)
-        nlls, sums = [], []
-        with torch.no_grad():
-            for number, batch in enumerate(ids.split(batch_size)):
-                own = streams[number].to(blocks.device)
-                nlls.append(blocks.nll(own, batch))
-                if reference is not None:
-                    sums.append(blocks.divergence(reference[number].to(blocks.device), own))
-        seconds = time.perf_counter() - begin
-        perplexities[name] = perplexity_from_nlls(torch.cat(nlls).cpu().numpy(), list(ids.numpy()), seconds)
-        if reference is None:
-            reference = streams
-        else:
-            divergences[name] = float(torch.cat(sums).sum()) / ids[:, 1:].numel()
-    return HeldoutMeasures(perplexities, divergences)
-
-
-def loaded(files: LayerFiles, layer: int, blocks: Blocks) -> dict[str, torch.Tensor]:
-    """A rewritten layer's weights, to compute with."""
-    return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in files.weights(layer).items()}
