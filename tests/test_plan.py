@@ -1,5 +1,6 @@
 """``ladderize plan``: its figures against a slow walk through every sync point, what it says, and what it refuses."""
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -14,6 +15,7 @@ import ladderize
 from ladderize import PlanModel, PlanOptions
 from ladderize.checkpoint import reading
 from ladderize.checkpoint.reading import read_checkpoint, read_config
+from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.eval.suffixes import Suffixes
 from ladderize.files.documents import write_json
@@ -22,6 +24,7 @@ from ladderize.planning.hardware import known_devices, known_engines
 from ladderize.planning.passes import Workload, pass_parts
 from ladderize.planning.plans import run
 from ladderize.planning.plans.document import PlanResult
+from ladderize.planning.plans.show import show_plan
 from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
 from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, make_layout, one_sentence, save_llama
@@ -313,6 +316,16 @@ def test_a_layout_has_to_beat_what_changes_no_result(ranks, batch, verdict):
     assert names == [one.name for one in exact]
     assert ("replicas do not fit: with twice the weights each rank holds" in said) == (len(usable) < len(exact))
     assert "published speeds that known figures are fitted to had neither" in said
+
+
+def test_a_chosen_layout_is_judged_and_not_the_fastest(capsys):
+    result = planned("--shape", "70b", *H100, "--batch-size", "64", "--layout", "ladder,spd")
+    show_plan(result, Console())
+    assert "pay: " not in capsys.readouterr().out
+    dense, ladder, spd = result.rows
+    chosen = dataclasses.replace(spd, model="chosen")
+    show_plan(dataclasses.replace(result, rows=[dense, chosen, ladder], others=[]), Console())
+    assert "batch 64: chosen is not shown to pay: replicas" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_dense_cannot_do_better_is_said(hardware):

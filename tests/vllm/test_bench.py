@@ -101,6 +101,34 @@ def test_two_replicas_divide_the_batch_and_answer_as_one_model_does(tmp_path):
     assert len({tuple(answer) for answer in answers}) > 1
 
 
+def test_a_replica_has_its_own_group_and_buffers_while_it_runs():
+    """Those of vLLM's variables that belong to one group, all of them."""
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators import flashinfer_all_reduce
+
+    from ladderize.serving.vllm.bench.replicas import GROUP, MADE_LATER, ReplicaGroup
+
+    held = {name: value for name, value in vars(flashinfer_all_reduce).items() if name.startswith("_fi_ar_")}
+    of_one = {name for name, value in held.items() if value is None or value is False}  # others: by group, a lock
+    assert of_one == {name for _, name in MADE_LATER}
+    replica = ReplicaGroup.__new__(ReplicaGroup)
+    replica.values = {GROUP: "its group", **MADE_LATER}
+    before = parallel_state._TP
+
+    def fails():
+        with replica.entered():
+            assert parallel_state._TP == "its group"
+            flashinfer_all_reduce._fi_ar_workspace = "made for it"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert parallel_state._TP is before
+    assert flashinfer_all_reduce._fi_ar_workspace is None
+    with replica.entered():
+        assert flashinfer_all_reduce._fi_ar_workspace == "made for it"
+
+
 def test_the_names_of_vllms_all_reduces_are_the_installed_ones():
     """What a row says of its all-reduce asks vLLM's communicator as vLLM itself does, in the same order."""
     import inspect
