@@ -5,16 +5,17 @@ import torch
 
 from ladderize import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
+from ladderize.families.registry import family_of
+from ladderize.modeling import ladderized_class
 from tests.oracle import Oracle
 from tests.quantised import dequantised, save_quantised
 from tests.vllm.jobs import Generate
 from tests.vllm.models import SHAPE, random_prompts
 
 RECIPES = {
-    "ladder": Recipe(ladder="all"),
-    "spd": Recipe(spd="all", sync_tp_size=2),
-    "both": Recipe(ladder="1:", spd="all", sync_tp_size=2),
+    "ladder": (Recipe(ladder="all"), "qwen3"),
+    "spd": (Recipe(spd="all", sync_tp_size=2), "llama"),
+    "both": (Recipe(ladder="1:", spd="all", sync_tp_size=2), "granite"),
 }
 
 
@@ -29,9 +30,11 @@ def int8_tokens(x):
 def test_int8(engines, tmp_path, name, ranks):
     shape = {key: value for key, value in SHAPE.items() if key not in ("vocab_size", "intermediate_size")}
     seed = int(torch.randint(1 << 30, ()))
-    source = save_quantised(tmp_path / "src", "int8", seed=seed, **shape, vocab_size=384, intermediate_size=192)
-    convert_checkpoint(source, tmp_path / "out", RECIPES[name], verify=False)
-    config = LadderizedLlamaConfig.from_pretrained(tmp_path / "out")
+    recipe, model_type = RECIPES[name]
+    shape |= {"vocab_size": 384, "intermediate_size": 192, "model_type": model_type}
+    source = save_quantised(tmp_path / "src", "int8", seed=seed, **shape)
+    convert_checkpoint(source, tmp_path / "out", recipe, verify=False)
+    config = ladderized_class(family_of({"model_type": model_type}), "Config").from_pretrained(tmp_path / "out")
     # what is summed is quantised by each virtual rank where sums are dropped, elsewhere by each process
     parts = config.sync_tp_size or ranks
     weights = dequantised(source, "int8")
