@@ -293,7 +293,11 @@ def test_where_converting_is_not_worth_it():
 
 @pytest.mark.parametrize(
     ("ranks", "batch", "verdict"),
-    [(2, 1, "does not pay: fused"), (8, 1, "is not shown to pay: fused"), (8, 64, None)],
+    [
+        (2, 1, "does not pay: it is no faster than dense with fused norms"),
+        (8, 1, "is not shown to pay: dense with fused norms"),
+        (8, 64, None),
+    ],
 )
 def test_a_layout_has_to_beat_what_changes_no_result(ranks, batch, verdict):
     """By its speed-up, and then by its band."""
@@ -307,7 +311,10 @@ def test_a_layout_has_to_beat_what_changes_no_result(ranks, batch, verdict):
     most = max([1.0, *(one.speedup_end_to_end_interval[1] for one in usable)])
     pays = ladder.speedup_end_to_end > best
     surely = ladder.speedup_end_to_end_interval[0] > most
-    assert (pays, surely) == {"does not pay: fused": (False, False), None: (True, True)}.get(verdict, (True, False))
+    assert (pays, surely) == {
+        "does not pay: it is no faster than dense with fused norms": (False, False),
+        None: (True, True),
+    }.get(verdict, (True, False))
     outcome = invoke("plan", *where)
     said = " ".join(outcome.stdout.split())
     assert ("to pay" in said or "not pay" in said) == (verdict is not None)
@@ -315,7 +322,7 @@ def test_a_layout_has_to_beat_what_changes_no_result(ranks, batch, verdict):
     names = [line.split()[0] for line in outcome.stdout.splitlines() if line.startswith(("fused ", "replicas "))]
     assert names == [one.name for one in exact]
     assert ("replicas do not fit: with twice the weights each rank holds" in said) == (len(usable) < len(exact))
-    assert "published speeds that known figures are fitted to had neither" in said
+    assert "published speeds that known figures are fitted to had neither fused norms nor replicas" in said
 
 
 def test_a_chosen_layout_is_judged_and_not_the_fastest(capsys):
@@ -325,7 +332,7 @@ def test_a_chosen_layout_is_judged_and_not_the_fastest(capsys):
     dense, ladder, spd = result.rows
     chosen = dataclasses.replace(spd, model="chosen")
     show_plan(dataclasses.replace(result, rows=[dense, chosen, ladder], others=[]), Console())
-    assert "batch 64: chosen is not shown to pay: replicas" in " ".join(capsys.readouterr().out.split())
+    assert "batch 64: chosen is not shown to pay: two dense replicas" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_dense_cannot_do_better_is_said(hardware):

@@ -1,5 +1,6 @@
 """``ladderize report``: what it joins, what it claims, and what it refuses."""
 
+import html
 import json
 import re
 import shutil
@@ -13,6 +14,8 @@ from ladderize.console import printable, to_json
 from ladderize.errors import UserError
 from ladderize.figure import check_plot
 from ladderize.layout import Layout
+from ladderize.planning.plans.document import PlanResult
+from ladderize.planning.plans.show import plan_verdicts
 from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.report.page import script_json
 from ladderize.tradeoff.report.tradeoff_plot import name_sides
@@ -154,6 +157,10 @@ def test_predicted_times_join_what_was_evaluated(tmp_path, checkpoint):
     assert "predicted, not measured" in text
     assert "predicted: nothing ran" in text
     assert "ladderize plan" in text
+    # also where a layout does not beat what changes no result
+    verdicts = plan_verdicts(PlanResult.from_dict(document, "plan.json"))
+    assert all(f"<li>plan.json: {html.escape(verdict)}</li>" in text for verdict in verdicts)
+    assert "ladder does not pay: it is no faster than two dense replicas" in text
     page = Reader(text)
     assert "plot-speed" in page.ids()
     assert "plot-time-decode" in page.ids()

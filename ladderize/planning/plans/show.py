@@ -29,6 +29,7 @@ from ladderize.runtime.shards import known_shapes
 # of the end-to-end time of the dense layout: where less of it is waited for, no layout is worth its loss of accuracy
 WORTH_CONVERTING = 0.03
 SHOWN_POINTS = 8  # of the front, in the table
+EXACT_WORDS = {"fused": "dense with fused norms", "replicas": "two dense replicas"}
 LONG_PROMPT = 4096  # tokens, from which attention that is not fused takes much of a prefill
 
 
@@ -45,7 +46,7 @@ def show_plan(result: PlanResult, console: Console) -> None:
         console.result("\nSpeed-up by all-reduce, over the same wires")
         console.table(compared, right=["ranks", "batch"])
     console.result("")
-    for line in (*_verdicts(result), *_explanations(result)):
+    for line in (*plan_verdicts(result), *_explanations(result)):
         console.prose(line)
     for warning in _warnings(result):
         console.warn(warning)
@@ -130,8 +131,8 @@ def _digits(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def _verdicts(result: PlanResult) -> list[str]:
-    """Where communication is not worth hiding, or an exact way is as good."""
+def plan_verdicts(result: PlanResult) -> list[str]:
+    """Where communication is not worth hiding, or an exact way is as good: for the report, too."""
     lines = []
     for ranks in result.options.tp_sizes:
         if ranks == 1:
@@ -166,14 +167,15 @@ def _against_exact(result: PlanResult, ranks: int, batch: int) -> str | None:
         return None
     best = max(layouts, key=lambda row: row.speedup_end_to_end)
     exact = [one for one in result.exact_of(ranks, batch) if one.fits is not False or dense.fits is False]
-    rivals: list[tuple[str, PlannedRow | ExactStack]] = [("dense", dense), *((one.name, one) for one in exact)]
+    rivals: list[tuple[str, PlannedRow | ExactStack]] = [("dense", dense)]
+    rivals += [(EXACT_WORDS[one.name], one) for one in exact]
     name, rival = max(rivals, key=lambda named: named[1].speedup_end_to_end)
     low, high = best.speedup_end_to_end_interval[0], rival.speedup_end_to_end_interval[1]
     if best.speedup_end_to_end <= rival.speedup_end_to_end:
-        return f"{_shown_name(best)} does not pay: {name} is as fast or faster, and changes no result."
+        return f"{_shown_name(best)} does not pay: it is no faster than {name}, whose results are unchanged."
     if low <= high:
         return (
-            f"{_shown_name(best)} is not shown to pay: {name} changes no result, and may be {high:.2f}x as fast as"
+            f"{_shown_name(best)} is not shown to pay: {name}, with unchanged results, may be {high:.2f}x as fast as"
             f" dense, {_shown_name(best)} only {low:.2f}x."
         )
     return None
@@ -210,14 +212,18 @@ def _of_exact(result: PlanResult) -> str:
     names = {one.name for one in result.exact}
     if "fused" in names:
         text = (
-            "fused: dense, with vLLM's kernel for an all-reduce and the norm behind it; assumed to be 5 to 20 % faster"
-            " (vLLM's documentation), or from 7 % slower on (issue 44079), and at most by what waiting and norms take."
+            "fused: dense (no result changed), with vLLM's kernel for an all-reduce and the norm behind it; assumed to"
+            " be 5 to 20 % faster (vLLM's documentation), or from 7 % slower on (issue 44079), and at most by what"
+            " waiting and norms take."
         )
     else:
         text = f"No row fused: vLLM fuses no norm into such messages on {result.device.name} over such a link."
     if "replicas" in names:
-        text += " replicas: two dense ones on half the ranks each, with half of the batch, fused where vLLM does so."
-    return f"{text} Both change no result; the published speeds that known figures are fitted to had neither."
+        text += (
+            " replicas: two dense ones (no result changed) on half the ranks each, with half of the batch, fused where"
+            " vLLM does so."
+        )
+    return f"{text} The published speeds that known figures are fitted to had neither fused norms nor replicas."
 
 
 def _of_others(result: PlanResult) -> str:

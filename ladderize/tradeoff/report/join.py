@@ -11,6 +11,7 @@ from ladderize.errors import UserError
 from ladderize.eval.evaluation.table import short_names
 from ladderize.eval.results import EvalResults, EvaluatedModel
 from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow, PlanResult
+from ladderize.planning.plans.show import plan_verdicts
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.rows import LEAST_ROUNDS, PhaseCommunication, SpeedRow
 from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
@@ -83,6 +84,9 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
     content = ReportContent(margin, subjects, settings, found)
     _name(content.models)
     content.remarks += add_scores(found.results, joint.evaluated, content.reference, margin)
+    for plan in found.plans:
+        verdicts = plan_verdicts(plan.document) if plan.document.rows else []
+        content.remarks += [f"{plan.path.name}: {verdict}" for verdict in verdicts]
     if shared := [subject.name for subject in content.models if subject.timed_as is not None]:
         content.remarks.append(
             "Speed depends on the layout and the size only, so these have the times of another model with the same"
