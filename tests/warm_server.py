@@ -66,8 +66,9 @@ def standby_fork_server() -> Iterator[None]:
         yield
     finally:
         if ours.fileno() >= 0:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            with contextlib.suppress(KeyboardInterrupt):  # a Ctrl-C that comes after the end changes nothing
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
 
 
 def serve_forks(asked: socket.socket) -> None:
