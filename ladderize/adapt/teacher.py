@@ -75,16 +75,20 @@ def share_won_back(before: float, after: float, dense: float) -> float | None:
     return math.log(before / after) / math.log(before / dense)
 
 
-def check_improved(before: float, after: float, *, work: Path, advice: str, what: str = "training") -> None:
+def check_improved(
+    before: float, after: float, dense: float | None, *, work: Path, advice: str, what: str = "training"
+) -> None:
     """Raise UserError unless the held-out perplexity after training is below the one before.
 
-    after: of the weights that would be written. work: the folder that keeps what was done. what: was done. advice: what
-    else to try.
+    after: of the weights that would be written. dense: the teacher's. work: the folder that keeps what was done. what:
+    was done. advice: what else to try.
     """
     if after < before:
         return
+    reached = dense is not None and before <= dense
+    known = f"; the dense model has {dense:.4f}: there was nothing to win back on these rows" if reached else ""
     raise UserError(
-        f"{what} never lowered the held-out perplexity (before {before:.4f}, after {after:.4f}), so nothing"
+        f"{what} never lowered the held-out perplexity (before {before:.4f}, after {after:.4f}{known}), so nothing"
         f" is written and {work} keeps the work; {advice}, or run the same command with --write last to write the"
         " weights as they are"
     )

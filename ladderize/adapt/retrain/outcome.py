@@ -171,7 +171,7 @@ def write_outcome(
     before = progress.before_perplexity
     if scores is not None and before is not None and task.options.write == "best":
         advice = "train with a lower --lr or on other data (--resume no)"
-        check_improved(before, scores.perplexity, work=work.folder, advice=advice)
+        check_improved(before, scores.perplexity, progress.dense_perplexity, work=work.folder, advice=advice)
     if not trainer.engine.ranks.is_main:
         return None
     losses = read_metrics(work.metrics, "loss")
