@@ -12,7 +12,7 @@ Another shape, on prose in the place of the demo's texts (benchmarks/recovery.py
 
 The same recipe for another family (docs/results.md, "A Qwen3"; not shipped):
 
-    python scripts/train_demo_model.py --family qwen3 --out qwen3 --log benchmarks/results/train_qwen3.log
+    python scripts/train_demo_model.py --family qwen3 --out qwen3 --log qwen3.log
 """
 
 import argparse
