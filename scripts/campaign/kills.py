@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.campaign.places import COMMANDS, digest, processes_in, start
+from scripts.campaign.places import COMMANDS, difference, digest, processes_in, start
 from tests import warm
 
 END_S = 60.0  # within which a command ends after a signal, on a busy machine
@@ -79,8 +79,7 @@ class Killer:
             if process.returncode:
                 return f"{way}: again: exit code {process.returncode}: {errors[-400:]}"
             if (found := digest(out, command)) != right:
-                other = sorted(key for key in {**found, **right} if found.get(key) != right.get(key))
-                return f"{way}: another result in {other}"
+                return f"{way}: another result in {difference(found, right)}"
             own = {"tmp", out.name, out.with_suffix(".yaml").name, f"{out.name}.run.json"}
             rest = sorted(path.name for path in folder.iterdir() if path.name not in own)
             rest += sorted(path.name for path in (folder / "tmp").iterdir() if not path.name.startswith(LEFT))

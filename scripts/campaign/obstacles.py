@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ladderize.console import printable
-from scripts.campaign.places import COMMANDS, digest, start
+from scripts.campaign.places import COMMANDS, difference, digest, start
 from tests import warm
 
 PERMISSIONS = ("unreadable weights", "unreadable file", "unwritable folder", "read-only file system", "read-only model")
@@ -66,7 +66,7 @@ def no_room(draw: random.Random, name: str, place: Path, folder: Path) -> str:
         if process.returncode:
             return f"full {kind} of {kib} KiB, then room: exit code {process.returncode}: {errors[-400:]}"
         if (found := digest(out, command)) != right:
-            return f"full {kind} of {kib} KiB, then room: another result in {set(found.items()) ^ set(right.items())}"
+            return f"full {kind} of {kib} KiB, then room: another result in {difference(found, right)}"
     return "equal"
 
 

@@ -163,7 +163,7 @@ def plain(value: Any, timed: bool) -> Any:
 
 
 def digest(out: Path, command: Command) -> dict[str, str]:
-    """What an output says, by file."""
+    """What an output says, by file: documents as text, of other files the hash."""
     found = {}
     for path in sorted([out, out.with_suffix(".yaml"), *out.rglob("*")]):
         name = str(path.relative_to(out.parent))
@@ -171,10 +171,20 @@ def digest(out: Path, command: Command) -> dict[str, str]:
             continue
         data = path.read_bytes()
         if path.suffix == ".json":
-            data = json.dumps(plain(json.loads(data), command.timed)).encode()
+            found[name] = json.dumps(plain(json.loads(data), command.timed))
         elif path.suffix == ".jsonl":
-            data = json.dumps([plain(json.loads(line), command.timed) for line in data.splitlines()]).encode()
-        elif path.suffix not in (".safetensors", ".html", ".yaml"):
-            data = b"there"
-        found[name] = hashlib.sha256(data).hexdigest()
+            found[name] = json.dumps([plain(json.loads(line), command.timed) for line in data.splitlines()])
+        elif path.suffix in (".safetensors", ".html", ".yaml"):
+            found[name] = hashlib.sha256(data).hexdigest()
+        else:
+            found[name] = "there"
     return found
+
+
+def difference(found: dict[str, str], expected: dict[str, str]) -> str:
+    """The first file in which two digests differ, and where."""
+    name = min(key for key in {**found, **expected} if found.get(key) != expected.get(key))
+    one, other = found.get(name, "missing"), expected.get(name, "missing")
+    pairs = enumerate(zip(one, other, strict=False))
+    at = next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+    return f"{name}: {one[max(0, at - 80) : at + 40]!r} for {other[max(0, at - 80) : at + 40]!r}"
