@@ -214,7 +214,9 @@ def test_a_rank_that_ends_between_jobs_is_noticed(plain):
             service.ask(score_endings, [Ending(np.array([4, 5]), 1)])
 
 
-def test_ctrl_c_during_a_job_ends_the_ranks(plain):
+def test_ctrl_c_during_a_job_ends_the_ranks(plain, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     service = opened(plain, tp_size=2)
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
