@@ -279,7 +279,7 @@ REFUSED = {
         r"layouts\[1\]: .*layouts\[0\] has the name 'half' already",
     ),
     "a method's name without its options": ({"adapt": ["align"]}, r"adapt\[0\]: Missing option '--data'"),
-    "a chain of nothing": ({"adapt": [{"stages": []}]}, r"adapt\[0\]: stages is \[\], but must be a list"),
+    "a chain of nothing": ({"adapt": [{"stages": []}]}, r"adapt\[0\]: stages is an empty list"),
     "none in a chain": ({"adapt": [["none", FULL]]}, r"adapt\[0\]: stages\[0\]: method is 'none'"),
     "align after others": (
         {"adapt": [[FULL, {"method": "align", "data": "x.npy"}]]},
@@ -358,6 +358,8 @@ REFUSED = {
         r"layouts\[1\]: eval with --tp-size 4 does not divide the 2 virtual ranks",
     ),
     "an empty list": ({"bench": [{"tp_size": []}]}, "tp_size is an empty list"),
+    "no data": ({"eval": {"perplexity": []}}, "eval: perplexity is an empty list"),
+    "a number for a file": ({"eval": {"perplexity": 0.5}}, "/0.5 does not exist"),
     "a margin": ({"margin": 0}, "margin is 0"),
     "nothing to measure": ({"eval": None, "bench": None}, "neither eval nor bench"),
     "no model": ({"model": None}, "model is missing"),

@@ -223,6 +223,8 @@ def mapping(given: object, where: str, known: Sequence[str] | None = None) -> di
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}"
             raise UserError(f"{where}: unknown key {key!r}; {hint}")
+    if known is None and (empty := [key for key, value in values.items() if value == []]):
+        raise UserError(f"{where}: {empty[0]} is an empty list; give a value, or leave it out")
     return values
 
 
@@ -232,9 +234,9 @@ def absolute(given: Given) -> dict[str, Any]:
     def path(text: Any) -> Any:
         if isinstance(text, list):
             return [path(item) for item in text]
-        if not isinstance(text, str) or text.startswith(HUB):
+        if isinstance(text, Mapping) or str(text).startswith(HUB):
             return text
-        return os.path.normpath(Path.cwd() / Path(text).expanduser())
+        return os.path.normpath(Path.cwd() / Path(str(text)).expanduser())  # YAML takes 2024 for a number
 
     return {key: path(value) if key in PATH_KEYS else value for key, value in given.items()}
 
@@ -242,8 +244,6 @@ def absolute(given: Given) -> dict[str, Any]:
 def grid(given: Given, where: str, section: str = "") -> Iterator[dict[str, Any]]:
     """Every combination of the values that are lists, but those of ``LISTS``."""
     lists = {key: value for key, value in given.items() if isinstance(value, list)}
-    if empty := [key for key, value in lists.items() if not value]:
-        raise UserError(f"{where}: {empty[0]} is an empty list; give a value, or leave it out")
     plain = LISTS.get(section, ())
     axes = [lists[key] if key in lists and key not in plain else [value] for key, value in given.items()]
     return (dict(zip(given, values, strict=True)) for values in combinations(axes, where))
