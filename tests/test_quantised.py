@@ -350,7 +350,7 @@ def test_what_does_not_run_quantised_weights(sources, tmp_path, words):
     places = {"TEXT": tmp_path / "text.jsonl", "OUT": tmp_path / "out"}
     outcome = invoke(words[0], sources("int8"), *(places.get(word, word) for word in words[1:]))
     assert outcome.code == 1, outcome.stderr
-    sentence = "do not run quantised weights, from which adapters get no right gradients either; `ladderize eval"
+    sentence = "do not run quantised weights, and adapters on int8 or FP8 ones get wrong gradients; `ladderize eval"
     assert sentence in " ".join(outcome.stderr.split())
     assert "Traceback" not in outcome.stderr
     assert listing(tmp_path) == ["text.jsonl"]

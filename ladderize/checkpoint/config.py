@@ -90,8 +90,8 @@ def check_sizes(config: Mapping[str, Any]) -> None:
         method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(
             f"this checkpoint is quantised with {method}; the runtime and what trains or measures layers do not run"
-            " quantised weights, from which adapters get no right gradients either; `ladderize eval --backend vllm` and"
-            " `vllm serve` run them"
+            " quantised weights, and adapters on int8 or FP8 ones get wrong gradients; `ladderize eval --backend vllm`"
+            " and `vllm serve` run them"
         )
     for key, most in LARGEST.items():
         value = config.get(key)
