@@ -58,7 +58,7 @@ def make_models(work: Path) -> None:
 
     config = LlamaConfig(
         vocab_size=131,
-        hidden_size=64,
+        hidden_size=128,
         intermediate_size=128,
         num_hidden_layers=4,
         num_attention_heads=8,

@@ -23,10 +23,11 @@ from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_ben
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated
 from ladderize.runtime.collectives.observed import Observed
+from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.decode import Generator
-from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import Schedule
+from ladderize.runtime.step import Step
 from tests.groups import report_and_die, report_once
 from tests.helpers import ROOT, invoke, listing, make_model, one_sentence
 from tests.warm import PATIENCE
@@ -185,21 +186,20 @@ def wrong_rope_beyond_64_positions(monkeypatch):
 
 
 def a_window_on_the_kv_cache(monkeypatch):
-    read = KVCache.read
+    right = Step.seen
 
-    def window(self, layer, length):
-        keys, values = (part.clone() for part in read(self, layer, length))
-        keys[:, :, : max(0, length - 64)] = 0
-        values[:, :, : max(0, length - 64)] = 0
-        return keys, values
+    def window(self, own):
+        mask, causal = right(self, own)
+        near = (torch.arange(self.length) >= self.length - 64)[None, None, None]
+        return (mask, causal) if self.length == 0 else (near if mask is None else mask & near, causal)
 
-    monkeypatch.setattr(KVCache, "read", window)
+    monkeypatch.setattr(Step, "seen", window)
 
 
 def a_rank_of_dropped_points_left_out(monkeypatch):
-    right = runtime_model.mlp_inner
+    right = CpuOperations.mlp
     monkeypatch.setattr(
-        runtime_model, "mlp_inner", lambda weights, x, carry: right(weights, x, carry and [carry[0]] * len(carry))
+        CpuOperations, "mlp", lambda self, weights, x, carry: right(self, weights, x, carry and carry[:1] * len(carry))
     )
 
 
@@ -209,7 +209,6 @@ def one_weight_is_off(monkeypatch):
     def off(*arguments, **more):
         weights = load(*arguments, **more)
         weights.attention(1).norm.weight[3] += 0.5
-        weights.attention(1).norm.doubled[3] += 0.5
         return weights
 
     monkeypatch.setattr(spec, "load_weights", off)

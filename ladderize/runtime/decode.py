@@ -14,9 +14,10 @@ from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.memory import check_room
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.model import Step, TPLlama
+from ladderize.runtime.model import TPLlama
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.step import Step
 
 # A CUDA graph of a decode step has a fixed number of cache columns in view: one graph for each multiple of this.
 BUCKET = 256

@@ -72,6 +72,11 @@ class KVCache:
         """The first ``length`` columns of keys and values."""
         return self.keys[layer, :, :, :length], self.values[layer, :, :, :length]
 
+    def memory(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Keys and values for who reads and writes them by address, and which of their rows are meant [batch]; None:
+        as they stand. None altogether where they do not lie in memory as the class says."""
+        return self.keys, self.values, None
+
     def batch_rows(self, begin: int, end: int) -> "KVCache":
         """Rows ``begin`` to ``end`` of the batch: the same memory."""
         return KVCache(self.keys[:, begin:end], self.values[:, begin:end])
@@ -98,6 +103,9 @@ class CacheRows(KVCache):
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         return self.keys[layer][self.rows, :, :length], self.values[layer][self.rows, :, :length]
 
+    def memory(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        return self.keys, self.values, self.rows
+
     def batch_rows(self, begin: int, end: int) -> KVCache:
         return CacheRows(KVCache(self.keys, self.values), self.rows[begin:end])
 
@@ -111,6 +119,9 @@ class NoCache(KVCache):
 
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
         """Forget them."""
+
+    def memory(self) -> None:
+        return None
 
     def batch_rows(self, begin: int, end: int) -> KVCache:
         return self

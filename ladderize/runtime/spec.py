@@ -16,6 +16,7 @@ from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.cpu_operations import choose_operations
 from ladderize.runtime.decode import Generator, rope_table
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import Weights
@@ -140,7 +141,8 @@ def open_generator(
     """One rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens; ``cache`` is used again if
     it fits."""
     shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
-    model = model_class(shape, spec.layout, own, collectives, compile=compile)
+    operations = choose_operations(group.device, spec.torch_dtype, compile=compile)
+    model = model_class(shape, spec.layout, own, collectives, operations)
     if cache is None or not cache.fits(shape, batch, columns, spec.torch_dtype):
         cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device)
     return Generator(model, rope_table(spec.config, columns, group.device), cache, graphs=group.device.type == "cuda")

@@ -22,9 +22,10 @@ from ladderize.runtime.schedule import ScheduleName
 
 @dataclass(frozen=True)
 class Environment(Record):
-    """Machine, versions and settings. ``LEFT_OUT``: what only GPUs have."""
+    """Machine, versions and settings. ``LEFT_OUT``: what only GPUs have, and what only inference has: by what lies
+    between products is computed."""
 
-    LEFT_OUT: ClassVar = ("gpus", "gpu_memory_bytes", "cuda", "nccl", "link")
+    LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "cuda", "nccl", "link")
 
     device: str
     processor: str
@@ -36,6 +37,7 @@ class Environment(Record):
     system: str
     hosts: int
     settings: dict[str, str]
+    operations: str | None = None
     gpus: list[str] | None = None
     gpu_memory_bytes: int | None = None
     cuda: str | None = None

@@ -48,11 +48,13 @@ from ladderize.runtime.bench.trace import Overlap, trace
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum
 from ladderize.runtime.collectives.observed import Recording, Traced
+from ladderize.runtime.cpu_operations import choose_operations
 from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.model import Step, TPLlama
+from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
+from ladderize.runtime.step import Step
 
 TRACED_STEPS, INSTRUMENTED_RUNS = 4, 8
 
@@ -131,6 +133,10 @@ class InferenceBench(RuntimeBench[ModelVariant, BenchDocument, BenchOptions]):
         super().__init__(group, plan, console)
         if self.options.compile:
             torch._dynamo.reset()
+        operations = choose_operations(group.device, plan.specs[0].torch_dtype, compile=self.options.compile)
+        self.environment = replace(self.environment, operations=operations.name)
+        if operations.note:
+            console.warn(operations.note)
         self.weights = self._weight_cache(replicate_vocab=self.options.replicate_vocab)
         self.checks = self._check(reference_check.checked_specs(plan.specs, self.options))
 

@@ -19,18 +19,26 @@ from torch import Tensor
 
 
 class Handle:
-    """An all-reduce in flight. ``wait()`` returns the sum, once: a second call raises RuntimeError."""
+    """An all-reduce in flight. Its sum can be waited for once: a second time raises RuntimeError."""
 
     __slots__ = ("_finish",)
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish: Callable[[], Tensor] | None = finish
+    def __init__(self, finish: Callable[..., Tensor]) -> None:
+        self._finish: Callable[..., Tensor] | None = finish
 
     def wait(self) -> Tensor:
+        """The sum."""
+        return self._once()()
+
+    def wait_added(self, residual: Tensor | None) -> Tensor:
+        """The sum, rounded, plus ``residual``; None: the sum."""
+        return self.wait() if residual is None else residual + self.wait()
+
+    def _once(self) -> Callable[..., Tensor]:
         finish, self._finish = self._finish, None
         if finish is None:
             raise RuntimeError("this all-reduce has been waited for already")
-        return finish()
+        return finish
 
 
 class Collectives:

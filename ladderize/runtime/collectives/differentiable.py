@@ -60,6 +60,9 @@ class PendingSum:
             after, x, *total = _Wait.apply(self.link, self.take is not None, self.bias, self.residual, *self.sent)
             self.sent, self.residual = [], None
         else:
+            if len(self.handles) == 1 and self.take is None:
+                after = x = _added(self.handles[0].wait_added(self.residual), None, self.bias)
+                return after, x
             total = [_joined([handle.wait() for handle in self.handles])]
             after = x = _added(total[0], self.residual, self.bias)
         if self.take is not None:

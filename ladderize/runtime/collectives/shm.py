@@ -26,6 +26,7 @@ from ladderize.console import human_bytes
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.native.library import TYPES, address, found_kernels
 
 FOLDER = Path("/dev/shm")  # noqa: S108 - a memory file system is the point
 ORDERED = ("x86_64", "AMD64")
@@ -35,6 +36,15 @@ LEAST_SLOTS = 4
 LINE = 128  # bytes between counters: two cache lines, which adjacent-line prefetch pairs
 MOST_VIEWS = 64  # of messages whose views are kept
 SPINS, YIELD_SECONDS = 2000, 1.0
+
+
+class _SharedHandle(Handle):
+    """An all-reduce whose sum is added to the stream while it is taken."""
+
+    __slots__ = ()
+
+    def wait_added(self, residual: Tensor | None) -> Tensor:
+        return self._once()(residual)
 
 
 class SharedMemory(Collectives):
@@ -61,6 +71,7 @@ class SharedMemory(Collectives):
         self.read = [counters[(group.size + r) * words : (group.size + r) * words + 1] for r in range(group.size)]
         self.messages = torch.frombuffer(memory, dtype=torch.uint8)[header:].view(slots, group.size, self.slot_bytes)
         self.peers = [r for r in range(group.size) if r != group.rank]
+        self.kernels, self.threads = found_kernels(), torch.get_num_threads()
         # views of each slot for each shape of message, made once: a view costs as much as copying a small message
         self.views: dict[tuple[torch.Size, torch.dtype], list[list[Tensor]]] = {}
 
@@ -155,14 +166,27 @@ class SharedMemory(Collectives):
     def all_reduce_async(self, x: Tensor) -> Handle:
         messages, number = self._post(x)
 
-        def finish() -> Tensor:
+        def finish(residual: Tensor | None = None) -> Tensor:
             self._take(number)
-            # in rank order on every rank, so that all hold the same bits; more than two in float32, rounded once
-            total = torch.add(*messages) if self.ranks == 2 else torch.stack(messages).sum(0)
+            total = self._sum(messages, residual)
             self._done(number)
             return total
 
-        return Handle(finish)
+        return _SharedHandle(finish)
+
+    def _sum(self, messages: list[Tensor], residual: Tensor | None) -> Tensor:
+        """In rank order on every rank, so that all hold the same bits; rounded once."""
+        first = messages[0]
+        fits = residual is None or (residual.is_contiguous() and residual.dtype == first.dtype)
+        if self.kernels is None or first.dtype not in TYPES or not fits:
+            total = torch.add(*messages) if self.ranks == 2 else torch.stack(messages).sum(0)
+            return total if residual is None else residual + total
+        out = torch.empty_like(first)
+        self.kernels.ladderize_sum(
+            *(TYPES[out.dtype], first.data_ptr(), self.slot_bytes, self.ranks, address(residual)),
+            *(out.data_ptr(), out.numel(), self.threads),
+        )
+        return out
 
     def all_gather(self, x: Tensor) -> Tensor:
         messages, number = self._post(x)

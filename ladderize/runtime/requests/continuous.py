@@ -14,12 +14,12 @@ from torch import Tensor
 from ladderize.errors import UserError
 from ladderize.runtime.decode import are_sound, sample, view_length
 from ladderize.runtime.kv_cache import CacheRows, KVCache
-from ladderize.runtime.model import Step
 from ladderize.runtime.requests.reading import TextReader, padded
 from ladderize.runtime.requests.scoring import OutputLayer
 from ladderize.runtime.requests.service import Worker
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import eos_ids
+from ladderize.runtime.step import Step
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ladderize.runtime.kv_cache import KVCache, NoCache
-from ladderize.runtime.model import Step, TPLlama
+from ladderize.runtime.model import TPLlama
 from ladderize.runtime.shards import Shape
+from ladderize.runtime.step import Step
 
 ALIGNMENT = 8  # rows are padded to a multiple of this, so that batches have few different shapes
 

@@ -20,6 +20,7 @@ from ladderize.ranks.environment import ALONE
 from ladderize.ranks.group import Ranks, join_ranks, launched
 from ladderize.ranks.threads import set_threads
 from ladderize.runtime.collectives.choose import check_backend, choose
+from ladderize.runtime.cpu_operations import choose_operations
 from ladderize.runtime.decode import rope_table
 from ladderize.runtime.launch import check_group_size, joined, start_context, started
 from ladderize.runtime.model import TPLlama
@@ -195,7 +196,8 @@ def opened(
     largest = max(options.budget, options.rows) * spec.config["hidden_size"], options.rows * vocabulary
     collectives, backend = choose(options.backend, group, max_bytes=max(4 * max(largest), MESSAGE_BYTES))
     shape, weights = WeightCache(group.device, pack=True).get(spec, group.size, group.rank, advance)
-    model = TPLlama(shape, spec.layout, weights, collectives)
+    operations = choose_operations(group.device, spec.torch_dtype)
+    model = TPLlama(shape, spec.layout, weights, collectives, operations)
     rope = rope_table(spec.config, options.max_length or spec.positions, group.device)
     yield Worker(group, spec, options, TextReader(model, rope, options.budget, spec.torch_dtype), backend)
     collectives.close()

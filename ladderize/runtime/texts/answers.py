@@ -213,6 +213,8 @@ class AnswerSamples(Samples):
                 eos=self.eos,
                 tokenizer=tokenizer,
             )
+            if note := worker.reader.model.operations.note:
+                console.warn(note)
             console.note(
                 f"{spec.layout}; {worker.backend}; {human_bytes(batch.cache.nbytes)} of KV cache for"
                 f" {self.batch_size} answers at a time"

@@ -220,6 +220,8 @@ def open_batch(
         generator = open_generator(
             spec, collectives, weights, group, rows, columns, compile=options.compile, advance=advance
         )
+    if note := generator.model.operations.note:
+        console.warn(note)
     return generator, backend
 
 

@@ -14,9 +14,10 @@ from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import rope_table
 from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights
-from ladderize.runtime.model import Step, TPLlama
+from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import check_activation
+from ladderize.runtime.step import Step
 from ladderize.runtime.training.outputs import LayerOutputs, SubModuleOutputs, hidden_error
 from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
 from ladderize.runtime.training.weights import TrainedWeights, UsedWeights

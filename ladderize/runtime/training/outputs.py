@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
-from ladderize.runtime.model import join_parts
+from ladderize.runtime.step import join_parts
 
 
 class SubModuleOutputs:

@@ -1,0 +1,370 @@
+// What a CPU computes between two products of a decoder's layer, each in one pass over its numbers.
+//
+// A number is float (type 0) or bfloat16 (type 1); sums, roots and exponentials are in float, and each result is rounded
+// once, to nearest even. NaN and infinities pass through. build.py compiles this file, library.py describes it to Python.
+
+#include <cstddef>
+#include <cstdint>
+
+namespace {
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+inline float get(float x) { return x; }
+inline float get(bfloat16 x) { return __builtin_bit_cast(float, uint32_t(x.bits) << 16); }
+
+inline void put(float &to, float x) { to = x; }
+inline void put(bfloat16 &to, float x) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, x);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+// e^x to 2 units in the last place: e^x = 2^n e^r with |r| <= ln 2 / 2, and a polynomial of degree 6 for e^r.
+inline float exponential(float x) {
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    const float n = __builtin_rintf(x * 1.44269504f);
+    const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+    float p = 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * __builtin_bit_cast(float, (int32_t(n) + 127) << 23);
+}
+
+template <typename T>
+void rms_norm(const T *x, const T *weight, T *out, int64_t rows, int64_t width, float eps, int threads) {
+#pragma omp parallel for if (threads > 1) num_threads(threads)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T *own = x + row * width;
+        T *to = out + row * width;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < width; ++i) sum += get(own[i]) * get(own[i]);
+        const float factor = 1.0f / __builtin_sqrtf(sum / float(width) + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) put(to[i], get(own[i]) * factor * get(weight[i]));
+    }
+}
+
+template <typename T> void gated(const T *gate_up, T *out, int64_t rows, int64_t inner, int64_t stride, int threads) {
+#pragma omp parallel for if (threads > 1) num_threads(threads)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T *gate = gate_up + row * 2 * inner, *up = gate + inner;
+        T *to = out + row * stride;
+#pragma omp simd
+        for (int64_t i = 0; i < inner; ++i) {
+            const float g = get(gate[i]);
+            put(to[i], g / (1.0f + exponential(-g)) * get(up[i]));
+        }
+    }
+}
+
+// The sum over the ranks of their messages, which lie `stride` bytes apart, rounded; then plus residual, unless that is
+// null.
+template <typename T>
+void sum(const char *messages, int64_t stride, int64_t ranks, const T *residual, T *out, int64_t count, int threads) {
+    const T *first = (const T *)messages;
+    if (ranks == 2) {
+        const T *second = (const T *)(messages + stride);
+#pragma omp parallel for simd if (threads > 1) num_threads(threads)
+        for (int64_t i = 0; i < count; ++i) {
+            put(out[i], get(first[i]) + get(second[i]));
+            if (residual) put(out[i], get(residual[i]) + get(out[i]));
+        }
+        return;
+    }
+#pragma omp parallel for simd if (threads > 1) num_threads(threads)
+    for (int64_t i = 0; i < count; ++i) {
+        float total = get(first[i]);
+        for (int64_t rank = 1; rank < ranks; ++rank) total += get(((const T *)(messages + rank * stride))[i]);
+        put(out[i], total);
+        if (residual) put(out[i], get(residual[i]) + get(out[i]));
+    }
+}
+
+// One layer of the KV cache, float: a column of a row's head is head_dim numbers.
+struct Cache {
+    float *keys, *values;
+    int64_t row, head;      // strides, in numbers
+    const int64_t *rows;    // [batch] rows of the cache, or null: as they stand
+    const int64_t *columns; // [batch] the first column of a pass's tokens, or null: `column` for all rows
+    int64_t column;
+
+    int64_t place(int64_t of_row, int64_t of_head) const { return (rows ? rows[of_row] : of_row) * row + of_head * head; }
+};
+
+struct Heads {
+    int64_t batch, tokens, heads, kv_heads, dim;
+};
+
+template <typename T> inline void norm_head(const T *from, const float *weight, float eps, int64_t dim, float *to) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < dim; ++i) sum += get(from[i]) * get(from[i]);
+    const float factor = 1.0f / __builtin_sqrtf(sum / float(dim) + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < dim; ++i) to[i] = get(from[i]) * factor * weight[i];
+}
+
+// qkv: [batch, tokens, (heads + 2 kv_heads) * dim]. norms: [heads + kv_heads, dim], or null. rope: pairs (cos, sin)
+// [batch or 1, tokens, dim / 2], or null; rope_row: numbers from one row's to the next. query: [batch, tokens, heads, dim].
+template <typename T>
+void rotate(const Heads &size, const T *qkv, const float *norms, float eps, const float *rope, int64_t rope_row,
+            float *query, const Cache &cache, int threads) {
+    const auto [batch, tokens, heads, kv_heads, dim] = size;
+#pragma omp parallel for if (threads > 1) num_threads(threads)
+    for (int64_t place = 0; place < batch * tokens; ++place) {
+        const int64_t row = place / tokens, token = place % tokens;
+        const T *from = qkv + place * (heads + 2 * kv_heads) * dim;
+        const float *turn = rope ? rope + row * rope_row + token * dim : nullptr;
+        const int64_t column = ((cache.columns ? cache.columns[row] : cache.column) + token) * dim;
+        for (int64_t head = 0; head < heads + 2 * kv_heads; ++head, from += dim) {
+            const int64_t own = head - heads, value = own - kv_heads;
+            float *to = own < 0     ? query + (place * heads + head) * dim
+                        : value < 0 ? cache.keys + cache.place(row, own) + column
+                                    : cache.values + cache.place(row, value) + column;
+            if (norms && value < 0)
+                norm_head(from, norms + head * dim, eps, dim, to);
+            else
+                for (int64_t i = 0; i < dim; ++i) to[i] = get(from[i]);
+            for (int64_t i = 0; turn && value < 0 && i < dim; i += 2) {
+                const float a = to[i], b = to[i + 1];
+                to[i] = a * turn[i] - b * turn[i + 1];
+                to[i + 1] = a * turn[i + 1] + b * turn[i];
+            }
+        }
+    }
+}
+
+inline float dot(const float *a, const float *b, int64_t dim) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < dim; ++i) sum += a[i] * b[i];
+    return sum;
+}
+
+// Which columns a token sees: those of `bytes` that are not 0, [batch or 1, tokens, columns] with strides; null: all of
+// them, or with `causal` those up to its own, where the last token's is the last one.
+struct Seen {
+    const uint8_t *bytes;
+    int64_t row, token, causal;
+};
+
+constexpr float NOTHING = -__builtin_inff();
+constexpr int64_t BLOCK = 64; // columns whose scores are held at a time
+
+// What softmax makes of `count` scores that follow others: scores become shares, `most` and `total` go on. Returns what
+// the sums so far are multiplied by.
+inline float soften(float *scores, int64_t count, float &most, float &total) {
+    float highest = most;
+    for (int64_t i = 0; i < count; ++i) highest = scores[i] > highest ? scores[i] : highest;
+    const float base = highest == NOTHING ? 0.0f : highest; // nothing was seen so far
+    const float shrink = most == NOTHING ? 0.0f : exponential(most - base);
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; ++i) {
+        const float below = scores[i] - base;
+        scores[i] = below < -87.0f ? 0.0f : exponential(below);
+        sum += scores[i];
+    }
+    most = highest;
+    total = total * shrink + sum;
+    return shrink;
+}
+
+// One query of one token. DIM: head_dim where the compiler knows it, else 0.
+template <int64_t DIM, typename T>
+void attend_head(const float *query, const float *keys, const float *values, const uint8_t *seen, int64_t length,
+                 int64_t any_dim, float scale, T *out) {
+    const int64_t dim = DIM ? DIM : any_dim;
+    float scores[BLOCK], sum[dim], most = NOTHING, total = 0;
+    for (int64_t i = 0; i < dim; ++i) sum[i] = 0;
+    for (int64_t begin = 0; begin < length; begin += BLOCK) {
+        const int64_t count = length - begin < BLOCK ? length - begin : BLOCK;
+        for (int64_t i = 0; i < count; ++i)
+            scores[i] = !seen || seen[begin + i] ? dot(query, keys + (begin + i) * dim, dim) * scale : NOTHING;
+        const float shrink = soften(scores, count, most, total);
+        for (int64_t i = 0; i < dim; ++i) sum[i] *= shrink;
+        for (int64_t column = 0; column < count; ++column) {
+            const float *value = values + (begin + column) * dim;
+#pragma omp simd
+            for (int64_t i = 0; i < dim; ++i) sum[i] += scores[column] * value[i];
+        }
+    }
+    for (int64_t i = 0; i < dim; ++i) put(out[i], sum[i] / total);
+}
+
+typedef float Vector __attribute__((vector_size(64)));
+typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
+constexpr int64_t LANES = 16, QUERIES = 8; // numbers of a vector; queries that share what is loaded
+
+inline Vector load(const float *from) { return *(const Loose *)from; }
+inline void store(float *to, Vector x) { *(Loose *)to = x; }
+
+// scores[QUERIES][BLOCK] of packed queries [dim][QUERIES] and keys [dim][BLOCK].
+inline void score_block(const float *queries, const float *keys, int64_t dim, float *scores) {
+    for (int64_t half = 0; half < BLOCK; half += 2 * LANES) {
+        Vector sum[QUERIES][2] = {};
+        for (int64_t i = 0; i < dim; ++i) {
+            const Vector a = load(keys + i * BLOCK + half), b = load(keys + i * BLOCK + half + LANES);
+#pragma GCC unroll 8
+            for (int64_t q = 0; q < QUERIES; ++q) {
+                sum[q][0] += queries[i * QUERIES + q] * a;
+                sum[q][1] += queries[i * QUERIES + q] * b;
+            }
+        }
+#pragma GCC unroll 8
+        for (int64_t q = 0; q < QUERIES; ++q) {
+            store(scores + q * BLOCK + half, sum[q][0]);
+            store(scores + q * BLOCK + half + LANES, sum[q][1]);
+        }
+    }
+}
+
+// sums[4][dim], shrunk, plus shares[4][BLOCK] times `count` values [column][dim]: VECTORS vectors of them.
+template <int VECTORS>
+inline void add_values(float *sums, const float *shrink, const float *shares, const float *values, int64_t count,
+                       int64_t dim) {
+    Vector sum[4][VECTORS];
+    for (int64_t q = 0; q < 4; ++q)
+        for (int v = 0; v < VECTORS; ++v) sum[q][v] = load(sums + q * dim + v * LANES) * shrink[q];
+    for (int64_t column = 0; column < count; ++column) {
+        Vector value[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) value[v] = load(values + column * dim + v * LANES);
+#pragma GCC unroll 4
+        for (int64_t q = 0; q < 4; ++q)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) sum[q][v] += shares[q * BLOCK + column] * value[v];
+    }
+    for (int64_t q = 0; q < 4; ++q)
+        for (int v = 0; v < VECTORS; ++v) store(sums + q * dim + v * LANES, sum[q][v]);
+}
+
+// The queries of one KV head for all tokens of a row, QUERIES at a time: those of a token's heads, then of the next
+// token's. turned: room for the keys [blocks][dim][BLOCK]. dim: a multiple of LANES.
+template <typename T>
+void attend_tokens(const Heads &size, int64_t row, int64_t kv_head, const float *query, const float *keys,
+                   const float *values, const Seen &seen, int64_t length, float scale, T *out, float *turned) {
+    const int64_t dim = size.dim, group = size.heads / size.kv_heads, count = size.tokens * group;
+    for (int64_t column = 0; column < length; ++column)
+        for (int64_t i = 0; i < dim; ++i)
+            turned[(column / BLOCK * dim + i) * BLOCK + column % BLOCK] = keys[column * dim + i];
+    float packed[dim * QUERIES], sums[QUERIES * dim], scores[QUERIES * BLOCK];
+    for (int64_t first = 0; first < count; first += QUERIES) {
+        const int64_t own = count - first < QUERIES ? count - first : QUERIES;
+        int64_t at[QUERIES], token[QUERIES];
+        float most[QUERIES], total[QUERIES], shrink[QUERIES];
+        for (int64_t q = 0; q < QUERIES; ++q) {
+            const int64_t number = first + (q < own ? q : own - 1); // what is too much repeats the last one
+            token[q] = number / group;
+            at[q] = ((row * size.tokens + token[q]) * size.heads + kv_head * group + number % group) * dim;
+            most[q] = NOTHING, total[q] = 0;
+            for (int64_t i = 0; i < dim; ++i) packed[i * QUERIES + q] = query[at[q] + i] * scale, sums[q * dim + i] = 0;
+        }
+        const int64_t end = seen.causal ? length - size.tokens + token[QUERIES - 1] + 1 : length;
+        for (int64_t begin = 0; begin < end; begin += BLOCK) {
+            const int64_t columns = end - begin < BLOCK ? end - begin : BLOCK;
+            score_block(packed, turned + begin * dim, dim, scores);
+            for (int64_t q = 0; q < QUERIES; ++q) {
+                float *of_query = scores + q * BLOCK;
+                const int64_t last = seen.causal ? length - size.tokens + token[q] - begin : columns - 1;
+                for (int64_t i = last < 0 ? 0 : last + 1; i < columns; ++i) of_query[i] = NOTHING;
+                if (seen.bytes) {
+                    const uint8_t *sees = seen.bytes + row * seen.row + token[q] * seen.token + begin;
+                    for (int64_t i = 0; i < columns; ++i) of_query[i] = sees[i] ? of_query[i] : NOTHING;
+                }
+                shrink[q] = soften(of_query, columns, most[q], total[q]);
+            }
+            for (int64_t q = 0; q < QUERIES; q += 4)
+                for (int64_t i = 0; i < dim;) {
+                    const float *value = values + begin * dim + i;
+                    if (dim - i >= 4 * LANES) {
+                        add_values<4>(sums + q * dim + i, shrink + q, scores + q * BLOCK, value, columns, dim);
+                        i += 4 * LANES;
+                    } else {
+                        add_values<1>(sums + q * dim + i, shrink + q, scores + q * BLOCK, value, columns, dim);
+                        i += LANES;
+                    }
+                }
+        }
+        for (int64_t q = 0; q < own; ++q)
+            for (int64_t i = 0; i < dim; ++i) put(out[at[q] + i], sums[q * dim + i] / total[q]);
+    }
+}
+
+// query: [batch, tokens, heads, dim]. length: columns in view. out: like query. room: [batch * kv_heads][dim] columns in
+// view, rounded up to whole blocks, where there is more than one token.
+template <typename T>
+void attend(const Heads &size, const float *query, const Cache &cache, const Seen &seen, int64_t length, float scale,
+            T *out, float *room, int threads) {
+    const int64_t heads = size.heads, dim = size.dim, group = size.heads / size.kv_heads;
+    if (size.tokens == 1) {
+#pragma omp parallel for if (threads > 1) num_threads(threads)
+        for (int64_t place = 0; place < size.batch * heads; ++place) {
+            const int64_t row = place / heads, at = cache.place(row, place % heads / group);
+            const auto kernel = dim == 64 ? attend_head<64, T> : dim == 128 ? attend_head<128, T> : attend_head<0, T>;
+            kernel(query + place * dim, cache.keys + at, cache.values + at,
+                   seen.bytes ? seen.bytes + row * seen.row : nullptr, length, dim, scale, out + place * dim);
+        }
+        return;
+    }
+    const int64_t turned = (length + BLOCK - 1) / BLOCK * BLOCK * dim;
+#pragma omp parallel for if (threads > 1) num_threads(threads)
+    for (int64_t place = 0; place < size.batch * size.kv_heads; ++place) {
+        const int64_t row = place / size.kv_heads, head = place % size.kv_heads, at = cache.place(row, head);
+        attend_tokens(size, row, head, query, cache.keys + at, cache.values + at, seen, length, scale, out,
+                      room + place * turned);
+    }
+}
+
+} // namespace
+
+extern "C" {
+
+void ladderize_rms_norm(int type, const void *x, const void *weight, void *out, int64_t rows, int64_t width, float eps,
+                        int threads) {
+    if (type)
+        rms_norm((const bfloat16 *)x, (const bfloat16 *)weight, (bfloat16 *)out, rows, width, eps, threads);
+    else
+        rms_norm((const float *)x, (const float *)weight, (float *)out, rows, width, eps, threads);
+}
+
+void ladderize_gated(int type, const void *gate_up, void *out, int64_t rows, int64_t inner, int64_t stride, int threads) {
+    if (type)
+        gated((const bfloat16 *)gate_up, (bfloat16 *)out, rows, inner, stride, threads);
+    else
+        gated((const float *)gate_up, (float *)out, rows, inner, stride, threads);
+}
+
+void ladderize_sum(int type, const void *messages, int64_t stride, int64_t ranks, const void *residual, void *out,
+                   int64_t count, int threads) {
+    if (type)
+        sum((const char *)messages, stride, ranks, (const bfloat16 *)residual, (bfloat16 *)out, count, threads);
+    else
+        sum((const char *)messages, stride, ranks, (const float *)residual, (float *)out, count, threads);
+}
+
+void ladderize_rotate(int type, const Heads *size, const void *qkv, const float *norms, float eps, const float *rope,
+                      int64_t rope_row, float *query, const Cache *cache, int threads) {
+    if (type)
+        rotate(*size, (const bfloat16 *)qkv, norms, eps, rope, rope_row, query, *cache, threads);
+    else
+        rotate(*size, (const float *)qkv, norms, eps, rope, rope_row, query, *cache, threads);
+}
+
+void ladderize_attend(int type, const Heads *size, const float *query, const Cache *cache, const Seen *seen, int64_t length,
+                      float scale, void *out, float *room, int threads) {
+    if (type)
+        attend(*size, query, *cache, *seen, length, scale, (bfloat16 *)out, room, threads);
+    else
+        attend(*size, query, *cache, *seen, length, scale, (float *)out, room, threads);
+}
+}

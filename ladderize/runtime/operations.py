@@ -1,0 +1,129 @@
+"""What a layer computes between its products, by PyTorch: on every device, with gradients where they are wanted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
+from ladderize.runtime.shards import Shape
+from ladderize.runtime.step import Step
+
+
+class Operations:
+    """A rank's share of a layer but for the products that are sent. name: as benchmarks note it. note: what a user
+    should know of it, if anything."""
+
+    name = "torch"
+
+    def __init__(self, note: str = "") -> None:
+        self.note = note
+
+    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """x [..., width], normed."""
+        return norm(x)
+
+    def project(
+        self, weights: AttentionWeights, x: Tensor, rope_factors: Tensor | None, shape: Shape
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``project``."""
+        return project(weights, x, rope_factors, shape)
+
+    def attention(
+        self, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, index: int, shape: Shape
+    ) -> Tensor:
+        """What o_proj reads in layer ``index`` [batch, tokens, own heads * head_dim], of the residual stream x [batch,
+        tokens, hidden]; keys and values go into the cache."""
+        decoder = shape.decoder
+        query, key, value = self.project(weights, x, step.rope_factors if decoder.rope[index] else None, shape)
+        cache.write(index, step.columns, key, value)
+        if step.length:
+            key, value = cache.read(index, step.length)
+        else:
+            key, value = key.to(x.dtype), value.to(x.dtype)
+        seen = step.seen(decoder.windows[index])
+        return attend(query.to(key.dtype), key, value, *seen, scale=decoder.attention_scale).to(x.dtype)
+
+    def mlp(self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:
+        """What down_proj reads [batch, tokens, own inner], of the virtual ranks side by side: rank k reads x +
+        carry[k]."""
+        return mlp_inner(weights, x, carry)
+
+
+class CompiledOperations(Operations):
+    """The same through torch.compile."""
+
+    name = "torch.compile"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = compiled(project)  # type: ignore[method-assign]
+        self.mlp = compiled(mlp_inner)  # type: ignore[method-assign]
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile for each shape anew, as often as there are shapes; what it cannot compile is an error, not a slower
+    run."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(function, dynamic=False)
+
+
+def project(
+    weights: AttentionWeights, x: Tensor, rope_factors: Tensor | None, shape: Shape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [batch, own heads, tokens, head_dim], float32, of the residual stream [batch, tokens,
+    hidden]. rope_factors: None in a layer without rope."""
+    fused = weights.qkv(weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))
+    query_key, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
+    if weights.head_norms is not None:
+        query_key = weights.head_norms(query_key)
+    if rope_factors is not None:
+        query_key = rotate(query_key, rope_factors)
+    query, key = query_key.split((shape.own_heads, shape.own_kv_heads), 2)
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
+    """Rope: neighbouring pairs of x [batch, tokens, heads, head_dim] as complex numbers, times ``rope_factors``
+    (RoFormer, arXiv 2104.09864)."""
+    pairs = x.unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
+        (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(rope_factors).unbind(-1)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    return torch.view_as_real(torch.view_as_complex(pairs) * rope_factors).flatten(-2)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, *, scale: float | None = None
+) -> Tensor:
+    """Grouped-query attention. query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads * head_dim].
+    scale: of the scores; None: head_dim ** -0.5."""
+    batch, heads, tokens, dim = query.shape
+    groups = keys.shape[1]
+    if tokens == 1:
+        # the queries of a KV head take the place of tokens: no key is copied, and every SDPA kernel can do it
+        folded = query.reshape(batch, groups, heads // groups, dim)
+        return F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale).reshape(batch, 1, -1)
+    if mask is not None and groups != heads:  # kernels that take a mask know no groups
+        keys, values = (t.repeat_interleave(heads // groups, 1) for t in (keys, values))
+    output = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=keys.shape[1] != heads
+    )
+    return output.transpose(1, 2).reshape(batch, tokens, -1)
+
+
+def mlp_inner(weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:
+    """See ``Operations.mlp``."""
+    if carry is None:
+        return gated(weights.gate_up[0](weights.norm(x)))
+    inner = [gated(gate_up(weights.norm(x + own))) for gate_up, own in zip(weights.gate_up, carry, strict=True)]
+    return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up

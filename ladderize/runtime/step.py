@@ -1,0 +1,134 @@
+"""Where the tokens of a forward pass stand, and the parts that a schedule cuts a pass into."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where the tokens of one forward pass stand.
+
+    rope_factors: complex [batch or 1, tokens, 1, head_dim / 2]. columns: the first cache column of the tokens, or a
+    tensor of their columns: [tokens], or [batch, tokens] where rows differ. length: the columns of the cache that
+    attention sees; 0: a prompt, which sees itself alone. mask: bool [batch or 1, 1, tokens, columns in view], True
+    where a token may look; None: everything, or with ``causal`` everything up to itself. depths: [batch, tokens], where
+    the tokens of a prompt stand in their texts, if their columns do not tell how far apart they are. near: the masks of
+    layers with sliding windows, by window; see ``with_windows``.
+    """
+
+    rope_factors: Tensor
+    columns: int | Tensor
+    length: int
+    mask: Tensor | None = None
+    causal: bool = False
+    depths: Tensor | None = None
+    near: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def with_windows(self, windows: Iterable[int], tokens: int) -> "Step":
+        """The same with a mask for each of ``windows`` that leaves out something: a token sees itself and window - 1
+        before it. tokens: of this pass, in each row."""
+        view, device = self.length or tokens, self.rope_factors.device
+        own = [window for window in windows if window < view]
+        if not own:
+            return self
+        keys = torch.arange(view, device=device) if self.depths is None else self.depths
+        queries: Tensor | int = self.columns if self.depths is None else self.depths
+        if isinstance(queries, int):
+            queries = torch.arange(queries, queries + tokens, device=device)
+        distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
+        distance = distance[None, None] if distance.ndim == 2 else distance[:, None]
+        seen = self.mask
+        if seen is None and self.causal:
+            seen = distance >= 0
+        near = {window: distance < window for window in own}
+        return replace(self, near=near if seen is None else {window: mask & seen for window, mask in near.items()})
+
+    def seen(self, window: int | None) -> tuple[Tensor | None, bool]:
+        """``mask`` and ``causal`` of a layer with this window; None: without."""
+        near = None if window is None else self.near.get(window)
+        return (self.mask, self.causal) if near is None else (near, False)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows, or some tokens of one row, of a forward pass."""
+
+    ids: Tensor
+    step: Step
+    cache: KVCache
+
+
+def with_usable_mask(step: Step, cache: KVCache) -> Step:
+    """On a GPU ``step`` with what is added to the scores in place of a bool mask, in the dtype of keys: attention would
+    make that of it once more in every layer."""
+    if cache.keys.device.type == "cpu":
+        return step
+
+    def added(mask: Tensor) -> Tensor:
+        return torch.zeros(mask.shape, dtype=cache.keys.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+    near = {window: added(mask) for window, mask in step.near.items()}
+    return replace(step, mask=None if step.mask is None else added(step.mask), near=near)
+
+
+# ---- the parts that a schedule cuts a pass into: by rows, or one row along its tokens ----
+
+
+def split_parts(ids: Tensor, step: Step, cache: KVCache, schedule: Schedule) -> list[Part]:
+    """Cut a pass over ids [batch, tokens] as ``schedule`` says: as evenly as it goes, larger parts first.
+
+    One row is cut along its tokens: a later part sees the keys and values of the earlier ones.
+    """
+    rows, tokens = ids.shape
+    count = schedule.parts(rows, tokens)
+    if count == 1:
+        return [Part(ids, step, cache)]
+    if rows > 1:
+        return [Part(ids[a:b], _rows(step, a, b, rows), cache.batch_rows(a, b)) for a, b in _bounds(rows, count)]
+    cache = cache.for_parts()
+    return [Part(ids[:, a:b], _tokens(step, a, b, tokens), cache) for a, b in _bounds(tokens, count)]
+
+
+def join_parts(results: Sequence[Tensor], rows: int) -> Tensor:
+    """What the parts' walks returned, [rows, tokens, hidden] each, as one. rows: of the whole batch."""
+    return results[0] if len(results) == 1 else torch.cat(list(results), 0 if rows > 1 else 1)
+
+
+def _bounds(size: int, count: int) -> list[tuple[int, int]]:
+    small, larger = divmod(size, count)
+    ends = [number * small + min(number, larger) for number in range(count + 1)]
+    return list(pairwise(ends))
+
+
+def _rows(step: Step, begin: int, end: int, rows: int) -> Step:
+    def own(tensor: Tensor) -> Tensor:
+        return tensor[begin:end] if tensor.shape[0] == rows else tensor
+
+    columns = step.columns
+    if not isinstance(columns, int) and columns.ndim == 2:
+        columns = columns[begin:end]
+    mask = None if step.mask is None else own(step.mask)
+    near = {window: own(of_window) for window, of_window in step.near.items()}
+    return replace(step, rope_factors=own(step.rope_factors), columns=columns, mask=mask, near=near)
+
+
+def _tokens(step: Step, begin: int, end: int, tokens: int) -> Step:
+    before = max(0, step.length - tokens)  # columns of the cache that are older than this pass
+    length = before + end
+    columns = step.columns + begin if isinstance(step.columns, int) else step.columns[..., begin:end]
+    mask, causal = step.mask, step.causal
+    if mask is not None:
+        mask = mask[:, :, begin:end, :length]
+    elif causal and before + begin:
+        seen = torch.arange(length, device=step.rope_factors.device)
+        mask, causal = (seen <= seen[before + begin :, None])[None, None], False
+    factors = step.rope_factors[:, begin:end]
+    near = {window: of_window[:, :, begin:end, :length] for window, of_window in step.near.items()}
+    return Step(factors, columns, length, mask, causal, near=near)

@@ -1,0 +1,334 @@
+"""The kernels that are compiled for the CPU, against the same operations by PyTorch, on fresh random numbers."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.cpu_operations import CpuOperations, choose_operations
+from ladderize.runtime.kv_cache import CacheRows, KVCache, NoCache, PartsCache
+from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm
+from ladderize.runtime.native import build
+from ladderize.runtime.native.library import TYPES, kernels
+from ladderize.runtime.operations import Operations
+from ladderize.runtime.step import Step
+from tests.groups import make_generator
+from tests.helpers import FAMILIES, LAYOUTS, ROOT, make_model, random_ids
+
+DTYPES = [torch.float32, torch.bfloat16]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def compiled(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield CpuOperations()
+    torch.set_num_threads(before)
+
+
+def some(*choices):
+    return choices[int(torch.randint(len(choices), ()))]
+
+
+def assert_as_good(found, expected, exact):
+    """As near as PyTorch's result to what float32 gives; in float32 that is PyTorch's itself."""
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    found, expected, exact = (tensor.float() for tensor in (found, expected, exact))
+    off, theirs, size = (found - exact).norm(), (expected - exact).norm(), exact.norm()
+    # a unit in the last place of bfloat16 is 2 ** -8 of a number or more
+    assert off <= 1.5 * theirs + (2e-6 if theirs == 0 else 2**-8) * size, (off, theirs, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm(compiled, dtype):
+    width = some(1, 24, 96, 250)
+    norm = RMSNorm(torch.randn(width).to(dtype), 1e-3)
+    x = (torch.randn(3, 5, width) * some(1e-3, 1.0, 1e3)).to(dtype)
+    exact = RMSNorm(norm.weight.float(), 1e-3)(x.float())
+    assert_as_good(compiled.norm(norm, x), norm(x), exact)
+    assert_as_good(compiled.norm(norm, x[:, ::2]), norm(x)[:, ::2], exact[:, ::2])
+
+
+def wide(weights):
+    """The same weights in float32."""
+
+    def linear(own):
+        return Linear(own.weight.float(), None if own.bias is None else own.bias.float())
+
+    norm = RMSNorm(weights.norm.weight.float(), weights.norm.eps)
+    if isinstance(weights, MlpWeights):
+        return replace(weights, norm=norm, gate_up=[linear(own) for own in weights.gate_up])
+    return replace(weights, norm=norm, qkv=linear(weights.qkv))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mlp(compiled, dtype):
+    hidden, inner, virtual = 40, some(3, 16, 70), some(1, 2, 4)
+    weights = MlpWeights(
+        RMSNorm(torch.randn(hidden).to(dtype), 1e-5),
+        [Linear((torch.randn(2 * inner, hidden) * hidden**-0.5).to(dtype)) for _ in range(virtual)],
+        None,
+        None,
+    )
+    x = torch.randn(2, 3, hidden).to(dtype)
+    carry = [torch.randn_like(x) for _ in range(virtual)]
+    alone = replace(weights, gate_up=weights.gate_up[:1])
+    for own, carried in ((weights, carry), (alone, None)):
+        exact = Operations().mlp(wide(own), x.float(), carried and [each.float() for each in carried])
+        assert_as_good(compiled.mlp(own, x, carried), Operations().mlp(own, x, carried), exact)
+
+
+def attention_case(dtype, *, dim, norms=False, rope=True, window=None):
+    """Weights and a shape with random heads."""
+    kv_heads, hidden = some(1, 2, 3), 48
+    heads = kv_heads * some(1, 2, 3, 5)
+    rows = (heads + 2 * kv_heads) * dim
+    weights = AttentionWeights(
+        RMSNorm(torch.randn(hidden).to(dtype), 1e-5),
+        Linear((torch.randn(rows, hidden) * 2 * hidden**-0.5).to(dtype), torch.randn(rows).to(dtype)),
+        [],
+        None,
+        HeadNorms(torch.randn(dim), torch.randn(dim), heads, kv_heads, 1e-5) if norms else None,
+    )
+    decoder = SimpleNamespace(rope=[rope] * 2, windows=[window] * 2, attention_scale=some(None, 0.2))
+    shape = SimpleNamespace(own_heads=heads, own_kv_heads=kv_heads, head_dim=dim, decoder=decoder)
+    return weights, shape, hidden
+
+
+def turns(rows, tokens, dim):
+    angles = torch.randn(rows, tokens, 1, dim // 2)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def random_cache(batch, kv_heads, columns, dim):
+    size = 2, batch, kv_heads, columns, dim
+    return KVCache(torch.randn(size), torch.randn(size))
+
+
+def copied(cache):
+    if isinstance(cache, CacheRows):
+        return CacheRows(KVCache(cache.keys.clone(), cache.values.clone()), cache.rows)
+    return KVCache(cache.keys.clone(), cache.values.clone())
+
+
+def compare(compiled, case, x, step, cache, dtype):
+    weights, shape, _ = case
+    caches = [cache, copied(cache), copied(cache)]
+    runs = (compiled, weights, x), (Operations(), weights, x), (Operations(), wide(weights), x.float())
+    found = [by.attention(own, read, step, into, 1, shape) for (by, own, read), into in zip(runs, caches, strict=True)]
+    assert_as_good(*found)
+    assert_as_good(*(each.keys for each in caches))
+    assert_as_good(*(each.values for each in caches))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "head norms"])
+@pytest.mark.parametrize("dim", [6, 16, 64, 80, 128])
+def test_one_token(compiled, dtype, norms, dim):
+    case = attention_case(dtype, dim=dim, norms=norms, rope=some(True, False))
+    batch, length = some(1, 3), some(1, 5, 64, 65, 200)
+    cache = random_cache(batch, case[1].own_kv_heads, length + 3, dim)
+    x = torch.randn(batch, 1, case[2]).to(dtype)
+    seen = torch.rand(batch, 1, 1, length) < 0.7
+    seen[..., -1] = True
+    for mask in (None, seen, seen[:1]):
+        compare(compiled, case, x, Step(turns(1, 1, dim), length - 1, length, mask), cache, dtype)
+    # rows at columns of their own, as in continuous batching, and some rows of a larger cache
+    columns = torch.randint(length, (batch, 1))
+    mask = (torch.arange(length) <= columns)[:, None, None]
+    compare(compiled, case, x, Step(turns(batch, 1, dim), columns, length, mask), cache, dtype)
+    rows = CacheRows(random_cache(batch + 2, case[1].own_kv_heads, length, dim), torch.randperm(batch + 2)[:batch])
+    compare(compiled, case, x, Step(turns(1, 1, dim), length - 1, length), rows, dtype)
+    # a step whose first columns are hidden from it, by more than the kernel looks at together
+    mask = (torch.arange(length) >= length // 2)[None, None, None]
+    compare(compiled, case, x, Step(turns(1, 1, dim), length - 1, length, mask), cache, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("dim", [6, 16, 64, 80])
+def test_prompts(compiled, dtype, window, dim):
+    case = attention_case(dtype, dim=dim, rope=some(True, False), window=window)
+    batch, tokens = some(1, 3), some(2, 9, 64, 67, 130)
+    windows = [] if window is None else [window]
+    cache = random_cache(batch, case[1].own_kv_heads, tokens + 3, dim)
+    x = torch.randn(batch, tokens, case[2]).to(dtype)
+    padding = torch.randint(tokens, (batch, 1, 1, 1))
+    places = torch.arange(tokens)
+    mask = (places[:, None] >= places) & (places >= padding) | torch.eye(tokens, dtype=torch.bool)
+    for step in (
+        Step(turns(1, tokens, dim), 0, 0, causal=True),
+        Step(turns(1, tokens, dim), 0, 0),
+        Step(turns(batch, tokens, dim), 0, 0, mask),
+    ):
+        compare(compiled, case, x, step.with_windows(windows, tokens), cache, dtype)
+    rows = CacheRows(random_cache(batch + 1, case[1].own_kv_heads, tokens, dim), torch.randperm(batch + 1)[:batch])
+    compare(compiled, case, x, Step(turns(1, tokens, dim), 0, 0, causal=True), rows, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [6, 32])
+def test_parts_of_a_prompt(compiled, dtype, dim):
+    """What came before is read from the cache, or from what a pass without one keeps of its parts."""
+    case = attention_case(dtype, dim=dim)
+    before, tokens = some(1, 20, 64), some(2, 13, 70)
+    length = before + tokens
+    x = torch.randn(1, length, case[2]).to(dtype)
+    factors = turns(1, length, dim)
+    places = torch.arange(length)
+    later = (places <= places[before:, None])[None, None]
+    steps = Step(factors[:, :before], 0, before, causal=True), Step(factors[:, before:], before, length, later)
+    cache = random_cache(1, case[1].own_kv_heads, length, dim)
+    for step, part in zip(steps, (x[:, :before], x[:, before:]), strict=True):
+        compare(compiled, case, part, step, cache, dtype)
+    weights, shape, _ = case
+    runs = [
+        (compiled, weights, x, PartsCache(dtype, CPU)),
+        (Operations(), weights, x, PartsCache(dtype, CPU)),
+        (Operations(), wide(weights), x.float(), PartsCache(torch.float32, CPU)),
+    ]
+    for step, part in zip(steps, (slice(before), slice(before, None)), strict=True):
+        assert_as_good(*(by.attention(own, read[:, part], step, kept, 0, shape) for by, own, read, kept in runs))
+    whole = Step(factors, 0, 0, causal=True)
+    assert_as_good(*(by.attention(own, read, whole, NoCache(read.dtype, CPU), 0, shape) for by, own, read, _ in runs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_stays_visible(compiled, dtype):
+    bad = some(float("nan"), float("inf"), float("-inf"))
+    x = torch.randn(1, 3, 48).to(dtype)
+    x[0, 1, 5] = bad
+    norm = RMSNorm(torch.ones(48, dtype=dtype), 1e-5)
+    assert not compiled.norm(norm, x)[0, 1].isfinite().all()
+    assert compiled.norm(norm, x)[0, 0].isfinite().all()
+    weights = MlpWeights(norm, [Linear(torch.randn(32, 48).to(dtype))], None, None)
+    assert not compiled.mlp(weights, x, None)[0, 1].isfinite().all()
+    case = attention_case(dtype, dim=16)
+    cache = random_cache(1, case[1].own_kv_heads, 3, 16)
+    seen = compiled.attention(case[0], x, Step(turns(1, 3, 16), 0, 0, causal=True), cache, 1, case[1])
+    assert not seen[0, 1].isfinite().all()
+    assert not seen[0, 2].isfinite().all()
+    case = attention_case(dtype, dim=16)
+    cache = random_cache(1, case[1].own_kv_heads, 3, 16)
+    cache.keys[1, 0, :, 1] = bad
+    seen = compiled.attention(case[0], x[:, :1], Step(turns(1, 1, 16), 2, 3), cache, 1, case[1])
+    if bad != bad:  # an infinite score may weigh nothing
+        assert not seen.isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_sum(dtype, ranks):
+    count, gap = some(1, 7, 500), 16
+    slot = torch.empty(ranks, count + gap, dtype=dtype)
+    slot.normal_()
+    residual, out = torch.randn(count).to(dtype), torch.empty(count, dtype=dtype)
+    total = slot[:, :count].float().sum(0).to(dtype)
+    for start, expected in ((None, total), (residual, residual + total)):
+        kernels().ladderize_sum(
+            *(TYPES[dtype], slot.data_ptr(), slot.stride(0) * slot.element_size(), ranks),
+            *(None if start is None else start.data_ptr(), out.data_ptr(), count, 1),
+        )
+        # one rounding after the other, as PyTorch's; more than two float32 numbers may be added in another order
+        assert torch.equal(out, expected) if (ranks, dtype) != (5, torch.float32) else torch.allclose(out, expected)
+
+
+# ---- whole models ----
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [(name, "llama") for name in LAYOUTS] + [("mixed", family) for family in FAMILIES]
+)
+def test_models(tmp_path, name, family):
+    """Prompts of different lengths and decode steps, of every layout and family, with heads that whole vectors hold."""
+    make_model(name, model_type=family, head_dim=16, max_position_embeddings=128).save_pretrained(tmp_path)
+    group = Ranks(0, 1, CPU)
+    prompts = [random_ids(some(3, 70)).tolist(), random_ids(some(5, 12)).tolist()]
+    ids = random_ids(2, 6)
+    found = []
+    with torch.inference_mode():
+        for operations in (Operations(), CpuOperations()):
+            generator = make_generator(tmp_path, group, Collectives(), 2, 96)
+            assert isinstance(generator.model.operations, CpuOperations)
+            generator.model.operations = operations
+            found.append(
+                torch.stack(
+                    [generator.prefill(prompts), *(generator.decode_one_token(token) for token in ids.unbind(1))]
+                )
+            )
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+# ---- compiling ----
+
+
+@pytest.fixture
+def fresh_library(monkeypatch):
+    """As in a process that has compiled nothing yet."""
+    build.library.cache_clear()
+    kernels.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    build.library.cache_clear()
+    kernels.cache_clear()
+
+
+def test_chosen():
+    assert isinstance(choose_operations(CPU, torch.bfloat16), CpuOperations)
+    assert type(choose_operations(CPU, torch.float16)) is Operations
+    assert choose_operations(CPU, torch.float16).note == ""
+    assert choose_operations(CPU, torch.float32, compile=True).name == "torch.compile"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        ("false", "false cannot compile kernels.cpp: exit code 1"),
+        ("/no/such/compiler", "/no/such/compiler cannot be run"),
+    ],
+)
+def test_no_compiler(fresh_library, tmp_path, compiler, why):
+    fresh_library.setenv("CXX", compiler)
+    fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path))
+    operations = choose_operations(CPU, torch.bfloat16)
+    assert type(operations) is Operations
+    assert why in operations.note
+    assert not list((tmp_path / "ladderize").iterdir())
+    fresh_library.delenv("CXX")
+    fresh_library.setenv("PATH", str(tmp_path))
+    assert "no C++ compiler was found (g++, clang++)" in choose_operations(CPU, torch.bfloat16).note
+
+
+def test_kept_where_only_the_user_can_write(fresh_library, tmp_path):
+    fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.library()
+    (kept,) = (tmp_path / "ladderize").iterdir()
+    assert kept.suffix == ".so"
+    assert not (tmp_path / "ladderize").stat().st_mode & 0o077
+    changed = kept.stat().st_mtime_ns
+    build.library.cache_clear()
+    build.library()
+    assert kept.stat().st_mtime_ns == changed
+    kept.unlink()
+    (tmp_path / "ladderize").chmod(0o777)  # somebody else could put a library there
+    build.library.cache_clear()
+    build.library()
+    assert not list((tmp_path / "ladderize").iterdir())
+
+
+def test_many_processes_compile_at_once(tmp_path):
+    code = "from ladderize.runtime.native.library import kernels; print(kernels().ladderize_sum is not None)"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) for _ in range(4)
+    ]
+    assert all(b"True" in process.communicate(timeout=120)[0] for process in started)
+    assert len(list((tmp_path / "ladderize").iterdir())) == 1
