@@ -43,7 +43,7 @@ def test_the_criterion_is_the_loss_without_the_hidden_error(objective, name, exp
 
 def test_a_model_better_than_the_dense_one_is_brought_back_to_it(place, tmp_path):
     """It fits the held-out rows, which the dense model has never seen: its perplexity rises while its KL falls."""
-    succeed(place, tmp_path / "fitted", "--lr", "1e-2", steps=12)
+    succeed(place, tmp_path / "fitted", "--lr", "1e-2", steps=50)
     teacher = ("--distill-from", place / "dense", "--hidden-weight", 1, *BEST)
     document = succeed(place, tmp_path / "out", *teacher, model=tmp_path / "fitted", steps=4)
     perplexity, criterion = document["heldout_perplexity"], document["criterion"]
