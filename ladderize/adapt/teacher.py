@@ -76,22 +76,19 @@ def share_won_back(before: float, after: float, dense: float) -> float | None:
 
 
 def check_improved(
-    before: float, after: float, dense: float | None, *, work: Path, advice: str, what: str = "training"
+    criterion: str, before: float, after: float, *, work: Path, advice: str, what: str = "training"
 ) -> None:
-    """Raise UserError unless the held-out perplexity after training is below the one before.
+    """Raise UserError unless the held-out ``criterion``, such as KL, is lower after training than before.
 
-    after: of the weights that would be written. dense: the teacher's. work: the folder that keeps what was done. what:
-    was done. advice: what else to try.
+    before, after: in nats per token; after: of the weights that would be written. work: the folder that keeps what was
+    done. what: was done. advice: what else to try.
     """
-    if after < before:
-        return
-    reached = dense is not None and before <= dense
-    known = f"; the dense model has {dense:.4f}: there was nothing to win back on these rows" if reached else ""
-    raise UserError(
-        f"{what} never lowered the held-out perplexity (before {before:.4f}, after {after:.4f}{known}), so nothing"
-        f" is written and {work} keeps the work; {advice}, or run the same command with --write last to write the"
-        " weights as they are"
-    )
+    if not after < before:
+        raise UserError(
+            f"{what} never lowered the held-out {criterion} (before {before:.4g}, after {after:.4g}), so nothing is"
+            f" written and {work} keeps the work; {advice}, or run the same command with --write last to write the"
+            " weights as they are"
+        )
 
 
 def target_text(before: float, after: float, dense: float) -> str:

@@ -173,7 +173,7 @@ def test_training_that_never_helped_writes_nothing(place, tmp_path, method):
         outcome = train("best")
         message = one_sentence(outcome)
         assert outcome.code == 1
-        assert "training never lowered the held-out perplexity (before " in message
+        assert "training never lowered the held-out cross-entropy (before " in message
         assert "--write last" in message
         assert ("resuming after step 4" in outcome.stderr) == again
         assert listing(tmp_path) == ["data.npy", "other.npy", "out.ladderize-work"]

@@ -353,8 +353,8 @@ def rewrite(
         if not ranks.is_main:
             return None
         if options.write == "best":
-            before, after, reference = (measured.perplexity[name].perplexity for name in ("before", result, "dense"))
-            check_improved(before, after, reference, work=run.folder, advice=method.advice, what=method.key)
+            before, after = (measured.divergence[name] for name in ("before", result))
+            check_improved("KL", before, after, work=run.folder, advice=method.advice, what=method.key)
         reports, kind = method.reports
         fields: dict[str, Any] = {
             **vars(record),

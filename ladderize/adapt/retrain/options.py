@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +75,12 @@ class Objective(Record):
         w = self.distill_weight
         label = "cross-entropy" if not w else "KL" if w == 1 else f"{w:g} KL + {1 - w:g} cross-entropy"
         return f"{label} + {self.hidden_weight:g} hidden error" if self.hidden_weight else label
+
+    @property
+    def criterion(self) -> "Objective":
+        """Of held-out rows, what decides which weights are best, in nats per token: the loss without the hidden error,
+        which is only a way there. So the KL from the teacher, the cross-entropy, or both as they are weighted."""
+        return replace(self, hidden_weight=0.0)
 
     @property
     def has_teacher(self) -> bool:
@@ -319,7 +325,8 @@ class RetrainOptions:
     save_every: int | None = option("Steps between checkpoints.", min=1, shown="a tenth of all, at most 500")
     keep: int = option("Number of recent checkpoints to keep, besides the best weights.", 2, min=1)
     write: Write = option(
-        "Which weights become OUT. best: lowest held-out perplexity; nothing is written if training never lowered it."
+        "Which weights become OUT. best: lowest held-out KL (with --distill-from), cross-entropy, or mixture of both;"
+        " nothing is written if training never lowered it."
         " last: the last ones.",
         "best",
     )

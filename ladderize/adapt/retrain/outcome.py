@@ -67,6 +67,16 @@ class HeldoutPerplexity(Record):
 
 
 @dataclass(frozen=True)
+class HeldoutCriterion(Record):
+    """What decides which weights are best (``Objective.criterion``), in nats per token; after: with the weights as they
+    are stored. name: such as KL."""
+
+    name: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
 class ModelFingerprints(Record):
     """Of the model that was retrained and, if there was one, its teacher."""
 
@@ -100,6 +110,7 @@ class Adaptation(Record):
     dtype: str
     fingerprints: ModelFingerprints
     cut: Cut | None = field(default=None, kw_only=True)  # None: written before it was recorded
+    criterion: HeldoutCriterion | None = field(default=None, kw_only=True)  # likewise, or nothing was held out
 
     def card_note(self) -> str:
         """How the weights came about, for the model card."""
@@ -107,7 +118,10 @@ class Adaptation(Record):
         weights = (("predictions", objective.distill_weight), ("sub-modules' outputs", objective.hidden_weight))
         taught = " and the ".join(f"{what} (weight {weight:g})" for what, weight in weights if weight)
         teacher = f" and the {taught} of {code_span(self.distill_from or '')}" if taught else ""
-        reached = f", held-out perplexity {heldout.before:.4f} before and {heldout.after:.4f} after" if heldout else ""
+        reached = ""
+        if (criterion := self.criterion) and objective.distill_weight:
+            reached = f", held-out {criterion.name} {criterion.before:.4g} before and {criterion.after:.4g} after"
+        reached += f", held-out perplexity {heldout.before:.4f} before and {heldout.after:.4f} after" if heldout else ""
         if heldout and heldout.target:
             reached += f"; {heldout.target}"
         return (
@@ -124,6 +138,8 @@ class Adaptation(Record):
             f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.training_seconds)}; loss"
             f" ({self.options.objective.label}) {self.loss.first:.4f} to {self.loss.last:.4f}"
         ]
+        if (criterion := self.criterion) and self.options.objective.distill_weight:
+            lines.append(f"held-out {criterion.name} {criterion.before:.4g} before, {criterion.after:.4g} after")
         if heldout := self.heldout_perplexity:
             lines.append(
                 f"held-out perplexity {heldout.before:.4f} before, {heldout.after:.4f} after (step"
@@ -168,15 +184,17 @@ def write_outcome(
     with console.progress("validating the weights as they will be stored", len(trainer.heldout)) as advance:
         scores = score_stored(trainer, task, chosen, advance)
     trainer.engine.close()  # nothing is computed from here on
-    before = progress.before_perplexity
-    if scores is not None and before is not None and task.options.write == "best":
+    objective, criterion = task.training.objective, None
+    if scores is not None and progress.before_loss is not None:
+        criterion = HeldoutCriterion(objective.criterion.label, progress.before_loss, scores.criterion(objective))
+    if criterion is not None and task.options.write == "best":
         advice = "train with a lower --lr or on other data (--resume no)"
-        check_improved(before, scores.perplexity, progress.dense_perplexity, work=work.folder, advice=advice)
+        check_improved(criterion.name, criterion.before, criterion.after, work=work.folder, advice=advice)
     if not trainer.engine.ranks.is_main:
         return None
     losses = read_metrics(work.metrics, "loss")
     heldout = None
-    if scores is not None and before is not None:
+    if scores is not None and (before := progress.before_perplexity) is not None:
         after, dense = scores.perplexity, progress.dense_perplexity
         won_back = share_won_back(before, after, dense) if dense is not None else None
         heldout = HeldoutPerplexity(before, after, scores.tokens, dense, won_back)
@@ -201,6 +219,7 @@ def write_outcome(
         dtype=identity["dtype"],
         fingerprints=ModelFingerprints(identity["model"], identity["teacher"]),
         cut=Cut.of(task),
+        criterion=criterion,
     )
     metrics = {METRICS: work.metrics.read_text()}
     if fingerprint(open_checkpoint(task.model, revision)) != identity["model"]:

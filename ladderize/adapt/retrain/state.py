@@ -7,7 +7,7 @@ model.
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,18 @@ STEP = "step-" + 8 * "[0-9]"
 @dataclass
 class Progress(Record):
     """How far training is. stream: where the data stand. recent: losses of the last steps. seconds: spent in steps,
-    over all runs. before_perplexity, dense_perplexity: of the held-out rows before the first step, and under the
-    teacher, where there are such. settings: what may be changed on the way, such as the learning rate. It and stream
-    are None until something is saved."""
+    over all runs. best_loss, before_loss: the criterion (``Objective.criterion``) of the held-out rows at the best step
+    and before the first one. before_perplexity, dense_perplexity: theirs before the first step, and under the teacher,
+    where there are such. settings: what may be changed on the way, such as the learning rate. It and stream are None
+    until something is saved."""
 
     step: int = 0
     tokens: int = 0
     scored: int = 0
     seconds: float = 0.0
     best_step: int | None = None
-    best_perplexity: float | None = None
+    best_loss: float | None = None
+    before_loss: float | None = None
     before_perplexity: float | None = None
     dense_perplexity: float | None = None
     settings: dict[str, Any] | None = None
@@ -163,7 +165,7 @@ class TrainingFolder(WorkFolder):
                 f"{path} is damaged ({sentence(error)}); delete it to resume from the state before it"
             ) from None
         if progress.best_step and not self.weights(progress.best_step).is_file():
-            progress.best_step = progress.best_perplexity = None  # a later state replaced it, and was deleted
+            progress.best_step = progress.best_loss = None  # a later state replaced it, and was deleted
         return progress
 
     def weights(self, step: int) -> Path:
@@ -218,11 +220,12 @@ def cut_metrics(path: Path, step: int) -> None:
     os.replace(temporary, path)
 
 
+def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl, in order."""
+    for text in read_lines(path):
+        yield parse_json(text, constants=True)
+
+
 def read_metrics(path: Path, key: str) -> list[float]:
     """The values of one metric, in order."""
-    found = []
-    for text in read_lines(path):
-        line = parse_json(text, constants=True)
-        if line.get(key) is not None:
-            found.append(line[key])
-    return found
+    return [line[key] for line in metric_lines(path) if line.get(key) is not None]

@@ -24,8 +24,8 @@ import torch
 from ladderize.adapt.data.packing import IGNORED_TARGET, PackedRow, collate
 from ladderize.adapt.data.stream import Stream, StreamPlace, rank_rows
 from ladderize.adapt.retrain.engine import Engine
-from ladderize.adapt.retrain.options import TrainOptions
-from ladderize.adapt.retrain.state import Progress, TrainingFolder, cut_metrics
+from ladderize.adapt.retrain.options import Objective, TrainOptions
+from ladderize.adapt.retrain.state import Progress, TrainingFolder, cut_metrics, metric_lines
 from ladderize.console import Advance, Console, human_bytes
 from ladderize.errors import UserError
 from ladderize.memory import peak_bytes
@@ -81,6 +81,16 @@ class Scores:
     def perplexity(self) -> float:
         return math.exp(self.cross_entropy) if self.cross_entropy < 700 else math.inf
 
+    def criterion(self, objective: Objective) -> float:
+        """What decides which weights are best, the lower the better; infinite where it is no number."""
+        value: float = objective.criterion.total(self.cross_entropy, self.divergence, 0.0)
+        return value if math.isfinite(value) else math.inf
+
+    def text(self, objective: Objective) -> str:
+        """In words: the criterion, where that is more than the perplexity tells, and the perplexity."""
+        known = f"{objective.criterion.label} {self.criterion(objective):.4g}, " if objective.distill_weight else ""
+        return f"held-out {known}perplexity {self.perplexity:.4f}"
+
 
 class Trainer:
     """Joins the parts; ``run`` trains until the budget is spent."""
@@ -105,6 +115,24 @@ class Trainer:
         self.stream.go_to(self.progress.stream)
         if self.engine.ranks.is_main:
             cut_metrics(self.folder.metrics, self.progress.step)
+        if self.progress.before_loss is None and self.progress.before_perplexity is not None:
+            self.recall_losses()
+
+    def recall_losses(self) -> None:
+        """For a state of an earlier version, which knows perplexities only: the criterion before the first step and the
+        best of the steps that are kept, from metrics.jsonl."""
+        found: dict[int, float] = {}
+        if self.engine.ranks.is_main:
+            kept = {0, *self.folder.saved_states()}
+            for line in metric_lines(self.folder.metrics):
+                if "heldout_cross_entropy" in line and line["step"] in kept:
+                    # null: it was no number
+                    values = [line.get(f"heldout_{name}") for name in ("cross_entropy", "divergence")]
+                    entropy, divergence = (math.nan if value is None else value for value in values)
+                    found[line["step"]] = Scores(entropy, divergence, 0).criterion(self.options.objective)
+        found = self.engine.ranks.broadcast(found)
+        self.progress.before_loss = found[0]
+        self.progress.best_step, self.progress.best_loss = min(found.items(), key=lambda one: one[1])
 
     def begin(self) -> None:
         """Where there is no state to go on from."""
@@ -121,7 +149,7 @@ class Trainer:
             with self.console.progress("validating before the first step", passes * len(self.heldout)) as advance:
                 scores = self.validate(advance, first=True)
             target = f"; dense model (target) {progress.dense_perplexity:.4f}" if progress.dense_perplexity else ""
-            self.console.note(f"before training: held-out perplexity {scores.perplexity:.4f}{target}")
+            self.console.note(f"before training: {scores.text(options.objective)}{target}")
         total = options.budget.steps or options.budget.tokens or 1
         unit = "steps" if options.budget.steps else "tokens"
         done = progress.step if options.budget.steps else min(progress.tokens, total)
@@ -144,8 +172,7 @@ class Trainer:
                 if self.heldout and (progress.step % options.eval_every == 0 or last):
                     scores = self.validate(self.countdown(advance, detail))
                     self.console.note(
-                        f"step {progress.step}: held-out perplexity {scores.perplexity:.4f} after"
-                        f" {progress.tokens:,} tokens"
+                        f"step {progress.step}: {scores.text(options.objective)} after {progress.tokens:,} tokens"
                     )
                 if progress.step % options.save_every == 0 or last or asked_to_stop:
                     advance(0, detail=f"{detail}, saving")
@@ -279,8 +306,9 @@ class Trainer:
         advance: is told of the rows that were scored."""
         progress = self.progress
         scores = score(self.engine, self.heldout, self.options.micro_batch_size, advance)
-        if progress.best_perplexity is None or scores.perplexity < progress.best_perplexity:
-            progress.best_step, progress.best_perplexity = progress.step, scores.perplexity
+        loss = scores.criterion(self.options.objective)
+        if progress.best_loss is None or loss < progress.best_loss:
+            progress.best_step, progress.best_loss = progress.step, loss
         values = {
             "step": progress.step,
             "heldout_perplexity": scores.perplexity,
@@ -291,7 +319,7 @@ class Trainer:
         if self.engine.compared:
             values["heldout_hidden_error"] = scores.hidden_error
         if first:
-            progress.before_perplexity = scores.perplexity
+            progress.before_loss, progress.before_perplexity = loss, scores.perplexity
             if self.engine.has_teacher:
                 dense = score_teacher(self.engine, self.heldout, self.options.micro_batch_size, advance)
                 progress.dense_perplexity = values["dense_heldout_perplexity"] = dense.perplexity
