@@ -8,7 +8,7 @@ from torch import Tensor
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.native.build import NotCompiledError
-from ladderize.runtime.native.library import BLOCK, TYPES, LANES, Cache, Heads, Seen, address, kernels
+from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address, kernels
 from ladderize.runtime.operations import CompiledOperations, Operations, attend
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
