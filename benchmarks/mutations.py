@@ -45,10 +45,14 @@ def mutations() -> list[Mutation]:
 
 
 def ladderize(package: Path, arguments: list[str], work: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "ladderize", *arguments], cwd=work, env=environment, capture_output=True, text=True
-    )
+    own = {
+        "PYTHONPATH": str(package.parent),
+        "XDG_CACHE_HOME": str(work),  # a changed copy compiles its kernels to a folder of this run
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-m", "ladderize", *arguments]
+    return subprocess.run(command, cwd=work, env=os.environ | own, capture_output=True, text=True)
 
 
 def make_models(work: Path) -> None:
