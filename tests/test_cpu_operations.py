@@ -43,8 +43,8 @@ def assert_as_good(found, expected, exact):
     assert found.shape == expected.shape
     found, expected, exact = (tensor.float() for tensor in (found, expected, exact))
     off, theirs, size = (found - exact).norm(), (expected - exact).norm(), exact.norm()
-    # a unit in the last place of bfloat16 is 2 ** -8 of a number or more
-    assert off <= 1.5 * theirs + (2e-6 if theirs == 0 else 2**-8) * size, (off, theirs, size)
+    # a unit in the last place of bfloat16 is 2 ** -8 of a number or more, and softmax makes more of it
+    assert off <= 3 * theirs + (1e-5 if theirs == 0 else 2**-6) * size, (off, theirs, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

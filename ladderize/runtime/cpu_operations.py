@@ -80,7 +80,7 @@ class CpuOperations(Operations):
             return attend(query.transpose(1, 2), keys, values, mask, causal, scale=scale).to(x.dtype)
         out = x.new_empty(batch, tokens, heads * dim)
         blocks = 0 if tokens == 1 else -(-length // BLOCK)
-        room = torch.empty(batch * kv_heads, blocks * BLOCK * dim)
+        room = torch.empty(self.threads, blocks * BLOCK * dim)
         self._attend(
             *(kind, size, query.data_ptr(), byref(place), byref(_seen(mask, causal)), length, scale),
             *(out.data_ptr(), room.data_ptr(), self.threads),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 COMPILERS = ("g++", "clang++")
-# No -ffast-math: NaN and infinities must reach who looks for them
+# No -ffast-math: NaN and infinities must reach who looks for them. -fopenmp takes the library that PyTorch has loaded.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
     *("-shared", "-fPIC"),

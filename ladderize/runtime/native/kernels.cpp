@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <omp.h>
 
 namespace {
 
@@ -314,8 +315,8 @@ void attend_tokens(const Heads &size, int64_t row, int64_t kv_head, const float 
     }
 }
 
-// query: [batch, tokens, heads, dim]. length: columns in view. out: like query. room: [batch * kv_heads][dim] columns in
-// view, rounded up to whole blocks, where there is more than one token.
+// query: [batch, tokens, heads, dim]. length: columns in view. out: like query. room: [threads][columns in view, rounded
+// up to whole blocks][dim], where there is more than one token.
 template <typename T>
 void attend(const Heads &size, const float *query, const Cache &cache, const Seen &seen, int64_t length, float scale,
             T *out, float *room, int threads) {
@@ -335,7 +336,7 @@ void attend(const Heads &size, const float *query, const Cache &cache, const See
     for (int64_t place = 0; place < size.batch * size.kv_heads; ++place) {
         const int64_t row = place / size.kv_heads, head = place % size.kv_heads, at = cache.place(row, head);
         attend_tokens(size, row, head, query, cache.keys + at, cache.values + at, seen, length, scale, out,
-                      room + place * turned);
+                      room + omp_get_thread_num() * turned);
     }
 }
 
