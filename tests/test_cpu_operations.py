@@ -1,5 +1,6 @@
 """The kernels that are compiled for the CPU, against the same operations by PyTorch, on fresh random numbers."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from ladderize.runtime.native.library import TYPES, kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.step import Step
 from tests.groups import make_generator
-from tests.helpers import FAMILIES, LAYOUTS, ROOT, make_model, random_ids
+from tests.helpers import FAMILIES, LAYOUTS, ROOT, invoke, make_model, random_ids
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -305,6 +306,19 @@ def test_no_compiler(fresh_library, tmp_path, compiler, why):
     fresh_library.delenv("CXX")
     fresh_library.setenv("PATH", str(tmp_path))
     assert "no C++ compiler was found (g++, clang++)" in choose_operations(CPU, torch.bfloat16).note
+
+
+def test_a_benchmark_says_what_computed(fresh_library, tmp_path):
+    make_model("dense", max_position_embeddings=128).save_pretrained(tmp_path / "m")
+    words = ["bench", tmp_path / "m", "--prompt-len", 8, "--output-len", 2, "--repeat", 2, "--out", tmp_path / "b.json"]
+    for compiler, operations in (("g++", "compiled"), ("false", "torch")):
+        build.library.cache_clear()
+        kernels.cache_clear()
+        fresh_library.setenv("CXX", compiler)
+        done = invoke(*words)
+        assert done.code == 0, done
+        assert ("slower than it could be: false cannot compile" in done.stderr) is (compiler == "false")
+        assert json.loads((tmp_path / "b.json").read_text())["environment"]["operations"] == operations
 
 
 def test_kept_where_only_the_user_can_write(fresh_library, tmp_path):
