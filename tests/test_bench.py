@@ -29,7 +29,7 @@ from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.step import Step
 from tests.groups import report_and_die, report_once
-from tests.helpers import ROOT, invoke, listing, make_model, one_sentence
+from tests.helpers import FAMILIES, ROOT, invoke, listing, make_model, one_sentence
 from tests.warm import PATIENCE
 
 QUICK = ["--prompt-len", "8", "--output-len", "4", "--repeat", "2", "--warmup", "1", "--threads", "1"]
@@ -217,6 +217,20 @@ def one_weight_is_off(monkeypatch):
 def parts_in_a_wrong_order(monkeypatch):
     right = runtime_model.join_parts
     monkeypatch.setattr(runtime_model, "join_parts", lambda results, rows: right(results[::-1], rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("dense", "llama"), ("ladder with biases", "llama"), *(("mixed", family) for family in FAMILIES)],
+)
+def test_the_reference_is_the_whole_model(tmp_path, name, family):
+    """It is computed layer by layer; windows and lengths are those of the whole model's own forward."""
+    model = make_model(name, model_type=family, max_position_embeddings=160)
+    model.save_pretrained(tmp_path)
+    found = reference_check.compute_reference(spec.checkpoint_spec(str(tmp_path), tp_size=1), "cpu", 8)
+    with torch.no_grad():
+        logits = model(torch.tensor(found.ids)).logits[:, found.positions]
+    torch.testing.assert_close(torch.from_numpy(found.logits), logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_document, write_json
 from ladderize.layout import Layout, LayoutError
-from ladderize.ranks.environment import Place
+from ladderize.ranks.environment import Place, environment_with
 from ladderize.runtime.bench.harness import Timed, TimedVariant
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, PHASES
@@ -28,7 +28,7 @@ from ladderize.serving.vllm.bench.document import (
 from ladderize.serving.vllm.bench.options import VllmBenchOptions, check_vllm_usage
 from ladderize.serving.vllm.bench.processes import rank_environment
 from ladderize.serving.vllm.bench.served import PLUGIN_ROW, served_models, vllm_config
-from ladderize.serving.vllm.environment import configuration_refusal, environment_with
+from ladderize.serving.vllm.environment import configuration_refusal
 from tests.helpers import ROOT, SHAPE, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]

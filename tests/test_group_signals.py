@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from ladderize.errors import UserError
 from ladderize.runtime.launch import handing_on_signals
 from tests import warm
-from tests.helpers import all_gone
+from tests.helpers import ROOT, all_gone
 
 
 def work(group, folder, save_seconds):
@@ -106,3 +107,28 @@ def test_a_signal_before_the_ranks_can_save():
     with pytest.raises(UserError, match="stopped by SIGTERM"):
         lead()
     assert process.exitcode == -signal.SIGTERM
+
+
+HOLDS_A_LOCK = """
+import multiprocessing, os, signal
+from ladderize.runtime import launch
+
+def killed():
+    held = multiprocessing.RLock()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    launch.PRELOADED = []
+    process = launch.start_context().Process(target=killed)
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_what_a_killed_process_leaves_is_removed_without_a_word(tmp_path):
+    (tmp_path / "holds.py").write_text(HOLDS_A_LOCK)
+    command = [sys.executable, str(tmp_path / "holds.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=warm.PATIENCE)
+    assert (done.stdout, done.stderr) == (f"{-signal.SIGKILL}\n", "")

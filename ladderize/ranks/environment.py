@@ -206,3 +206,18 @@ def started_rank_variables(place: Place) -> dict[str, str]:
         LOCAL_RANK: str(place.local_rank),
         LOCAL_WORLD_SIZE: str(place.local_size),
     }
+
+
+@contextlib.contextmanager
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """A process that is started inside has these variables, from its first instruction."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from ladderize.console import DEBUG, is_out_of_memory, sentence
 from ladderize.errors import LadderizeError, UserError
 from ladderize.files.temporaries import adopt_folder, temporary_folder
-from ladderize.ranks.environment import ALONE, Place, started_rank_variables
+from ladderize.ranks.environment import ALONE, Place, environment_with, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched, rank_device
 from ladderize.ranks.threads import set_threads, take_cores
 from ladderize.runtime.collectives.shm import remove_segments
@@ -245,6 +245,9 @@ def start_context() -> Any:
         with contextlib.suppress(ValueError):  # not the main thread: its owner handles signals
             # the server inherits it: Ctrl-C, which a terminal sends to it too, would end its imports in a traceback
             stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+        # what is left of a killed process is removed by a process that would also say so, on every terminal
+        warnings = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker")))
+        stack.enter_context(environment_with({"PYTHONWARNINGS": warnings}))
         multiprocessing.forkserver.ensure_running()
     return context
 

@@ -2,7 +2,8 @@
 
 A fast wrong model is worth nothing. So a benchmark of a checkpoint first compares logits with an fp32 forward of the
 Hugging Face model: of two texts that are read at once, and of the same texts decoded token by token after prompts of
-equal and of different length. The texts are as long as the prompts that are timed, up to a limit.
+equal and of different length. The texts are as long as the prompts that are timed, up to a limit. The forward holds one
+layer at a time, so a model that fills its GPUs in 16 bits is checked on one of them.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ladderize.blocks import Blocks, open_checkpoint, window_streams
 from ladderize.checkpoint.config import parameter_count
 from ladderize.console import human_bytes
 from ladderize.errors import UserError
@@ -25,6 +27,7 @@ from ladderize.ranks.threads import cores
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.decode import Generator
 from ladderize.runtime.launch import started
+from ladderize.runtime.shards import with_layers
 from ladderize.runtime.spec import ModelSpec
 
 TEXTS = 2
@@ -107,7 +110,8 @@ def references(specs: list[ModelSpec], options: BenchOptions) -> dict[str, Refer
     """The reference of each checkpoint, computed in a process of its own, so that this one's memory stays what the
     runtime needs."""
     for spec in specs:
-        need, free = 4 * parameter_count(spec.config), available_bytes(torch.device(options.device))
+        # a layer, embedding and LM head
+        need, free = 4 * parameter_count(with_layers(spec.config, 1)), available_bytes(torch.device(options.device))
         if free is not None and need > free:
             raise UserError(
                 f"{spec.name}: the fp32 reference of the correctness check takes {human_bytes(need)}, and"
@@ -124,25 +128,20 @@ def _references(alone: Ranks, specs: list[ModelSpec], device: str, prompt_len: i
 
 
 def compute_reference(spec: ModelSpec, device: str, prompt_len: int) -> Reference:
-    """Random texts, and what transformers makes of them in float32: without padding, without a cache."""
-    from transformers.utils import logging
-
-    from ladderize.modeling import load
-
-    logging.disable_progress_bar()
+    """Random texts, and what transformers' layers make of them in float32: without padding, without a cache."""
     torch.set_num_threads(len(cores()))
     assert spec.folder is not None
-    model = load(spec.folder, dtype="float32", device=device)
+    blocks = Blocks(open_checkpoint(str(spec.folder)), torch.float32, torch.device(device))
     longer, shorter, steps = text_lengths(spec.positions, prompt_len)
     tokens = longer + steps
     ids = torch.randint(0, spec.config["vocab_size"], (TEXTS, tokens), generator=torch.Generator().manual_seed(0))
     sampled = np.linspace(0, tokens - 1, min(tokens, SAMPLED)).round().astype(int).tolist()
     decoded = [prompt - 1 + step for prompt in (longer, shorter) for step in range(steps + 1)]
     positions = sorted({*sampled, *decoded})
-    with torch.inference_mode():
-        kept = torch.tensor(positions, device=device)
-        logits = model(ids.to(device), use_cache=False, logits_to_keep=kept).logits
-    return Reference(ids.tolist(), (longer, shorter), positions, logits.float().cpu().numpy())
+    with torch.no_grad():
+        (stream,) = window_streams(blocks, lambda index: blocks.layer(index, blocks.layout), ids, batch_size=TEXTS)
+        logits = blocks.logits(stream[:, positions].to(device))
+    return Reference(ids.tolist(), (longer, shorter), positions, logits.cpu().numpy())
 
 
 class _Comparison:

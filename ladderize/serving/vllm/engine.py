@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from ladderize.errors import UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import default_device
+from ladderize.ranks.environment import environment_with
 from ladderize.ranks.threads import cores
-from ladderize.serving.vllm.environment import BOUND_CORES, configuration_refusal, environment_with
+from ladderize.serving.vllm.environment import BOUND_CORES, configuration_refusal
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams

@@ -12,9 +12,7 @@ vLLM.
 ============================= =======================================================================================
 """
 
-import contextlib
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -79,21 +77,6 @@ def _next(release: str) -> str:
 # ---- variables ----
 
 BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank, on CPUs
-
-
-@contextlib.contextmanager
-def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
-    """A process that is started inside has these variables, from its first instruction."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def configuration_refusal(error: BaseException) -> str | None:

@@ -18,12 +18,12 @@ from typing import Any
 
 from ladderize.console import DEBUG, sentence
 from ladderize.errors import LadderizeError, UserError
-from ladderize.ranks.environment import ALONE, Place, started_rank_variables
+from ladderize.ranks.environment import ALONE, Place, environment_with, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, join_group, launched
 from ladderize.ranks.threads import cores, set_threads
 from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.launch import Report, StartedRanks, end_with_parent, stop_processes
-from ladderize.serving.vllm.environment import BOUND_CORES, configuration_refusal, environment_with
+from ladderize.serving.vllm.environment import BOUND_CORES, configuration_refusal
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
