@@ -29,7 +29,7 @@ from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.step import Step
 from tests.groups import report_and_die, report_once
-from tests.helpers import FAMILIES, ROOT, invoke, listing, make_model, one_sentence
+from tests.helpers import FAMILIES, ROOT, invoke, listing, make_model, one_sentence, save_llama
 from tests.warm import PATIENCE
 
 QUICK = ["--prompt-len", "8", "--output-len", "4", "--repeat", "2", "--warmup", "1", "--threads", "1"]
@@ -357,6 +357,24 @@ def test_a_different_token_needs_a_margin_below_the_tolerance(dtype, stops):
         else:
             assert reference_check.check_against_reference(generator, changed, model).tolerance > 0
             assert right.equal_greedy_tokens <= right.greedy_tokens
+
+
+def test_rounding_adds_up_from_layer_to_layer(tmp_path):
+    """A deep model in bfloat16 is itself; with the MLPs of some layers left out it is another."""
+    seed = int(torch.randint(1 << 30, ()))
+    save_llama(tmp_path, dtype=torch.bfloat16, seed=seed, num_hidden_layers=48, max_position_embeddings=160)
+    deep = spec.checkpoint_spec(str(tmp_path), tp_size=1)
+    reference = reference_check.compute_reference(deep, "cpu", 8)
+    torch.set_num_threads(1)
+    weights, alone = spec.WeightCache(torch.device("cpu"), pack=True), Ranks(0, 1, torch.device("cpu"))
+    generator = spec.open_generator(deep, Collectives(), weights, alone, 2, len(reference.ids[0]))
+    with torch.inference_mode():
+        found = reference_check.check_against_reference(generator, reference, deep)
+        assert found.rms_difference < found.rms_tolerance
+        for _, mlp in weights.get(deep, 1, 0)[1].layers[20:28]:
+            mlp.norm.weight.zero_()
+        with pytest.raises(UserError, match="off the fp32 reference"):
+            reference_check.check_against_reference(generator, reference, deep)
 
 
 # ---- what is doubtful, and what fails late ----
