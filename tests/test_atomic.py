@@ -211,6 +211,18 @@ def test_a_full_disk(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_a_disk_that_fails_meanwhile(llama, tmp_path, monkeypatch):
+    """While the next file is written: the error is told by that fsync alone."""
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(pipeline, "fsync", fail)
+    outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "2:", "--no-verify")
+    assert "input/output error); nothing was left there" in one_sentence(outcome)
+    assert listing(tmp_path) == ["src"]
+
+
 def test_a_folder_that_vanishes_meanwhile(llama, tmp_path, monkeypatch):
     (tmp_path / "parent").mkdir()
     fsync_tree = output.fsync_tree

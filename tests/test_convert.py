@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -17,7 +18,7 @@ from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.convert.card import split_front_matter
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UserError
-from tests.helpers import BIASES, STORIES, edit_json, invoke, listing, random_ids, save_llama
+from tests.helpers import BIASES, STORIES, edit_json, fresh_rng, invoke, listing, random_ids, save_llama
 from tests.oracle import Oracle
 
 LADDER = Recipe(ladder="2:")
@@ -122,13 +123,32 @@ def test_weights_are_rewritten(tmp_path, shards, size, dtype):
     assert load(tmp_path / "out").dtype == getattr(torch, dtype or "float32")
 
 
-def test_values_too_large_for_the_dtype(llama, tmp_path):
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e5), ("bfloat16", -3.4e38)])
+def test_values_too_large_for_the_dtype(llama, tmp_path, dtype, value):
     tensors = load_file(llama / "model.safetensors")
-    tensors["model.norm.weight"][3] = 1e5
+    tensors["model.norm.weight"][3:6] = torch.tensor([value, float("nan"), float("inf")])
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="model.norm.weight has values too large for float16"):
-        convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="float16"), verify=False)
+    with pytest.raises(UserError, match=f"model.norm.weight has values too large for {dtype}"):
+        convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype=dtype), verify=False)
     assert listing(tmp_path) == ["src"]
+
+
+def test_bfloat16_has_the_bits_of_torch(llama, tmp_path):
+    """For any bits but those of values that would overflow. Of NaN only that it stays one: torch's own bits depend on
+    the processor."""
+    tensors = load_file(llama / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    ends = [0, 1, 0x8000, 0x8001, 0x18000, 0x7FFFFF, 0x7F7F7FFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+    bits = fresh_rng().integers(0, 1 << 32, tensors[name].numel(), dtype=np.uint32)
+    bits[: 2 * len(ends)] = [*ends, *(1 << 31 | end for end in ends)]
+    bits[(bits & 0x7FFFFFFF >= 0x7F7F8000) & (bits & 0x7FFFFFFF < 0x7F800000)] = 0
+    tensors[name] = torch.from_numpy(bits.view(np.float32)).reshape(tensors[name].shape)
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="bfloat16"), verify=False)
+    found, expected = all_tensors(tmp_path / "out")[name], tensors[name].to(torch.bfloat16)
+    numbers = ~expected.isnan()
+    assert torch.equal(found.isnan(), ~numbers)
+    assert torch.equal(found[numbers].view(torch.int16), expected[numbers].view(torch.int16))
 
 
 def test_mixed_dtypes_stay_aligned(llama, tmp_path):

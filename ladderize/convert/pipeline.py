@@ -9,6 +9,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ladderize.errors import UserError
 from ladderize.families.registry import family_of
 from ladderize.files import output
 from ladderize.files.regular import resolved
+from ladderize.files.temporaries import fsync
 from ladderize.layout import CONFIG_KEYS, Layout
 from ladderize.modeling import auto_map
 
@@ -121,12 +123,17 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
     """Write the whole output into ``folder``; returns how many weight files were linked, reflinked, copied,
     rewritten."""
     source, how = plan.source.folder, Counter[str]()
-    for shard in plan.shards:
-        if shard.rewritten:
-            write_shard(plan.source, shard, folder / shard.file, advance)
-            how["rewritten"] += 1
-        else:
-            how[output.transfer(source / shard.file, folder / shard.file, copy=copy, advance=advance)] += 1
+    with ThreadPoolExecutor(1) as behind:
+        on_disk = []
+        for shard in plan.shards:
+            if shard.rewritten:
+                write_shard(plan.source, shard, folder / shard.file, advance)
+                how["rewritten"] += 1
+            else:
+                how[output.transfer(source / shard.file, folder / shard.file, copy=copy, advance=advance)] += 1
+            on_disk.append(behind.submit(fsync, folder / shard.file))  # the disk works while the next is written
+        for done in on_disk:
+            done.result()  # Linux tells an error of the disk once: the fsync at the end would not see it
     if plan.rewritten and (index := index_for(plan.shards)) is not None:
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     elif not plan.rewritten and plan.weight_files != [WEIGHTS]:
