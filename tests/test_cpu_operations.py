@@ -1,18 +1,22 @@
 """The kernels that are compiled for the CPU, against the same operations by PyTorch, on fresh random numbers."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.cpu_operations import CpuOperations, choose_operations
+from ladderize.runtime.decode import rope_table
 from ladderize.runtime.kv_cache import CacheRows, KVCache, NoCache, PartsCache
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm
 from ladderize.runtime.native import build
@@ -21,16 +25,18 @@ from ladderize.runtime.operations import Operations
 from ladderize.runtime.step import Step
 from tests.groups import make_generator
 from tests.helpers import FAMILIES, LAYOUTS, ROOT, invoke, make_model, random_ids
+from tests.warm import wait_until
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
+ALONE = Ranks(0, 1, CPU)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
 def compiled(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield CpuOperations()
+    yield CpuOperations(kernels())
     torch.set_num_threads(before)
 
 
@@ -226,6 +232,59 @@ def test_what_is_no_number_stays_visible(compiled, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_of_any_number(compiled, dtype):
+    gate = torch.tensor([0.0, -0.0, 1e-30, 5.0, 87.0, -87.0, -88.5, -100.0, -1e37, 3e38, float("-inf"), float("nan")])
+    up = torch.ones_like(gate)
+    weights = MlpWeights(None, [lambda x: torch.cat((gate, up)).to(dtype)[None]], None, None)
+    compiled.norm = lambda norm, x: x
+    found = compiled.mlp(weights, torch.zeros(1, 1, dtype=dtype), None)[0]
+    torch.testing.assert_close(found, torch.nn.functional.silu(gate).to(dtype), equal_nan=True, rtol=2e-6, atol=1e-35)
+
+
+def test_what_does_not_fit_is_an_error(compiled):
+    """Nothing is written or read beside the cache, and tables and masks are those of the pass."""
+    case = attention_case(torch.float32, dim=16)
+    weights, shape, hidden = case
+    x, cache = torch.randn(2, 1, hidden), random_cache(2, shape.own_kv_heads, 5, 16)
+    before = copied(cache)
+    late, negative = torch.tensor([[1], [5]]), torch.tensor([[-1], [1]])
+    for step in (
+        *(Step(turns(1, 1, 16), columns, 5) for columns in (5, -1, late, negative)),
+        Step(turns(1, 1, 16), 4, 6),
+    ):
+        with pytest.raises(IndexError, match="the KV cache has no"):
+            compiled.attention(weights, x, step, cache, 1, shape)
+    with pytest.raises(IndexError):
+        compiled.attention(weights, torch.randn(3, 1, hidden), Step(turns(1, 1, 16), 1, 2), cache, 1, shape)
+    rows = CacheRows(cache, torch.tensor([0, 2]))
+    with pytest.raises(IndexError):
+        compiled.attention(weights, x, Step(turns(1, 1, 16), 1, 2), rows, 1, shape)
+    for factors in (turns(1, 1, 8), turns(3, 1, 16), turns(1, 2, 16)):
+        with pytest.raises(ValueError, match="rope factors"):
+            compiled.attention(weights, x, Step(factors, 1, 2), cache, 1, shape)
+    for mask in (torch.ones(2, 1, 1, 3, dtype=torch.bool), torch.ones(2, 1, 1, 2), torch.ones(3, 1, 1, 2).bool()):
+        with pytest.raises(ValueError, match="a mask of"):
+            compiled.attention(weights, x, Step(turns(1, 1, 16), 1, 2, mask), cache, 1, shape)
+    assert torch.equal(cache.keys[0], before.keys[0])
+
+
+def test_rope_of_a_part_of_a_head():
+    turned = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "rope_parameters": turned}
+    with pytest.raises(UserError, match="rope turns 8 of a head's 16 numbers"):
+        rope_table(config, 10, CPU)
+
+
+def test_numbers_of_columns_in_another_dtype(compiled):
+    case = attention_case(torch.float32, dim=16)
+    cache = random_cache(2, case[1].own_kv_heads, 5, 16)
+    columns = torch.tensor([[3], [1]], dtype=torch.int32)
+    mask = (torch.arange(5) <= columns)[:, None, None]
+    x = torch.randn(2, 1, case[2])
+    compare(compiled, case, x, Step(turns(2, 1, 16), columns, 5, mask), cache, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_sum(dtype, ranks):
     count, gap = some(1, 7, 500), 16
@@ -251,13 +310,12 @@ def test_sum(dtype, ranks):
 def test_models(tmp_path, name, family):
     """Prompts of different lengths and decode steps, of every layout and family, with heads that whole vectors hold."""
     make_model(name, model_type=family, head_dim=16, max_position_embeddings=128).save_pretrained(tmp_path)
-    group = Ranks(0, 1, CPU)
     prompts = [random_ids(some(3, 70)).tolist(), random_ids(some(5, 12)).tolist()]
     ids = random_ids(2, 6)
     found = []
     with torch.inference_mode():
-        for operations in (Operations(), CpuOperations()):
-            generator = make_generator(tmp_path, group, Collectives(), 2, 96)
+        for operations in (Operations(), CpuOperations(kernels())):
+            generator = make_generator(tmp_path, ALONE, Collectives(), 2, 96)
             assert isinstance(generator.model.operations, CpuOperations)
             generator.model.operations = operations
             found.append(
@@ -274,45 +332,102 @@ def test_models(tmp_path, name, family):
 @pytest.fixture
 def fresh_library(monkeypatch):
     """As in a process that has compiled nothing yet."""
-    build.library.cache_clear()
+    build.found_library.cache_clear()
     kernels.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    build.library.cache_clear()
+    build.found_library.cache_clear()
     kernels.cache_clear()
 
 
 def test_chosen():
-    assert isinstance(choose_operations(CPU, torch.bfloat16), CpuOperations)
-    assert type(choose_operations(CPU, torch.float16)) is Operations
-    assert choose_operations(CPU, torch.float16).note == ""
-    assert choose_operations(CPU, torch.float32, compile=True).name == "torch.compile"
+    assert isinstance(choose_operations(ALONE, torch.bfloat16), CpuOperations)
+    assert type(choose_operations(ALONE, torch.float16)) is Operations
+    assert choose_operations(ALONE, torch.float16).note == ""
+    assert choose_operations(ALONE, torch.float32, compile=True).name == "torch.compile"
 
 
 @pytest.mark.parametrize(
     ("compiler", "why"),
     [
         ("false", "false cannot compile kernels.cpp: exit code 1"),
-        ("/no/such/compiler", "/no/such/compiler cannot be run"),
+        ("/no/such/compiler", "cannot be compiled: [Errno 2] No such file or directory: '/no/such/compiler'"),
     ],
 )
 def test_no_compiler(fresh_library, tmp_path, compiler, why):
     fresh_library.setenv("CXX", compiler)
     fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path))
-    operations = choose_operations(CPU, torch.bfloat16)
+    operations = choose_operations(ALONE, torch.bfloat16)
     assert type(operations) is Operations
     assert why in operations.note
     assert not list((tmp_path / "ladderize").iterdir())
+    build.found_library.cache_clear()
     fresh_library.delenv("CXX")
     fresh_library.setenv("PATH", str(tmp_path))
-    assert "no C++ compiler was found (g++, clang++)" in choose_operations(CPU, torch.bfloat16).note
+    assert "no C++ compiler was found (g++, clang++)" in choose_operations(ALONE, torch.bfloat16).note
+
+
+def compiler(tmp_path, text):
+    path = tmp_path / "compiler"
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_compiler_that_hangs_is_ended_with_its_children(fresh_library, tmp_path):
+    fresh_library.setattr(build, "SECONDS", 1)
+    children = tmp_path / "child"
+    text = (
+        f"import subprocess; c = subprocess.Popen(['sleep', '60']); open('{children}', 'w').write(str(c.pid)); c.wait()"
+    )
+    fresh_library.setenv("CXX", compiler(tmp_path, text))
+    assert "did not end within 1 s" in choose_operations(ALONE, torch.bfloat16).note
+    wait_until(lambda: not Path(f"/proc/{children.read_text()}").exists())
+    fresh_library.setattr(build, "SECONDS", 60)  # nor is it asked again
+    assert "did not end within 1 s" in choose_operations(ALONE, torch.bfloat16).note
+
+
+def test_words_of_a_compiler_that_are_no_text(fresh_library, tmp_path):
+    text = r"import os, sys; os.write(2, b'caf\xe9 error\n'); sys.exit(1)"
+    fresh_library.setenv("CXX", compiler(tmp_path, text))
+    assert "caf\ufffd error" in choose_operations(ALONE, torch.bfloat16).note
+
+
+def test_nowhere_to_keep_it(fresh_library, tmp_path):
+    """No home, or one that is named relative to where the command runs: it is compiled for this process alone."""
+    fresh_library.delenv("HOME")
+    fresh_library.delenv("XDG_CACHE_HOME", raising=False)
+    fresh_library.setattr("pwd.getpwuid", {}.__getitem__)
+    fresh_library.setattr(build, "_compile", lambda compiler, path: pytest.fail(str(path)))
+    with pytest.raises(pytest.fail.Exception, match="ladderize-kernels-"):
+        build.found_library()
+    fresh_library.chdir(tmp_path)
+    fresh_library.setenv("XDG_CACHE_HOME", "here")
+    with pytest.raises(pytest.fail.Exception, match="ladderize-kernels-"):
+        build.found_library()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk(fresh_library, monkeypatch):
+    def full(**more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    fresh_library.setattr(build.tempfile, "mkstemp", full)
+    fresh_library.setattr(build.Path, "exists", lambda path: False)
+    assert "No space left on device" in choose_operations(ALONE, torch.bfloat16).note
+
+
+def test_all_ranks_or_none(monkeypatch):
+    """Who adds in another order gets other bits."""
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, "no C++ compiler was found"])
+    assert choose_operations(ALONE, torch.bfloat16).note == "slower than it could be: no C++ compiler was found"
 
 
 def test_a_benchmark_says_what_computed(fresh_library, tmp_path):
     make_model("dense", max_position_embeddings=128).save_pretrained(tmp_path / "m")
     words = ["bench", tmp_path / "m", "--prompt-len", 8, "--output-len", 2, "--repeat", 2, "--out", tmp_path / "b.json"]
     for compiler, operations in (("g++", "compiled"), ("false", "torch")):
-        build.library.cache_clear()
+        build.found_library.cache_clear()
         kernels.cache_clear()
         fresh_library.setenv("CXX", compiler)
         done = invoke(*words)
@@ -328,12 +443,20 @@ def test_kept_where_only_the_user_can_write(fresh_library, tmp_path):
     assert kept.suffix == ".so"
     assert not (tmp_path / "ladderize").stat().st_mode & 0o077
     changed = kept.stat().st_mtime_ns
-    build.library.cache_clear()
+    build.found_library.cache_clear()
     build.library()
     assert kept.stat().st_mtime_ns == changed
+    damaged = tmp_path / "other" / "ladderize" / kept.name  # as after a power cut
+    damaged.parent.mkdir(parents=True)
+    damaged.touch()
+    build.found_library.cache_clear()
+    fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    build.library()
+    assert damaged.stat().st_size
+    fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept.unlink()
     (tmp_path / "ladderize").chmod(0o777)  # somebody else could put a library there
-    build.library.cache_clear()
+    build.found_library.cache_clear()
     build.library()
     assert not list((tmp_path / "ladderize").iterdir())
 

@@ -1,27 +1,28 @@
 """What a layer computes between its products by the kernels of native/kernels.cpp: on a CPU, without gradients."""
 
+import ctypes
 from ctypes import byref
 
 import torch
 from torch import Tensor
 
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.native.build import NotCompiledError
-from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address, kernels
+from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address, agreed_kernels
 from ladderize.runtime.operations import CompiledOperations, Operations, attend
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
 
 
 class CpuOperations(Operations):
-    """The same numbers as ``Operations``, up to rounding, in float32 and bfloat16. Raises NotCompiledError."""
+    """The same numbers as ``Operations``, up to rounding, in float32 and bfloat16. own: of ``kernels``."""
 
     name = "compiled"
 
-    def __init__(self) -> None:
+    def __init__(self, own: ctypes.CDLL) -> None:
         super().__init__()
-        own = kernels()
         self._rms_norm, self._gated = own.ladderize_rms_norm, own.ladderize_gated
         self._rotate, self._attend = own.ladderize_rotate, own.ladderize_attend
         self.threads = torch.get_num_threads()
@@ -55,6 +56,8 @@ class CpuOperations(Operations):
         heads, kv_heads, dim, norms = shape.own_heads, shape.own_kv_heads, shape.head_dim, weights.head_norms
         qkv = weights.qkv(self.norm(weights.norm, x))
         rope = step.rope_factors.contiguous() if decoder.rope[index] else None
+        if rope is not None and (rope.shape[0] not in (1, batch) or rope.shape[1:] != (tokens, 1, dim // 2)):
+            raise ValueError(f"rope factors {tuple(rope.shape)} of {batch} x {tokens} tokens with heads of {dim}")
         rope_row = 0 if rope is None or rope.shape[0] == 1 else tokens * dim
         query = torch.empty(batch, tokens, heads, dim)
         place, kept = _layer_of(cache, index, step.columns), True
@@ -62,18 +65,21 @@ class CpuOperations(Operations):
             keys, values = (torch.empty(batch, kv_heads, tokens, dim) for _ in range(2))
             place, kept = _layer(keys, values), False
         kind, size = TYPES[x.dtype], byref(Heads(batch, tokens, heads, kv_heads, dim))
-        self._rotate(
+        failed = self._rotate(
             *(kind, size, qkv.data_ptr()),
             *((None, 0.0) if norms is None else (norms.weight.data_ptr(), norms.eps)),
             *(address(rope), rope_row, query.data_ptr(), byref(place), self.threads),
         )
+        if failed:
+            raise IndexError(f"the KV cache has no such rows or columns: {batch} rows, columns {step.columns}")
         if not kept:
             cache.write(index, step.columns, keys, values)
             if step.length:
                 keys, values = (part.float() for part in cache.read(index, step.length))
                 place = _layer(keys, values)
         mask, causal = step.seen(decoder.windows[index])
-        length, scale = step.length or tokens, decoder.attention_scale or dim**-0.5
+        length = step.length or tokens
+        scale = dim**-0.5 if decoder.attention_scale is None else decoder.attention_scale
         if tokens > 1 and dim % LANES:
             if kept:
                 keys, values = cache.read(index, length)
@@ -81,29 +87,32 @@ class CpuOperations(Operations):
         out = x.new_empty(batch, tokens, heads * dim)
         blocks = 0 if tokens == 1 else -(-length // BLOCK)
         room = torch.empty(self.threads, blocks * BLOCK * dim)
-        self._attend(
-            *(kind, size, query.data_ptr(), byref(place), byref(_seen(mask, causal)), length, scale),
+        seen = _seen(mask, causal, (batch, tokens, length))
+        failed = self._attend(
+            *(kind, size, query.data_ptr(), byref(place), byref(seen), length, scale),
             *(out.data_ptr(), room.data_ptr(), self.threads),
         )
+        if failed:
+            raise IndexError(f"the KV cache has no {length} columns")
         return out
 
 
-def choose_operations(device: torch.device, dtype: torch.dtype, *, compile: bool = False) -> Operations:
-    """compile: through torch.compile, as was asked for. Else on a CPU by the kernels that are compiled for it, where
-    they can be; if not, the result's note says why."""
+def choose_operations(group: Ranks, dtype: torch.dtype, *, compile: bool = False) -> Operations:
+    """compile: through torch.compile, as was asked for. Else on CPUs by the kernels that are compiled for them, where
+    all ranks have these; if not, the result's note says why. All ranks call it."""
     if compile:
         return CompiledOperations()
-    if device.type != "cpu" or dtype not in TYPES:
+    if group.device.type != "cpu" or dtype not in TYPES:
         return Operations()
     try:
-        return CpuOperations()
+        return CpuOperations(agreed_kernels(group))
     except NotCompiledError as error:
         return Operations(f"slower than it could be: {error}")
 
 
 def _layer(keys: Tensor, values: Tensor) -> Cache:
-    """keys, values: [batch, heads, columns, head_dim]."""
-    return Cache(keys.data_ptr(), values.data_ptr(), *keys.stride()[:2])
+    """keys, values: [batch, heads, columns, head_dim], of which a head's columns lie side by side."""
+    return Cache(keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], None, None, 0, keys.shape[0], keys.shape[2])
 
 
 def _layer_of(cache: KVCache, layer: int, columns: int | Tensor) -> Cache | None:
@@ -112,6 +121,9 @@ def _layer_of(cache: KVCache, layer: int, columns: int | Tensor) -> Cache | None
     if memory is None or memory[0].dtype != torch.float32:
         return None
     keys, values, rows = memory
+    of_rows = columns if isinstance(columns, Tensor) else None
+    if any(numbers is not None and numbers.dtype != torch.long for numbers in (rows, of_rows)):
+        return None
     place = _layer(keys[layer], values[layer])
     place.rows = address(rows)
     if isinstance(columns, int):
@@ -123,10 +135,12 @@ def _layer_of(cache: KVCache, layer: int, columns: int | Tensor) -> Cache | None
     return place
 
 
-def _seen(mask: Tensor | None, causal: bool) -> Seen:
-    """mask: [batch or 1, 1, tokens, columns]."""
+def _seen(mask: Tensor | None, causal: bool, size: tuple[int, int, int]) -> Seen:
+    """mask: bool [batch or 1, 1, tokens, columns in view]. size: the three."""
     if mask is None:
         return Seen(None, 0, 0, causal)
     row, _, token, column = mask.stride()
-    assert column == 1, "a mask's columns lie side by side"
-    return Seen(mask.data_ptr(), row if mask.shape[0] > 1 else 0, token if mask.shape[2] > 1 else 0, False)
+    fits = mask.shape[0] in (1, size[0]) and mask.shape[1:] == (1, *size[1:]) and column == 1
+    if mask.dtype != torch.bool or not fits:
+        raise ValueError(f"a mask of {mask.dtype} {tuple(mask.shape)} where rows, tokens and columns are {size}")
+    return Seen(mask.data_ptr(), row if mask.shape[0] > 1 else 0, token, False)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ladderize.checkpoint.config import head_dim
 from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.memory import check_room
@@ -89,6 +90,11 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
             " support"
         )
     cos, sin = LlamaRotaryEmbedding(known)(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
+    if cos.shape[-1] != head_dim(config):
+        raise UserError(
+            f"config.json: rope turns {cos.shape[-1]} of a head's {head_dim(config)} numbers (partial_rotary_factor),"
+            " which the runtime does not support"
+        )
     half = cos.shape[-1] // 2  # the two halves of a head turn alike
     return torch.complex(cos[0, :, :half], sin[0, :, :half]).to(device)
 

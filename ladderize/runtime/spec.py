@@ -141,7 +141,7 @@ def open_generator(
     """One rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens; ``cache`` is used again if
     it fits."""
     shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
-    operations = choose_operations(group.device, spec.torch_dtype, compile=compile)
+    operations = choose_operations(group, spec.torch_dtype, compile=compile)
     model = model_class(shape, spec.layout, own, collectives, operations)
     if cache is None or not cache.fits(shape, batch, columns, spec.torch_dtype):
         cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device)

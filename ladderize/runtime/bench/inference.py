@@ -133,7 +133,7 @@ class InferenceBench(RuntimeBench[ModelVariant, BenchDocument, BenchOptions]):
         super().__init__(group, plan, console)
         if self.options.compile:
             torch._dynamo.reset()
-        operations = choose_operations(group.device, plan.specs[0].torch_dtype, compile=self.options.compile)
+        operations = choose_operations(group, plan.specs[0].torch_dtype, compile=self.options.compile)
         self.environment = replace(self.environment, operations=operations.name)
         if operations.note:
             console.warn(operations.note)

@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -28,19 +29,37 @@ class NotCompiledError(Exception):
     """Why there is no library, in a few words."""
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
     """The compiled kernels. Raises NotCompiledError where there is no compiler, or it cannot compile them here."""
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise NotCompiledError(f"no C++ compiler was found ({', '.join(COMPILERS)})")
-    key = hashlib.sha256("\0".join((SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _cpu())).encode())
-    folder = _cache_folder()
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="ladderize-kernels-") as own:
-            return _load(_compile(compiler, Path(own) / "kernels.so"))
-    path = folder / f"kernels-{key.hexdigest()[:24]}.so"
-    return _load(path if path.exists() else _compile(compiler, path))
+    found = found_library()
+    if isinstance(found, str):
+        raise NotCompiledError(found)
+    return found
+
+
+@functools.cache
+def found_library() -> ctypes.CDLL | str:
+    """The same, or why there is none: what took long to fail is not tried again."""
+    try:
+        compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+        if compiler is None:
+            return f"no C++ compiler was found ({', '.join(COMPILERS)})"
+        made_of = (SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _cpu())
+        name = f"kernels-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:24]}.so"
+        folder = _cache_folder()
+        if folder is None:
+            with tempfile.TemporaryDirectory(prefix="ladderize-kernels-") as own:
+                return ctypes.CDLL(str(_compile(compiler, Path(own) / name)))
+        if (folder / name).exists():
+            try:
+                return ctypes.CDLL(str(folder / name))
+            except OSError:
+                pass  # damaged: it is made anew
+        return ctypes.CDLL(str(_compile(compiler, folder / name)))
+    except NotCompiledError as error:
+        return str(error)
+    except OSError as error:
+        return f"the kernels for this CPU cannot be compiled: {error}"
 
 
 def _compile(compiler: str, path: Path) -> Path:
@@ -48,34 +67,38 @@ def _compile(compiler: str, path: Path) -> Path:
     descriptor, made = tempfile.mkstemp(prefix=".kernels-", suffix=".so", dir=path.parent)
     os.close(descriptor)
     try:
-        done = subprocess.run(
-            [*compiler.split(), *FLAGS, str(SOURCE), "-o", made], capture_output=True, text=True, timeout=SECONDS
-        )
-        if done.returncode:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
+        with subprocess.Popen(
+            [*compiler.split(), *FLAGS, str(SOURCE), "-o", made],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C"},
+            start_new_session=True,
+        ) as process:
+            try:
+                _, said = process.communicate(timeout=SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # a compiler is several processes
+                raise NotCompiledError(f"{compiler} did not end within {SECONDS} s") from None
+        if process.returncode:
+            first = next((line for line in said.splitlines() if "error" in line), f"exit code {process.returncode}")
             raise NotCompiledError(f"{compiler} cannot compile kernels.cpp: {first.strip()}")
         os.replace(made, path)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotCompiledError(f"{compiler} cannot be run: {error}") from error
     finally:
         Path(made).unlink(missing_ok=True)
     return path
 
 
-def _load(path: Path) -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NotCompiledError(f"the compiled kernels cannot be loaded: {error}") from error
-
-
 def _cache_folder() -> Path | None:
     """A folder of this user that nobody else can write to; None where there is none."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ladderize"
+    given = os.environ.get("XDG_CACHE_HOME", "")
     try:
+        folder = (Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()) / "ladderize"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home
         return None
     safe = status.st_uid == os.getuid() and not status.st_mode & 0o022
     return folder if safe and os.access(folder, os.W_OK) else None

@@ -28,6 +28,7 @@ inline float exponential(float x) {
     x = x > 88.0f ? 88.0f : x;
     x = x < -87.0f ? -87.0f : x;
     const float n = __builtin_rintf(x * 1.44269504f);
+    const int32_t exponent = int32_t(n == n ? n : 0.0f);
     const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
     float p = 1.0f / 720;
     p = p * r + 1.0f / 120;
@@ -36,7 +37,7 @@ inline float exponential(float x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    return p * __builtin_bit_cast(float, (int32_t(n) + 127) << 23);
+    return p * __builtin_bit_cast(float, uint32_t(exponent + 127) << 23);
 }
 
 template <typename T>
@@ -62,7 +63,8 @@ template <typename T> void gated(const T *gate_up, T *out, int64_t rows, int64_t
 #pragma omp simd
         for (int64_t i = 0; i < inner; ++i) {
             const float g = get(gate[i]);
-            put(to[i], g / (1.0f + exponential(-g)) * get(up[i]));
+            const float silu = g < -88.0f ? g * 0.0f : g / (1.0f + exponential(-g)); // of minus infinity: NaN
+            put(to[i], silu * get(up[i]));
         }
     }
 }
@@ -109,6 +111,7 @@ struct Cache {
     const int64_t *rows;    // [batch] rows of the cache, or null: as they stand
     const int64_t *columns; // [batch] the first column of a pass's tokens, or null: `column` for all rows
     int64_t column;
+    int64_t all_rows, all_columns; // that there are
 
     int64_t place(int64_t of_row, int64_t of_head) const { return (rows ? rows[of_row] : of_row) * row + of_head * head; }
 };
@@ -116,6 +119,17 @@ struct Cache {
 struct Heads {
     int64_t batch, tokens, heads, kv_heads, dim;
 };
+
+// Whether a cache has the rows of a pass, the columns that it writes, and `length` columns to look at.
+inline bool has_room(const Cache &cache, const Heads &size, int64_t length) {
+    if (length > cache.all_columns || (!cache.rows && size.batch > cache.all_rows)) return false;
+    for (int64_t row = 0; row < size.batch; ++row) {
+        const int64_t first = cache.columns ? cache.columns[row] : cache.column;
+        if (first < 0 || first + size.tokens > cache.all_columns) return false;
+        if (cache.rows && (cache.rows[row] < 0 || cache.rows[row] >= cache.all_rows)) return false;
+    }
+    return true;
+}
 
 template <typename T> inline void norm_head(const T *from, const float *weight, float eps, int64_t dim, float *to) {
     float sum = 0;
@@ -131,7 +145,7 @@ template <typename T> inline void norm_head(const T *from, const float *weight, 
 template <typename T>
 void rotate(const Heads &size, const T *qkv, const float *norms, float eps, const float *rope, int64_t rope_row,
             float *query, const Cache &cache, int threads) {
-    const auto [batch, tokens, heads, kv_heads, dim] = size;
+    const int64_t batch = size.batch, tokens = size.tokens, heads = size.heads, kv_heads = size.kv_heads, dim = size.dim;
 #pragma omp parallel for if (threads > 1) num_threads(threads)
     for (int64_t place = 0; place < batch * tokens; ++place) {
         const int64_t row = place / tokens, token = place % tokens;
@@ -367,19 +381,25 @@ void ladderize_sum(int type, const void *messages, int64_t stride, int64_t ranks
         sum((const char *)messages, stride, ranks, (const float *)residual, (float *)out, count, threads);
 }
 
-void ladderize_rotate(int type, const Heads *size, const void *qkv, const float *norms, float eps, const float *rope,
+// Returns 0, or 1 where the cache has no such rows or columns: then nothing was written.
+int ladderize_rotate(int type, const Heads *size, const void *qkv, const float *norms, float eps, const float *rope,
                       int64_t rope_row, float *query, const Cache *cache, int threads) {
+    if (!has_room(*cache, *size, 0)) return 1;
     if (type)
         rotate(*size, (const bfloat16 *)qkv, norms, eps, rope, rope_row, query, *cache, threads);
     else
         rotate(*size, (const float *)qkv, norms, eps, rope, rope_row, query, *cache, threads);
+    return 0;
 }
 
-void ladderize_attend(int type, const Heads *size, const float *query, const Cache *cache, const Seen *seen, int64_t length,
+// Returns as ladderize_rotate.
+int ladderize_attend(int type, const Heads *size, const float *query, const Cache *cache, const Seen *seen, int64_t length,
                       float scale, void *out, float *room, int threads) {
+    if (!has_room(*cache, *size, length)) return 1;
     if (type)
         attend(*size, query, *cache, *seen, length, scale, (bfloat16 *)out, room, threads);
     else
         attend(*size, query, *cache, *seen, length, scale, (float *)out, room, threads);
+    return 0;
 }
 }

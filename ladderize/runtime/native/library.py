@@ -7,7 +7,8 @@ from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from ladderize.runtime.native.build import NotCompiledError, library
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.native.build import NotCompiledError, found_library, library
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 BLOCK, LANES = 64, 16  # of attention: columns whose scores are held at a time, numbers of a vector
@@ -19,6 +20,7 @@ class Cache(Structure):
     _fields_ = (
         *(("keys", c_void_p), ("values", c_void_p), ("row", c_int64), ("head", c_int64)),
         *(("rows", c_void_p), ("columns", c_void_p), ("column", c_int64)),
+        *(("all_rows", c_int64), ("all_columns", c_int64)),
     )
 
 
@@ -50,20 +52,24 @@ SIGNATURES = {
 
 @functools.cache
 def kernels() -> ctypes.CDLL:
-    """Its functions are named as in kernels.cpp. Raises NotCompiledError."""
+    """Its functions are named as in kernels.cpp; those that look into a KV cache return whether they did not fit it.
+    Raises NotCompiledError."""
     found = library()
     for name, arguments in SIGNATURES.items():
         function = getattr(found, f"ladderize_{name}")
-        function.argtypes, function.restype = arguments, None
+        function.argtypes = arguments
+        function.restype = c_int if name in ("rotate", "attend") else None
     return found
 
 
-def found_kernels() -> ctypes.CDLL | None:
-    """The same; None where they cannot be compiled."""
-    try:
-        return kernels()
-    except NotCompiledError:
-        return None
+def agreed_kernels(group: Ranks) -> ctypes.CDLL:
+    """The same, where every rank of the group has them: who adds in another order gets other bits. All ranks call it.
+    Raises NotCompiledError on all of them."""
+    found = found_library()
+    problem = next(filter(None, group.gather(found if isinstance(found, str) else None)), None)
+    if problem is not None:
+        raise NotCompiledError(problem)
+    return kernels()
 
 
 def address(tensor: Tensor | None) -> int | None:

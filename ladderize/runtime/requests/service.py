@@ -196,7 +196,7 @@ def opened(
     largest = max(options.budget, options.rows) * spec.config["hidden_size"], options.rows * vocabulary
     collectives, backend = choose(options.backend, group, max_bytes=max(4 * max(largest), MESSAGE_BYTES))
     shape, weights = WeightCache(group.device, pack=True).get(spec, group.size, group.rank, advance)
-    operations = choose_operations(group.device, spec.torch_dtype)
+    operations = choose_operations(group, spec.torch_dtype)
     model = TPLlama(shape, spec.layout, weights, collectives, operations)
     rope = rope_table(spec.config, options.max_length or spec.positions, group.device)
     yield Worker(group, spec, options, TextReader(model, rope, options.budget, spec.torch_dtype), backend)
