@@ -1,6 +1,7 @@
 """Quantised checkpoints: they pass through a conversion, are checked, run, and are refused where they cannot."""
 
 import importlib.util
+import itertools
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from ladderize import convert_checkpoint, load
+from ladderize.checkpoint.quantised import quantisation_of
 from ladderize.checkpoint.tensors import locate_tensors
 from ladderize.convert.heads import HeadMap
 from ladderize.convert.plan import Changes
@@ -110,6 +112,47 @@ def test_what_older_modelopt_writes(sources, tmp_path):
     (source / "hf_quant_config.json").write_text(json.dumps(stated))
     convert_checkpoint(source, tmp_path / "out", BOTH, verify=False)
     assert json.loads((tmp_path / "out" / "hf_quant_config.json").read_text()) == stated
+
+
+def test_of_several_groups_the_closest_target_counts():
+    """As compressed-tensors has it, whatever the order of groups: a name, a regular expression, a class."""
+    groups = [
+        {"targets": targets, "weights": {"num_bits": bits, "strategy": "channel"}}
+        for targets, bits in (
+            (["Linear"], 4),
+            (["re:.*mlp.*", "re:.*layers.1.*"], 8),
+            (["model.layers.1.mlp.up_proj"], 2),
+        )
+    ]
+    for order in itertools.permutations(groups):
+        config = {**FORMATS["int8"][1], "config_groups": {str(number): one for number, one in enumerate(order)}}
+        found = quantisation_of({"quantization_config": config})
+        schemes = [
+            found.scheme_of(f"model.layers.{name}")
+            for name in ("0.self_attn.q_proj", "1.mlp.gate_proj", "1.mlp.up_proj")
+        ]
+        assert [scheme.bits for scheme in schemes] == [4, 8, 2]
+
+
+@pytest.mark.skipif(not INSTALLED, reason="compressed-tensors is not installed: pip install -e '.[dev]'")
+def test_two_groups_there_and_back(sources, tmp_path):
+    """The class is named before the regular expression; transformers, which verifies the output, agrees."""
+    source = tmp_path / "src"
+    shutil.copytree(sources("int8"), source)
+    packed = {
+        name: tensor for name, tensor in load_file(sources("W4A16") / "model.safetensors").items() if ".mlp." in name
+    }
+    edit_tensors(source, lambda t: ([t.pop(name) for name in list(t) if ".mlp." in name], t.update(packed)))
+    groups = {
+        name: {**FORMATS[name][1]["config_groups"]["group_0"], "format": FORMATS[name][1]["format"], "targets": targets}
+        for name, targets in (("int8", ["Linear"]), ("W4A16", ["re:.*mlp.*"]))
+    }
+    quantised(config_groups=groups, format="mixed-precision")(source)
+    report = convert_checkpoint(source, tmp_path / "out", BOTH)
+    assert report.verified.forward == "finite"
+    quantised(config_groups={**groups, "W4A16": {**groups["W4A16"], "targets": ["re:.*attn.*"]}})(source)
+    with pytest.raises(UserError, match="q_proj.weight_scale has shape"):
+        convert_checkpoint(source, tmp_path / "other", BOTH)
 
 
 # ---- what is computed ----

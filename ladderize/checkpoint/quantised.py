@@ -25,6 +25,7 @@ QUANTISATION_KEYS = ("quantization_config", "compression_config")
 MODELOPT_FILE = "hf_quant_config.json"  # where older releases of modelopt say what others say in config.json
 STATED_IN = QUANTISATION_KEYS[0]
 LM_HEAD = "lm_head"
+LINEAR_CLASSES = ("Linear", "LinearBase")  # of all projections, as a group's targets name them
 ROW_PARALLEL = ("o_proj", "down_proj")  # split by columns under tensor parallelism, the others by rows
 KV_SCALE = re.compile(r"(model\.layers\.\d+\.self_attn)\.(?:[kv]_proj\.)?(?:[qkv]_(?:scale|zero_point)|kv_scale)")
 ACTIVATION_SCALES = ("input_scale", "activation_scale", "output_scale")
@@ -148,7 +149,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     for key in ("sparsity_config", "transform_config"):
         if (other := config.get(key)) and not (isinstance(other, dict) and other.get("format") == "dense"):
             _refuse(f"has a {key}, which a conversion does not know")
-    rules = []
+    schemes: dict[str, Scheme] = {}  # of each target; the last group that names it counts
     for name, group in groups.items():
         if not isinstance(group, dict) or not isinstance(weights := group.get("weights"), dict):
             _refuse(f"has the group {name!r} without weights")
@@ -174,7 +175,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
             _activations(group.get("input_activations"), name),
             frozenset(marks),
         )
-        rules.append((tuple(map(_compressed_target, _names(group.get("targets"), "targets"))), scheme))
+        schemes |= dict.fromkeys(_names(group.get("targets"), "targets"), scheme)
+    # whatever the order of groups, names come before regular expressions, and these before classes
+    order = sorted(schemes, key=lambda target: (target in LINEAR_CLASSES, target.startswith("re:"), target))
+    rules = [((_compressed_target(target),), schemes[target]) for target in order]
     ignored = tuple(map(_compressed_target, _names(config.get("ignore"), "ignore")))
     return Quantisation(config["quant_method"], tuple(rules), ignored, True, bool(config.get("kv_cache_scheme")))
 
@@ -204,7 +208,7 @@ def _activations(scheme: Any, group: str) -> str:
 
 def _compressed_target(target: str) -> str:
     """A regular expression: of a class (all projections are Linear), of ``re:``, or of a name."""
-    if target in ("Linear", "LinearBase"):
+    if target in LINEAR_CLASSES:
         return ".*"
     if not target.startswith("re:"):
         return re.escape(target) + r"\Z"
