@@ -67,10 +67,31 @@ def test_there_and_back(sources, tmp_path, name):
     assert [("static scales" in warning) for warning in report["warnings"]] == [True] * measured
     assert ("**Warning.** The static scales of activations" in body) == measured
     assert "**Quantisation.**" in body
+    assert "retrain the unquantised model" in body
+    assert "adapt it" not in body
     convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
     for folder in ("out", "back"):
         assert (tmp_path / folder / "model.safetensors").samefile(source / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [("int8", ""), ("AWQ", "--backend vllm "), ("FP8 scalars", "--backend vllm ")]
+)
+def test_what_is_suggested_next(sources, tmp_path, name, engine):
+    """Nothing that is always refused: what does not run in transformers here is measured in vLLM."""
+    source, out = sources(name), tmp_path / "out"
+    if not engine:
+        pytest.importorskip("compressed_tensors")
+    outcome = invoke("convert", source, out, "--ladder", "1:", "--no-verify")
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stdout.partition("next:\n")[2].splitlines() == [
+        f"  measure it        ladderize eval {source} {out} {engine}--perplexity FILE",
+        "  recover accuracy  convert and retrain the unquantised model, then quantise the result (docs/quantised.md)",
+    ]
+    assert f"`ladderize eval{engine and ' --backend vllm'}`" in (out / "README.md").read_text()
+    back = invoke("convert", out, tmp_path / "back", "--dense", "--no-verify")
+    assert "recover" not in back.stdout
 
 
 def test_shards_are_written_anew_byte_by_byte(sources, tmp_path):

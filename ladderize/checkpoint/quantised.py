@@ -33,6 +33,7 @@ STATIC_SCALES = (
     "the static scales of activations or of the KV cache were measured on the model before this conversion, whose"
     " activations are others; measure the converted model, and calibrate anew where it is worse"
 )
+QUANTISE_LAST = "convert and retrain the unquantised model, then quantise the result"
 MOST_CHOICES = 300_000  # that matching a stranger's regular expression may have to try
 LONGEST_NAME = 60  # of a module: what one repetition can try
 
@@ -74,11 +75,18 @@ class Quantisation:
         return None
 
     @property
-    def runs_anywhere(self) -> bool:
-        """Whether transformers was seen to compute with it here and now, on a CPU: compressed-tensors, but for packed
-        weights with zero points, which transformers 5.23 does not load."""
-        packed = [FORMATS[scheme.stored_as].packs_columns and "asymmetric" in scheme.marks for _, scheme in self.rules]
-        return self.method == "compressed-tensors" and self.problem_in_transformers is None and not any(packed)
+    def not_run(self) -> str | None:
+        """Why nothing is computed with it in transformers here and now, on a CPU, in words, or None. What transformers
+        may run, but was not seen to: all but compressed-tensors, and of that packed weights with zero points, which
+        5.23 does not load."""
+        if (problem := self.problem_in_transformers) is not None:
+            return problem
+        for _, scheme in self.rules:
+            packed = FORMATS[scheme.stored_as].packs_columns and "asymmetric" in scheme.marks
+            if self.method != "compressed-tensors" or packed:
+                zeros = " with zero points" if packed else ""
+                return f"transformers was not seen to run weights quantised as {scheme.stored_as}{zeros} on a CPU"
+        return None
 
     @property
     def is_fp8(self) -> bool:

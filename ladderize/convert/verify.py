@@ -30,9 +30,9 @@ def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = 
     """Load ``folder`` as a stranger would; raises UserError if that fails.
 
     Keys and shapes are compared on the meta device; up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run:
-    of quantised weights only of a format that runs anywhere.
+    of quantised weights only of a format that runs here.
     """
-    runnable = quantisation is None or quantisation.runs_anywhere
+    runnable = quantisation is None or quantisation.not_run is None
     mode = "run" if weight_bytes <= FORWARD_LIMIT and runnable else "meta"
     script = Path(__file__).with_name("verify_child.py")
     with temporary_folder("verify") as modules:
