@@ -59,7 +59,10 @@ def test_there_and_back(sources, tmp_path, name):
     assert outcome.code == 0, outcome.stderr
     report, body = json.loads(outcome.stdout), (tmp_path / "out" / "README.md").read_text()
     assert report["weights"] == {"linked": 1}
-    assert (report["verified"]["forward"] == "finite") == (INSTALLED and name in (*RUNNABLE, "FP8 static"))
+    runs = INSTALLED and name in (*RUNNABLE, "FP8 static")
+    assert ("loading the output in plain transformers" in outcome.stderr) == runs
+    assert ("the weights are not run, since transformers " in outcome.stderr) != runs
+    assert (report["verified"]["forward"] == "finite") == runs
     config, before = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", source))
     assert config["quantization_config"] == before["quantization_config"] == FORMATS[name][1]
     assert config["model_type"] == "ladderized_llama"

@@ -26,6 +26,13 @@ class Verification(Record):
     forward: str | None
 
 
+def what_is_verified(quantisation: Quantisation | None) -> str:
+    """What ``verify`` does, for a line before it."""
+    if quantisation is None or (problem := quantisation.not_run) is None:
+        return "loading the output in plain transformers"
+    return f"the model's class and tensors; the weights are not run, since {problem}"
+
+
 def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = None) -> Verification:
     """Load ``folder`` as a stranger would; raises UserError if that fails.
 
