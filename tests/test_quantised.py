@@ -312,6 +312,11 @@ WRONG = {
         r"q_proj.weight_scale has shape \[63, 1\], but a projection of \[64, 64\] .* asks for \[64, 1\]"),
     "blocks of another size": (
         "FP8 blocks", quantised(weight_block_size=[32, 16]), r"weight_scale_inv has shape \[4, 4\].* for \[2, 4\]"),
+    "groups that do not divide": (
+        "W4A16", group(weights={**FORMATS["W4A16"][1]["config_groups"]["group_0"]["weights"], "group_size": 7}),
+        "config.json: group_size 7 does not divide the 64 columns of model.layers.0.self_attn.o_proj; repair"),
+    "blocks that do not divide": (
+        "FP8 blocks", quantised(weight_block_size=[24, 16]), "config.json: the block size 24 does not divide the 64 r"),
     "groups of another size": ("AWQ", quantised(group_size=16), r"qzeros has shape \[8, 8\].* asks for \[4, 8\]"),
     "words of another size": ("GPTQ", quantised(bits=8), r"qweight has shape \[8, 64\].* asks for \[16, 64\]"),
     "scale of another dtype": (

@@ -440,7 +440,8 @@ def has_measured_scales(tensors: Iterable[str]) -> bool:
 def check_ranks(
     config: Mapping[str, Any], quantisation: Quantisation, ranks: int, expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise UserError unless each of ``ranks`` has whole groups, blocks and packed words of every projection.
+    """Raise UserError unless every projection is whole groups and blocks along what ranks split, and each of several
+    ``ranks`` has whole ones, and whole packed words.
 
     expected: as for ``plain_view``.
     """
@@ -451,9 +452,14 @@ def check_ranks(
             continue
         split = 1 if module.endswith(ROW_PARALLEL) else 0
         shares = min(ranks, kv_heads) if module.endswith(("k_proj", "v_proj")) else ranks
+        what, group = ("rows", "columns")[split], (scheme.rows, scheme.columns)[split]
+        if group is not None and shape[split] % group:
+            key = "group_size" if scheme.rows == 1 else "the block size"
+            raise UserError(
+                f"config.json: {key} {group} does not divide the {shape[split]} {what} of {module}; repair the file"
+            )
         width, step = shape[split] // shares, scheme.steps()[split]
-        if width % step:
-            what = ("rows", "columns")[split]
+        if ranks > 1 and width % step:
             raise UserError(
                 f"{module} is quantised in groups of {step} {what}, which do not divide the {width} {what} of each of"
                 f" the {ranks} virtual ranks; choose a smaller --sync-tp-size, or overlap instead of dropping"
