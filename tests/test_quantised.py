@@ -127,6 +127,19 @@ def test_inspect_tells_the_format(sources, name, words):
     assert "quantised" in invoke("inspect", sources(name)).stdout
 
 
+@pytest.mark.parametrize("case", ["companion missing", "scale of another shape", "config of floats", "a stray tensor"])
+def test_inspect_tells_what_a_conversion_would_refuse(sources, tmp_path, case):
+    name, change, sentence = WRONG[case]
+    shutil.copytree(sources(name), tmp_path / "src")
+    assert "refusal" not in json.loads(invoke("inspect", tmp_path / "src", "--json").stdout)
+    change(tmp_path / "src")
+    outcome = invoke("inspect", tmp_path / "src", "--json")
+    assert outcome.code == 0, outcome.stderr
+    refusal = json.loads(outcome.stdout)["refusal"]
+    assert re.search(sentence, refusal)
+    assert f"Warning: convert would refuse it: {refusal}" in outcome.stderr.splitlines()
+
+
 def test_what_older_modelopt_writes(sources, tmp_path):
     """Its own file, and nothing in config.json."""
     source = tmp_path / "src"
