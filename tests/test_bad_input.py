@@ -319,6 +319,23 @@ def test_empty_names(llama, tmp_path, monkeypatch):
     assert listing(tmp_path) == ["src"]
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json", "shard.safetensors"]
+)
+@pytest.mark.parametrize("target", ["nowhere", None], ids=["nothing", "itself"])
+def test_a_link_to_nothing(llama, tmp_path, name, target):
+    """Not taken for a file that was never there."""
+    if name != "config.json":
+        (llama / "model.safetensors").unlink()
+    if name == "shard.safetensors":
+        index = {"weight_map": {"model.norm.weight": name}}
+        (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    (llama / name).unlink(missing_ok=True)
+    (llama / name).symlink_to(target or name)
+    for outcome in (convert(llama, tmp_path / "out"), invoke("inspect", llama)):
+        assert f"{llama / name} is a link to nothing; repair or remove it" in one_sentence(outcome)
+
+
 def test_weights_that_are_links_into_out(llama, tmp_path):
     assert convert(llama, tmp_path / "out", "--ladder", "2:", "--no-verify").code == 0
     (llama / "model.safetensors").unlink()
