@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -19,9 +20,9 @@ from ladderize.convert.heads import HeadMap
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from tests.helpers import FAMILIES, edit_json, invoke, listing, random_ids
+from tests.helpers import FAMILIES, edit_json, invoke, listing, random_ids, save_llama
 from tests.oracle import Oracle
-from tests.quantised import FORMATS, dequantised, save_quantised
+from tests.quantised import FORMATS, SIZES, dequantised, save_quantised
 
 BOTH = Recipe(ladder="1:", spd="0:2", sync_tp_size=2)
 INSTALLED = importlib.util.find_spec("compressed_tensors") is not None  # the dev extra has it
@@ -439,6 +440,25 @@ def test_what_does_not_run_quantised_weights(sources, tmp_path, words):
     assert sentence in " ".join(outcome.stderr.split())
     assert "Traceback" not in outcome.stderr
     assert listing(tmp_path) == ["text.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("adapt", "PLAIN", "OUT", "--distill-from", "QUANTISED", "--data", "IDS", "--method", "align"),
+        ("adapt", "PLAIN", "OUT", "--distill-from", "QUANTISED", "--data", "IDS", "--max-steps", "1"),
+        ("bench", "PLAIN", "QUANTISED", "--tp-size", "1"),
+    ],
+    ids=" ".join,
+)
+def test_of_two_models_the_quantised_one_is_named(sources, tmp_path, words):
+    np.save(tmp_path / "ids.npy", np.arange(3, 90))
+    plain = save_llama(tmp_path / "plain", **SIZES)
+    convert_checkpoint(plain, tmp_path / "ladder", Recipe(ladder="all"), verify=False)
+    places = {"PLAIN": tmp_path / "ladder", "QUANTISED": sources("int8"), "IDS": tmp_path / "ids.npy"}
+    outcome = invoke(*({**places, "OUT": tmp_path / "out"}.get(word, word) for word in words))
+    assert outcome.code == 1
+    assert f"Error: {sources('int8')} is quantised with compressed-tensors; the runtime" in outcome.stderr
 
 
 @pytest.mark.parametrize("name", RUNNABLE)

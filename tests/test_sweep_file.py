@@ -252,11 +252,11 @@ def test_a_switch_that_is_left_open_can_be_said_no(place, said):
 @pytest.mark.parametrize(
     ("stored", "changes", "message"),
     [
-        ("int8", {"sensitivity": {"data": "IDS"}}, "s.yaml: sensitivity: this checkpoint is quantised with compressed"),
-        ("int8", {"adapt": [{"method": "align", "data": "IDS"}]}, "s.yaml: adapt[0]: this checkpoint is quantised"),
-        ("int8", {"adapt": ["none", {**SHORT, "method": "lora"}]}, "s.yaml: adapt[1]: this checkpoint is quantised"),
-        ("int8", {"eval": {"perplexity": "IDS", "backend": "runtime"}}, "s.yaml: eval: this checkpoint is quantised"),
-        ("int8", {"bench": [FAST]}, "s.yaml: bench[0]: this checkpoint is quantised"),
+        ("int8", {"sensitivity": {"data": "IDS"}}, "s.yaml: sensitivity: {model} is quantised with compressed"),
+        ("int8", {"adapt": [{"method": "align", "data": "IDS"}]}, "s.yaml: adapt[0]: {model} is quantised"),
+        ("int8", {"adapt": ["none", {**SHORT, "method": "lora"}]}, "s.yaml: adapt[1]: {model} is quantised"),
+        ("int8", {"eval": {"perplexity": "IDS", "backend": "runtime"}}, "s.yaml: eval: {model} is quantised"),
+        ("int8", {"bench": [FAST]}, "s.yaml: bench[0]: {model} is quantised"),
         ("modelopt", {}, "s.yaml: eval: {model}: transformers does not run weights quantised as modelopt"),
         ("int8", {}, None),
     ],

@@ -73,7 +73,7 @@ def check_weights(spec: SweepSpec, config: Mapping[str, Any], folder: Path) -> N
         of_floats.append(f"{file}: eval")
     for where in of_floats:
         with errors_begin_with(where):
-            check_config(config)
+            check_config(config, spec.model)
     if spec.evaluation is not None and spec.evaluation.backend == "hf":
         with errors_begin_with(f"{file}: eval"):
             check_transformers_runs(spec.model, config, folder)
