@@ -295,7 +295,7 @@ def tensors(change):
 Q = "model.layers.0.self_attn.q_proj"
 WRONG = {
     "unknown method": ("int8", quantised(quant_method="bitsandbytes"), "names the method 'bitsandbytes', but a conv"),
-    "no method": ("int8", quantised(quant_method=None), "names the method 'None'"),
+    "no method": ("int8", quantised(quant_method=None), "names no method; a conversion knows"),
     "method of another type": ("int8", quantised(quant_method=["awq"]), "names the method "),
     "no object": ("int8", lambda folder: edit_json(folder / "config.json", quantization_config=[4]), "must be an obj"),
     "no groups": ("int8", quantised(config_groups={}), "has no config_groups"),

@@ -18,6 +18,7 @@ from ladderize.checkpoint.reading import (
 from ladderize.errors import UserError
 from ladderize.families.registry import complete_config, family_of, find_family, known_family
 from ladderize.files.documents import read_json
+from ladderize.files.records import shown
 from ladderize.layout import Layout
 
 # what transformers reads as it is, beside config.json and the weights
@@ -98,7 +99,8 @@ def check_sizes(config: Mapping[str, Any], model: str = "this checkpoint") -> No
         if value is None and key in OPTIONAL_SIZES:
             continue
         if type(value) is not int or not 1 <= value <= most:
-            raise UserError(f"config.json: {key} is {value!r}, but must be a positive integer of at most {most:,}")
+            found = shown(value) if key in config else "missing"
+            raise UserError(f"config.json: {key} is {found}, but must be a positive integer of at most {most:,}")
     for key, value in _numbers(config):
         if not math.isfinite(value):
             raise UserError(f"config.json: {key} is {value}, which is not a number; repair the file")

@@ -139,7 +139,10 @@ def quantisation_of(config: Mapping[str, Any], folder: Path | None = None) -> Qu
         _refuse(f"is {str(stated)[:60]!r}, but must be an object")
     method = stated.get("quant_method")
     if not isinstance(method, str) or method not in QUANTISATION_METHODS:
-        _refuse(f"names the method {str(method)[:60]!r}, but a conversion knows {', '.join(QUANTISATION_METHODS)}")
+        known = ", ".join(QUANTISATION_METHODS)
+        if method is None:
+            _refuse(f"names no method; a conversion knows {known}")
+        _refuse(f"names the method {str(method)[:60]!r}, but a conversion knows {known}")
     return QUANTISATION_METHODS[method](stated)
 
 

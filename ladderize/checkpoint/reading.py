@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
-from ladderize.files.parsing import parse_json
+from ladderize.files.parsing import JSON_WORDS, parse_json
 from ladderize.files.regular import check_regular, is_there, open_regular, resolved
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
         raw = file.read(length)
     try:
         header = parse_json(raw)
+        if not isinstance(header, dict):
+            raise ValueError(f"it holds {JSON_WORDS[type(header)]} where an object is expected")
         entries = {key: value for key, value in header.items() if key != "__metadata__"}
         tensors = [_tensor(key, name, entry, base=8 + length) for key, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
