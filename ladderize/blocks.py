@@ -46,7 +46,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     """A checkpoint by folder or hub id, checked as ``convert`` checks its source; raises UserError."""
     folder, is_local = resolve_json(model, revision)
     checkpoint = read_checkpoint(folder if is_local else fetch_weights(model, revision))
-    check_config(checkpoint.config)
+    check_config(checkpoint.config, model)
     check_tensors(checkpoint)
     return checkpoint
 

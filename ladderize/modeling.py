@@ -5,6 +5,7 @@ Nothing happens at import.
 """
 
 import hashlib
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,9 +88,7 @@ def load(
     folder = check_model(model, revision)
     register()
     config = read_config(folder)
-    quantised = quantisation_of(config, folder) if find_family(config) is not None else None
-    if quantised is not None and (problem := quantised.problem_in_transformers) is not None:
-        raise UserError(f"{model}: {problem}; `ladderize eval --backend vllm` and `vllm serve` run them")
+    check_transformers_runs(str(model), config, folder)
     if is_ladderized(config):
         trust_remote_code = False
     if device is not None:
@@ -97,6 +96,13 @@ def load(
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, **kwargs
     ).eval()
+
+
+def check_transformers_runs(model: str, config: Mapping[str, Any], folder: Path) -> None:
+    """Raise UserError where transformers does not run the weights here, which are quantised."""
+    quantised = quantisation_of(config, folder) if find_family(config) is not None else None
+    if quantised is not None and (problem := quantised.problem_in_transformers) is not None:
+        raise UserError(f"{model}: {problem}; `ladderize eval --backend vllm` and `vllm serve` run them")
 
 
 def load_tokenizer(

@@ -70,6 +70,21 @@ def fifo(name):
     return change
 
 
+def header(content):
+    return lambda source: (source / "model.safetensors").write_bytes(
+        len(content).to_bytes(8, "little") + content.encode()
+    )
+
+
+def missing(key):
+    def change(source):
+        found = json.loads((source / "config.json").read_text())
+        del found[key]
+        (source / "config.json").write_text(json.dumps(found))
+
+    return change
+
+
 def gone(*names):
     return lambda source: [(source / name).unlink() for name in names or listing(source)]
 
@@ -86,7 +101,11 @@ DAMAGE = {
     "empty folder": (gone(), "is empty"),
     "no config": (gone("config.json"), "no config.json"),
     "config is not JSON": (text("config.json", "{"), "not valid JSON"),
-    "config is a list": (text("config.json", "[]"), "holds a list"),
+    "config is a list": (text("config.json", "[]"), "holds a list where an object is expected"),
+    "config is null": (text("config.json", "null"), "holds null where an object is expected"),
+    "header is a list": (header("[]"), r"has a broken header \(it holds a list where an object is expected\)"),
+    "no hidden size": (missing("hidden_size"), "config.json: hidden_size is missing, but must be a positive integer"),
+    "hundreds of digits": (config(hidden_size=10**400), r"hidden_size is 10{59}\.\.\., but must be"),
     "NaN in config": (config(rms_norm_eps=float("nan")), "holds NaN"),
     "infinite number": (infinite, "rms_norm_eps is inf"),
     "text for a number": (config(hidden_size="32"), "hidden_size is '32'"),
@@ -317,6 +336,23 @@ def test_empty_names(llama, tmp_path, monkeypatch):
     assert "name of the checkpoint is empty" in one_sentence(invoke("inspect", " "))
     assert "is a folder, not a recipe" in one_sentence(convert(llama, tmp_path / "out", "--recipe", ""))
     assert listing(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json", "shard.safetensors"]
+)
+@pytest.mark.parametrize("target", ["nowhere", None], ids=["nothing", "itself"])
+def test_a_link_to_nothing(llama, tmp_path, name, target):
+    """Not taken for a file that was never there."""
+    if name != "config.json":
+        (llama / "model.safetensors").unlink()
+    if name == "shard.safetensors":
+        index = {"weight_map": {"model.norm.weight": name}}
+        (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    (llama / name).unlink(missing_ok=True)
+    (llama / name).symlink_to(target or name)
+    for outcome in (convert(llama, tmp_path / "out"), invoke("inspect", llama)):
+        assert f"{llama / name} is a link to nothing; repair or remove it" in one_sentence(outcome)
 
 
 def test_weights_that_are_links_into_out(llama, tmp_path):

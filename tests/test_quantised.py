@@ -1,25 +1,28 @@
 """Quantised checkpoints: they pass through a conversion, are checked, run, and are refused where they cannot."""
 
 import importlib.util
+import itertools
 import json
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from ladderize import convert_checkpoint, load
+from ladderize.checkpoint.quantised import quantisation_of
 from ladderize.checkpoint.tensors import locate_tensors
 from ladderize.convert.heads import HeadMap
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from tests.helpers import FAMILIES, edit_json, invoke, listing, random_ids
+from tests.helpers import FAMILIES, edit_json, invoke, listing, random_ids, save_llama
 from tests.oracle import Oracle
-from tests.quantised import FORMATS, dequantised, save_quantised
+from tests.quantised import FORMATS, SIZES, dequantised, save_quantised
 
 BOTH = Recipe(ladder="1:", spd="0:2", sync_tp_size=2)
 INSTALLED = importlib.util.find_spec("compressed_tensors") is not None  # the dev extra has it
@@ -57,7 +60,10 @@ def test_there_and_back(sources, tmp_path, name):
     assert outcome.code == 0, outcome.stderr
     report, body = json.loads(outcome.stdout), (tmp_path / "out" / "README.md").read_text()
     assert report["weights"] == {"linked": 1}
-    assert (report["verified"]["forward"] == "finite") == (INSTALLED and name in (*RUNNABLE, "FP8 static"))
+    runs = INSTALLED and name in (*RUNNABLE, "FP8 static")
+    assert ("loading the output in plain transformers" in outcome.stderr) == runs
+    assert ("the weights are not run, since transformers " in outcome.stderr) != runs
+    assert (report["verified"]["forward"] == "finite") == runs
     config, before = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", source))
     assert config["quantization_config"] == before["quantization_config"] == FORMATS[name][1]
     assert config["model_type"] == "ladderized_llama"
@@ -65,10 +71,31 @@ def test_there_and_back(sources, tmp_path, name):
     assert [("static scales" in warning) for warning in report["warnings"]] == [True] * measured
     assert ("**Warning.** The static scales of activations" in body) == measured
     assert "**Quantisation.**" in body
+    assert "retrain the unquantised model" in body
+    assert "adapt it" not in body
     convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
     for folder in ("out", "back"):
         assert (tmp_path / folder / "model.safetensors").samefile(source / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [("int8", ""), ("AWQ", "--backend vllm "), ("FP8 scalars", "--backend vllm ")]
+)
+def test_what_is_suggested_next(sources, tmp_path, name, engine):
+    """Nothing that is always refused: what does not run in transformers here is measured in vLLM."""
+    source, out = sources(name), tmp_path / "out"
+    if not engine:
+        pytest.importorskip("compressed_tensors")
+    outcome = invoke("convert", source, out, "--ladder", "1:", "--no-verify")
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stdout.partition("next:\n")[2].splitlines() == [
+        f"  measure it        ladderize eval {source} {out} {engine}--perplexity FILE",
+        "  recover accuracy  convert and retrain the unquantised model, then quantise the result (docs/quantised.md)",
+    ]
+    assert f"`ladderize eval{engine and ' --backend vllm'}`" in (out / "README.md").read_text()
+    back = invoke("convert", out, tmp_path / "back", "--dense", "--no-verify")
+    assert "recover" not in back.stdout
 
 
 def test_shards_are_written_anew_byte_by_byte(sources, tmp_path):
@@ -101,6 +128,19 @@ def test_inspect_tells_the_format(sources, name, words):
     assert "quantised" in invoke("inspect", sources(name)).stdout
 
 
+@pytest.mark.parametrize("case", ["companion missing", "scale of another shape", "config of floats", "a stray tensor"])
+def test_inspect_tells_what_a_conversion_would_refuse(sources, tmp_path, case):
+    name, change, sentence = WRONG[case]
+    shutil.copytree(sources(name), tmp_path / "src")
+    assert "refusal" not in json.loads(invoke("inspect", tmp_path / "src", "--json").stdout)
+    change(tmp_path / "src")
+    outcome = invoke("inspect", tmp_path / "src", "--json")
+    assert outcome.code == 0, outcome.stderr
+    refusal = json.loads(outcome.stdout)["refusal"]
+    assert re.search(sentence, refusal)
+    assert f"Warning: convert would refuse it: {refusal}" in outcome.stderr.splitlines()
+
+
 def test_what_older_modelopt_writes(sources, tmp_path):
     """Its own file, and nothing in config.json."""
     source = tmp_path / "src"
@@ -110,6 +150,47 @@ def test_what_older_modelopt_writes(sources, tmp_path):
     (source / "hf_quant_config.json").write_text(json.dumps(stated))
     convert_checkpoint(source, tmp_path / "out", BOTH, verify=False)
     assert json.loads((tmp_path / "out" / "hf_quant_config.json").read_text()) == stated
+
+
+def test_of_several_groups_the_closest_target_counts():
+    """As compressed-tensors has it, whatever the order of groups: a name, a regular expression, a class."""
+    groups = [
+        {"targets": targets, "weights": {"num_bits": bits, "strategy": "channel"}}
+        for targets, bits in (
+            (["Linear"], 4),
+            (["re:.*mlp.*", "re:.*layers.1.*"], 8),
+            (["model.layers.1.mlp.up_proj"], 2),
+        )
+    ]
+    for order in itertools.permutations(groups):
+        config = {**FORMATS["int8"][1], "config_groups": {str(number): one for number, one in enumerate(order)}}
+        found = quantisation_of({"quantization_config": config})
+        schemes = [
+            found.scheme_of(f"model.layers.{name}")
+            for name in ("0.self_attn.q_proj", "1.mlp.gate_proj", "1.mlp.up_proj")
+        ]
+        assert [scheme.bits for scheme in schemes] == [4, 8, 2]
+
+
+@pytest.mark.skipif(not INSTALLED, reason="compressed-tensors is not installed: pip install -e '.[dev]'")
+def test_two_groups_there_and_back(sources, tmp_path):
+    """The class is named before the regular expression; transformers, which verifies the output, agrees."""
+    source = tmp_path / "src"
+    shutil.copytree(sources("int8"), source)
+    packed = {
+        name: tensor for name, tensor in load_file(sources("W4A16") / "model.safetensors").items() if ".mlp." in name
+    }
+    edit_tensors(source, lambda t: ([t.pop(name) for name in list(t) if ".mlp." in name], t.update(packed)))
+    groups = {
+        name: {**FORMATS[name][1]["config_groups"]["group_0"], "format": FORMATS[name][1]["format"], "targets": targets}
+        for name, targets in (("int8", ["Linear"]), ("W4A16", ["re:.*mlp.*"]))
+    }
+    quantised(config_groups=groups, format="mixed-precision")(source)
+    report = convert_checkpoint(source, tmp_path / "out", BOTH)
+    assert report.verified.forward == "finite"
+    quantised(config_groups={**groups, "W4A16": {**groups["W4A16"], "targets": ["re:.*attn.*"]}})(source)
+    with pytest.raises(UserError, match="q_proj.weight_scale has shape"):
+        convert_checkpoint(source, tmp_path / "other", BOTH)
 
 
 # ---- what is computed ----
@@ -214,7 +295,7 @@ def tensors(change):
 Q = "model.layers.0.self_attn.q_proj"
 WRONG = {
     "unknown method": ("int8", quantised(quant_method="bitsandbytes"), "names the method 'bitsandbytes', but a conv"),
-    "no method": ("int8", quantised(quant_method=None), "names the method 'None'"),
+    "no method": ("int8", quantised(quant_method=None), "names no method; a conversion knows"),
     "method of another type": ("int8", quantised(quant_method=["awq"]), "names the method "),
     "no object": ("int8", lambda folder: edit_json(folder / "config.json", quantization_config=[4]), "must be an obj"),
     "no groups": ("int8", quantised(config_groups={}), "has no config_groups"),
@@ -245,6 +326,11 @@ WRONG = {
         r"q_proj.weight_scale has shape \[63, 1\], but a projection of \[64, 64\] .* asks for \[64, 1\]"),
     "blocks of another size": (
         "FP8 blocks", quantised(weight_block_size=[32, 16]), r"weight_scale_inv has shape \[4, 4\].* for \[2, 4\]"),
+    "groups that do not divide": (
+        "W4A16", group(weights={**FORMATS["W4A16"][1]["config_groups"]["group_0"]["weights"], "group_size": 7}),
+        "config.json: group_size 7 does not divide the 64 columns of model.layers.0.self_attn.o_proj; repair"),
+    "blocks that do not divide": (
+        "FP8 blocks", quantised(weight_block_size=[24, 16]), "config.json: the block size 24 does not divide the 64 r"),
     "groups of another size": ("AWQ", quantised(group_size=16), r"qzeros has shape \[8, 8\].* asks for \[4, 8\]"),
     "words of another size": ("GPTQ", quantised(bits=8), r"qweight has shape \[8, 64\].* asks for \[16, 64\]"),
     "scale of another dtype": (
@@ -354,6 +440,25 @@ def test_what_does_not_run_quantised_weights(sources, tmp_path, words):
     assert sentence in " ".join(outcome.stderr.split())
     assert "Traceback" not in outcome.stderr
     assert listing(tmp_path) == ["text.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("adapt", "PLAIN", "OUT", "--distill-from", "QUANTISED", "--data", "IDS", "--method", "align"),
+        ("adapt", "PLAIN", "OUT", "--distill-from", "QUANTISED", "--data", "IDS", "--max-steps", "1"),
+        ("bench", "PLAIN", "QUANTISED", "--tp-size", "1"),
+    ],
+    ids=" ".join,
+)
+def test_of_two_models_the_quantised_one_is_named(sources, tmp_path, words):
+    np.save(tmp_path / "ids.npy", np.arange(3, 90))
+    plain = save_llama(tmp_path / "plain", **SIZES)
+    convert_checkpoint(plain, tmp_path / "ladder", Recipe(ladder="all"), verify=False)
+    places = {"PLAIN": tmp_path / "ladder", "QUANTISED": sources("int8"), "IDS": tmp_path / "ids.npy"}
+    outcome = invoke(*({**places, "OUT": tmp_path / "out"}.get(word, word) for word in words))
+    assert outcome.code == 1
+    assert f"Error: {sources('int8')} is quantised with compressed-tensors; the runtime" in outcome.stderr
 
 
 @pytest.mark.parametrize("name", RUNNABLE)

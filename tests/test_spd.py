@@ -1,6 +1,7 @@
 """The whole of Sync-Point Drop in one command, on the bundled model."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -245,6 +246,10 @@ def test_a_step_that_makes_it_worse_is_said():
 
     assert spd.made_worse(measured(4.0, 6.0, 5.5, 4.5)) is None
     assert spd.made_worse(measured(4.0, 6.0)) is None
+    assert spd.made_worse(measured(4.0, 6.0, 6.0, 5.5)) is None  # heads were grouped as they were
+    assert spd.made_worse(measured(4.0, 6.0, 6.00004, 5.5)) is None  # the message would name the same figure twice
+    for unknown in (measured(4.0, 6.0, math.nan, 4.5), measured(4.0, math.nan, 5.5, 4.5)):
+        assert spd.made_worse(unknown).startswith("head grouping raised the held-out perplexity from ")
     told = spd.made_worse(measured(4.0, 6.0, 5.5, 5.75))
     assert told == (
         "distillation raised the held-out perplexity from 5.5000 (+ head grouping) to 5.7500; try a lower --lr, or more"

@@ -14,7 +14,10 @@ from ladderize.tradeoff.sweep.stages import Stage, adapt_words, asked_by
 from ladderize.tradeoff.sweep.sweep_file import sweep_spec
 from ladderize.tradeoff.sweep.workers import ThisHost
 from tests.helpers import invoke, listing, one_sentence
+from tests.quantised import save_quantised
 from tests.sweeps import FAST, make_place, planner, rerun, spec, write
+
+SHORT = {"data": "IDS", "max_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +247,33 @@ def test_a_switch_that_is_left_open_can_be_said_no(place, said):
 
 
 # ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("stored", "changes", "message"),
+    [
+        ("int8", {"sensitivity": {"data": "IDS"}}, "s.yaml: sensitivity: {model} is quantised with compressed"),
+        ("int8", {"adapt": [{"method": "align", "data": "IDS"}]}, "s.yaml: adapt[0]: {model} is quantised"),
+        ("int8", {"adapt": ["none", {**SHORT, "method": "lora"}]}, "s.yaml: adapt[1]: {model} is quantised"),
+        ("int8", {"eval": {"perplexity": "IDS", "backend": "runtime"}}, "s.yaml: eval: {model} is quantised"),
+        ("int8", {"bench": [FAST]}, "s.yaml: bench[0]: {model} is quantised"),
+        ("modelopt", {}, "s.yaml: eval: {model}: transformers does not run weights quantised as modelopt"),
+        ("int8", {}, None),
+    ],
+)
+def test_stages_that_do_not_run_quantised_weights(place, tmp_path, stored, changes, message):
+    """Found before anything is converted, not by the stages themselves."""
+    if message is None:
+        pytest.importorskip("compressed_tensors")
+    model, ids = save_quantised(tmp_path / "quantised", stored), str(place / "ids.npy")
+    content = {"sensitivity": None, "layouts": [{"ladder": "2:"}], "adapt": None, "bench": None, **changes}
+    content = json.loads(json.dumps(spec(place, **content, model=str(model))).replace('"IDS"', json.dumps(ids)))
+    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out", "--dry-run")
+    if message is None:
+        assert outcome.code == 0, outcome.stderr
+    else:
+        assert message.format(model=model) in one_sentence(outcome)
+
 
 FULL = {"method": "full", "data": "x.npy", "max_tokens": "1k"}
 HALF = {"name": "half", "ladder": "0"}

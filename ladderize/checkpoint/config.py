@@ -18,6 +18,7 @@ from ladderize.checkpoint.reading import (
 from ladderize.errors import UserError
 from ladderize.families.registry import complete_config, family_of, find_family, known_family
 from ladderize.files.documents import read_json
+from ladderize.files.records import shown
 from ladderize.layout import Layout
 
 # what transformers reads as it is, beside config.json and the weights
@@ -75,21 +76,21 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
-def check_config(config: Mapping[str, Any]) -> None:
+def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> None:
     """Raise UserError unless this is the config of a dense, unquantised model of a family that ladderize converts, with
-    sensible numbers."""
+    sensible numbers. model: as messages name it."""
     family = family_of(config)
-    check_sizes(config)
+    check_sizes(config, model)
     check_rope(config)
     family.describe(config)
 
 
-def check_sizes(config: Mapping[str, Any]) -> None:
+def check_sizes(config: Mapping[str, Any], model: str = "this checkpoint") -> None:
     """Raise UserError unless this is the config of an unquantised decoder with sensible sizes and numbers."""
     if quantised := next((config[key] for key in QUANTISATION_KEYS if config.get(key)), None):
         method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(
-            f"this checkpoint is quantised with {method}; the runtime and what trains or measures layers do not run"
+            f"{model} is quantised with {method}; the runtime and what trains or measures layers do not run"
             " quantised weights, and adapters on int8 or FP8 ones get wrong gradients; `ladderize eval --backend vllm`"
             " and `vllm serve` run them"
         )
@@ -98,7 +99,8 @@ def check_sizes(config: Mapping[str, Any]) -> None:
         if value is None and key in OPTIONAL_SIZES:
             continue
         if type(value) is not int or not 1 <= value <= most:
-            raise UserError(f"config.json: {key} is {value!r}, but must be a positive integer of at most {most:,}")
+            found = shown(value) if key in config else "missing"
+            raise UserError(f"config.json: {key} is {found}, but must be a positive integer of at most {most:,}")
     for key, value in _numbers(config):
         if not math.isfinite(value):
             raise UserError(f"config.json: {key} is {value}, which is not a number; repair the file")

@@ -25,6 +25,7 @@ QUANTISATION_KEYS = ("quantization_config", "compression_config")
 MODELOPT_FILE = "hf_quant_config.json"  # where older releases of modelopt say what others say in config.json
 STATED_IN = QUANTISATION_KEYS[0]
 LM_HEAD = "lm_head"
+LINEAR_CLASSES = ("Linear", "LinearBase")  # of all projections, as a group's targets name them
 ROW_PARALLEL = ("o_proj", "down_proj")  # split by columns under tensor parallelism, the others by rows
 KV_SCALE = re.compile(r"(model\.layers\.\d+\.self_attn)\.(?:[kv]_proj\.)?(?:[qkv]_(?:scale|zero_point)|kv_scale)")
 ACTIVATION_SCALES = ("input_scale", "activation_scale", "output_scale")
@@ -32,6 +33,7 @@ STATIC_SCALES = (
     "the static scales of activations or of the KV cache were measured on the model before this conversion, whose"
     " activations are others; measure the converted model, and calibrate anew where it is worse"
 )
+QUANTISE_LAST = "convert and retrain the unquantised model, then quantise the result"
 MOST_CHOICES = 300_000  # that matching a stranger's regular expression may have to try
 LONGEST_NAME = 60  # of a module: what one repetition can try
 
@@ -73,11 +75,18 @@ class Quantisation:
         return None
 
     @property
-    def runs_anywhere(self) -> bool:
-        """Whether transformers was seen to compute with it here and now, on a CPU: compressed-tensors, but for packed
-        weights with zero points, which transformers 5.23 does not load."""
-        packed = [FORMATS[scheme.stored_as].packs_columns and "asymmetric" in scheme.marks for _, scheme in self.rules]
-        return self.method == "compressed-tensors" and self.problem_in_transformers is None and not any(packed)
+    def not_run(self) -> str | None:
+        """Why nothing is computed with it in transformers here and now, on a CPU, in words, or None. What transformers
+        may run, but was not seen to: all but compressed-tensors, and of that packed weights with zero points, which
+        5.23 does not load."""
+        if (problem := self.problem_in_transformers) is not None:
+            return problem
+        for _, scheme in self.rules:
+            packed = FORMATS[scheme.stored_as].packs_columns and "asymmetric" in scheme.marks
+            if self.method != "compressed-tensors" or packed:
+                zeros = " with zero points" if packed else ""
+                return f"transformers was not seen to run weights quantised as {scheme.stored_as}{zeros} on a CPU"
+        return None
 
     @property
     def is_fp8(self) -> bool:
@@ -130,7 +139,10 @@ def quantisation_of(config: Mapping[str, Any], folder: Path | None = None) -> Qu
         _refuse(f"is {str(stated)[:60]!r}, but must be an object")
     method = stated.get("quant_method")
     if not isinstance(method, str) or method not in QUANTISATION_METHODS:
-        _refuse(f"names the method {str(method)[:60]!r}, but a conversion knows {', '.join(QUANTISATION_METHODS)}")
+        known = ", ".join(QUANTISATION_METHODS)
+        if method is None:
+            _refuse(f"names no method; a conversion knows {known}")
+        _refuse(f"names the method {str(method)[:60]!r}, but a conversion knows {known}")
     return QUANTISATION_METHODS[method](stated)
 
 
@@ -148,7 +160,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     for key in ("sparsity_config", "transform_config"):
         if (other := config.get(key)) and not (isinstance(other, dict) and other.get("format") == "dense"):
             _refuse(f"has a {key}, which a conversion does not know")
-    rules = []
+    schemes: dict[str, Scheme] = {}  # of each target; the last group that names it counts
     for name, group in groups.items():
         if not isinstance(group, dict) or not isinstance(weights := group.get("weights"), dict):
             _refuse(f"has the group {name!r} without weights")
@@ -174,7 +186,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
             _activations(group.get("input_activations"), name),
             frozenset(marks),
         )
-        rules.append((tuple(map(_compressed_target, _names(group.get("targets"), "targets"))), scheme))
+        schemes |= dict.fromkeys(_names(group.get("targets"), "targets"), scheme)
+    # whatever the order of groups, names come before regular expressions, and these before classes
+    order = sorted(schemes, key=lambda target: (target in LINEAR_CLASSES, target.startswith("re:"), target))
+    rules = [((_compressed_target(target),), schemes[target]) for target in order]
     ignored = tuple(map(_compressed_target, _names(config.get("ignore"), "ignore")))
     return Quantisation(config["quant_method"], tuple(rules), ignored, True, bool(config.get("kv_cache_scheme")))
 
@@ -204,7 +219,7 @@ def _activations(scheme: Any, group: str) -> str:
 
 def _compressed_target(target: str) -> str:
     """A regular expression: of a class (all projections are Linear), of ``re:``, or of a name."""
-    if target in ("Linear", "LinearBase"):
+    if target in LINEAR_CLASSES:
         return ".*"
     if not target.startswith("re:"):
         return re.escape(target) + r"\Z"
@@ -428,7 +443,8 @@ def has_measured_scales(tensors: Iterable[str]) -> bool:
 def check_ranks(
     config: Mapping[str, Any], quantisation: Quantisation, ranks: int, expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise UserError unless each of ``ranks`` has whole groups, blocks and packed words of every projection.
+    """Raise UserError unless every projection is whole groups and blocks along what ranks split, and each of several
+    ``ranks`` has whole ones, and whole packed words.
 
     expected: as for ``plain_view``.
     """
@@ -439,9 +455,14 @@ def check_ranks(
             continue
         split = 1 if module.endswith(ROW_PARALLEL) else 0
         shares = min(ranks, kv_heads) if module.endswith(("k_proj", "v_proj")) else ranks
+        what, group = ("rows", "columns")[split], (scheme.rows, scheme.columns)[split]
+        if group is not None and shape[split] % group:
+            key = "group_size" if scheme.rows == 1 else "the block size"
+            raise UserError(
+                f"config.json: {key} {group} does not divide the {shape[split]} {what} of {module}; repair the file"
+            )
         width, step = shape[split] // shares, scheme.steps()[split]
-        if width % step:
-            what = ("rows", "columns")[split]
+        if ranks > 1 and width % step:
             raise UserError(
                 f"{module} is quantised in groups of {step} {what}, which do not divide the {width} {what} of each of"
                 f" the {ranks} virtual ranks; choose a smaller --sync-tp-size, or overlap instead of dropping"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
-from ladderize.files.parsing import parse_json
-from ladderize.files.regular import check_regular, open_regular, resolved
+from ladderize.files.parsing import JSON_WORDS, parse_json
+from ladderize.files.regular import check_regular, is_there, open_regular, resolved
 
 if TYPE_CHECKING:
     import torch
@@ -112,20 +112,20 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dict, without the NaN and Infinity that Python's JSON lets through."""
     path = folder / "config.json"
-    if not path.exists() and (folder / "adapter_config.json").exists():
+    if is_there(path):
+        return read_json(path)
+    if (folder / "adapter_config.json").exists():
         raise UserError(
             f"{folder} is a PEFT adapter; `ladderize merge {folder} OUT` makes a checkpoint of it and its base"
         )
-    if not path.exists():
-        raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
-    return read_json(path)
+    raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
 
 
 def read_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor that transformers would load from ``folder``, by name, in file order."""
-    if (folder / WEIGHTS).exists():
+    if is_there(folder / WEIGHTS):
         return read_header(folder, WEIGHTS)
-    if not (folder / INDEX).exists():
+    if not is_there(folder / INDEX):
         raise _no_weights(folder)
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -133,7 +133,7 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for name in sorted(set(map(str, weight_map.values()))):
         check_plain_name(name, folder / INDEX)
-        if not (folder / name).exists():
+        if not is_there(folder / name):
             raise UserError(
                 f"{folder / INDEX} names {name}, which is not there; the checkpoint is incomplete, download it again"
             )
@@ -168,6 +168,8 @@ def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
         raw = file.read(length)
     try:
         header = parse_json(raw)
+        if not isinstance(header, dict):
+            raise ValueError(f"it holds {JSON_WORDS[type(header)]} where an object is expected")
         entries = {key: value for key, value in header.items() if key != "__metadata__"}
         tensors = [_tensor(key, name, entry, base=8 + length) for key, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ladderize.checkpoint.quantised import QUANTISE_LAST, quantisation_of
+from ladderize.checkpoint.reading import read_config
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, flag, option
 from ladderize.commands.builder import LAYOUT, MODELS, OUTPUT, GivenOptions, command, names_of
 from ladderize.commands.next_steps import FILE, align_command, command_line, retrain_command, show_next
@@ -117,11 +119,17 @@ def convert(given: GivenOptions) -> None:
 
 
 def _show_next(console: Console, src: str, out: str, report: "ConversionReport") -> None:
-    steps = [("measure it", command_line("eval", src, out, "--perplexity", FILE))]
-    if report.selection is not None and report.selection.sensitivity.aligned is not None:
+    written = Path(report.out)
+    quantisation = quantisation_of(read_config(written), written)
+    engine = ("--backend", "vllm") if quantisation is not None and quantisation.not_run is not None else ()
+    steps = [("measure it", command_line("eval", src, out, *engine, "--perplexity", FILE))]
+    changed = {*report.attention_sync, *report.mlp_sync} != {BLOCKING}
+    if quantisation is not None and changed:
+        steps.append(("recover accuracy", f"{QUANTISE_LAST} (docs/quantised.md)"))
+    elif report.selection is not None and report.selection.sensitivity.aligned is not None:
         steps.append(("align it, as was measured", align_command(out, src)))
-    elif {*report.attention_sync, *report.mlp_sync} != {BLOCKING}:
-        untrained = not read_retrainings(Path(out))
+    elif changed:
+        untrained = not read_retrainings(written)
         steps.append(("recover accuracy", retrain_command(out, f"{out.rstrip('/')}-adapted", src, align=untrained)))
     show_next(console, *steps)
 

@@ -25,6 +25,8 @@ def inspect(given: GivenOptions) -> None:
     console = Console(own.as_json)
     report = inspect_checkpoint(own.model, revision=own.revision, tp_size=own.tp_size)
     console.document(report.to_dict())
+    if report.refusal is not None:
+        console.warn(f"convert would refuse it: {report.refusal}")
     if own.layers:
         console.table(report.layers, right=["layer"])
         console.result("")

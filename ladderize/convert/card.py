@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from ladderize import __version__
+from ladderize.checkpoint.quantised import QUANTISE_LAST
 from ladderize.console import code_span, printable
 from ladderize.convert.plan import Plan
 from ladderize.families.registry import family_of
@@ -98,6 +99,11 @@ def _paragraphs(plan: Plan) -> Iterator[str]:
     )
     if plan.changes.replace:
         accuracy = ". Measure this checkpoint beside its source (`ladderize eval`)"
+    ending = "."
+    if plan.quantisation is not None:
+        engine = "" if plan.quantisation.not_run is None else " --backend vllm"
+        accuracy = f". Measure this checkpoint\nbeside its source (`ladderize eval{engine}`)"
+        ending = f". Where it is worse than it may be,\n{QUANTISE_LAST}."
     limits = "Without the plugin vLLM computes the same (with\n`--trust-remote-code`), but nothing is overlapped."
     if layout.sync_tp_size is not None:
         limits = (
@@ -109,7 +115,7 @@ def _paragraphs(plan: Plan) -> Iterator[str]:
 {overlapped} overlapped
 (Ladder Residual, arXiv 2501.06589) and {dropped} dropped (Sync-Point Drop, arXiv 2502.20727)."""
     yield from _changes(plan)
-    yield f"""**Accuracy.** A conversion changes what the model computes{accuracy} before you rely on it.
+    yield f"""**Accuracy.** A conversion changes what the model computes{accuracy} before you rely on it{ending}
 
 **Loading.** Without ladderize, the model class in this folder is run. The tokenizer needs the same argument, because
 transformers reads the model's config first; without it, transformers asks before it goes on:

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ladderize.checkpoint.config import parameter_count
+from ladderize.checkpoint.config import check_quantised, parameter_count
 from ladderize.checkpoint.decoder import check_decoder
 from ladderize.checkpoint.quantised import plain_config, quantisation_of
 from ladderize.checkpoint.reading import (
     DTYPE_BYTES,
     FLOAT_DTYPES,
     STORED_NAMES,
+    Checkpoint,
     read_config,
     read_tensors,
     resolve_json,
@@ -42,9 +43,9 @@ class InspectionReport(Record):
     """The document of ``ladderize inspect``. tp_size: the ranks that bytes are counted for. dense, this: the
     communication of the dense model and of this layout. retrainings: how the weights were retrained, in order.
     layers: rows of ``Layout.table``. remark: where it is of another family. quantisation: how the weights are stored,
-    if they are no floats; dtype is then that of the norms."""
+    if they are no floats; dtype is then that of the norms. refusal: why a conversion would refuse the tensors."""
 
-    LEFT_OUT: ClassVar = ("remark", "quantisation")
+    LEFT_OUT: ClassVar = ("remark", "quantisation", "refusal")
 
     model: str
     model_type: str
@@ -61,6 +62,7 @@ class InspectionReport(Record):
     retrainings: list[Retraining]
     remark: str | None = None
     quantisation: str | None = None
+    refusal: str | None = None
 
 
 def communication_per_token(layout: Layout, hidden_size: int, dtype_bytes: int, tp_size: int) -> TokenCommunication:
@@ -103,9 +105,11 @@ def inspect_checkpoint(
             f"--tp-size {ranks} does not divide sync_tp_size {layout.sync_tp_size}, so it cannot run this layout"
         )
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    parameters = parameter_count(config)
+    parameters, refusal = parameter_count(config), None
     if is_local:
         tensors = read_tensors(folder)
+        if remark is None:
+            refusal = refusal_of(Checkpoint(folder, config, tensors))
         dtype = FLOAT_DTYPES.get(tensors["model.norm.weight"].dtype, dtype) if "model.norm.weight" in tensors else dtype
         if quantisation is None:
             parameters = sum(tensor.numel for tensor in tensors.values())
@@ -124,4 +128,14 @@ def inspect_checkpoint(
         retrainings=read_retrainings(folder),
         remark=remark,
         quantisation=quantisation.words if quantisation is not None else None,
+        refusal=refusal,
     )
+
+
+def refusal_of(checkpoint: Checkpoint) -> str | None:
+    """Why a conversion would refuse the checkpoint's tensors; None where it would not."""
+    try:
+        check_quantised(checkpoint)
+    except UserError as error:
+        return str(error)
+    return None

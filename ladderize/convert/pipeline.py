@@ -24,6 +24,7 @@ from ladderize.convert.card import make_card, source_card
 from ladderize.convert.plan import Changes, ConversionReport, Plan, make_plan, report_of
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import verify as verify_output
+from ladderize.convert.verify import what_is_verified
 from ladderize.convert.weights import index_for, write_shard
 from ladderize.errors import UserError
 from ladderize.families.registry import family_of
@@ -219,7 +220,7 @@ def convert_checkpoint(
             if check is not None:
                 checked = check(folder)
             if verify:
-                with console.stage("verifying: loading the output in plain transformers"):
+                with console.stage(f"verifying: {what_is_verified(plan.quantisation)}"):
                     verified = verify_output(folder, plan.weight_bytes, plan.quantisation)
     except OSError as error:
         raise UserError(f"writing OUT {plan.out} failed ({sentence(error)}); nothing was left there") from error

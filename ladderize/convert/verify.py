@@ -26,13 +26,20 @@ class Verification(Record):
     forward: str | None
 
 
+def what_is_verified(quantisation: Quantisation | None) -> str:
+    """What ``verify`` does, for a line before it."""
+    if quantisation is None or (problem := quantisation.not_run) is None:
+        return "loading the output in plain transformers"
+    return f"the model's class and tensors; the weights are not run, since {problem}"
+
+
 def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = None) -> Verification:
     """Load ``folder`` as a stranger would; raises UserError if that fails.
 
     Keys and shapes are compared on the meta device; up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run:
-    of quantised weights only of a format that runs anywhere.
+    of quantised weights only of a format that runs here.
     """
-    runnable = quantisation is None or quantisation.runs_anywhere
+    runnable = quantisation is None or quantisation.not_run is None
     mode = "run" if weight_bytes <= FORWARD_LIMIT and runnable else "meta"
     script = Path(__file__).with_name("verify_child.py")
     with temporary_folder("verify") as modules:

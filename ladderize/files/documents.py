@@ -7,7 +7,7 @@ from typing import Any
 
 from ladderize.console import SCHEMA_VERSION, to_json
 from ladderize.errors import UserError
-from ladderize.files.parsing import parse_json, read_yaml
+from ladderize.files.parsing import JSON_WORDS, parse_json, read_yaml
 from ladderize.files.regular import read_bytes, resolved
 from ladderize.files.temporaries import replacement
 
@@ -58,7 +58,7 @@ def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); {advice}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__} where an object is expected; {advice}")
+        raise UserError(f"{path} holds {JSON_WORDS[type(value)]} where an object is expected; {advice}")
     return value
 
 

@@ -13,6 +13,16 @@ from ladderize.files.regular import read_text
 
 MAX_DEPTH = 100  # of lists and objects in each other; more would exhaust the stack of what reads them
 MAX_VALUES = 10_000_000  # counted as often as they are reached: YAML's aliases make many of few
+# what JSON calls the values of these types, in a message
+JSON_WORDS: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "a truth value",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
 CONTAINERS = (dict, list, tuple, set)
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 

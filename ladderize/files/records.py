@@ -39,7 +39,7 @@ class Record:
         Raises UserError, which begins with ``where``, for anything else than the fields' types.
         """
         if not isinstance(value, Mapping):
-            raise UserError(f"{where} is {_shown(value)}, but must be an object")
+            raise UserError(f"{where} is {shown(value)}, but must be an object")
         known, hints = {}, get_type_hints(cls)
         for field in fields(cls):  # type: ignore[arg-type]
             key = cls.KEYS.get(field.name, field.name)
@@ -81,11 +81,11 @@ def read_value(kind: Any, value: Any, where: str) -> Any:
         return read_value(options[-1], value, where)
     if origin is Literal:
         if value not in arguments or type(value) is bool:
-            raise UserError(f"{where} is {_shown(value)}, but must be one of {', '.join(map(str, arguments))}")
+            raise UserError(f"{where} is {shown(value)}, but must be one of {', '.join(map(str, arguments))}")
         return value
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
-            raise UserError(f"{where} is {_shown(value)}, but must be a list")
+            raise UserError(f"{where} is {shown(value)}, but must be a list")
         if origin is tuple and arguments[-1] is not Ellipsis:
             if len(value) != len(arguments):
                 raise UserError(f"{where} has {len(value)} entries, but must have {len(arguments)}")
@@ -96,7 +96,7 @@ def read_value(kind: Any, value: Any, where: str) -> Any:
         return tuple(items) if origin is tuple else items
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
-            raise UserError(f"{where} is {_shown(value)}, but must be an object")
+            raise UserError(f"{where} is {shown(value)}, but must be an object")
         inner = arguments[1]
         return {
             _key(arguments[0], key, where): read_value(inner, item, f"{where}.{key}") for key, item in value.items()
@@ -105,7 +105,7 @@ def read_value(kind: Any, value: Any, where: str) -> Any:
         return kind.from_dict(value, where)
     if isinstance(kind, type) and is_dataclass(kind):
         if not isinstance(value, Mapping):
-            raise UserError(f"{where} is {_shown(value)}, but must be an object")
+            raise UserError(f"{where} is {shown(value)}, but must be an object")
         hints = get_type_hints(kind)
         return kind(
             **{name: read_value(hints[name], item, f"{where}: {name}") for name, item in value.items() if name in hints}
@@ -114,11 +114,11 @@ def read_value(kind: Any, value: Any, where: str) -> Any:
         try:
             return float(value)
         except OverflowError:
-            raise UserError(f"{where} is {_shown(value)}, which is out of the range of a float") from None
+            raise UserError(f"{where} is {shown(value)}, which is out of the range of a float") from None
     if kind is Path and isinstance(value, str):
         return Path(value)
     if type(value) is not kind:
-        raise UserError(f"{where} is {_shown(value)}, but must be of type {kind.__name__}")
+        raise UserError(f"{where} is {shown(value)}, but must be of type {kind.__name__}")
     return value
 
 
@@ -131,6 +131,7 @@ def _key(kind: Any, key: Any, where: str) -> Any:
     return key
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value in a message, not endlessly."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "..."

@@ -58,6 +58,15 @@ def inside(folder: Path, name: str) -> Path | None:
     return found if found.is_relative_to(resolved(folder)) else None
 
 
+def is_there(path: Path) -> bool:
+    """Whether ``path`` exists; raises UserError for a link to nothing, or to itself."""
+    if path.exists():
+        return True
+    if path.is_symlink():
+        raise UserError(f"{path} is a link to nothing; repair or remove it")
+    return False
+
+
 def check_regular(path: Path) -> None:
     """Raise UserError if ``path`` exists and is no regular file; raises OSError where it does not exist."""
     kind = stat.S_IFMT(path.stat().st_mode)

@@ -54,7 +54,7 @@ def checkpoint_spec(
     """Check everything about a checkpoint that can be known without its weights; raises UserError or LayoutError."""
     folder, is_local = resolve_json(model, revision)
     config = read_config(folder)
-    layout = _check(config, tp_size, option)
+    layout = _check(model, config, tp_size, option)
     if not is_local:
         folder = fetch_weights(model, revision)
     checkpoint = read_checkpoint(folder)
@@ -67,12 +67,13 @@ def shape_spec(
     config: dict[str, Any], layout: Layout, *, name: str, tp_size: int, dtype: str = "auto", option: str = "--tp-size"
 ) -> ModelSpec:
     """The same for random weights."""
-    _check({**config, **layout.to_config(), "model_type": known_family(config).ladderized_type}, tp_size, option)
+    full = {**config, **layout.to_config(), "model_type": known_family(config).ladderized_type}
+    _check(name, full, tp_size, option)
     return ModelSpec(name, None, config, layout, _dtype("bfloat16" if dtype == "auto" else dtype))
 
 
-def _check(config: dict[str, Any], tp_size: int, option: str) -> Layout:
-    check_config(config)
+def _check(name: str, config: dict[str, Any], tp_size: int, option: str) -> Layout:
+    check_config(config, name)
     check_activation(config)
     layout = Layout.from_config(config)
     layout.check_model(config)

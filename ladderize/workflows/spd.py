@@ -339,10 +339,10 @@ def measure_steps(
 
 
 def made_worse(measured: Mapping[str, Perplexity]) -> str | None:
-    """What to say where a step raised the held-out perplexity; None where each lowered it."""
+    """What to say where a step raised the held-out perplexity; None where none did, as far as it is shown."""
     steps = list(measured.items())[1:]
     for (before, start), (name, end) in pairwise(steps):
-        if not end.perplexity < start.perplexity:
+        if not round(end.perplexity, 4) <= round(start.perplexity, 4):  # NaN is no improvement
             step = name.removeprefix("+ ")
             return (
                 f"{step} raised the held-out perplexity from {start.perplexity:.4f} ({before}) to {end.perplexity:.4f};"

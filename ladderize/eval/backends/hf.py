@@ -178,17 +178,19 @@ def logits_scale(model: "PreTrainedModel") -> float:
 def no_plain_head(model: "PreTrainedModel") -> str | None:
     """Why this model's logits are not its output layer's product with its scaled final states; None where they are.
 
-    Some architectures scale or cap their logits. It is tried out, on a few tokens.
+    Some architectures scale or cap their logits. It is tried out, on a few tokens. Where logits are scaled,
+    transformers rounds them once more, which is no other model: states that are scaled first are rounded too.
     """
-    layer, body = model.get_output_embeddings(), model.base_model
+    layer, body, scale = model.get_output_embeddings(), model.base_model, logits_scale(model)
     if not isinstance(layer, torch.nn.Linear) or body is model:
         return "its architecture has no output layer of the usual kind"
     device = next(model.get_input_embeddings().parameters()).device
     ids = torch.arange(min(PROBE_TOKENS, model.config.vocab_size), device=device)[None]
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=False).logits.float()
-        found = layer(body(input_ids=ids, use_cache=False).last_hidden_state * logits_scale(model)).float()
-    if found.shape != expected.shape or (found - expected).abs().max() > 1e-6 * expected.abs().max():
+        found = layer(body(input_ids=ids, use_cache=False).last_hidden_state).float() * scale
+    tolerance = 1e-6 if scale == 1 else max(1e-6, torch.finfo(model.dtype).eps)
+    if found.shape != expected.shape or (found - expected).abs().max() > tolerance * expected.abs().max():
         return "its architecture changes its logits after its output layer"
     return None
 

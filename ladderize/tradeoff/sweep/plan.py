@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ladderize.adapt.methods import ALIGN, CONVERTED
-from ladderize.checkpoint.config import check_model
+from ladderize.checkpoint.config import check_config, check_model
 from ladderize.checkpoint.reading import read_config
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.errors import LadderizeError, UserError
 from ladderize.layout import Layout, check_split, format_ranges
+from ladderize.modeling import check_transformers_runs
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.plan import plan_bench
 from ladderize.runtime.shards import check_runnable
@@ -31,10 +32,10 @@ from ladderize.tradeoff.sweep.stages import MODEL_FOLDER, SENSITIVITY_JSON, Stag
 from ladderize.tradeoff.sweep.sweep_file import AdaptChoice, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
 
 
-def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any]) -> None:
-    """Raise UserError, which names the entry, for a layout or a benchmark that this model cannot have.
+def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any], folder: Path) -> None:
+    """Raise UserError, which names the entry, for a layout or a stage that this model cannot have.
 
-    model: the dense one, as stages name it. Layers that are yet to be chosen are taken as all of them.
+    model: the dense one, as stages name it; folder: its own. Layers that are yet to be chosen are taken as all of them.
     """
     dense = Layout.from_config(config)
     if not dense.is_dense:
@@ -43,6 +44,7 @@ def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any]) -> None:
         with errors_begin_with(setting.where):
             timed = ModelChoice(models=(model,), dtype=setting.given.get("dtype", "auto"))
             plan_bench(timed, setting.options, setting.link)
+    check_weights(spec, config, folder)
     layouts = []
     for choice in spec.layouts:
         with errors_begin_with(choice.where):
@@ -59,6 +61,22 @@ def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any]) -> None:
             entry = choice.where.rpartition(": ")[2]
             with errors_begin_with(f"{setting.where} cannot time {entry} (layouts: names those that it times)"):
                 check_runnable(config, layout, setting.options.ranks, name=setting.options.ranks_option)
+
+
+def check_weights(spec: SweepSpec, config: Mapping[str, Any], folder: Path) -> None:
+    """Raise UserError, which names the entry, for a stage that does not run weights such as this model's."""
+    file = spec.layouts[0].where.rpartition(": ")[0]
+    of_floats = [stage.where for choice in spec.adapt for stage in choice.stages]
+    if spec.sensitivity is not None:
+        of_floats.append(f"{file}: sensitivity")
+    if spec.evaluation is not None and spec.evaluation.backend == "runtime":
+        of_floats.append(f"{file}: eval")
+    for where in of_floats:
+        with errors_begin_with(where):
+            check_config(config, spec.model)
+    if spec.evaluation is not None and spec.evaluation.backend == "hf":
+        with errors_begin_with(f"{file}: eval"):
+            check_transformers_runs(spec.model, config, folder)
 
 
 Stop = tuple[int, Held]  # before which stage of adaptation a layout is held, and why
@@ -83,8 +101,9 @@ class Planner:
     @classmethod
     def of(cls, spec: SweepSpec, builder: StageBuilder, root: Path) -> "Planner":
         """Raises UserError for a model that is not dense, and for layouts that do not fit it or a benchmark."""
-        config = read_config(check_model(spec.model, spec.revision))
-        check_fit(spec, builder.model, config)
+        folder = check_model(spec.model, spec.revision)
+        config = read_config(folder)
+        check_fit(spec, builder.model, config, folder)
         return cls(spec, builder, config, root)
 
     @property
