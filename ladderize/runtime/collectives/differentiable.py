@@ -59,10 +59,9 @@ class PendingSum:
         if self.link is not None:
             after, x, *total = _Wait.apply(self.link, self.take is not None, self.bias, self.residual, *self.sent)
             self.sent, self.residual = [], None
+        elif len(self.handles) == 1 and self.take is None:  # nobody asks for the sum itself
+            after = x = _added(self.handles[0].wait_added(self.residual), None, self.bias)
         else:
-            if len(self.handles) == 1 and self.take is None:
-                after = x = _added(self.handles[0].wait_added(self.residual), None, self.bias)
-                return after, x
             total = [_joined([handle.wait() for handle in self.handles])]
             after = x = _added(total[0], self.residual, self.bias)
         if self.take is not None:
