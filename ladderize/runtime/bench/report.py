@@ -203,10 +203,13 @@ def _verdict(document: BenchDocument) -> Iterator[str]:
     for model, check in document.checks.items():
         equal = "all" if check.equal_greedy_tokens == check.greedy_tokens else f"{check.equal_greedy_tokens} of"
         as_good = "" if equal == "all" else ", the others within the tolerance"
+        rms = ""
+        if check.rms_difference is not None and check.rms_tolerance is not None:
+            rms = f", root mean square {check.rms_difference:.2g} ({check.rms_tolerance:.2g})"
         yield (
             f"Reference check of {labels.get(model, model)}: passed. Largest logit difference to transformers in"
-            f" float32 {check.logit_difference:.2g} (tolerance {check.tolerance:.2g}); {equal} {check.greedy_tokens}"
-            f" tokens equal{as_good}."
+            f" float32 {check.logit_difference:.2g} (tolerance {check.tolerance:.2g}){rms}; {equal}"
+            f" {check.greedy_tokens} tokens equal{as_good}."
         )
     if unchecked := sorted({row.model for row in document.rows if row.is_model and not (row.is_random or row.checked)}):
         yield f"Not checked against a reference: {', '.join(unchecked)}."
