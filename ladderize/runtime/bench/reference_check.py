@@ -40,10 +40,10 @@ SAMPLED = 32
 # Positions whose logits are gathered at once: shared memory is as large as the longest message.
 PIECE = 8
 # What rounding explains of the differences of one position's logits, as their root mean square, in standard deviations
-# of the reference's logits, for each square root of a layer: about 1.7 times what random models of 2 to 64 layers
-# showed in bfloat16. The largest of millions was 4 to 6 times as far off.
-_TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 0.03}
-_LARGEST, _MARGIN = 8, 4  # of a single logit, and between the two best ones
+# of the reference's logits, for each square root of a layer: 2.5 times and more what random models of 2 to 64 layers
+# and the demo's showed in bfloat16. The largest of millions was 4 to 6 times as far off.
+_TOLERANCE = {"float32": 5e-5, "float16": 6e-3, "bfloat16": 0.05}
+_LARGEST, _MARGIN = 5, 2.5  # of a single logit, and between the two best ones
 
 
 @dataclass(frozen=True)
