@@ -86,13 +86,15 @@ def bench(engine: str, args: argparse.Namespace, number: int, work: Path) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeat", type=int, default=7, help="samples of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=5, help="samples of a round")
     parser.add_argument("--batch-size", default="1,8")
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if missing := [str(python) for python in PYTHONS.values() if not python.exists()]:
+        raise SystemExit(f"{', '.join(missing)} is missing: make .venv/.installed .venv-vllm/.installed")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         run("ladderize", ["-c", MAKE, str(SHAPE), "model"], work)

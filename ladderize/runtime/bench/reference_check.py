@@ -3,7 +3,7 @@
 A fast wrong model is worth nothing. So a benchmark of a checkpoint first compares logits with an fp32 forward of the
 Hugging Face model: of two texts that are read at once, and of the same texts decoded token by token after prompts of
 equal and of different length. The texts are as long as the prompts that are timed, up to a limit. The forward holds one
-layer at a time, so a model that fills its GPUs in 16 bits is checked on one of them.
+layer at a time: the whole model in float32 need not fit.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-// What a CPU computes between two products of a decoder's layer, each in one pass over its numbers.
+// What a CPU computes between two products of a decoder's layer.
 //
-// A number is float (type 0) or bfloat16 (type 1); sums, roots and exponentials are in float, and each result is rounded
-// once, to nearest even. NaN and infinities pass through. build.py compiles this file, library.py describes it to Python.
+// A number is float (type 0) or bfloat16 (type 1); sums, roots and exponentials are in float, and results are rounded to
+// nearest even. NaN and infinities pass through. build.py compiles this file, library.py describes it to Python.
 
 #include <cstddef>
 #include <cstdint>
@@ -40,19 +40,20 @@ inline float exponential(float x) {
     return p * __builtin_bit_cast(float, uint32_t(exponent + 127) << 23);
 }
 
+template <typename From, typename Weight, typename To>
+inline void norm_row(const From *from, const Weight *weight, float eps, int64_t width, To *to) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < width; ++i) sum += get(from[i]) * get(from[i]);
+    const float factor = 1.0f / __builtin_sqrtf(sum / float(width) + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) put(to[i], get(from[i]) * factor * get(weight[i]));
+}
+
 template <typename T>
 void rms_norm(const T *x, const T *weight, T *out, int64_t rows, int64_t width, float eps, int threads) {
 #pragma omp parallel for if (threads > 1) num_threads(threads)
-    for (int64_t row = 0; row < rows; ++row) {
-        const T *own = x + row * width;
-        T *to = out + row * width;
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < width; ++i) sum += get(own[i]) * get(own[i]);
-        const float factor = 1.0f / __builtin_sqrtf(sum / float(width) + eps);
-#pragma omp simd
-        for (int64_t i = 0; i < width; ++i) put(to[i], get(own[i]) * factor * get(weight[i]));
-    }
+    for (int64_t row = 0; row < rows; ++row) norm_row(x + row * width, weight, eps, width, out + row * width);
 }
 
 template <typename T> void gated(const T *gate_up, T *out, int64_t rows, int64_t inner, int64_t stride, int threads) {
@@ -131,15 +132,6 @@ inline bool has_room(const Cache &cache, const Heads &size, int64_t length) {
     return true;
 }
 
-template <typename T> inline void norm_head(const T *from, const float *weight, float eps, int64_t dim, float *to) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < dim; ++i) sum += get(from[i]) * get(from[i]);
-    const float factor = 1.0f / __builtin_sqrtf(sum / float(dim) + eps);
-#pragma omp simd
-    for (int64_t i = 0; i < dim; ++i) to[i] = get(from[i]) * factor * weight[i];
-}
-
 // qkv: [batch, tokens, (heads + 2 kv_heads) * dim]. norms: [heads + kv_heads, dim], or null. rope: pairs (cos, sin)
 // [batch or 1, tokens, dim / 2], or null; rope_row: numbers from one row's to the next. query: [batch, tokens, heads, dim].
 template <typename T>
@@ -158,7 +150,7 @@ void rotate(const Heads &size, const T *qkv, const float *norms, float eps, cons
                         : value < 0 ? cache.keys + cache.place(row, own) + column
                                     : cache.values + cache.place(row, value) + column;
             if (norms && value < 0)
-                norm_head(from, norms + head * dim, eps, dim, to);
+                norm_row(from, norms + head * dim, eps, dim, to);
             else
                 for (int64_t i = 0; i < dim; ++i) to[i] = get(from[i]);
             for (int64_t i = 0; turn && value < 0 && i < dim; i += 2) {
