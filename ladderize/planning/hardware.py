@@ -85,8 +85,8 @@ class DeviceSpec(Record):
     launch_us: float = field(
         default=0.0, metadata=_within(0.0, 1e5)
     )  # of the host, for each operation that it starts one by one
-    # of a product's arithmetic and memory traffic, what of the shorter does not run beside the longer: 0 on a GPU,
-    # about a half on a CPU's core
+    # how far a product's arithmetic and memory traffic add up: 0, the longer of both (a GPU), to 1, their sum; about a
+    # half on a CPU's core
     serial_share: float = field(default=0.0, metadata=_within(0.0, 1.0))
     thin_share: float = field(
         default=0.0, metadata=_within(0.0, 1.0)

@@ -142,8 +142,11 @@ class _Pass:
         return seconds * (1 + self.device.thin_share) + self.device.thin_us * 1e-6 if is_thin else seconds
 
     def roofline(self, flop: float, size: float, flop_s: float) -> float:
-        times = flop / flop_s, size / self.bytes_s
-        return max(times) + self.device.serial_share * min(times)
+        """The longer of arithmetic and memory traffic; with a serial share s, (a^(1/s) + b^(1/s))^s, a roofline whose
+        corner is round: where both take alike, neither hides the other."""
+        shorter, longer = sorted((flop / flop_s, size / self.bytes_s))
+        share = self.device.serial_share
+        return longer * (1 + (shorter / longer) ** (1 / share)) ** share if share and longer else longer
 
     def moved(self, size: float) -> float:
         return size / self.bytes_s
