@@ -208,14 +208,15 @@ def header_sha256(path: Path) -> str:
 
 def _no_weights(folder: Path) -> UserError:
     advice = (
-        "convert them first with LlamaForCausalLM.from_pretrained(SRC).save_pretrained(NEW), which writes safetensors; "
+        "convert them first with AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(NEW), which writes safetensors; "
         "pickle can run code when opened, so it is not read here"
     )
     pickles = sorted(path.name.removesuffix(".index.json") for path in folder.iterdir() if _is_pickle(path.name))
     if pickles:
         return UserError(f"{folder} has only pickle weights ({', '.join(pickles[:3])}); {advice}")
     return UserError(
-        f"{folder} holds neither {WEIGHTS} nor {INDEX}; if its source has only pickle weights (.bin), {advice}"
+        f"{folder} holds neither {WEIGHTS} nor {INDEX} (`ladderize plan --shape {folder}/config.json` needs no weights);"
+        f" if its source has only pickle weights (.bin), {advice}"
     )
 
 
