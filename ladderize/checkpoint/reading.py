@@ -208,8 +208,8 @@ def header_sha256(path: Path) -> str:
 
 def _no_weights(folder: Path) -> UserError:
     advice = (
-        "convert them first with AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(NEW), which writes safetensors; "
-        "pickle can run code when opened, so it is not read here"
+        "convert them first with AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(NEW), which writes"
+        " safetensors; pickle can run code when opened, so it is not read here"
     )
     pickles = sorted(path.name.removesuffix(".index.json") for path in folder.iterdir() if _is_pickle(path.name))
     if pickles:
