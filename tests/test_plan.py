@@ -430,10 +430,15 @@ def test_all_reduces_over_the_same_wires_stand_side_by_side(tmp_path):
     for document in documents.values():
         assert {one.link for one in document.others} == documents.keys() - {document.link.name}
         for one in document.others:
-            rows = documents[one.link].rows
-            assert one.speedups == {
-                row.model: [row.speedup_end_to_end, *row.speedup_end_to_end_interval] for row in rows
-            }
+            there = documents[one.link]
+            for found, expected in (
+                (one.speedups, {row.model: row for row in there.rows}),
+                (one.exact, {row.name: row for row in there.exact}),
+            ):
+                assert found == {
+                    name: [row.speedup_end_to_end, *row.speedup_end_to_end_interval] for name, row in expected.items()
+                }
+    assert "fused" in documents["nvls_multimem_h100"].others[0].exact
     alone = invoke("plan", "--shape", "8b", *H100[:2], "--link", "20,100", "--tp-size", "8")
     assert "Speed-up by all-reduce" not in alone.stdout
 

@@ -215,7 +215,7 @@ def _no_weights(folder: Path) -> UserError:
     if pickles:
         return UserError(f"{folder} has only pickle weights ({', '.join(pickles[:3])}); {advice}")
     return UserError(
-        f"{folder} holds neither {WEIGHTS} nor {INDEX} (`ladderize plan --shape {folder}/config.json` needs no weights);"
+        f"{folder} holds neither {WEIGHTS} nor {INDEX} (`ladderize plan --shape {folder}/config.json` needs none);"
         f" if its source has only pickle weights (.bin), {advice}"
     )
 

@@ -62,8 +62,8 @@ class GroupLink(Record):
 class OtherAllReduce(Record):
     """What another all-reduce over the same wires would make of one group and batch size.
 
-    vllm: whether vLLM takes this one. speedups: end to end, of each row, [value, low, high]. extrapolated: messages are
-    of other sizes than were timed.
+    vllm: whether vLLM takes this one. speedups: end to end, of each row, [value, low, high]; exact: of each exact
+    stack. extrapolated: messages are of other sizes than were timed.
     """
 
     link: str
@@ -72,6 +72,7 @@ class OtherAllReduce(Record):
     vllm: bool
     extrapolated: bool
     speedups: dict[str, list[float]]
+    exact: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

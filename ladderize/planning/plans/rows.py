@@ -30,12 +30,12 @@ from ladderize.planning.passes import (
     predict_pass,
     predict_silent,
 )
-from ladderize.planning.plans.document import NO_WEIGHTS, Basis, GroupLink, OtherAllReduce, PlannedRow
+from ladderize.planning.plans.document import NO_WEIGHTS, Basis, GroupLink, PlannedRow
 from ladderize.planning.plans.options import BOUNDS, PlanModel, PlanOptions, PlanWeights
 from ladderize.runtime.bench.cost_model import MemoryNeed, Prediction, cache_bytes, prefill_bytes, weight_bytes
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, NO_COMM, PARALLEL, PHASES, PhaseCommunication
-from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link, other_all_reduces
+from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
 from ladderize.runtime.shards import Shape, check_activation, check_runnable, dense_config, read_shape, with_layers
 
 CHOSEN_ROW = "chosen"
@@ -310,25 +310,6 @@ def planned_rows(
             fits=None if memory is None else need.total <= memory * GIB,
             communication=communication,
             prefill_start_ms=1e3 * communication["prefill"].all_reduces * parts["prefill"].message_start,
-        )
-
-
-def other_all_reduces_of(
-    model: ModelToPlan, group: PlannedGroup, workload: Workload, variants: Sequence[RowVariant]
-) -> Iterator[OtherAllReduce]:
-    """The same rows over each other all-reduce that is known of the group's link."""
-    for link in other_all_reduces(group.interconnect, group.ranks) if group.interconnect is not None else ():
-        other = dataclasses.replace(group, interconnect=link)
-        yield OtherAllReduce(
-            link=link.name,
-            ranks=group.ranks,
-            batch_size=workload.batch_size,
-            vllm=group.ranks in (link.vllm_ranks or ()),
-            extrapolated=bool(other.taken_link(model, [workload]).bytes_outside_range),
-            speedups={
-                row.model: [row.speedup_end_to_end, *row.speedup_end_to_end_interval]
-                for row in planned_rows(model, other, workload, variants)
-            },
         )
 
 

@@ -1,5 +1,6 @@
 """``ladderize plan`` from its options to its document: read, predict, choose, write, show."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,20 +19,20 @@ from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_engines, 
 from ladderize.planning.passes import Workload, point_seconds
 from ladderize.planning.plans.chosen_files import draw_front, write_plan_recipe
 from ladderize.planning.plans.costs import read_plan_costs
-from ladderize.planning.plans.document import PlanChoice, PlanResult
+from ladderize.planning.plans.document import ExactStack, OtherAllReduce, PlanChoice, PlannedRow, PlanResult
 from ladderize.planning.plans.exact import exact_stacks, no_replicas
 from ladderize.planning.plans.layout_choice import plan_layout
 from ladderize.planning.plans.options import PlanGoal, PlanModel, PlanOptions
 from ladderize.planning.plans.rows import (
     ModelToPlan,
     PlannedGroup,
-    other_all_reduces_of,
+    RowVariant,
     planned_rows,
     read_model,
     row_variants,
 )
 from ladderize.planning.plans.show import show_choice, show_plan
-from ladderize.runtime.collectives.links import Interconnect, read_interconnect
+from ladderize.runtime.collectives.links import Interconnect, other_all_reduces, read_interconnect
 
 if TYPE_CHECKING:
     from ladderize.planning.plans.measure import LayoutMeasurer
@@ -74,7 +75,7 @@ def plan(
     for group in groups:
         variants = row_variants(model, choice, group.ranks, choosing=layout is not None, chosen=layout)
         rows += [row for workload in workloads for row in planned_rows(model, group, workload, variants)]
-        others += [one for workload in workloads for one in other_all_reduces_of(model, group, workload, variants)]
+        others += [one for workload in workloads for one in _other_all_reduces(model, group, workload, variants)]
         exact += [one for workload in workloads for one in exact_stacks(model, group, workload)]
     result = PlanResult(
         model=replace(choice, weights=model.weights),
@@ -153,6 +154,27 @@ def _chosen_link(options: PlanOptions) -> Interconnect | None:
         f"{max(options.tp_sizes)} ranks send messages: give --link, a name that `ladderize plan --list` shows,"
         " ALPHA_US,BETA_GB_S, or a file"
     )
+
+
+def _other_all_reduces(
+    model: ModelToPlan, group: PlannedGroup, workload: Workload, variants: Sequence[RowVariant]
+) -> Iterator[OtherAllReduce]:
+    """The same rows over each other all-reduce that is known of the group's link."""
+    for link in other_all_reduces(group.interconnect, group.ranks) if group.interconnect is not None else ():
+        other = replace(group, interconnect=link)
+        yield OtherAllReduce(
+            link=link.name,
+            ranks=group.ranks,
+            batch_size=workload.batch_size,
+            vllm=group.ranks in (link.vllm_ranks or ()),
+            extrapolated=bool(other.taken_link(model, [workload]).bytes_outside_range),
+            speedups={row.model: _speedup(row) for row in planned_rows(model, other, workload, variants)},
+            exact={one.name: _speedup(one) for one in exact_stacks(model, other, workload)},
+        )
+
+
+def _speedup(row: PlannedRow | ExactStack) -> list[float]:
+    return [row.speedup_end_to_end, *row.speedup_end_to_end_interval]
 
 
 # ---- the choice ----

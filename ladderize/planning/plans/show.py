@@ -103,12 +103,20 @@ def _by_all_reduce(result: PlanResult) -> list[dict[str, str]]:
     first = f"{own.name} (vLLM)" if own.vllm_ranks else own.name
     lines = []
     for ranks, batch in dict.fromkeys((one.ranks, one.batch_size) for one in result.others):
-        for row in result.rows_of(ranks, batch)[1:]:
-            line = {"ranks": str(ranks), "batch": str(batch), "layout": _shown_name(row)}
+        beside = [one for one in result.others if (one.ranks, one.batch_size) == (ranks, batch)]
+        compared: list[tuple[str, PlannedRow | ExactStack, dict[str, list[float]]]] = [
+            (_shown_name(row), row, {one.link: one.speedups[row.model] for one in beside})
+            for row in result.rows_of(ranks, batch)[1:]
+        ]
+        compared += [
+            (stack.name, stack, {one.link: one.exact[stack.name] for one in beside if stack.name in one.exact})
+            for stack in result.exact_of(ranks, batch)
+        ]
+        for name, row, over in compared:
+            line = {"ranks": str(ranks), "batch": str(batch), "layout": name}
             line |= {first: _speedup_text([row.speedup_end_to_end, *row.speedup_end_to_end_interval])}
             line |= dict.fromkeys(names.values(), "")
-            beside = [one for one in result.others if (one.ranks, one.batch_size) == (ranks, batch)]
-            lines.append(line | {names[one.link]: _speedup_text(one.speedups[row.model]) for one in beside})
+            lines.append(line | {names[link]: _speedup_text(speedup) for link, speedup in over.items()})
     return lines
 
 
