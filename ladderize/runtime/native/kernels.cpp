@@ -170,7 +170,7 @@ inline float dot(const float *a, const float *b, int64_t dim) {
 }
 
 // Which columns a token sees: those of `bytes` that are not 0, [batch or 1, tokens, columns] with strides; null: all of
-// them, or with `causal` those up to its own, where the last token's is the last one.
+// them, or with `causal` those up to its own, where the last token's is the last one. Who sees none gets 0.
 struct Seen {
     const uint8_t *bytes;
     int64_t row, token, causal;
@@ -218,7 +218,7 @@ void attend_head(const float *query, const float *keys, const float *values, con
             for (int64_t i = 0; i < dim; ++i) sum[i] += scores[column] * value[i];
         }
     }
-    for (int64_t i = 0; i < dim; ++i) put(out[i], sum[i] / total);
+    for (int64_t i = 0; i < dim; ++i) put(out[i], total ? sum[i] / total : 0.0f);
 }
 
 typedef float Vector __attribute__((vector_size(64)));
@@ -317,7 +317,7 @@ void attend_tokens(const Heads &size, int64_t row, int64_t kv_head, const float 
                 }
         }
         for (int64_t q = 0; q < own; ++q)
-            for (int64_t i = 0; i < dim; ++i) put(out[at[q] + i], sums[q * dim + i] / total[q]);
+            for (int64_t i = 0; i < dim; ++i) put(out[at[q] + i], total[q] ? sums[q * dim + i] / total[q] : 0.0f);
     }
 }
 
