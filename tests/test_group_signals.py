@@ -111,15 +111,15 @@ def test_a_signal_before_the_ranks_can_save():
 
 HOLDS_A_LOCK = """
 import multiprocessing, os, signal
-from ladderize.runtime import launch
+from ladderize.ranks import server
 
 def killed():
     held = multiprocessing.RLock()
     os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    launch.PRELOADED = []
-    process = launch.start_context().Process(target=killed)
+    server.PRELOADED = []
+    process = server.start_context().Process(target=killed)
     process.start()
     process.join()
     print(process.exitcode)

@@ -61,7 +61,7 @@ def test_a_killed_run_is_cleaned_up_after_and_a_living_one_is_not(tmp_path, monk
 ADOPTER = """
 import sys, tempfile, time
 from pathlib import Path
-from ladderize.runtime.launch import start_context
+from ladderize.ranks.server import start_context
 place = Path(sys.argv[1])
 tempfile.tempdir = str(place)
 start_context()

@@ -29,7 +29,7 @@ from ladderize.commands.builder import (
     names_of,
 )
 from ladderize.commands.next_steps import command_line, retrain_command, scoring_file, show_next
-from ladderize.commands.options import LOADING, start_on
+from ladderize.commands.options import LOADING, start_on, start_server
 from ladderize.console import Console
 from ladderize.convert.weights import parse_size
 from ladderize.errors import UsageError
@@ -154,6 +154,7 @@ def adapt(given: GivenOptions) -> None:
     console = Console(own.as_json)
     with console.stage(LOADING):
         check_effect(own.method, given)
+        start_server(1 if own.dry_run else given.params["tp_size"])
         home = {BLOCKS: "blockwise.distill", ALIGN: "align.align"}.get(own.method, "retrain.run")
         importlib.import_module(f"ladderize.adapt.{home}")
     if own.dry_run:

@@ -8,7 +8,7 @@ from pathlib import Path
 import ladderize
 from ladderize.choices import AS_JSON, DRAW, EngineName, flag, option
 from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command, names_of
-from ladderize.commands.options import runtime_device
+from ladderize.commands.options import runtime_device, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.runtime.bench.options import (
@@ -112,5 +112,6 @@ def check_way(given: Sequence[str], own: BenchArguments) -> None:
 def start_bench(module: str, options: GroupOptions, given: GivenOptions, console: Console) -> str:
     """Import torch and ``module`` of runtime.bench, and check where to compute; returns the device."""
     with console.stage("loading torch"):
+        start_server(options.tp_size)
         importlib.import_module(f"ladderize.runtime.bench.{module}")
         return runtime_device(given.params["device"], options.backend, options.threads, options.ranks)

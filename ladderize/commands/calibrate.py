@@ -7,7 +7,7 @@ import ladderize
 from ladderize.choices import AS_JSON, flag, option
 from ladderize.commands.builder import ADVANCED, DATA, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.next_steps import command_line, show_next
-from ladderize.commands.options import LOADING, runtime_device
+from ladderize.commands.options import LOADING, runtime_device, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
@@ -59,6 +59,7 @@ def calibrate(given: GivenOptions) -> None:
         options = given.fill(CalibrateOptions, device=given.params["device"] or "cpu")
         options.check()
         with console.stage(LOADING):
+            start_server(max(options.tp_sizes))
             device = runtime_device(given.params["device"], options.backend, options.threads, max(options.tp_sizes))
         options = given.fill(CalibrateOptions, device=device)
         document = ladderize.calibrate(options, out=own.out, console=console)

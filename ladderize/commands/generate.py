@@ -6,7 +6,7 @@ from typing import Any
 
 from ladderize.choices import AS_JSON, MAX_SEED, argument, flag, option
 from ladderize.commands.builder import ADVANCED, MEMORY, MODELS, OUTPUT, GivenOptions, command
-from ladderize.commands.options import LOADING, compute_options
+from ladderize.commands.options import LOADING, compute_options, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
@@ -65,6 +65,7 @@ def generate(given: GivenOptions) -> None:
     sampling = given.fill(Sampling, temperature=usual if own.temperature is None else own.temperature)
     console = Console(own.as_json)
     with console.stage(LOADING):
+        start_server(given.params["tp_size"])
         device = compute_options(given.params["device"], given.params["threads"])
         from ladderize.runtime.texts.answers import answer_prompts
         from ladderize.runtime.texts.corpus import sample_corpus

@@ -1,9 +1,20 @@
 """What several commands share: where to compute, and checks of it."""
 
+import os
+
 from ladderize.choices import BackendName, DeviceName
 from ladderize.errors import UserError
+from ladderize.ranks.environment import WORLD_SIZE
 
 LOADING = "loading torch and transformers"  # the first line of a command that computes
+
+
+def start_server(ranks: int) -> None:
+    """Before the imports of a command that starts so many processes: what forks them imports the same meanwhile."""
+    if ranks > 1 and not os.environ.get(WORLD_SIZE):
+        from ladderize.ranks.server import start_context
+
+        start_context()
 
 
 def compute_options(device: DeviceName | None, threads: int | None) -> DeviceName:

@@ -11,8 +11,6 @@ import fcntl
 import functools
 import gc
 import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.util
 import os
 import signal
 import sys
@@ -31,9 +29,10 @@ import torch.distributed as dist
 
 from ladderize.console import DEBUG, is_out_of_memory, sentence
 from ladderize.errors import LadderizeError, UserError
-from ladderize.files.temporaries import adopt_folder, temporary_folder
-from ladderize.ranks.environment import ALONE, Place, environment_with, started_rank_variables
+from ladderize.files.temporaries import temporary_folder
+from ladderize.ranks.environment import ALONE, Place, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched, rank_device
+from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import set_threads, take_cores
 from ladderize.runtime.collectives.shm import remove_segments
 
@@ -81,8 +80,6 @@ def _stopped(number: int) -> BaseException:
 # A rank that fails because another one did reports it too: wait so long for the one that failed first.
 CAUSE_SECONDS = 1.0
 TERMINATE_SECONDS = 3.0
-# What every rank imports anyway: seconds, which are spent once, in the server that ranks are forked from.
-PRELOADED = ["torch.distributed", "transformers.models.llama.modeling_llama"]
 
 
 def check_group_size(tp_size: int, device: str) -> None:
@@ -227,29 +224,6 @@ def started_processes(
         remove_segments(os.getpid())
         for connection in (*pipes, *streams):
             connection.close()
-
-
-def start_context() -> Any:
-    """How processes are started: forked from a server that has imported torch and transformers and computed nothing.
-
-    The first start takes as long as these imports, every other one a fraction of a second. Where there is no such
-    server (Windows), each process begins from nothing.
-    """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    # where the server listens: multiprocessing removes it at the end, but not after SIGKILL
-    adopt_folder(Path(multiprocessing.util.get_temp_dir()), "pymp-")
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ValueError):  # not the main thread: its owner handles signals
-            # the server inherits it: Ctrl-C, which a terminal sends to it too, would end its imports in a traceback
-            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
-        # what is left of a killed process is removed by a process that would also say so, on every terminal
-        warnings = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker")))
-        stack.enter_context(environment_with({"PYTHONWARNINGS": warnings}))
-        multiprocessing.forkserver.ensure_running()
-    return context
 
 
 class StartedRanks:

@@ -18,11 +18,12 @@ from ladderize.modeling import load_tokenizer
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import ALONE
 from ladderize.ranks.group import Ranks, join_ranks, launched
+from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import set_threads
 from ladderize.runtime.collectives.choose import check_backend, choose
 from ladderize.runtime.cpu_operations import choose_operations
 from ladderize.runtime.decode import rope_table
-from ladderize.runtime.launch import check_group_size, joined, start_context, started
+from ladderize.runtime.launch import check_group_size, joined, started
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.requests.options import RankOptions, RequestOptions
 from ladderize.runtime.requests.reading import TextReader

@@ -18,8 +18,9 @@ from ladderize.errors import LadderizeError, UserError
 from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.environment import without_launcher
+from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import cores
-from ladderize.runtime.launch import end_with_parent, how_it_ended, start_context
+from ladderize.runtime.launch import end_with_parent, how_it_ended
 from ladderize.tradeoff.sweep.launch import HostPart, Launch, Words
 from ladderize.tradeoff.sweep.stages import LOG
 
