@@ -108,11 +108,10 @@ class TPEngine(Engine):
         if not self.sharded:
             squares /= self.data.size  # they all have the same gradients
         norm = squares.sqrt()
-        scale = float(max_norm / (norm + 1e-6))
-        if scale < 1:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.mul_(scale)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1)  # nobody asks the device whether it is less
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(scale)
         return norm
 
     def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -129,9 +128,10 @@ def local_part(tensor: Tensor) -> Tensor:
 def own_rows(tensor: Tensor, rows: slice) -> Tensor:
     """Of ``rows`` of a tensor that may be sharded those that this rank holds: a view, outside of autograd."""
     begin, end, _ = rows.indices(len(tensor))
-    held = local_part(distributed_like(tensor, torch.arange(len(tensor), device=tensor.device)))
-    first, last = (int((held < edge).sum()) for edge in (begin, end))
-    return local_part(tensor)[first:last]
+    first = 0
+    if isinstance(tensor, DTensor):  # FSDP2 shares rows out as torch.chunk does
+        first = tensor.device_mesh.get_local_rank() * -(-len(tensor) // tensor.device_mesh.size())
+    return local_part(tensor)[max(0, begin - first) : max(0, end - first)]
 
 
 STATISTICS_BYTES = 28  # of a token, that vocabulary-parallel losses send
