@@ -285,7 +285,8 @@ def _meta_model(checkpoint: Checkpoint, layout: Layout, setup: ModelSetup) -> An
 def _materialise(
     outer: nn.Module, model: Any, parameter: Callable[[str, torch.Size], nn.Parameter], setup: ModelSetup
 ) -> None:
-    """Put real parameters in place of meta ones, and shard them: layer by layer, then what surrounds the layers."""
+    """Put real parameters in place of meta ones, and shard them: each layer, the embedding and the LM head by itself,
+    so that FSDP2 gathers one while the one before computes, and gives it up after it. Tied ends are one, and stay."""
     rotary = type(model.model.rotary_emb)
     model.model.rotary_emb = rotary(model.config).to(setup.device)
     for index, layer in enumerate(model.model.layers):
@@ -300,6 +301,10 @@ def _materialise(
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     if setup.mesh is not None:
+        if not tied:
+            shard(model.model.embed_tokens, setup.mesh, compute=setup.compute, reshard=setup.reshard)
+            # backward begins with it
+            shard(model.lm_head, setup.mesh, compute=setup.compute, reshard=False)
         shard(outer, setup.mesh, compute=setup.compute, reshard=setup.reshard)
 
 

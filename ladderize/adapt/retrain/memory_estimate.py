@@ -98,8 +98,10 @@ class Demand:
         layers = self.layout.num_layers
         ends = parameter_count(with_layers(self.config, 0))
         layer, models = (parameters - ends) // layers, 2 if self.teacher else 1
-        held = models * ends + (2 * layer if self.reshard else models * layers * layer)
-        summed = layer + max(0, self.trained - layers * layer)
+        head = int(self.config["vocab_size"]) * int(self.config["hidden_size"])
+        held = models * head + 2 * layer if self.reshard else models * parameters
+        # the gradient of the embedding, or of tied ends, at the end of the backward pass
+        summed = max(layer, head) if self.trained > layers * layer else layer
         return held * self.compute + summed * (self.compute + FP32)
 
     def activations(self) -> int:
