@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -12,12 +13,16 @@ from tests.simulated_gpu.device import SimTensor, SimulatedGpu
 @contextlib.contextmanager
 def pinned_memory() -> Iterator[None]:
     pinned = list[torch.UntypedStorage]()  # which are kept: nobody else gets their addresses
-    uploaded, copied_into = SimulatedGpu.uploaded, SimulatedGpu.copied_into
+    uploaded, copied_into, empty = SimulatedGpu.uploaded, SimulatedGpu.copied_into, torch.empty
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.clone()
         pinned.append(copy.untyped_storage())
         return copy
+
+    def make_empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        made = empty(*sizes, **options)
+        return pin(made) if pin_memory else made
 
     def is_pinned(tensor: torch.Tensor) -> bool:
         return any(tensor.untyped_storage().data_ptr() == storage.data_ptr() for storage in pinned)
@@ -37,6 +42,7 @@ def pinned_memory() -> Iterator[None]:
 
     with (
         mock.patch.object(torch.Tensor, "pin_memory", pin),
+        mock.patch.object(torch, "empty", make_empty),
         mock.patch.multiple(SimulatedGpu, uploaded=upload, copied_into=copy_into),
     ):
         yield
