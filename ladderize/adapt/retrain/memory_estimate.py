@@ -87,17 +87,17 @@ class Demand:
         return sum(self.parts().values())
 
     def gathered(self, parameters: int, teacher: int) -> int:
-        """What FSDP2 puts together for a pass. Beside ``tp_size`` all of a rank's slices at once, as they are computed
-        in, the gradients of the trained ones, and these once more in fp32 to be summed. Else the LM head, which stays,
-        and two layers at a time (without ``reshard`` all, and the embedding), one with its gradients."""
+        """What FSDP2 puts together for a pass. Beside ``tp_size`` all of a rank's slices, as they are computed in, and
+        the gradients of a layer or of the ends, once more in fp32 to be summed. Else the LM head, which stays, and two
+        layers at a time (without ``reshard`` all, and the embedding), one with its gradients."""
         if self.shards == 1:
             return 0
-        if self.tp_size > 1:
-            numbers = (parameters + teacher) * self.compute + self.trained * (self.compute + FP32)
-            return numbers // self.tp_size
         layers = self.layout.num_layers
         ends = parameter_count(with_layers(self.config, 0))
         layer, models = (parameters - ends) // layers, 2 if self.teacher else 1
+        if self.tp_size > 1:
+            summed = max(layer, self.trained - layers * layer)
+            return ((parameters + teacher) * self.compute + summed * (self.compute + FP32)) // self.tp_size
         head = int(self.config["vocab_size"]) * int(self.config["hidden_size"])
         held = models * head + 2 * layer if self.reshard else models * parameters
         # the gradient of the embedding, or of tied ends, at the end of the backward pass

@@ -1,8 +1,9 @@
 """Training on the runtime's tensor-parallel model: every rank holds its slices of the weights, their gradients and
 their optimizer state, and the ranks of one group work on the same rows.
 
-Beside it data parallel: DDP, or FSDP2 with all of a rank's slices as one unit, since the runtime's walk goes through
-parts of layers, in whatever order its schedule says, and not through modules that FSDP2 could gather one by one.
+Beside it data parallel: DDP, or FSDP2, which gathers a rank's slices sub-module by sub-module and sums their gradients
+so. The runtime's walk goes through parts of layers, in whatever order its schedule says, and not through modules: it
+calls one where it begins to use its weights, and these stay until their gradients are known.
 """
 
 import functools
@@ -67,11 +68,12 @@ class TPEngine(Engine):
         teacher: TPTraining | None = None,
         compared: Sequence[int] = (),
     ) -> None:
-        if mesh is not None:
-            shard(student, mesh, compute=compute, reshard=None)
-            if teacher is not None:
-                shard(teacher, mesh, compute=compute, reshard=None)
-                register_fsdp_forward_method(teacher, "scored_logits")  # what is called instead of forward
+        for model in (student, teacher):
+            if model is not None and mesh is not None:
+                for own in (*model.weights.attentions, *model.weights.mlps, model):
+                    shard(own, mesh, compute=compute, reshard=False)
+        if teacher is not None and mesh is not None:
+            register_fsdp_forward_method(teacher, "scored_logits")  # what is called instead of forward
         super().__init__(
             student,
             None if teacher is None else teacher.scored_logits,
