@@ -47,9 +47,12 @@ def some_rows():
 def hf_engine(folder, dense, device, gpu):
     checkpoint, setup = open_checkpoint(str(folder)), ModelSetup(device, collecting=True)
     student = build_student(
-        checkpoint, Layout.from_config(checkpoint.config), setup, trained=frozenset(checkpoint.tensors),
+        checkpoint,
+        Layout.from_config(checkpoint.config),
+        setup,
+        trained=frozenset(checkpoint.tensors),
         temperature=OBJECTIVE.temperature,
-    )  # fmt: skip
+    )
     how = {"compute": torch.float32, "sharded": False, "weight_decay": 0.1, "compared": range(LAYERS)}
     return HFEngine(
         student, Ranks(0, 1, device), teacher=build_teacher(open_checkpoint(str(dense)), setup, student), **how
@@ -66,17 +69,26 @@ def tp_engine(folder, dense, device, gpu):
             Shape.from_config(checkpoint.config, tp_size=RANKS, rank=0),
         )
         weights = build_weights(
-            lambda dtype: CheckpointSource(checkpoint, dtype, device), checkpoint.config, shape, layout,
-            trained=frozenset(checkpoint.tensors) if trained else frozenset(), compute=torch.float32,
-        )  # fmt: skip
+            lambda dtype: CheckpointSource(checkpoint, dtype, device),
+            checkpoint.config,
+            shape,
+            layout,
+            trained=frozenset(checkpoint.tensors) if trained else frozenset(),
+            compute=torch.float32,
+        )
         return TPTraining(weights, checkpoint.config, layout, made, temperature=OBJECTIVE.temperature)
 
     ranks = AlikeRanks(0, RANKS, device)
     places = TPRanks(ranks, ranks, Ranks(0, 1, device))
     return TPEngine(
-        model(folder, True).train(), places, made, compute=torch.float32, weight_decay=0.1,
-        teacher=model(dense, False).eval(), compared=range(LAYERS),
-    )  # fmt: skip
+        model(folder, True).train(),
+        places,
+        made,
+        compute=torch.float32,
+        weight_decay=0.1,
+        teacher=model(dense, False).eval(),
+        compared=range(LAYERS),
+    )
 
 
 @pytest.mark.parametrize("make", [hf_engine, tp_engine])

@@ -32,7 +32,6 @@ from ladderize.families.registry import decoder_of
 from ladderize.layout import Layout
 from ladderize.modeling import ladderized_class
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.step import additive
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 from ladderize.runtime.training.weights import Piece
@@ -102,8 +101,8 @@ class ScoredLogits(nn.Module):
             rows = {name: tensor.reshape(1, -1) for name, tensor in rows.items()}
             for side in ("q", "k"):
                 rows |= {f"cu_seq_lens_{side}": batch.starts, f"max_length_{side}": batch.longest}
-        elif attention == SDPA_AS_TOLD and batch.mask is not None:
-            rows["attention_mask"] = additive(batch.mask, self.compute)
+        elif attention == SDPA_AS_TOLD:
+            rows["attention_mask"] = batch.additive_mask(self.compute)
         more = {} if outputs is None else {"sub_module_outputs": outputs}
         hidden = self.model.model(**rows, use_cache=False, **more).last_hidden_state
         logits: Tensor = self.model.lm_head(batch.scored_states(hidden))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ladderize.runtime.step import additive
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -62,3 +64,7 @@ class Batch:
         text = (self.position_ids == 0).cumsum(-1)
         causal = torch.ones(tokens, tokens, dtype=torch.bool, device=text.device).tril()
         return ((text[:, :, None] == text[:, None, :]) & causal)[:, None]
+
+    def additive_mask(self, dtype: torch.dtype) -> Tensor | None:
+        """The same as what is added to scores."""
+        return None if self.mask is None else additive(self.mask, dtype)
