@@ -176,11 +176,13 @@ class ContinuousBatch:
         else:
             logits = model.logits(states)
             sound, tokens = are_sound(logits), logits.argmax(-1)
-            for sampling in dict.fromkeys(row.prompt.sampling for row in rows):
+            samplings = dict.fromkeys(row.prompt.sampling for row in rows)
+            for sampling in samplings:
                 places = [place for place, row in enumerate(rows) if row.prompt.sampling == sampling]
                 if sampling.temperature:
                     draws = [rows[place].draws[len(rows[place].new)] for place in places]  # type: ignore[index]
-                    tokens[places] = sample(logits[places], sampling, torch.stack(draws))
+                    own = places if len(samplings) > 1 else slice(None)  # the host would wait for indices to arrive
+                    tokens[own] = sample(logits[own], sampling, torch.stack(draws))
         # in one piece: each answer that the host asks of a GPU keeps the GPU idle
         *new, is_sound = torch.cat((tokens, sound.to(tokens.dtype)[None])).tolist()
         if not is_sound:
