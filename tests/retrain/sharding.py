@@ -47,7 +47,10 @@ def tp_engine(folder, group, mesh, compute):
             trained=trained,
             compute=compute,
         )
-        return TPTraining(weights, checkpoint.config, layout, shared, schedule=Schedule("domino"))
+        again = compute != torch.float32  # in one of the cases
+        return TPTraining(
+            weights, checkpoint.config, layout, shared, schedule=Schedule("domino"), gradient_checkpointing=again
+        )
 
     places = TPRanks(group, replace(group, rank=0, size=1), group)
     how = {"compute": compute, "weight_decay": 0.0, "mesh": mesh, "teacher": model("dense").eval()}
