@@ -34,12 +34,13 @@ from ladderize.runtime.bench.options import BenchOptions, ModelChoice, TrainingB
 from ladderize.runtime.bench.rows import speedup_interval
 from ladderize.runtime.bench.training.bench import bench_training
 from ladderize.runtime.bench.training.document import TrainingBenchDocument, TrainingBenchRow
-from ladderize.runtime.bench.training.steps import Batch, step_opener
+from ladderize.runtime.bench.training.steps import step_opener
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.launch import run
 from ladderize.runtime.schedule import SEQUENTIAL
 from ladderize.runtime.spec import shape_spec
+from ladderize.runtime.training.batch import Batch
 
 SHAPE = Path(__file__).parent / "shapes" / "200m.json"
 # as many KV heads as heads, as the paper's models: ranks that hold the same KV heads would sum their weights' gradients
@@ -65,8 +66,7 @@ def measure_ddp(group: Ranks, layers: int, rows: int, tokens: int, dtype: str, r
         shared.backward(shared.forward())
         shared.clear()
 
-    own = slice(group.rank * rows // group.size, (group.rank + 1) * rows // group.size)
-    half = Batch(batch.ids[own], batch.targets[own])
+    half = Batch.random(config["vocab_size"], rows // group.size, tokens, group.rank, group.device)
     ways = {
         f"TP{group.size}, {backend}": tensor_parallel,
         "DDP, Hugging Face's model": hf_step(config, dtype, half),
@@ -98,7 +98,7 @@ def hf_step(config: dict[str, Any], dtype: str, batch: Batch) -> Callable[[], No
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            logits = model(input_ids=batch.ids, use_cache=False).logits
+            logits = model(input_ids=batch.input_ids, use_cache=False).logits
         cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten()).backward()
         model.zero_grad(set_to_none=True)
 
@@ -114,7 +114,7 @@ def runtime_step(group: Ranks, spec: Any, batch: Batch) -> Callable[[], None]:
     model = DistributedDataParallel(opened.model)
 
     def step() -> None:
-        sums = model(batch.ids, opened.positions, batch.targets)
+        sums = model(batch)
         (sums[0] / batch.targets.numel()).backward()
         model.zero_grad(set_to_none=True)
 

@@ -28,13 +28,14 @@ from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions
 from ladderize.runtime.bench.training.bench import bench_training
 from ladderize.runtime.bench.training.check import Outcome, outcome_of
 from ladderize.runtime.bench.training.document import TrainingBenchDocument
-from ladderize.runtime.bench.training.steps import Batch, ModelStep
+from ladderize.runtime.bench.training.steps import ModelStep
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.loader import RandomSource
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape, Slice
 from ladderize.runtime.spec import shape_spec
+from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.weights import build_weights
 
 SHAPES = Path(__file__).parent / "shapes"

@@ -21,6 +21,7 @@ from ladderize.runtime.loader import CheckpointSource
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training import linear
+from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.lora import LoraPlan, TrainedLora
 from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.outputs import SubModuleOutputs
@@ -51,7 +52,7 @@ class Case:
         if not self.objective.hidden_weight:
             return None
         layers = Layout.from_config(read_checkpoint(self.folder).config).converted_layers
-        return SubModuleOutputs(layers, micro["targets"] != PADDING_TARGET)
+        return SubModuleOutputs(layers, micro.targets != PADDING_TARGET)
 
 
 class Watched(Collectives):
@@ -170,14 +171,15 @@ def step(case, group, collectives):
     losses, validation = [], []
     lives = Lives((differentiable, "_Link"), (linear, "WeightUse"), (kv_cache, "PartsCache"))
     with noted_products(collectives.events), lives:
-        for micro in case.micros:
+        for tensors in case.micros:
+            micro = Batch.of(tensors, CPU)
             if case.seed is not None:
                 torch.manual_seed(case.seed)
             scores, outputs = None, case.outputs(micro)
             if teacher is not None:
                 with torch.no_grad():
-                    scores = teacher.scored_logits(**micro, outputs=outputs)
-            sums = model(**micro, teacher_logits=scores, teacher_outputs=outputs)
+                    scores = teacher.scored_logits(micro, outputs)
+            sums = model(micro, teacher_logits=scores, teacher_outputs=outputs)
             collectives.events.append(("backward", 0, None))
             case.objective.total(*sums).backward()
             losses.append(sums.detach())
@@ -185,7 +187,7 @@ def step(case, group, collectives):
                 torch.manual_seed(case.seed)
             collectives.events.append(("validation", 0, None))
             with torch.no_grad():
-                validation.append(model(**micro, teacher_logits=scores, teacher_outputs=outputs))
+                validation.append(model(micro, teacher_logits=scores, teacher_outputs=outputs))
             del sums, scores, outputs
     alive = lives.alive()
     model.weights.sum_partial_gradients(group)

@@ -18,12 +18,13 @@ from ladderize.runtime.bench.training import bench as training
 from ladderize.runtime.bench.training import check, steps
 from ladderize.runtime.bench.training.bench import StepVariant, plan_training_bench, training_rows
 from ladderize.runtime.bench.training.document import TrainingBenchDocument
-from ladderize.runtime.bench.training.steps import Batch, TimedStep, training_bytes, weights_key
+from ladderize.runtime.bench.training.steps import TimedStep, training_bytes, weights_key
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec
 from ladderize.runtime.training import linear
+from ladderize.runtime.training.batch import Batch
 from tests.helpers import SHAPE, invoke, listing, make_model, one_sentence
 
 QUICK = ["--train", "--seq-len", 6, "--repeat", 2, "--warmup", 1, "--threads", 1, "--dtype", "float32"]

@@ -20,6 +20,7 @@ from ladderize.layout import DROPPED, OVERLAPPED, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.lora import PROJECTIONS, LoraPlan
 from tests.domino_ranks import CPU, Case, gradients
 from tests.helpers import LAYOUTS, SHAPE, make_layout, make_model
@@ -153,14 +154,15 @@ def reference(case):
             parameters[name].data.copy_(matrix)
     teacher = None if case.teacher is None else build_teacher(read_checkpoint(case.teacher), setup, student)
     losses = []
-    for micro in case.micros:
+    for tensors in case.micros:
+        micro = Batch.of(tensors, CPU)
         if case.seed is not None:
             torch.manual_seed(case.seed)
         scores, outputs = None, case.outputs(micro)
         if teacher is not None:
             with torch.no_grad():
-                scores = teacher(**micro, outputs=outputs)
-        sums = student(**micro, teacher_logits=scores, teacher_outputs=outputs)
+                scores = teacher(micro, outputs)
+        sums = student(micro, teacher_logits=scores, teacher_outputs=outputs)
         case.objective.total(*sums).backward()
         losses.append(sums.detach())
     found = {

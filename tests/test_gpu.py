@@ -6,7 +6,7 @@ import torch
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.bench.training.check import outcome_of
-from ladderize.runtime.bench.training.steps import Batch, step_opener
+from ladderize.runtime.bench.training.steps import step_opener
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.links import Link
@@ -14,6 +14,7 @@ from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.spec import checkpoint_spec
+from ladderize.runtime.training.batch import Batch
 from tests.groups import make_generator
 from tests.helpers import LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle, assert_likeliest

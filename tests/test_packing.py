@@ -15,6 +15,7 @@ from ladderize.adapt.data.packing import (
     segments,
 )
 from ladderize.adapt.data.stream import rank_rows
+from ladderize.runtime.training.batch import Batch
 from tests.helpers import make_model, random_ids
 
 X, P = IGNORED_TARGET, PADDING_TARGET
@@ -40,12 +41,12 @@ def test_a_batch_by_hand():
     assert [(part.start, part.stop) for part in segments(rows[0])] == [(0, 4), (4, 7)]
     batch = collate(rows, pad_id=9)
     assert batch["input_ids"].tolist() == [[1, 50, 51, 52, 1, 60, 61], [1, 70, 9, 9, 9, 9, 9]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6]]
     assert batch["targets"].tolist() == [[50, 51, 52, X, X, 61, X], [70, X, P, P, P, P, P]]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     assert find_packed_sequence_indices(batch["position_ids"]).tolist() == [
         [0, 0, 0, 0, 1, 1, 1],
-        [0, 0, 1, 1, 1, 1, 1],
+        [0, 0, 0, 0, 0, 0, 0],
     ]
 
 
@@ -68,6 +69,21 @@ def test_the_attention_mask_by_hand():
         [0, 0, 1, 1, 0],
         [0, 0, 1, 1, 1],
     ]
+    assert torch.equal(Batch.of(row, torch.device("cpu")).mask, mask)
+
+
+def test_what_the_host_knows_of_a_batch():
+    batch = Batch.of(collate([join([C, B]), join([A])]), torch.device("cpu"))
+    assert batch.starts.tolist() == [0, 2, 5, 10]
+    assert batch.starts.dtype == torch.int32
+    assert batch.longest == 5
+    assert batch.scored_targets.tolist() == [70, 61, 50, 51, 52]
+    states = torch.arange(20).view(2, 5, 2)
+    assert batch.scored_states(states).tolist() == states[batch.targets >= 0].tolist()
+    assert batch.mask is not None
+    padded = Batch.of(collate([join([A]), join([C])]), torch.device("cpu"))
+    assert padded.mask is None
+    assert padded.starts.tolist() == [0, 4, 8]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

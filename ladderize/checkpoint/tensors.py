@@ -1,6 +1,7 @@
 """Tensors of safetensors files, read and written one at a time: a whole file is never in memory."""
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -71,7 +72,8 @@ class TensorReader:
         stored one.
 
         Nothing is mapped: a page of a file that shrinks would end the process without a word. Memory holds what was
-        asked for, and a block of whole rows where columns are cut out of them or the dtype or device is another.
+        asked for, and a block of whole rows where columns are cut out of them or the dtype or device is another. Whole
+        rows are read for columns, too: a read for each row's piece takes longer (benchmarks/read_slices.py).
         """
         import torch
 
@@ -81,15 +83,21 @@ class TensorReader:
             shape[dim] = stop - start
         values = torch.empty(shape, dtype=dtype or stored, device=device)
         rows = values if shape else values.view(1)
-        if dim != 1 and values.dtype == stored and values.device.type == "cpu":
-            self._fill(info, first * width, values.view(-1))
-            return values
         step = max(1, BLOCK_BYTES // max(1, width * stored.itemsize))
-        block = torch.empty((min(step, last - first), *info.shape[1:]), dtype=stored)
+        size = min(step, last - first)
+        whole = torch.empty((size, *info.shape[1:]), dtype=stored) if dim == 1 else None
+        direct = values.dtype == stored and values.device.type == "cpu"
+        way = None if direct else _Way((size, *rows.shape[1:]), stored, values.device)
         for begin in range(first, last, step):
-            part = block[: last - begin]
-            self._fill(info, begin * width, part.view(-1))
-            rows[begin - first : begin - first + len(part)].copy_(part[:, start:stop] if dim == 1 else part)
+            target = rows[begin - first : min(begin - first + step, last - first)]
+            part = target if way is None else way.take(len(target))
+            if whole is None:
+                self._fill(info, begin * width, part.view(-1))
+            else:
+                self._fill(info, begin * width, whole[: len(part)].view(-1))
+                part.copy_(whole[: len(part), start:stop])
+            if way is not None:
+                way.send(target)
         return values
 
     def _fill(self, info: TensorInfo, first: int, values: "Tensor") -> None:
@@ -138,6 +146,37 @@ class TensorReader:
         if name not in self._files:
             self._files[name] = self._stack.enter_context(open_regular(self.folder / name))
         return self._files[name]
+
+
+class _Way:
+    """Memory that values pass on their way to another dtype or device. To a GPU it is pinned, and there are two of it:
+    one is filled while the other is on its way. There they also take their dtype."""
+
+    def __init__(self, shape: Sequence[int], dtype: "torch.dtype", device: "torch.device") -> None:
+        import torch
+
+        on_gpu = device.type == "cuda"
+        made = [torch.empty(tuple(shape), dtype=dtype, pin_memory=on_gpu) for _ in range(1 + on_gpu)]
+        self.turns = itertools.cycle([(part, torch.cuda.Event() if on_gpu else None) for part in made])
+
+    def take(self, rows: int) -> "Tensor":
+        """The next that may be filled."""
+        part, self.sent = next(self.turns)
+        self.part = part[:rows]
+        if self.sent is not None:
+            self.sent.synchronize()
+        return self.part
+
+    def send(self, target: "Tensor") -> None:
+        """Put what was taken into ``target``."""
+        if self.sent is None:
+            target.copy_(self.part)
+            return
+        part = self.part
+        if part.dtype != target.dtype:
+            part = part.to(target.device, non_blocking=True)
+        target.copy_(part, non_blocking=True)
+        self.sent.record()
 
 
 def _shorter(path: Path) -> UserError:

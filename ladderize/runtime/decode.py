@@ -3,7 +3,7 @@
 Prompts of different lengths share a batch padded on the left; a padded column is never looked at.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from ladderize.checkpoint.config import head_dim
 from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.memory import check_room
+from ladderize.runtime.graphs import capture
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.sampling import Sampling
@@ -224,25 +225,20 @@ class CapturedStep(FixedStep):
 
     def __init__(self, generator: Generator, length: int, pool: Any) -> None:
         super().__init__(generator, length)
-        # warm-up on a side stream, as capturing asks for; it writes column 0, which is put back
-        kept = self.cache.keys[..., :1, :].clone(), self.cache.values[..., :1, :].clone()
-        side = torch.cuda.Stream(generator.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self.run()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        self.cache.keys[..., :1, :], self.cache.values[..., :1, :] = kept
-        self.graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog thread may look at events meanwhile
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.logits = self.run()
+        self.graph, self.logits = captured_step(self.run, self.cache, pool)
 
     def replay(self, tokens: Tensor, position: int, padding: Tensor | None) -> Tensor:
         self.set(tokens, position, padding)
         self.graph.replay()
         return self.logits
+
+
+def captured_step(run: Callable[[], Tensor], cache: KVCache, pool: Any) -> tuple[Any, Tensor]:
+    """``capture`` of a step whose inputs as they are now make it write column 0 of the cache, which is put back."""
+    kept = cache.keys[..., :1, :].clone(), cache.values[..., :1, :].clone()
+    made = capture(run, cache.keys.device, pool=pool)
+    cache.keys[..., :1, :], cache.values[..., :1, :] = kept
+    return made
 
 
 def _rope_factors(rope: Tensor, positions: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
 from ladderize.runtime.shards import Shape
-from ladderize.runtime.step import Step, join_parts, split_parts, with_usable_mask
+from ladderize.runtime.step import Step, join_parts, split_parts, with_additive_masks
 
 OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
 
@@ -72,7 +72,7 @@ class TPLlama:
         ranks: what the output layer reads, so times ``logits_scale``."""
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
-        parts = split_parts(ids, with_usable_mask(step, cache), cache, schedule)
+        parts = split_parts(ids, with_additive_masks(step, cache.keys.dtype), cache, schedule)
         walks = [self.walk(part.ids, part.step, part.cache, schedule.columns) for part in parts]
         return join_parts(run_walks(walks), ids.shape[0])
 

@@ -65,17 +65,18 @@ class Part:
     cache: KVCache
 
 
-def with_usable_mask(step: Step, cache: KVCache) -> Step:
-    """On a GPU ``step`` with what is added to the scores in place of a bool mask, in the dtype of keys: attention would
-    make that of it once more in every layer."""
-    if cache.keys.device.type == "cpu":
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores in place of a bool mask: PyTorch's attention would make that of it once more in every
+    layer, and for a backward pass keep each. dtype: of keys."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
+    """The same in ``step``; not for inference on a CPU, where our own attention reads the bool mask."""
+    if step.rope_factors.device.type == "cpu" and not torch.is_grad_enabled():
         return step
-
-    def added(mask: Tensor) -> Tensor:
-        return torch.zeros(mask.shape, dtype=cache.keys.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-
-    near = {window: added(mask) for window, mask in step.near.items()}
-    return replace(step, mask=None if step.mask is None else added(step.mask), near=near)
+    near = {window: additive(mask, dtype) for window, mask in step.near.items()}
+    return replace(step, mask=None if step.mask is None else additive(step.mask, dtype), near=near)
 
 
 # ---- the parts that a schedule cuts a pass into: by rows, or one row along its tokens ----

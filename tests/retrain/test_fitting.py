@@ -41,20 +41,21 @@ def larger(tmp_path_factory):
     for name, recipe in {**recipes, "spd": Recipe(spd="all", sync_tp_size=4)}.items():
         convert_checkpoint(str(folder / "dense"), folder / name, recipe, verify=False)
     np.save(folder / "ids.npy", np.random.randint(3, 1000, (40, TOKENS)))
+    np.save(folder / "short.npy", np.random.randint(3, 1000, (80, TOKENS // 2)))  # two of which share a row
     return folder
 
 
-def options(larger, **more):
+def options(larger, data="ids.npy", **more):
     given = {"budget": Budget(steps=2), "batch_size": 2 * ROWS, "micro_batch_size": ROWS, "seq_len": TOKENS}
     given |= {"distill_from": str(larger / "dense"), "objective": Objective(1.0), "heldout": 0, "write": "last"}
-    return RetrainOptions(data=parse_specs([str(larger / "ids.npy")]), device="cpu", **{**given, **more})
+    return RetrainOptions(data=parse_specs([str(larger / data)]), device="cpu", **{**given, **more})
 
 
 @pytest.mark.parametrize(
     ("model", "more"),
     [
         ("ladder", {}),
-        ("upper", {"objective": Objective(0.5, hidden_weight=1.0)}),
+        ("upper", {"objective": Objective(0.5, hidden_weight=1.0), "data": "short.npy"}),
         ("spd", {"gradient_checkpointing": True}),
         ("ladder", {"method": "lora", "gradient_checkpointing": True}),
         ("upper", {"method": "lora", "distill_from": None, "objective": Objective()}),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ladderize.adapt.data.examples import Example
 from ladderize.adapt.data.packing import collate, pack, segments
@@ -56,9 +57,9 @@ def oracle_error(weights, layout, config, teacher, rows):
     return total
 
 
-def engine_of(folder, layout, *, lora=None, recompute=False):
+def engine_of(folder, layout, *, lora=None, recompute=False, attention="sdpa"):
     """Student and teacher, as ``run.make_engine`` makes them."""
-    setup = ModelSetup(CPU.device, collecting=True, gradient_checkpointing=recompute)
+    setup = ModelSetup(CPU.device, collecting=True, gradient_checkpointing=recompute, attention=attention)
     checkpoint, dense = read_checkpoint(folder / "student"), read_checkpoint(folder / "dense")
     trained = frozenset() if lora else frozenset(checkpoint.tensors)
     student = build_student(checkpoint, layout, setup, trained=trained, lora=lora)
@@ -111,7 +112,7 @@ def check_against_the_oracle(tmp_path, rows, name, method, model_type):
     expected = oracle_error(weights, layout, student.config, dense, rows)
     expected.backward()
 
-    sums = engine.losses(collate(rows))
+    sums = engine.losses(engine.to_device(collate(rows)))
     torch.testing.assert_close(sums[2], expected.detach(), rtol=1e-4, atol=1e-5)
     sums[2].backward()
     reached = {key: copy.grad for key, copy in copies.items() if copy.grad is not None}
@@ -120,28 +121,43 @@ def check_against_the_oracle(tmp_path, rows, name, method, model_type):
     for key, gradient in reached.items():
         assert (names[key].grad - gradient).norm() <= 1e-4 * max(gradient.norm(), least), key
     with engine.evaluating():
-        parts = [engine.losses(collate([row])) for row in rows]
+        parts = [engine.losses(engine.to_device(collate([row]))) for row in rows]
         torch.testing.assert_close(sum(part[2] for part in parts), sums[2].detach(), rtol=1e-5, atol=1e-5)
-        assert engine.losses(collate([]))[2] == 0
+        assert engine.losses(engine.to_device(collate([])))[2] == 0
     plain = engine.student.model
     with torch.no_grad():  # what is collected changes nothing
-        ids, positions, _ = collate(rows).values()
-        logits = plain(ids, position_ids=positions, use_cache=False).logits
-        scored = engine.student.scored(
-            ids, positions, torch.zeros_like(ids), SubModuleOutputs(engine.compared, ids >= 0)
-        )
+        tensors = collate(rows)
+        ids = tensors["input_ids"]
+        everything = engine.to_device({**tensors, "targets": torch.zeros_like(ids)})
+        scored = engine.student.scored(everything, SubModuleOutputs(engine.compared, ids >= 0))
+        plain.config._attn_implementation = "sdpa"  # which finds out by itself where the texts begin
+        logits = plain(ids, position_ids=tensors["position_ids"], use_cache=False).logits
     torch.testing.assert_close(scored, logits.flatten(0, 1), rtol=1e-6, atol=1e-7)
 
 
 def test_rows_that_are_computed_as_one(tmp_path, rows, monkeypatch):
-    """As FlashAttention wants them; here by an attention that can do both."""
+    """As FlashAttention wants them: told where the texts begin, and how long the longest is, so that it need not ask
+    the device."""
     layout = make_layout("mixed")
     make_model("mixed").save_pretrained(tmp_path / "student")
     make_model("dense").save_pretrained(tmp_path / "dense")
-    engine, batch = engine_of(tmp_path, layout), collate(rows)
+    engine = engine_of(tmp_path, layout)
+    batch = engine.to_device(collate(rows))
     expected = engine.losses(batch)
-    monkeypatch.setattr(hf_model, "FLASH", "sdpa")
-    torch.testing.assert_close(engine.losses(batch), expected, rtol=1e-5, atol=1e-5)
+
+    def text_by_text(module, query, key, value, mask, *, cu_seq_lens_q, cu_seq_lens_k, max_length_q, **more):
+        assert mask is None
+        assert (query.shape[0], cu_seq_lens_q is cu_seq_lens_k) == (1, True)
+        sizes = cu_seq_lens_q.diff().tolist()
+        assert max(sizes) == max_length_q == more["max_length_k"]
+        parts = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
+        outputs = [ALL_ATTENTION_FUNCTIONS["sdpa"](module, *part, None, scaling=more["scaling"])[0] for part in parts]
+        return torch.cat(outputs, 1), None
+
+    ALL_ATTENTION_FUNCTIONS.register("text by text", text_by_text)
+    monkeypatch.setattr(hf_model, "FLASH", "text by text")
+    alone = engine_of(tmp_path, layout, attention="text by text")
+    torch.testing.assert_close(alone.losses(batch), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_teacher_that_adds_nothing_to_a_row_of_padding_is_no_error():

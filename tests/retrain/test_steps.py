@@ -27,6 +27,7 @@ from ladderize.adapt.retrain.hf_model import (
 from ladderize.adapt.retrain.options import Budget
 from ladderize.blocks import open_checkpoint
 from ladderize.layout import Layout
+from ladderize.runtime.training.batch import Batch
 from tests.helpers import CLIPPED, invoke
 from tests.retrain.commands import CPU, LENGTH, adapt, losses_of, succeed
 
@@ -112,9 +113,10 @@ def test_student_and_teacher_share_what_is_frozen(place):
     ids = torch.randint(3, 90, (2, 9))
     expected = ladderize.load(place / "dense")(ids).logits
     positions, targets = torch.arange(9).expand(2, 9), torch.zeros(2, 9, dtype=torch.long)
+    batch = Batch.of({"input_ids": ids, "position_ids": positions, "targets": targets}, CPU.device)
     plain = build_teacher(dense, ModelSetup(CPU.device), student)
     with torch.no_grad():
-        torch.testing.assert_close(plain(ids, positions, targets).view(2, 9, -1), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(plain(batch).view(2, 9, -1), expected, rtol=1e-4, atol=1e-4)
 
 
 CUTS = [["--micro-batch-size", 1], ["--gradient-checkpointing"], ["--micro-batch-size", 4, "--attention", "eager"]]

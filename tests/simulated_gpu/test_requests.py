@@ -69,7 +69,11 @@ def test_continuous_batching(folders, name):
         expected = new(HOST, Alike(RANKS))
         with SimulatedGpu(seed(), RANKS) as gpu:
             found = new(DEVICE, collectives("one-shot", gpu))
-            # once for each new token, or each prompt that was read
-            assert sum(gpu.syncs.values()) <= sum(prompt.max_new_tokens for prompt in prompts)
+            steps = gpu.replays  # all decode steps are graphs
+            assert steps > 0
+            # for each step, group of prompts that were read, and graph that was captured
+            assert gpu.syncs["copy to host"] <= steps + len(prompts)
+            assert gpu.syncs.keys() == {"copy to host", "synchronize"}
+            assert gpu.syncs["synchronize"] == 1
     assert found == expected
     assert not gpu.problems, gpu.problems[0]

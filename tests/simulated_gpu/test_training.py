@@ -5,9 +5,10 @@ import torch
 
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.training.check import outcome_of
-from ladderize.runtime.bench.training.steps import Batch, step_opener
+from ladderize.runtime.bench.training.steps import step_opener
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.spec import checkpoint_spec
+from ladderize.runtime.training.batch import Batch
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
 from tests.simulated_gpu.groups import Alike, collectives
 from tests.simulated_gpu.models import LAYOUTS, RANKS, seed

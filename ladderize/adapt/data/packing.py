@@ -90,8 +90,9 @@ def segments(row: PackedRow) -> list[slice]:
 def collate(rows: Sequence[PackedRow], pad_id: int = 0) -> dict[str, torch.Tensor]:
     """input_ids, position_ids and targets, int64 [rows, tokens of the longest] each, padded on the right.
 
-    Padding has the target -101, and positions that begin at 0 again: to the model it is one more example. No rows at
-    all become one padded token, so that a rank without rows takes part in a step without adding to its loss.
+    Padding has the target -101, and positions that go on from the row's last example, whose tokens do not see what
+    follows: so a row of one example needs no mask. No rows at all become one padded token, so that a rank without rows
+    takes part in a step without adding to its loss.
     """
     longest = max((len(row) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)
@@ -100,7 +101,8 @@ def collate(rows: Sequence[PackedRow], pad_id: int = 0) -> dict[str, torch.Tenso
     for number, row in enumerate(rows):
         length = len(row)
         ids[number, :length], targets[number, :length] = row.ids, row.targets
-        positions[number] = np.append(row.positions, np.arange(longest - length))
+        positions[number, :length] = row.positions
+        positions[number, length:] = row.positions[-1] + 1 + np.arange(longest - length)
     batch = {"input_ids": ids, "position_ids": positions, "targets": targets}
     return {name: torch.from_numpy(value) for name, value in batch.items()}
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ladderize.adapt.data.packing import PADDING_TARGET
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import SubModuleOutputs
 from ladderize.runtime.training.weights import Piece
 
@@ -87,21 +88,21 @@ class Engine(ABC):
 
     # ---- a step ----
 
-    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """input_ids, position_ids and targets, [rows, tokens] each."""
-        return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
+    def to_device(self, tensors: Mapping[str, Tensor]) -> Batch:
+        """tensors: of ``collate``."""
+        return Batch.of(tensors, self.ranks.device)
 
-    def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def losses(self, batch: Batch) -> Tensor:
         """[3]: cross-entropy and divergence, summed over the tokens that count, and hidden error, summed over all
         tokens, of one micro-batch (on the device); equal on ranks of the same rows."""
         scores = None
-        outputs = SubModuleOutputs(self.compared, batch["targets"] != PADDING_TARGET) if self.compared else None
+        outputs = SubModuleOutputs(self.compared, batch.targets != PADDING_TARGET) if self.compared else None
         with self.narrow():
             if self.teacher is not None:
                 with torch.no_grad():
-                    scores = self.teacher(**batch, outputs=outputs)
+                    scores = self.teacher(batch, outputs=outputs)
             forward = self.student if self.parallel is None else self.parallel
-            sums: Tensor = forward(**batch, teacher_logits=scores, teacher_outputs=outputs)
+            sums: Tensor = forward(batch, teacher_logits=scores, teacher_outputs=outputs)
         return sums
 
     def narrow(self) -> contextlib.AbstractContextManager[Any]:
@@ -154,10 +155,10 @@ class Engine(ABC):
         self.student.train()
 
     @torch.no_grad()
-    def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def teacher_entropy(self, batch: Batch) -> Tensor:
         """The summed cross-entropy of a micro-batch under the teacher: a scalar."""
         assert self.teacher is not None
-        return self.entropy(self.teacher(**batch), batch["targets"][batch["targets"] >= 0])
+        return self.entropy(self.teacher(batch), batch.scored_targets)
 
     @abstractmethod
     def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:

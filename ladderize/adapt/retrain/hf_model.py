@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint as recomputed
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ladderize.adapt.lora.config import PEFT_PREFIX
 from ladderize.adapt.methods import FLASH, FLEX
@@ -31,9 +32,12 @@ from ladderize.families.registry import decoder_of
 from ladderize.layout import Layout
 from ladderize.modeling import ladderized_class
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 from ladderize.runtime.training.weights import Piece
 
+# transformers' sdpa under a name for which it makes no mask, and so does not ask the device whether texts are packed
+SDPA_AS_TOLD = "sdpa_as_told"
 LORA_A, LORA_B = ".lora_A.default.", ".lora_B.default."
 
 
@@ -79,34 +83,38 @@ class ScoredLogits(nn.Module):
     ``forward``.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, compute: torch.dtype) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.compute = model, compute
         self.scale = decoder_of(model.config.to_dict()).logits_scale
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, outputs: SubModuleOutputs | None = None
-    ) -> Tensor:
-        """[rows, tokens] each -> logits [tokens that count, vocab]. outputs: is given what the sub-modules add to the
-        stream, by layers that are ``CollectingLayer``.
+    def forward(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
+        """Logits [tokens that count, vocab]. outputs: is given what the sub-modules add to the stream, by layers that
+        are ``CollectingLayer``.
 
         ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins.
+        It looks by waiting for the device, with FlashAttention in every layer; so we say it where that is possible.
         """
-        rows = {"input_ids": input_ids, "position_ids": position_ids}
-        if self.model.config._attn_implementation == FLASH:  # which keeps packed texts apart in a single row only
+        rows: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+        attention = self.model.config._attn_implementation
+        if attention == FLASH:  # which keeps packed texts apart in a single row only
             rows = {name: tensor.reshape(1, -1) for name, tensor in rows.items()}
+            for side in ("q", "k"):
+                rows |= {f"cu_seq_lens_{side}": batch.starts, f"max_length_{side}": batch.longest}
+        elif attention == SDPA_AS_TOLD:
+            rows["attention_mask"] = batch.additive_mask(self.compute)
         more = {} if outputs is None else {"sub_module_outputs": outputs}
         hidden = self.model.model(**rows, use_cache=False, **more).last_hidden_state
-        logits: Tensor = self.model.lm_head(hidden.view(*targets.shape, -1)[targets >= 0])
+        logits: Tensor = self.model.lm_head(batch.scored_states(hidden))
         return logits if self.scale == 1 else logits * self.scale
 
 
 class TrainedModel(nn.Module):
     """The model in training with its losses: what is wrapped, so that gradients and parameters are in one place."""
 
-    def __init__(self, model: Any, temperature: float = 1.0) -> None:
+    def __init__(self, model: Any, compute: torch.dtype, temperature: float = 1.0) -> None:
         super().__init__()
-        self.scored = ScoredLogits(model)
+        self.scored = ScoredLogits(model, compute)
         self.temperature = temperature
 
     @property
@@ -115,17 +123,15 @@ class TrainedModel(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        targets: Tensor,
+        batch: Batch,
         teacher_logits: Tensor | None = None,
         teacher_outputs: SubModuleOutputs | None = None,
     ) -> Tensor:
-        """[rows, tokens] each, teacher_logits [tokens that count, vocab] -> the sums of cross-entropy, divergence and
-        hidden error: [3], fp32."""
+        """teacher_logits [tokens that count, vocab] -> the sums of cross-entropy, divergence and hidden error: [3],
+        fp32."""
         outputs = None if teacher_outputs is None else teacher_outputs.again()
-        logits = self.scored(input_ids, position_ids, targets, outputs)
-        sums = token_losses(logits, targets[targets >= 0], teacher_logits, self.temperature)
+        logits = self.scored(batch, outputs)
+        sums = token_losses(logits, batch.scored_targets, teacher_logits, self.temperature)
         apart = sums[0].new_zeros(())
         if outputs is not None and teacher_outputs is not None:
             apart = hidden_error(outputs, teacher_outputs)
@@ -215,7 +221,7 @@ def build_student(
         value = next(iter(blocks.read([name])))
         return nn.Parameter(value if name in trained else value.to(setup.compute), requires_grad=name in trained)
 
-    student = TrainedModel(model, temperature)
+    student = TrainedModel(model, setup.compute, temperature)
     _materialise(student, student.model, parameter, setup)
     if setup.gradient_checkpointing:
         # transformers renamed it, and will drop the old name in version 6
@@ -243,7 +249,7 @@ def build_teacher(checkpoint: Checkpoint, setup: ModelSetup, student: TrainedMod
             return other
         return nn.Parameter(value, requires_grad=False)
 
-    teacher = ScoredLogits(model)
+    teacher = ScoredLogits(model, setup.compute)
     _materialise(teacher, model, parameter, setup)
     return teacher.eval()
 
@@ -262,6 +268,9 @@ def _meta_model(checkpoint: Checkpoint, layout: Layout, setup: ModelSetup) -> An
     blocks = Blocks(checkpoint, setup.compute, setup.device)
     config, family = blocks.model_config(layout), blocks.family
     config._attn_implementation = setup.attention
+    if setup.attention == "sdpa" and not any(blocks.decoder.windows):  # masks of windows are left to transformers
+        ALL_ATTENTION_FUNCTIONS.register(SDPA_AS_TOLD, ALL_ATTENTION_FUNCTIONS["sdpa"])
+        config._attn_implementation = SDPA_AS_TOLD
     with torch.device("meta"):
         model = ladderized_class(family, "ForCausalLM")(config)
         if setup.collecting:
@@ -275,7 +284,8 @@ def _meta_model(checkpoint: Checkpoint, layout: Layout, setup: ModelSetup) -> An
 def _materialise(
     outer: nn.Module, model: Any, parameter: Callable[[str, torch.Size], nn.Parameter], setup: ModelSetup
 ) -> None:
-    """Put real parameters in place of meta ones, and shard them: layer by layer, then what surrounds the layers."""
+    """Put real parameters in place of meta ones, and shard them: each layer, the embedding and the LM head by itself,
+    so that FSDP2 gathers one while the one before computes, and gives it up after it. Tied ends are one, and stay."""
     rotary = type(model.model.rotary_emb)
     model.model.rotary_emb = rotary(model.config).to(setup.device)
     for index, layer in enumerate(model.model.layers):
@@ -290,6 +300,10 @@ def _materialise(
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     if setup.mesh is not None:
+        if not tied:
+            shard(model.model.embed_tokens, setup.mesh, compute=setup.compute, reshard=setup.reshard)
+            # backward begins with it
+            shard(model.lm_head, setup.mesh, compute=setup.compute, reshard=False)
         shard(outer, setup.mesh, compute=setup.compute, reshard=setup.reshard)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.lora.config import LoraOptions
-from ladderize.adapt.methods import LORA
+from ladderize.adapt.methods import FLASH, FLEX, LORA
 from ladderize.adapt.retrain.hf_model import trained_tensors
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
@@ -41,7 +41,7 @@ class Demand:
     bytes of what is computed in. first: the first layer that something is trained in or before, below which no backward
     pass goes. compared: layers whose sub-modules are compared with the teacher's. shards: ranks that share the
     parameters (FSDP2), else 1; reshard: which give up a layer's between forward and backward. tp_size: ranks that share
-    the model and its compute. rows, seq_len: of a micro-batch."""
+    the model and its compute. rows, seq_len: of a micro-batch. masked: whether its rows are read under a mask."""
 
     config: Mapping[str, Any]
     layout: Layout
@@ -58,6 +58,7 @@ class Demand:
     shards: int = 1
     reshard: bool = True
     tp_size: int = 1
+    masked: bool = False
 
     def parts(self) -> dict[str, int]:
         """Bytes on one device, by what takes them."""
@@ -74,6 +75,8 @@ class Demand:
             "teacher": own_teacher * self.compute // held if self.teacher else 0,
             "gathered": self.gathered(parameters, own_teacher if self.teacher else 0),
             "activations": self.activations(),
+            # bool, once more on the way to it, and what is added to the scores
+            "masks": self.rows * self.seq_len**2 * (2 + self.compute) if self.masked else 0,
             "logits": self.logits(),
             "compared outputs": self.compared_outputs(),
             "other": OTHER_BYTES,
@@ -84,19 +87,21 @@ class Demand:
         return sum(self.parts().values())
 
     def gathered(self, parameters: int, teacher: int) -> int:
-        """What FSDP2 puts together for a pass. Beside ``tp_size`` all of a rank's slices at once, as they are computed
-        in, the gradients of the trained ones, and these once more in fp32 to be summed. Else what surrounds the layers,
-        which stays, and two layers at a time (without ``reshard`` all), one with its gradients."""
+        """What FSDP2 puts together for a pass. Beside ``tp_size`` all of a rank's slices, as they are computed in, and
+        the gradients of a layer or of the ends, once more in fp32 to be summed. Else the LM head, which stays, and two
+        layers at a time (without ``reshard`` all, and the embedding), one with its gradients."""
         if self.shards == 1:
             return 0
-        if self.tp_size > 1:
-            numbers = (parameters + teacher) * self.compute + self.trained * (self.compute + FP32)
-            return numbers // self.tp_size
         layers = self.layout.num_layers
         ends = parameter_count(with_layers(self.config, 0))
         layer, models = (parameters - ends) // layers, 2 if self.teacher else 1
-        held = models * ends + (2 * layer if self.reshard else models * layers * layer)
-        summed = layer + max(0, self.trained - layers * layer)
+        if self.tp_size > 1:
+            summed = max(layer, self.trained - layers * layer)
+            return ((parameters + teacher) * self.compute + summed * (self.compute + FP32)) // self.tp_size
+        head = int(self.config["vocab_size"]) * int(self.config["hidden_size"])
+        held = models * head + 2 * layer if self.reshard else models * parameters
+        # the gradient of the embedding, or of tied ends, at the end of the backward pass
+        summed = max(layer, head) if self.trained > layers * layer else layer
         return held * self.compute + summed * (self.compute + FP32)
 
     def activations(self) -> int:
@@ -163,6 +168,7 @@ def demand_of(task: Task) -> Demand:
         shards=task.data_ranks if task.sharded else 1,
         reshard=accelerate_settings().reshard is not False,
         tp_size=task.tp_size,
+        masked=task.options.packing and task.options.attention not in (FLASH, FLEX),
     )
 
 

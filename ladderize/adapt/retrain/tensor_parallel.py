@@ -1,8 +1,9 @@
 """Training on the runtime's tensor-parallel model: every rank holds its slices of the weights, their gradients and
 their optimizer state, and the ranks of one group work on the same rows.
 
-Beside it data parallel: DDP, or FSDP2 with all of a rank's slices as one unit, since the runtime's walk goes through
-parts of layers, in whatever order its schedule says, and not through modules that FSDP2 could gather one by one.
+Beside it data parallel: DDP, or FSDP2, which gathers a rank's slices sub-module by sub-module and sums their gradients
+so. The runtime's walk goes through parts of layers, in whatever order its schedule says, and not through modules: it
+calls one where it begins to use its weights, and these stay until their gradients are known.
 """
 
 import functools
@@ -67,11 +68,12 @@ class TPEngine(Engine):
         teacher: TPTraining | None = None,
         compared: Sequence[int] = (),
     ) -> None:
-        if mesh is not None:
-            shard(student, mesh, compute=compute, reshard=None)
-            if teacher is not None:
-                shard(teacher, mesh, compute=compute, reshard=None)
-                register_fsdp_forward_method(teacher, "scored_logits")  # what is called instead of forward
+        for model in (student, teacher):
+            if model is not None and mesh is not None:
+                for own in (*model.weights.attentions, *model.weights.mlps, model):
+                    shard(own, mesh, compute=compute, reshard=False)
+        if teacher is not None and mesh is not None:
+            register_fsdp_forward_method(teacher, "scored_logits")  # what is called instead of forward
         super().__init__(
             student,
             None if teacher is None else teacher.scored_logits,
@@ -108,11 +110,10 @@ class TPEngine(Engine):
         if not self.sharded:
             squares /= self.data.size  # they all have the same gradients
         norm = squares.sqrt()
-        scale = float(max_norm / (norm + 1e-6))
-        if scale < 1:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.mul_(scale)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1)  # nobody asks the device whether it is less
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(scale)
         return norm
 
     def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -129,9 +130,10 @@ def local_part(tensor: Tensor) -> Tensor:
 def own_rows(tensor: Tensor, rows: slice) -> Tensor:
     """Of ``rows`` of a tensor that may be sharded those that this rank holds: a view, outside of autograd."""
     begin, end, _ = rows.indices(len(tensor))
-    held = local_part(distributed_like(tensor, torch.arange(len(tensor), device=tensor.device)))
-    first, last = (int((held < edge).sum()) for edge in (begin, end))
-    return local_part(tensor)[first:last]
+    first = 0
+    if isinstance(tensor, DTensor):  # FSDP2 shares rows out as torch.chunk does
+        first = tensor.device_mesh.get_local_rank() * -(-len(tensor) // tensor.device_mesh.size())
+    return local_part(tensor)[max(0, begin - first) : max(0, end - first)]
 
 
 STATISTICS_BYTES = 28  # of a token, that vocabulary-parallel losses send

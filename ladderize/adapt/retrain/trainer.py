@@ -200,7 +200,6 @@ class Trainer:
             raise
         scored = sum(int((row.targets != IGNORED_TARGET).sum()) for row in rows)
         tokens = sum(len(row.ids) for row in rows)
-        counts = torch.tensor([scored, scored, tokens], device=engine.ranks.device)
         # ranks draw different numbers, the same ones when a step is made again
         torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + engine.data.rank)
         sums = torch.zeros(4, device=engine.ranks.device, dtype=torch.float64)
@@ -210,11 +209,13 @@ class Trainer:
             batch = engine.to_device(collate(micro))
             with engine.accumulating(last=number == len(micros) - 1):
                 losses = engine.losses(batch)
+                means = (total / count for total, count in zip(losses, (scored, scored, tokens), strict=True))
                 # ranks' gradients are averaged, and the mean over the step's tokens is meant
-                (options.objective.total(*(losses / counts)) * engine.data.size).backward()
+                (options.objective.total(*means) * engine.data.size).backward()
             sums[:3] += losses.detach()
-        norm = float(engine.clip(options.max_gradient))
-        entropy, divergence, hidden, stop = engine.sum(sums).tolist()
+        length = engine.clip(options.max_gradient).double()
+        # here alone in a step the host waits for the device
+        entropy, divergence, hidden, stop, norm = torch.cat((engine.sum(sums), length[None])).tolist()
         entropy, divergence, hidden = entropy / scored, divergence / scored, hidden / tokens
         loss = options.objective.total(entropy, divergence, hidden)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -365,9 +366,9 @@ def score(
     sums = torch.zeros(5, device=engine.ranks.device, dtype=torch.float64)
     with engine.evaluating():
         for own in shares(engine, rows, micro_batch_size, advance):
-            batch = collate(own)
-            sums[:3] += engine.losses(engine.to_device(batch))
-            sums[3] += (batch["targets"] >= 0).sum()
+            batch = engine.to_device(collate(own))
+            sums[:3] += engine.losses(batch)
+            sums[3] += len(batch.scored)
             sums[4] += sum(map(len, own))
     entropy, divergence, hidden, scored, tokens = engine.sum(sums).tolist()
     return Scores(entropy / scored, divergence / scored, round(scored), hidden / tokens)
@@ -381,7 +382,7 @@ def score_teacher(
     for own in shares(engine, rows, micro_batch_size, advance):
         batch = engine.to_device(collate(own))
         sums[0] += engine.teacher_entropy(batch)
-        sums[1] += (batch["targets"] >= 0).sum()
+        sums[1] += len(batch.scored)
     entropy, tokens = engine.sum(sums).tolist()
     return Scores(entropy / tokens, 0.0, round(tokens))
 

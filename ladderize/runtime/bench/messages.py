@@ -22,6 +22,7 @@ from ladderize.runtime.bench.cost_model import Operation, covers
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.collectives.observed import ObservedAllReduce, Recording
+from ladderize.runtime.graphs import capture
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import Shape
 
@@ -108,16 +109,9 @@ def captured(run: Callable[[], None], device: torch.device) -> Callable[[], None
     launches. All ranks call it."""
     if device.type != "cuda":
         return run
-    side = torch.cuda.Stream(device)  # a warm-up beforehand, as capturing asks for
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
-    return graph.replay
+    graph, _ = capture(run, device, warm_ups=1)
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 class AloneTimes:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ladderize.errors import UserError
-from ladderize.runtime.decode import are_sound, sample, view_length
+from ladderize.runtime.decode import are_sound, captured_step, sample, view_length
 from ladderize.runtime.kv_cache import CacheRows, KVCache
 from ladderize.runtime.requests.reading import TextReader, padded
 from ladderize.runtime.requests.scoring import OutputLayer
@@ -89,6 +89,7 @@ class ContinuousBatch:
         columns = max(padded(longest_prompt), longest_text)
         self.cache = KVCache.allocate(reader.model.shape, rows, columns, reader.dtype, reader.device)
         self.rows: list[_Row] = []
+        self.steps = CapturedSteps(reader, self.cache) if reader.device.type == "cuda" else None
 
     def run(self, prompts: Sequence[Prompt], advance: Callable[[int], None] = lambda n: None) -> list[list[int]]:
         """The new tokens of each prompt, the one that ends it included. advance: told how many more are done."""
@@ -155,14 +156,15 @@ class ContinuousBatch:
 
     def _decode(self) -> None:
         """One token more for every row."""
-        count, device = len(self.rows), self.reader.device
-        ids = torch.tensor([row.new[-1] for row in self.rows], device=device)[:, None]
-        positions = torch.tensor([row.length for row in self.rows], device=device)
+        count = len(self.rows)
+        ids, positions = torch.tensor([[row.new[-1] for row in self.rows], [row.length for row in self.rows]])
         view = view_length(max(row.length for row in self.rows) + 1, self.cache)
-        seen = torch.arange(view, device=device) <= positions[:, None]
-        step = Step(self.reader.rope[positions][:, None, None], positions[:, None], view, seen[:, None, None])
-        cache = KVCache(self.cache.keys[:, :count], self.cache.values[:, :count])
-        self._choose(self.rows, self.reader.forward(ids, step, cache)[:, 0])
+        if self.steps is not None:
+            states = self.steps.run(ids, positions, view)
+        else:
+            step, cache = row_step(self.reader.rope, positions, view), self.cache.batch_rows(0, count)
+            states = self.reader.forward(ids[:, None], step, cache)[:, 0]
+        self._choose(self.rows, states)
 
     def _choose(self, rows: list[_Row], states: Tensor) -> None:
         """Give each row the token that follows its state [rows, hidden]."""
@@ -174,11 +176,13 @@ class ContinuousBatch:
         else:
             logits = model.logits(states)
             sound, tokens = are_sound(logits), logits.argmax(-1)
-            for sampling in dict.fromkeys(row.prompt.sampling for row in rows):
+            samplings = dict.fromkeys(row.prompt.sampling for row in rows)
+            for sampling in samplings:
                 places = [place for place, row in enumerate(rows) if row.prompt.sampling == sampling]
                 if sampling.temperature:
                     draws = [rows[place].draws[len(rows[place].new)] for place in places]  # type: ignore[index]
-                    tokens[places] = sample(logits[places], sampling, torch.stack(draws))
+                    own = places if len(samplings) > 1 else slice(None)  # the host would wait for indices to arrive
+                    tokens[own] = sample(logits[own], sampling, torch.stack(draws))
         # in one piece: each answer that the host asks of a GPU keeps the GPU idle
         *new, is_sound = torch.cat((tokens, sound.to(tokens.dtype)[None])).tolist()
         if not is_sound:
@@ -188,6 +192,40 @@ class ContinuousBatch:
             )
         for row, token in zip(rows, new, strict=True):
             row.new.append(token)
+
+
+def row_step(rope: Tensor, positions: Tensor, view: int) -> Step:
+    """One token of each row, in its own column: positions [rows]."""
+    seen = torch.arange(view, device=positions.device) <= positions[:, None]
+    return Step(rope[positions][:, None, None], positions[:, None], view, seen[:, None, None])
+
+
+class CapturedSteps:
+    """Steps of all rows of a cache as CUDA graphs, one for each number of columns in view: started one by one, the
+    kernels of a step take longer than they run."""
+
+    def __init__(self, reader: TextReader, cache: KVCache) -> None:
+        self.model, self.rope, self.cache = reader.model, reader.rope, cache
+        self.inputs = torch.zeros(2, cache.keys.shape[1], dtype=torch.long, device=reader.device)
+        self.graphs: dict[int, tuple[Any, Tensor]] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def run(self, ids: Tensor, positions: Tensor, view: int) -> Tensor:
+        """ids, positions: [rows at work], on the host. Returns their states [rows at work, hidden], until the next
+        run."""
+        if view not in self.graphs:
+            self.inputs.zero_()
+
+            def step() -> Tensor:
+                ids, positions = self.inputs
+                return self.model.forward(ids[:, None], row_step(self.rope, positions, view), self.cache)[:, 0]
+
+            self.graphs[view] = captured_step(step, self.cache, self.pool)
+        graph, states = self.graphs[view]
+        # the other rows write into a column that is read by nobody before it is written again
+        self.inputs[:, : len(ids)] = torch.stack((ids, positions)).to(self.inputs.device)
+        graph.replay()
+        return states[: len(ids)]
 
 
 def continue_prompts(worker: Worker, prompts: Sequence[Prompt], advance: Callable[[int], None]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import check_activation
 from ladderize.runtime.step import Step
+from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import LayerOutputs, SubModuleOutputs, hidden_error
 from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
 from ladderize.runtime.training.weights import TrainedWeights, UsedWeights
@@ -63,22 +64,20 @@ class TPTraining(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        targets: Tensor,
+        batch: Batch,
         teacher_logits: Tensor | None = None,
         teacher_outputs: SubModuleOutputs | None = None,
     ) -> Tensor:
-        """[rows, tokens] each; a negative target does not count. teacher_logits: [tokens that count, own vocab].
+        """teacher_logits: [tokens that count, own vocab].
 
         Returns the sums of cross-entropy, divergence and hidden error: [3], fp32, equal on all ranks.
         """
         outputs = None if teacher_outputs is None else teacher_outputs.again()
-        logits = self.scored_logits(input_ids, position_ids, targets, outputs)
+        logits = self.scored_logits(batch, outputs)
         shape = self.shape
         sums = vocab_parallel_losses(
             logits,
-            targets[targets >= 0],
+            batch.scored_targets,
             teacher_logits,
             self.temperature,
             self.collectives,
@@ -90,9 +89,7 @@ class TPTraining(nn.Module):
             apart = hidden_error(outputs, teacher_outputs)
         return torch.stack((*sums, apart))
 
-    def scored_logits(
-        self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, outputs: SubModuleOutputs | None = None
-    ) -> Tensor:
+    def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
         """This rank's columns of the logits where a target counts: [tokens that count, own vocab]. outputs: is given
         what the sub-modules add to the stream."""
         self.collectives.tidy()
@@ -100,11 +97,9 @@ class TPTraining(nn.Module):
         model = _TrainedLlama(
             self.shape, self.layout, used, self.collectives, recompute=self.recompute, outputs=outputs
         )
-        mask = packed_mask(position_ids)
-        step = Step(self.rope[position_ids].unsqueeze(2), 0, 0, mask, causal=mask is None)
-        cache = NoCache(self.weights.compute, input_ids.device)
-        hidden = model.forward(input_ids, step, cache, self.schedule)
-        return model.head(hidden[targets >= 0])
+        step = Step(self.rope[batch.position_ids].unsqueeze(2), 0, 0, batch.mask, causal=batch.mask is None)
+        cache = NoCache(self.weights.compute, batch.input_ids.device)
+        return model.head(batch.scored_states(model.forward(batch.input_ids, step, cache, self.schedule)))
 
 
 class _TrainedLlama(TPLlama):
@@ -137,14 +132,3 @@ class _TrainedLlama(TPLlama):
 def _recomputed(function: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
     products: tuple[Tensor, ...] = checkpoint(function, *inputs, use_reentrant=False)
     return products
-
-
-def packed_mask(position_ids: Tensor) -> Tensor | None:
-    """[rows, tokens], each text's positions beginning at 0 -> bool [rows, 1, tokens, tokens]: a token sees its own text
-    up to itself. None where every row is one text."""
-    tokens = position_ids.shape[1]
-    text = (position_ids == 0).cumsum(-1)
-    if bool((text[:, -1] == 1).all()):
-        return None
-    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=position_ids.device).tril()
-    return ((text[:, :, None] == text[:, None, :]) & causal)[:, None]

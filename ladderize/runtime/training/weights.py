@@ -106,13 +106,22 @@ def _can_share(own: Tensor, other: Tensor) -> bool:
     return not other.requires_grad and own.shape == other.shape and torch.equal(own, other)
 
 
+class SubModuleWeights(nn.Module):
+    """The parameters of a sub-module, which FSDP2 may share out by themselves. It gathers them when this is called, at
+    the beginning of a pass's first use, and takes their gradients when that of the token arrives, after those of all
+    uses."""
+
+    def forward(self, token: Tensor | None) -> Tensor | None:
+        return None if token is None else token.view_as(token)
+
+
 class TrainedLinear(nn.Module):
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         self.weight, self.bias = _parameter(linear.weight), _parameter(linear.bias)
 
 
-class TrainedAttention(nn.Module):
+class TrainedAttention(SubModuleWeights):
     def __init__(self, weights: AttentionWeights) -> None:
         super().__init__()
         self.norm, self.o_bias = _parameter(weights.norm.weight), _parameter(weights.o_bias)
@@ -123,7 +132,7 @@ class TrainedAttention(nn.Module):
         self.k_norm = None if norms is None else _parameter(norms.key)
 
 
-class TrainedMlp(nn.Module):
+class TrainedMlp(SubModuleWeights):
     def __init__(self, weights: MlpWeights) -> None:
         super().__init__()
         self.norm, self.down_bias = _parameter(weights.norm.weight), _parameter(weights.down_bias)
@@ -296,6 +305,8 @@ class UsedWeights:
 
     def __init__(self, weights: TrainedWeights) -> None:
         self.weights = weights
+        self._token = torch.zeros((), device=weights.norm.device, requires_grad=True)
+        self._tokens: dict[int, Tensor | None] = {}
         self._values: dict[int, Tensor] = {}
         self._gradients: dict[int, WeightGradient] = {}
 
@@ -308,15 +319,15 @@ class UsedWeights:
         return self._norm(self.weights.norm)
 
     def take_head(self) -> LaterLinear:
-        return self._later(self.weights.head, None)
+        return self._later(self.weights.head, None, None)
 
     def attention(self, layer: int) -> AttentionWeights:
         own: Any = self.weights.attentions[layer]
-        shape = self.weights.shape
+        shape, token = self.weights.shape, self._begin(own)
         made = AttentionWeights(
             self._norm(own.norm),
-            self._linear(own.qkv),
-            [self._linear(o) for o in own.o],
+            self._linear(own.qkv, token),
+            [self._linear(o, token) for o in own.o],
             self._small(own.o_bias),
             HeadNorms(own.q_norm, own.k_norm, shape.own_heads, shape.own_kv_heads, shape.eps)
             if own.q_norm is not None
@@ -326,10 +337,11 @@ class UsedWeights:
 
     def mlp(self, layer: int) -> MlpWeights:
         own: Any = self.weights.mlps[layer]
+        token = self._begin(own)
         made = MlpWeights(
             self._norm(own.norm),
-            [self._linear(gate_up) for gate_up in own.gate_up],
-            self._linear(own.down),
+            [self._linear(gate_up, token) for gate_up in own.gate_up],
+            self._linear(own.down, token),
             self._small(own.down_bias),
         )
         return made if self.weights.lora is None else self.weights.lora.mlp(layer, made, self.weights.compute)
@@ -342,12 +354,18 @@ class UsedWeights:
     def resident_bytes(self) -> int:
         return self.nbytes
 
-    def _linear(self, linear: Any) -> LaterLinear:
-        return self._later(linear.weight, self._small(linear.bias))
+    def _begin(self, own: nn.Module) -> Tensor | None:
+        """The token of a sub-module that is about to be used; see ``SubModuleWeights``."""
+        if id(own) not in self._tokens:
+            self._tokens[id(own)] = own(self._token if torch.is_grad_enabled() else None)
+        return self._tokens[id(own)]
 
-    def _later(self, parameter: Tensor, bias: Tensor | None) -> LaterLinear:
+    def _linear(self, linear: Any, token: Tensor | None) -> LaterLinear:
+        return self._later(linear.weight, self._small(linear.bias), token)
+
+    def _later(self, parameter: Tensor, bias: Tensor | None, token: Tensor | None) -> LaterLinear:
         gradient = self._gradients.setdefault(id(parameter), WeightGradient())
-        return LaterLinear(parameter, self._value(parameter), bias, gradient)
+        return LaterLinear(parameter, self._value(parameter), bias, gradient, token)
 
     def _norm(self, weight: Tensor) -> RMSNorm:
         kind = RMSNorm if self.weights.compute == torch.float32 else WideRMSNorm

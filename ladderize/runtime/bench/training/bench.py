@@ -34,11 +34,12 @@ from ladderize.runtime.bench.training.check import (
     step_name,
 )
 from ladderize.runtime.bench.training.document import TrainingBenchDocument, TrainingBenchRow, show_training_bench
-from ladderize.runtime.bench.training.steps import STEP_PASSES, Batch, ModelStep, TimedStep, step_opener, training_bytes
+from ladderize.runtime.bench.training.steps import STEP_PASSES, ModelStep, TimedStep, step_opener, training_bytes
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import Recording, Traced
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.spec import ModelSpec
+from ladderize.runtime.training.batch import Batch
 
 INSTRUMENTED_STEPS = 4
 LOSS_STATISTICS = 8  # float32 numbers of a token that the ranks tell each other for the losses, at most

@@ -14,11 +14,12 @@ from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.messages import compare_messages
-from ladderize.runtime.bench.training.steps import Batch, ModelStep, OpenStep
+from ladderize.runtime.bench.training.steps import ModelStep, OpenStep
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.observed import Observed, Recording
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.spec import ModelSpec
+from ladderize.runtime.training.batch import Batch
 
 # The largest difference that another order of sums explains, relative to the norm of what is compared.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}

@@ -7,7 +7,6 @@ all parameters in float32. The optimizer is no part of it: it does not communica
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,24 +24,11 @@ from ladderize.runtime.loader import CheckpointSource, RandomSource, Source, fil
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import Shape, virtual_ranks
 from ladderize.runtime.spec import ModelSpec
+from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.weights import TrainedWeights, build_weights
 
 STEP_PASSES = ("forward", "backward")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """ids [rows, tokens], and what should follow each of them, alike on all ranks."""
-
-    ids: Tensor
-    targets: Tensor
-
-    @classmethod
-    def random(cls, vocab: int, rows: int, tokens: int, seed: int, device: torch.device) -> "Batch":
-        numbers = torch.Generator().manual_seed(seed)
-        ids, targets = torch.randint(0, vocab, (2, rows, tokens), generator=numbers).to(device)
-        return cls(ids, targets)
 
 
 class ModelStep:
@@ -60,7 +46,6 @@ class ModelStep:
         self.spec, self.weights, self.schedule, self.batch, self.group = spec, weights, schedule, batch, group
         self.collectives = collectives
         self.model = TPTraining(weights, spec.config, spec.layout, collectives, schedule=schedule)
-        self.positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
         # numbers of the one message in which the ranks sum what they know parts of (weights.sum_partial_gradients)
         self.partial = sum(parameter.numel() for parameter in weights.partial_parameters())
         for parameter, rows, copies in weights.copied_rows():
@@ -73,7 +58,7 @@ class ModelStep:
 
     def forward(self) -> Tensor:
         """The mean loss [], float32."""
-        sums: Tensor = self.model(self.batch.ids, self.positions, self.batch.targets)
+        sums: Tensor = self.model(self.batch)
         return sums[0] / self.batch.targets.numel()
 
     def backward(self, loss: Tensor) -> None:
@@ -99,7 +84,7 @@ class ModelStep:
         reads is as large as the sum that it reads."""
 
         def messages(sums: Callable[[Layout], int]) -> Counter[int]:
-            rows, tokens = self.batch.ids.shape
+            rows, tokens = self.batch.input_ids.shape
             itemsize, layout = self.spec.torch_dtype.itemsize, self.spec.layout
             return expected_messages(self.weights.shape, sums(layout), itemsize, self.schedule, rows, tokens)
 

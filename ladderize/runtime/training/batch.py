@@ -1,0 +1,70 @@
+"""A micro-batch on its device, and what the host knows of it: a pass that asked the device would wait for it."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ladderize.runtime.step import additive
+
+
+@dataclass(frozen=True)
+class Batch:
+    """input_ids, position_ids, targets: int64 [rows, tokens]. Each text's positions begin at 0; a negative target does
+    not count. Of all rows side by side, scored: the places whose targets count, int64 [n]; starts: where each text
+    begins, and the end, int32 [texts + 1]. longest: tokens of the longest text."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    scored: Tensor
+    starts: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], device: torch.device) -> "Batch":
+        """tensors: on the host, by name: input_ids, position_ids and targets."""
+        targets, begins = tensors["targets"].flatten(), tensors["position_ids"] == 0
+        begins[:, 0] = True
+        starts = torch.cat((begins.flatten().nonzero()[:, 0], torch.tensor([targets.numel()])))
+        counted = {"scored": (targets >= 0).nonzero()[:, 0], "starts": starts.int()}
+        if device.type == "cuda":  # from pinned memory the copy does not hold up the host
+            pinned = {name: tensor.pin_memory() for name, tensor in {**tensors, **counted}.items()}
+            sent = {name: tensor.to(device, non_blocking=True) for name, tensor in pinned.items()}
+        else:
+            sent = {**tensors, **counted}
+        return cls(**sent, longest=int(starts.diff().max()))
+
+    @classmethod
+    def random(cls, vocab: int, rows: int, tokens: int, seed: int, device: torch.device) -> "Batch":
+        """Rows of one text each, of which every token counts."""
+        numbers = torch.Generator().manual_seed(seed)
+        ids, targets = torch.randint(0, vocab, (2, rows, tokens), generator=numbers)
+        positions = torch.arange(tokens).repeat(rows, 1)
+        return cls.of({"input_ids": ids, "position_ids": positions, "targets": targets}, device)
+
+    @property
+    def scored_targets(self) -> Tensor:
+        """[n]."""
+        return self.targets.flatten()[self.scored]
+
+    def scored_states(self, states: Tensor) -> Tensor:
+        """Of states [..., hidden], in as many rows as there may be, those whose targets count: [n, hidden]."""
+        return states.flatten(0, -2)[self.scored]
+
+    @functools.cached_property
+    def mask(self) -> Tensor | None:
+        """Bool [rows, 1, tokens, tokens]: a token sees its own text up to itself. None where every row is one text,
+        which a causal kernel reads without a mask."""
+        rows, tokens = self.position_ids.shape
+        if len(self.starts) == rows + 1:
+            return None
+        text = (self.position_ids == 0).cumsum(-1)
+        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=text.device).tril()
+        return ((text[:, :, None] == text[:, None, :]) & causal)[:, None]
+
+    def additive_mask(self, dtype: torch.dtype) -> Tensor | None:
+        """The same as what is added to scores."""
+        return None if self.mask is None else additive(self.mask, dtype)
