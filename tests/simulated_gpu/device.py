@@ -224,7 +224,7 @@ class SimulatedGpu:
         self.streams, self.pending, self.kept = list[Stream](), list[Node](), list[Event]()
         self.log, self.problems = list[tuple[Any, ...]](), list[Any]()
         self.left_out, self.waits = left_out, 0
-        self.replays = 0  # of graphs
+        self.captures = self.replays = 0  # of graphs
         self.recorded = list[Stream]()
         self.known: dict[tuple[Any, ...], Any] = {}  # shapes of results
         self.syncs = Counter[str]()
@@ -470,6 +470,7 @@ class SimulatedGpu:
     @contextlib.contextmanager
     def capture(self, graph: Graph, pool: object = None, stream: Stream | None = None, **more: Any) -> Iterator[None]:
         self.synchronize()
+        self.captures += 1
         before = {other: list(other.frontier) for other in self.streams}
         self.capture_stream = stream or Stream(self)
         self.capturing = graph
@@ -584,6 +585,8 @@ class WithIndex(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0].to(DEVICE)
+        if func == torch.Tensor.data.__set__ and isinstance(args[0], SimTensor):
+            args[0].backing, args[0].memory = args[1].backing, args[1].memory
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):  # C++ would make the lists tensors by itself
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             index = tuple(torch.tensor([*part]) if isinstance(part, (list, range)) else part for part in index)

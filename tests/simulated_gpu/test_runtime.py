@@ -2,6 +2,7 @@
 keeps to streams and events may run things."""
 
 from dataclasses import dataclass
+from itertools import chain
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.gpu import HIGH, RENDEZVOUS_TIMEOUT, Nccl
-from ladderize.runtime.decode import BUCKET, are_sound
+from ladderize.runtime.decode import BUCKET, are_sound, generate_tokens
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from tests.groups import make_generator
@@ -190,6 +191,30 @@ def test_graphs(folders, name):
             assert_alike(found, expected)
         assert not gpu.problems, gpu.problems[0]
         assert not gpu.recorded
+
+
+def test_no_graph_is_captured_between_tokens(folders):
+    """All that a generation replays is there before its first token, also for the view that only its end needs."""
+    prompts = [random_ids(1, length)[0].tolist() for length in (BUCKET - 3, BUCKET - 9)]
+
+    def tokens(device, backend):
+        generator = opened(folders["both"], device, backend, 2, 300)
+        generator.graphs = device == DEVICE
+        return generate_tokens(generator, prompts, max_new_tokens=12, sampling=Sampling())
+
+    def joined(chunks):
+        return [list(chain.from_iterable(row)) for row in zip(*chunks, strict=True)]
+
+    with torch.inference_mode():
+        expected = joined(tokens(torch.device("cpu"), Alike(RANKS)))
+        with SimulatedGpu(seed(), RANKS) as gpu:
+            chunks = tokens(DEVICE, collectives("one-shot", gpu))
+            first = next(chunks)
+            assert (gpu.captures, gpu.replays) == (2, 0)
+            found = joined([first, *chunks])
+            assert (gpu.captures, gpu.replays) == (2, 11)
+        assert found == expected
+        assert not gpu.problems, gpu.problems[0]
 
 
 def test_a_stream_that_is_not_joined_ends_a_capture(folders):
