@@ -75,11 +75,12 @@ class SimTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, backing: torch.Tensor, memory: Memory, base: torch.Tensor | None = None) -> "SimTensor":
         """base: a tensor of the same memory, with which autograd must know that this one shares it."""
-        shape = _shape(backing)
-        if base is not None:
-            storage = base.untyped_storage()
-            shape = shape.new_empty(0).set_(storage, backing.storage_offset(), backing.size(), backing.stride())
-        made = torch.Tensor._make_subclass(cls, shape)
+        with torch.inference_mode(torch.is_inference_mode_enabled() if base is None else base.is_inference()):
+            shape = _shape(backing)
+            if base is not None:
+                storage = base.untyped_storage()
+                shape = shape.new_empty(0).set_(storage, backing.storage_offset(), backing.size(), backing.stride())
+            made = torch.Tensor._make_subclass(cls, shape)
         made.backing, made.memory = backing, memory
         return made
 
@@ -556,6 +557,7 @@ class SimulatedGpu:
         }
         for name, value in replaced.items():
             self.stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        self.stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 28, 3)))
         self.stack.enter_context(mock.patch.object(torch, "Generator", HostGenerator))
         for function, stands_for in ((dist.all_reduce, self.all_reduce), (dist.all_gather_single, self.all_gather)):
             own = mock.create_autospec(function, side_effect=stands_for)
@@ -583,6 +585,8 @@ class WithIndex(TorchFunctionMode):
     """``cuda`` is ``cuda:0``: which GPU is the current one is asked of a CUDA that is not there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.cuda:
             return args[0].to(DEVICE)
         if func == torch.Tensor.data.__set__ and isinstance(args[0], SimTensor):
