@@ -11,6 +11,7 @@ from ladderize.adapt.align.options import AlignSettings
 from ladderize.adapt.align.reports import LayerReport
 from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.distill import distill
+from ladderize.adapt.blockwise.head_grouping import group_heads
 from ladderize.adapt.blockwise.layer_files import LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.adapt.blockwise.windows import Windows
@@ -82,6 +83,22 @@ def test_blocks(folders, tmp_path, name):
         assert theirs.loss_after < theirs.loss_before
         assert own.loss_after == pytest.approx(theirs.loss_after, rel=1e-3)
     assert_same_weights(found, expected, 1e-3)
+
+
+@pytest.mark.parametrize("criterion", ["error", "paper"])
+def test_head_grouping(folders, criterion):
+    ids = random_ids(WINDOWS, TOKENS).numpy()
+
+    def grouped(device):
+        blocks, _ = blocks_of(folders["dense"], device)
+        return group_heads(blocks, range(LAYERS), 2, ids, criterion=criterion)
+
+    found, expected, _ = on_both(grouped)
+    for layer in range(LAYERS):
+        own, theirs = found.report[layer], expected.report[layer]
+        assert sorted(found.orders[layer]) == sorted(expected.orders[layer])
+        for name in ("error_before", "error_after", "error_of_paper", "distance_after"):
+            assert getattr(own, name) == pytest.approx(getattr(theirs, name), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", CONVERTED)
