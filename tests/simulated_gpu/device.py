@@ -552,6 +552,7 @@ class SimulatedGpu:
             "memory_reserved": lambda *device: self.peak,
             "reset_peak_memory_stats": self._reset_peak,
             "mem_get_info": lambda *device: (MEMORY_BYTES - self.peak, MEMORY_BYTES),
+            "get_device_name": lambda *device: "simulated",
             "get_device_properties": lambda *device: SimpleNamespace(name="simulated", total_memory=MEMORY_BYTES),
             "_compile_kernel": lambda source, name: Kernel(self, source, name),
         }
