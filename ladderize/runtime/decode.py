@@ -22,6 +22,8 @@ from ladderize.runtime.step import Step
 
 # A CUDA graph of a decode step has a fixed number of cache columns in view: one graph for each multiple of this.
 BUCKET = 256
+# So many graphs are captured ahead, for 8192 tokens: each holds logits of its own, and most texts end long before.
+GRAPHS_AHEAD = 32
 
 
 def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
@@ -167,11 +169,12 @@ class Generator:
         return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
 
     def prepare(self, tokens: int, steps: int) -> None:
-        """Capture every graph that ``steps`` decode steps after ``tokens`` tokens replay: capturing one takes as long
-        as several steps, and would make a token between them late. They share memory, so there may be many."""
+        """Capture the graphs that ``steps`` decode steps after ``tokens`` tokens replay: capturing one takes as long as
+        several steps, and would make a token between them late."""
         if self.graphs:
             last = min(tokens + steps, self.cache.columns)
-            for length in sorted({view_length(used, self.cache) for used in range(tokens + 1, last + 1)}):
+            lengths = sorted({view_length(used, self.cache) for used in range(tokens + 1, last + 1)})
+            for length in lengths[:GRAPHS_AHEAD]:
                 self._graph(length)
 
     def _graph(self, length: int) -> "CapturedStep":
