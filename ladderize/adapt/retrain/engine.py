@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ladderize.adapt.data.packing import PADDING_TARGET
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.training.model import scored_places
 from ladderize.runtime.training.outputs import SubModuleOutputs
 from ladderize.runtime.training.weights import Piece
 
@@ -88,13 +87,11 @@ class Engine(ABC):
 
     # ---- a step ----
 
-    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """input_ids, position_ids and targets, [rows, tokens] each, of the host; and what else the model would have to
-        ask of its device."""
-        known = {**batch, "scored": scored_places(batch["targets"])}
-        return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in known.items()}
+    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """input_ids, position_ids and targets, [rows, tokens] each."""
+        return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
 
-    def losses(self, batch: Mapping[str, Any]) -> Tensor:
+    def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
         """[3]: cross-entropy and divergence, summed over the tokens that count, and hidden error, summed over all
         tokens, of one micro-batch (on the device); equal on ranks of the same rows."""
         scores = None
@@ -157,10 +154,10 @@ class Engine(ABC):
         self.student.train()
 
     @torch.no_grad()
-    def teacher_entropy(self, batch: Mapping[str, Any]) -> Tensor:
+    def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The summed cross-entropy of a micro-batch under the teacher: a scalar."""
         assert self.teacher is not None
-        return self.entropy(self.teacher(**batch), batch["targets"].flatten()[batch["scored"]])
+        return self.entropy(self.teacher(**batch), batch["targets"][batch["targets"] >= 0])
 
     @abstractmethod
     def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:

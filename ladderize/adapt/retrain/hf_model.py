@@ -31,7 +31,6 @@ from ladderize.families.registry import decoder_of
 from ladderize.layout import Layout
 from ladderize.modeling import ladderized_class
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.training.model import scored_places
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 from ladderize.runtime.training.weights import Piece
 
@@ -86,15 +85,10 @@ class ScoredLogits(nn.Module):
         self.scale = decoder_of(model.config.to_dict()).logits_scale
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        targets: Tensor,
-        outputs: SubModuleOutputs | None = None,
-        scored: Tensor | None = None,
+        self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, outputs: SubModuleOutputs | None = None
     ) -> Tensor:
         """[rows, tokens] each -> logits [tokens that count, vocab]. outputs: is given what the sub-modules add to the
-        stream, by layers that are ``CollectingLayer``. scored: of ``scored_places``, where the host knows them.
+        stream, by layers that are ``CollectingLayer``.
 
         ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins.
         """
@@ -103,8 +97,7 @@ class ScoredLogits(nn.Module):
             rows = {name: tensor.reshape(1, -1) for name, tensor in rows.items()}
         more = {} if outputs is None else {"sub_module_outputs": outputs}
         hidden = self.model.model(**rows, use_cache=False, **more).last_hidden_state
-        scored = scored_places(targets) if scored is None else scored
-        logits: Tensor = self.model.lm_head(hidden.flatten(0, 1).index_select(0, scored))
+        logits: Tensor = self.model.lm_head(hidden.view(*targets.shape, -1)[targets >= 0])
         return logits if self.scale == 1 else logits * self.scale
 
 
@@ -127,14 +120,12 @@ class TrainedModel(nn.Module):
         targets: Tensor,
         teacher_logits: Tensor | None = None,
         teacher_outputs: SubModuleOutputs | None = None,
-        scored: Tensor | None = None,
     ) -> Tensor:
         """[rows, tokens] each, teacher_logits [tokens that count, vocab] -> the sums of cross-entropy, divergence and
         hidden error: [3], fp32."""
         outputs = None if teacher_outputs is None else teacher_outputs.again()
-        scored = scored_places(targets) if scored is None else scored
-        logits = self.scored(input_ids, position_ids, targets, outputs, scored)
-        sums = token_losses(logits, targets.flatten()[scored], teacher_logits, self.temperature)
+        logits = self.scored(input_ids, position_ids, targets, outputs)
+        sums = token_losses(logits, targets[targets >= 0], teacher_logits, self.temperature)
         apart = sums[0].new_zeros(())
         if outputs is not None and teacher_outputs is not None:
             apart = hidden_error(outputs, teacher_outputs)

@@ -6,7 +6,7 @@ parts of layers, in whatever order its schedule says, and not through modules th
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.loader import CheckpointSource
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.lora import LoraPlan, TrainedLora
-from ladderize.runtime.training.model import TPTraining, is_packed
+from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
 from ladderize.runtime.training.weights import TrainedWeights, build_weights
 
@@ -93,9 +93,6 @@ class TPEngine(Engine):
                 shares[parameter][rows] /= self.tensor.size if piece.dim is None else piece.copies
         device = self.ranks.device
         self.shares = [local_part(distributed_like(own, share.to(device))) for own, share in shares.items()]
-
-    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {**super().to_device(batch), "packed": is_packed(batch["position_ids"])}
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:

@@ -68,21 +68,17 @@ class TPTraining(nn.Module):
         targets: Tensor,
         teacher_logits: Tensor | None = None,
         teacher_outputs: SubModuleOutputs | None = None,
-        scored: Tensor | None = None,
-        packed: bool | None = None,
     ) -> Tensor:
         """[rows, tokens] each; a negative target does not count. teacher_logits: [tokens that count, own vocab].
-        scored: of ``scored_places``, and packed: of ``packed_mask``, where the host knows them.
 
         Returns the sums of cross-entropy, divergence and hidden error: [3], fp32, equal on all ranks.
         """
         outputs = None if teacher_outputs is None else teacher_outputs.again()
-        scored = scored_places(targets) if scored is None else scored
-        logits = self.scored_logits(input_ids, position_ids, targets, outputs, scored, packed)
+        logits = self.scored_logits(input_ids, position_ids, targets, outputs)
         shape = self.shape
         sums = vocab_parallel_losses(
             logits,
-            targets.flatten()[scored],
+            targets[targets >= 0],
             teacher_logits,
             self.temperature,
             self.collectives,
@@ -95,13 +91,7 @@ class TPTraining(nn.Module):
         return torch.stack((*sums, apart))
 
     def scored_logits(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        targets: Tensor,
-        outputs: SubModuleOutputs | None = None,
-        scored: Tensor | None = None,
-        packed: bool | None = None,
+        self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, outputs: SubModuleOutputs | None = None
     ) -> Tensor:
         """This rank's columns of the logits where a target counts: [tokens that count, own vocab]. outputs: is given
         what the sub-modules add to the stream."""
@@ -110,11 +100,11 @@ class TPTraining(nn.Module):
         model = _TrainedLlama(
             self.shape, self.layout, used, self.collectives, recompute=self.recompute, outputs=outputs
         )
-        mask = packed_mask(position_ids, packed)
+        mask = packed_mask(position_ids)
         step = Step(self.rope[position_ids].unsqueeze(2), 0, 0, mask, causal=mask is None)
         cache = NoCache(self.weights.compute, input_ids.device)
         hidden = model.forward(input_ids, step, cache, self.schedule)
-        return model.head(hidden.flatten(0, 1).index_select(0, scored_places(targets) if scored is None else scored))
+        return model.head(hidden[targets >= 0])
 
 
 class _TrainedLlama(TPLlama):
@@ -149,23 +139,12 @@ def _recomputed(function: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
     return products
 
 
-def scored_places(targets: Tensor) -> Tensor:
-    """Which of all tokens count: their places [tokens that count] in ``targets`` [rows, tokens] laid end to end. A GPU
-    that is asked this stands still until it has answered, so the host that makes a batch works it out."""
-    return (targets.flatten() >= 0).nonzero()[:, 0]
-
-
-def is_packed(position_ids: Tensor) -> bool:
-    """Whether a row holds several texts. [rows, tokens], each text's positions beginning at 0."""
-    return bool(((position_ids == 0).sum(-1) != 1).any())
-
-
-def packed_mask(position_ids: Tensor, packed: bool | None = None) -> Tensor | None:
-    """[rows, tokens] -> bool [rows, 1, tokens, tokens]: a token sees its own text up to itself. None where every row is
-    one text. packed: whether none is; None: it is asked."""
-    if not (is_packed(position_ids) if packed is None else packed):
-        return None
+def packed_mask(position_ids: Tensor) -> Tensor | None:
+    """[rows, tokens], each text's positions beginning at 0 -> bool [rows, 1, tokens, tokens]: a token sees its own text
+    up to itself. None where every row is one text."""
     tokens = position_ids.shape[1]
     text = (position_ids == 0).cumsum(-1)
+    if bool((text[:, -1] == 1).all()):
+        return None
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=position_ids.device).tril()
     return ((text[:, :, None] == text[:, None, :]) & causal)[:, None]

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from ladderize.runtime.loader import CheckpointSource, RandomSource, Source, fil
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import Shape, virtual_ranks
 from ladderize.runtime.spec import ModelSpec
-from ladderize.runtime.training.model import TPTraining, scored_places
+from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.weights import TrainedWeights, build_weights
 
 STEP_PASSES = ("forward", "backward")
@@ -61,7 +60,6 @@ class ModelStep:
         self.spec, self.weights, self.schedule, self.batch, self.group = spec, weights, schedule, batch, group
         self.collectives = collectives
         self.model = TPTraining(weights, spec.config, spec.layout, collectives, schedule=schedule)
-        self.scored = scored_places(batch.targets)
         self.positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
         # numbers of the one message in which the ranks sum what they know parts of (weights.sum_partial_gradients)
         self.partial = sum(parameter.numel() for parameter in weights.partial_parameters())
@@ -75,8 +73,7 @@ class ModelStep:
 
     def forward(self) -> Tensor:
         """The mean loss [], float32."""
-        known: dict[str, Any] = {"scored": self.scored, "packed": False}
-        sums: Tensor = self.model(self.batch.ids, self.positions, self.batch.targets, **known)
+        sums: Tensor = self.model(self.batch.ids, self.positions, self.batch.targets)
         return sums[0] / self.batch.targets.numel()
 
     def backward(self, loss: Tensor) -> None:
