@@ -101,6 +101,47 @@ def test_a_rank_knows_its_place_on_its_machine_by_every_launcher(monkeypatch, va
     assert (found.local_rank, found.local_size) == place
 
 
+def torchrun(rank, local_rank, local_size):
+    return {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size, "GROUP_RANK": rank // local_size}
+
+
+# what launchers say to a process, where a script hands on their number of it as RANK
+LAUNCHERS = {
+    "torchrun": torchrun,
+    "accelerate launch": lambda *place: {**torchrun(*place), "ACCELERATE_MIXED_PRECISION": "bf16"},
+    "torchrun in a job of Slurm": lambda *place: {**torchrun(*place), "SLURM_PROCID": 0, "SLURM_LOCALID": 0},
+    "srun": lambda rank, here, size: (
+        {"SLURM_PROCID": rank, "SLURM_LOCALID": here, "SLURM_NTASKS_PER_NODE": size, "SLURM_NODEID": rank // size}
+    ),
+    "Open MPI's mpirun": lambda rank, here, size: (
+        {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": here, "OMPI_COMM_WORLD_LOCAL_SIZE": size}
+    ),
+    "Intel's mpirun": lambda rank, here, size: (
+        {"PMI_RANK": rank, "MPI_LOCALRANKID": here, "MPI_LOCALNRANKS": size, "PMI_SIZE": 2 * size}
+    ),
+}
+
+
+@pytest.mark.parametrize("gpus", [4, 1], ids=["a host's GPUs", "the own GPU"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_rank_of_two_hosts_has_a_gpu_of_its_own(monkeypatch, launcher, gpus):
+    """Four on each; gpus: how many of them a process sees."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    taken = []
+    for rank in range(8):
+        variables = {**HALF, "WORLD_SIZE": 8, "RANK": rank, **LAUNCHERS[launcher](rank, rank % 4, 4)}
+        with monkeypatch.context() as patch:
+            for name in [*LAUNCHER, *itertools.chain(*STARTERS)]:
+                patch.delenv(name, raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, str(value))
+            place = launched_place()
+        assert (place.rank, place.size, place.local_rank, place.local_size) == (rank, 8, rank % 4, 4)
+        taken.append(rank_device("cuda", place.local_rank).index)
+    assert taken == ([0, 1, 2, 3] * 2 if gpus == 4 else [0] * 8)
+
+
 @pytest.mark.parametrize(("local_rank", "gpus", "index"), [(3, 4, 3), (3, 1, 0), (0, 2, 0), (2, 2, None), (7, 4, None)])
 def test_two_ranks_never_get_one_gpu_in_silence(monkeypatch, local_rank, gpus, index):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

@@ -23,6 +23,8 @@ from ladderize.runtime.step import Step
 
 # A CUDA graph of a decode step has a fixed number of cache columns in view: one graph for each multiple of this.
 BUCKET = 256
+# So many graphs are captured ahead, for 8192 tokens: each holds logits of its own, and most texts end long before.
+GRAPHS_AHEAD = 32
 
 
 def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
@@ -157,11 +159,7 @@ class Generator:
             raise UserError(f"the cache of {self.cache.columns} positions is full")
         position, self.position = self.position, self.position + 1
         if self.graphs:
-            length = view_length(self.position, self.cache)
-            if length not in self._captured:
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
-                self._captured[length] = CapturedStep(self, length, self._pool)
-            return self._captured[length].replay(tokens, position, self.padding)
+            return self._graph(view_length(self.position, self.cache)).replay(tokens, position, self.padding)
         if self.padding is None:
             step = Step(self.rope[position][None, None, None], position, self.position)
         else:
@@ -170,6 +168,21 @@ class Generator:
             positions = (position - self.padding)[:, None]
             step = Step(_rope_factors(self.rope, positions), position, self.position, mask)
         return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
+
+    def prepare(self, tokens: int, steps: int) -> None:
+        """Capture the graphs that ``steps`` decode steps after ``tokens`` tokens replay: capturing one takes as long as
+        several steps, and would make a token between them late."""
+        if self.graphs:
+            last = min(tokens + steps, self.cache.columns)
+            lengths = sorted({view_length(used, self.cache) for used in range(tokens + 1, last + 1)})
+            for length in lengths[:GRAPHS_AHEAD]:
+                self._graph(length)
+
+    def _graph(self, length: int) -> "CapturedStep":
+        if length not in self._captured:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._captured[length] = CapturedStep(self, length, self._pool)
+        return self._captured[length]
 
     def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling, sound: Tensor | None = None) -> Tensor:
         """Append ``tokens`` [batch] and as many more as ``draws`` [batch, n] has columns; returns the new ones [batch,
@@ -265,6 +278,7 @@ def generate_tokens(
     # a host that waits for every token keeps a GPU idle; a CPU has nothing to gain
     chunk = 8 if generator.device.type == "cuda" else 1
     ended = [False] * len(prompts)
+    generator.prepare(max(map(len, prompts)), max_new_tokens - 1)
     logits = generator.prefill(prompts)
     sound = are_sound(logits)
     new = sample(logits, sampling, draws[:, 0])[:, None]

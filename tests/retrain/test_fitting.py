@@ -13,10 +13,10 @@ import ladderize
 from ladderize.adapt.data_specs import parse_specs
 from ladderize.adapt.retrain import memory_estimate
 from ladderize.adapt.retrain import run as retraining
-from ladderize.adapt.retrain.memory_estimate import Cut, Demand, cuts_of, demand_of, fitted, remedies
+from ladderize.adapt.retrain.memory_estimate import Cut, Demand, cuts_of, demand_of, fit_memory, fitted, remedies
 from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
 from ladderize.adapt.retrain.task import open_task
-from ladderize.console import human_bytes
+from ladderize.console import SILENT, human_bytes
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
@@ -27,6 +27,9 @@ from ladderize.runtime.schedule import Schedule
 from tests.helpers import listing, one_sentence, save_llama
 from tests.retrain.commands import CPU, adapt, losses_of, succeed
 from tests.retrain.peaks import of_ranks, peak_and_estimate
+from tests.simulated_gpu import device
+from tests.simulated_gpu.device import DEVICE, SimulatedGpu
+from tests.simulated_gpu.groups import AlikeRanks
 
 ROWS, TOKENS = 4, 192  # of a micro-batch
 
@@ -139,6 +142,27 @@ def test_what_would_fit_is_said_with_figures(larger):
     assert said.endswith(" for each process would fit")
     assert "processes" not in remedies(task, enough, on_gpu=False)
     assert remedies(task, 1000, on_gpu=True) == "devices with more memory would be needed"
+
+
+def test_what_is_free_on_a_gpu_decides(larger, tmp_path, monkeypatch):
+    """Of what others hold there nothing is counted on, and of a smaller GPU its own size."""
+    open_one = task_of(larger, micro_batch_size=None)
+    cuts = cuts_of(open_one)
+    sizes = [demand_of(cut.apply(open_one)).total for cut in cuts]
+    with SimulatedGpu(0) as gpu:
+        ranks = AlikeRanks(0, 1, DEVICE)
+
+        def fit():
+            return Cut.of(fit_memory(open_one, ranks, tmp_path, SILENT))
+
+        assert fit() == cuts[0]
+        monkeypatch.setattr(device, "MEMORY_BYTES", gpu.peak + min(sizes))
+        assert fit() == cuts[sizes.index(min(sizes))]
+        held = torch.zeros(1 << 16, device=DEVICE)
+        with pytest.raises(UserError, match=r"are free; .*--tp-size 2: \d+ MB; FSDP2 over 2 processes"):
+            fit()
+        del held
+        assert fit() == cuts[sizes.index(min(sizes))]
 
 
 def test_a_training_that_does_not_fit_is_cut_and_goes_on_so(place, tmp_path, monkeypatch):

@@ -75,11 +75,12 @@ class SimTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, backing: torch.Tensor, memory: Memory, base: torch.Tensor | None = None) -> "SimTensor":
         """base: a tensor of the same memory, with which autograd must know that this one shares it."""
-        shape = _shape(backing)
-        if base is not None:
-            storage = base.untyped_storage()
-            shape = shape.new_empty(0).set_(storage, backing.storage_offset(), backing.size(), backing.stride())
-        made = torch.Tensor._make_subclass(cls, shape)
+        with torch.inference_mode(torch.is_inference_mode_enabled() if base is None else base.is_inference()):
+            shape = _shape(backing)
+            if base is not None:
+                storage = base.untyped_storage()
+                shape = shape.new_empty(0).set_(storage, backing.storage_offset(), backing.size(), backing.stride())
+            made = torch.Tensor._make_subclass(cls, shape)
         made.backing, made.memory = backing, memory
         return made
 
@@ -224,7 +225,7 @@ class SimulatedGpu:
         self.streams, self.pending, self.kept = list[Stream](), list[Node](), list[Event]()
         self.log, self.problems = list[tuple[Any, ...]](), list[Any]()
         self.left_out, self.waits = left_out, 0
-        self.replays = 0  # of graphs
+        self.captures = self.replays = 0  # of graphs
         self.recorded = list[Stream]()
         self.known: dict[tuple[Any, ...], Any] = {}  # shapes of results
         self.syncs = Counter[str]()
@@ -470,6 +471,7 @@ class SimulatedGpu:
     @contextlib.contextmanager
     def capture(self, graph: Graph, pool: object = None, stream: Stream | None = None, **more: Any) -> Iterator[None]:
         self.synchronize()
+        self.captures += 1
         before = {other: list(other.frontier) for other in self.streams}
         self.capture_stream = stream or Stream(self)
         self.capturing = graph
@@ -550,11 +552,13 @@ class SimulatedGpu:
             "memory_reserved": lambda *device: self.peak,
             "reset_peak_memory_stats": self._reset_peak,
             "mem_get_info": lambda *device: (MEMORY_BYTES - self.peak, MEMORY_BYTES),
+            "get_device_name": lambda *device: "simulated",
             "get_device_properties": lambda *device: SimpleNamespace(name="simulated", total_memory=MEMORY_BYTES),
             "_compile_kernel": lambda source, name: Kernel(self, source, name),
         }
         for name, value in replaced.items():
             self.stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        self.stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 28, 3)))
         self.stack.enter_context(mock.patch.object(torch, "Generator", HostGenerator))
         for function, stands_for in ((dist.all_reduce, self.all_reduce), (dist.all_gather_single, self.all_gather)):
             own = mock.create_autospec(function, side_effect=stands_for)
@@ -582,8 +586,12 @@ class WithIndex(TorchFunctionMode):
     """``cuda`` is ``cuda:0``: which GPU is the current one is asked of a CUDA that is not there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.cuda:
             return args[0].to(DEVICE)
+        if func == torch.Tensor.data.__set__ and isinstance(args[0], SimTensor):
+            args[0].backing, args[0].memory = args[1].backing, args[1].memory
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):  # C++ would make the lists tensors by itself
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             index = tuple(torch.tensor([*part]) if isinstance(part, (list, range)) else part for part in index)

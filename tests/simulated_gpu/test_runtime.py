@@ -1,7 +1,11 @@
 """The runtime's paths on a GPU, on the simulated one: the numbers are those of the host, in whatever order a GPU that
 keeps to streams and events may run things."""
 
+import json
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,10 +14,12 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench import trace
 from ladderize.runtime.collectives.base import Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.gpu import HIGH, RENDEZVOUS_TIMEOUT, Nccl
-from ladderize.runtime.decode import BUCKET, are_sound
+from ladderize.runtime.collectives.observed import Traced
+from ladderize.runtime.decode import BUCKET, are_sound, generate_tokens
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from tests.groups import make_generator
@@ -190,6 +196,70 @@ def test_graphs(folders, name):
             assert_alike(found, expected)
         assert not gpu.problems, gpu.problems[0]
         assert not gpu.recorded
+
+
+def test_no_graph_is_captured_between_tokens(folders):
+    """All that a generation replays is there before its first token, also for the view that only its end needs."""
+    prompts = [random_ids(1, length)[0].tolist() for length in (BUCKET - 3, BUCKET - 9)]
+
+    def tokens(device, backend):
+        generator = opened(folders["both"], device, backend, 2, 300)
+        generator.graphs = device == DEVICE
+        return generate_tokens(generator, prompts, max_new_tokens=12, sampling=Sampling())
+
+    def joined(chunks):
+        return [list(chain.from_iterable(row)) for row in zip(*chunks, strict=True)]
+
+    with torch.inference_mode():
+        expected = joined(tokens(torch.device("cpu"), Alike(RANKS)))
+        with SimulatedGpu(seed(), RANKS) as gpu:
+            chunks = tokens(DEVICE, collectives("one-shot", gpu))
+            first = next(chunks)
+            assert (gpu.captures, gpu.replays) == (2, 0)
+            found = joined([first, *chunks])
+            assert (gpu.captures, gpu.replays) == (2, 11)
+        assert found == expected
+        assert not gpu.problems, gpu.problems[0]
+
+
+class FakeProfiler:
+    """In the place of torch's: an operation takes a moment, a message until somebody waits for it."""
+
+    def __init__(self, gpu, renamed):
+        self.gpu, self.renamed = gpu, renamed
+
+    def __enter__(self):
+        self.gpu.log.clear()
+        return self
+
+    def __exit__(self, *error):
+        log = self.gpu.log
+        own = [(place, entry[2]) for place, entry in enumerate(log) if entry[:2] == ("run", "main")]
+        spans = [(place, place + 1, label) for place, label in own if label != "poison"]
+        spans += [(flight.start, flight.wait, self.renamed or log[flight.start][2]) for flight in flights(self.gpu)]
+        self.events = [{"ph": "X", "cat": "kernel", "name": n, "ts": a, "dur": b - a} for a, b, n in spans]
+
+    def export_chrome_trace(self, path):
+        Path(path).write_text(json.dumps({"traceEvents": self.events}))
+
+
+@pytest.mark.parametrize("name", ["dense", "ladder"])
+def test_a_trace_shows_what_overlaps(folders, tmp_path, name):
+    ids = random_ids(2, 5)
+
+    def traced(renamed=None):
+        with SimulatedGpu(seed(), RANKS) as gpu, torch.inference_mode():
+            seen = Traced(collectives("nccl", gpu))
+            generator = opened(folders[name], DEVICE, seen, 2, 8)
+            read = partial(generator.read, ids.to(DEVICE))
+            with mock.patch.object(trace, "profile", return_value=FakeProfiler(gpu, renamed)):
+                return trace.trace(read, tmp_path / "trace.json", DEVICE, seen, lambda size: 0.0)
+
+    overlap = traced()
+    assert overlap.in_flight_ms > 0
+    assert (overlap.under_compute_ms > 0) == (name == "ladder")
+    with pytest.raises(UserError, match="none of the kernels in .* is known to be communication"):
+        traced("a kernel of a later version")
 
 
 def test_a_stream_that_is_not_joined_ends_a_capture(folders):

@@ -1,5 +1,6 @@
 """What is decided before anything runs on a GPU: groups, memory, times of messages."""
 
+import json
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -9,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 from ladderize.errors import UserError
-from ladderize.memory import available_bytes
+from ladderize.memory import PeakMemory, available_bytes, check_room, peak_bytes
 from ladderize.ranks.environment import Place
 from ladderize.ranks.group import INFERENCE_TIMEOUT, NCCL_TIMEOUT, TRAINING_TIMEOUT, join_group
 from ladderize.runtime.bench.messages import ALONE_REPEAT, ALONE_ROUNDS, AloneTimes
+from ladderize.runtime.collectives.choose import _peers_reachable
 from ladderize.runtime.decode import check_mask
+from ladderize.tradeoff.sweep import estimate
+from ladderize.tradeoff.sweep.builder import machine
 from tests.simulated_gpu.device import DEVICE, MEMORY_BYTES, SimulatedGpu
 from tests.simulated_gpu.groups import AlikeRanks, collectives
 from tests.simulated_gpu.models import RANKS, seed
@@ -48,11 +52,58 @@ def test_memory_that_torch_keeps_ready_is_free():
         assert available_bytes(DEVICE) == before
 
 
+def test_the_peak_is_of_what_was_held_at_once():
+    with SimulatedGpu(seed()):
+        kept = torch.zeros(1 << 10, device=DEVICE)
+        with PeakMemory(DEVICE) as memory:
+            first = torch.zeros(1 << 20, device=DEVICE)
+            del first
+            second = torch.zeros(1 << 18, device=DEVICE)
+        assert memory.rise == 4 << 20
+        assert peak_bytes(DEVICE) == (4 << 20) + kept.nbytes
+        assert second.nbytes == 1 << 20
+
+
+def test_ranks_of_one_machine_share_its_memory_and_have_a_gpu_each():
+    with SimulatedGpu(seed()):
+        check_room(MEMORY_BYTES // 2, DEVICE, "a model", "take a smaller one", processes=8)
+    with mock.patch("ladderize.memory.available_bytes", return_value=MEMORY_BYTES):
+        with pytest.raises(UserError, match="a model in each of 8 processes needs"):
+            check_room(MEMORY_BYTES // 2, torch.device("cpu"), "a model", "take a smaller one", processes=8)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "unreachable", "symmetric"),
+    [(2, {}, True), (2, {(0, 1)}, False), (2, {(1, 0)}, True), (1, {(0, 1)}, True)],
+    ids=["all reach each other", "no peer access", "what the other one sees", "a process sees its own GPU only"],
+)
+def test_symmetric_memory_is_for_gpus_that_reach_each_other(gpus, unreachable, symmetric):
+    group = AlikeRanks(0, RANKS, DEVICE)
+    reaches = {"can_device_access_peer": lambda own, peer: (own, peer) not in unreachable}
+    with (
+        mock.patch.multiple(torch.cuda, device_count=lambda: gpus, **reaches),
+        mock.patch.object(AlikeRanks, "gather", return_value=[0, 1]),
+    ):
+        assert _peers_reachable(group) == symmetric
+
+
 def test_a_mask_of_prompts_of_different_lengths_has_to_have_room():
     with SimulatedGpu(seed()):
         check_mask(8, 8192, DEVICE)
         with pytest.raises(UserError, match=r"the mask of 64 prompts of different lengths up to 32,768 tokens needs"):
             check_mask(64, 32768, DEVICE)
+
+
+def test_a_sweep_is_estimated_from_what_the_gpu_does(folders, monkeypatch):
+    monkeypatch.setattr(estimate, "PROBE_SECONDS", 0)
+    monkeypatch.setattr(estimate, "PROBE_BYTES", 1 << 12)
+    config = json.loads((folders["dense"] / "config.json").read_text())
+    with SimulatedGpu(seed()) as gpu:
+        found = estimate.Estimator.of(config, folders["dense"], None)
+        assert machine()["gpus"] == ["simulated"]
+        assert gpu.syncs == {"synchronize": 6}  # three runs of a product, and of a sum
+    assert found.device == "cuda"
+    assert min(found.flops, found.bandwidth) > 0
 
 
 def test_messages_are_timed_as_a_graph():

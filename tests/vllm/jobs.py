@@ -7,6 +7,7 @@ from typing import Any
 
 ANSWER = "tests.vllm answer: "
 SEGMENTS = "LADDERIZE_TEST_SEGMENTS"  # what the names of a group's shared memory begin with
+IN_PIECES = {"mode": 2, "backend": "tests.vllm.pieces.backend"}  # compilation_config: traced once, for our own backend
 
 
 @dataclass
@@ -37,7 +38,12 @@ class Carrier:
     """The name of what carries the model's messages in flight."""
 
 
-KINDS = {kind.__name__: kind for kind in (Generate, Streams, Refused, Carrier)}
+@dataclass
+class Counts:
+    """What was counted of the pieces of a compiled model (tests/vllm/pieces.py)."""
+
+
+KINDS = {kind.__name__: kind for kind in (Generate, Streams, Refused, Carrier, Counts)}
 
 
 @dataclass

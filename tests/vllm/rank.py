@@ -18,7 +18,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
-from tests.vllm.jobs import ANSWER, SEGMENTS, Carrier, Generate, Job, Refused, Streams
+from tests.vllm.jobs import ANSWER, IN_PIECES, SEGMENTS, Carrier, Counts, Generate, Job, Refused, Streams
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -83,6 +83,10 @@ def run(job: Job) -> list[Any]:
     from vllm import LLM
 
     with contextlib.ExitStack() as stack:
+        if job.engine.get("compilation_config") == IN_PIECES:
+            from tests.vllm.pieces import as_on_a_gpu
+
+            stack.enter_context(as_on_a_gpu())
         llm = LLM(**job.engine)
         model = weakref.ref(model_of(llm))
         stack.callback(end, llm)
@@ -202,6 +206,12 @@ def carrier(llm: Any, step: Carrier) -> str:
     return messages.collectives.name
 
 
+def counts(llm: Any, step: Counts) -> dict[str, int]:
+    from tests.vllm.pieces import COUNTED
+
+    return dict(COUNTED)
+
+
 def refusal(job: Job) -> str:
     """Why this engine is not even configured: that happens in the process of the user, before any worker exists."""
     from vllm import EngineArgs
@@ -215,7 +225,7 @@ def refusal(job: Job) -> str:
     raise AssertionError("the engine was configured")
 
 
-STEPS = {Generate: generate, Streams: streams, Carrier: carrier}
+STEPS = {Generate: generate, Streams: streams, Carrier: carrier, Counts: counts}
 
 
 if __name__ == "__main__":

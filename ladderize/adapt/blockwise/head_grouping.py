@@ -173,8 +173,8 @@ class Probe:
 
     def norms(self, groups: Sequence[Sequence[int]]) -> np.ndarray:
         """||MLP_m(group)||, the mean over tokens: [groups, ranks]."""
-        values = [[self.output(rank, group).norm(dim=-1).mean() for rank in range(self.ranks)] for group in groups]
-        return torch.tensor(values, dtype=torch.float64).numpy()
+        values = [self.output(rank, group).norm(dim=-1).mean() for group in groups for rank in range(self.ranks)]
+        return torch.stack(values).double().view(len(groups), self.ranks).cpu().numpy()  # a GPU is asked once
 
 
 def _rows(projection: torch.nn.Linear, rank: int, ranks: int, x: Tensor) -> Tensor:

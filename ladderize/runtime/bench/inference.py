@@ -103,6 +103,7 @@ class TimedGenerator(Timed):
 
     def sample(self) -> tuple[float, float]:
         generator, device = self.generator, self.generator.device
+        generator.prepare(len(self.prompts[0]), self.decode_steps)
         synchronize(device)
         begin = time.perf_counter()
         tokens = sample(generator.prefill(self.prompts), Sampling(), self.draws[:, 0])

@@ -23,10 +23,10 @@ from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Tr
 
 # Of NCCL; of torch's symmetric memory; of vLLM's custom all-reduce (cross_device_reduce) and quick reduce; of
 # FlashInfer, TensorRT-LLM and MSCCL++ (all of whose names hold allreduce). The spin_kernel of emulated.py stands for
-# communication in emulated runs.
+# communication in emulated runs. Inductor's kernels, which are named after operators around them, never send anything.
 COMMUNICATION_KERNELS = re.compile(
-    r"nccl|nvshmem|one_?shot|two_?shot|multimem|cross_device_reduce|quickreduce|all_?reduce|all_?gather|reduce_?scatter"
-    r"|lamport|spin_kernel",
+    r"^(?!triton_\w+_fused_).*?(?:nccl|nvshmem|one_?shot|two_?shot|multimem|cross_device_reduce|quickreduce|all_?reduce"
+    r"|all_?gather|reduce_?scatter|lamport|spin_kernel)",
     re.IGNORECASE,
 )
 

@@ -49,6 +49,7 @@ class Messages:
         self.emulated = backend.link is not None
         self.collectives, why = _collectives(backend, vllm_config)
         self.alone = self.collectives.ranks == 1
+        self.in_place = torch.device(get_tp_group().device).type != "cpu"
         logger.info("Messages in flight: %s", why)
         if isinstance(vllm_config.additional_config, dict):
             # the graph differs (``all_reduce``), so the key of vLLM's compile cache must
@@ -70,7 +71,7 @@ class Messages:
         One rank waits, too: without an operator here, Inductor (torch 2.13, CPUs) puts who reads ``partial``
         later into one kernel with an earlier norm, ahead of the product that fills it.
         """
-        if partial.device.type == "cpu":
+        if not self.in_place:
             return torch.ops.ladderize.wait(partial, made, self.name)
         torch.ops.ladderize.wait_in_place(partial, made, self.name)
         return partial

@@ -15,7 +15,7 @@ from ladderize.runtime.shards import check_runnable
 from ladderize.serving.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CompilationConfig, VllmConfig
 
 # The graph that is compiled is cut at these, so that pieces keep the order of the program, and no piece that becomes a
 # CUDA graph of its own has a start without its wait.
@@ -92,9 +92,12 @@ def _split_graph(vllm_config: "VllmConfig") -> None:
     """Cut the graph that is compiled at start and wait, where vLLM cuts it: on GPUs. On CPUs it stays whole."""
     from vllm.platforms import current_platform
 
-    compilation = vllm_config.compilation_config
-    if not current_platform.is_cuda_alike() or vllm_config.model_config.enforce_eager:
-        return
+    if current_platform.is_cuda_alike() and not vllm_config.model_config.enforce_eager:
+        cut_at_messages(vllm_config.compilation_config)
+
+
+def cut_at_messages(compilation: "CompilationConfig") -> None:
+    """Add start and wait to the operators at which vLLM cuts a graph."""
     if compilation.splitting_ops is None:  # as vLLM's own default, which it would choose after this hook
         compilation.splitting_ops = [*compilation._attention_ops, *KV_CACHE_UPDATES]
         if compilation.pass_config.fuse_attn_quant is None:

@@ -1,0 +1,167 @@
+"""What changes and judges weights on one device, on the simulated GPU: the results are those of the host."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ladderize.adapt.align.align import align
+from ladderize.adapt.align.options import AlignSettings
+from ladderize.adapt.align.reports import LayerReport
+from ladderize.adapt.blockwise.block_trainer import BlockReport
+from ladderize.adapt.blockwise.distill import distill
+from ladderize.adapt.blockwise.head_grouping import group_heads
+from ladderize.adapt.blockwise.layer_files import LayerFiles, StudentBlocks
+from ladderize.adapt.blockwise.options import DistillOptions
+from ladderize.adapt.blockwise.windows import Windows
+from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher, trained_tensors
+from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.console import SILENT
+from ladderize.eval.options import SensitivityOptions
+from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from ladderize.workflows.sensitivity import measure_sensitivity
+from tests.helpers import random_ids
+from tests.simulated_gpu.device import DEVICE, SimulatedGpu
+from tests.simulated_gpu.models import LAYERS, LAYOUTS, seed
+
+HOST = torch.device("cpu")
+CONVERTED = [name for name in LAYOUTS if name != "dense"]
+WINDOWS, TOKENS = 8, 16
+
+
+def windows():
+    ids = random_ids(WINDOWS, TOKENS)
+    return Windows(ids[: WINDOWS - 2], ids[WINDOWS - 2 :])
+
+
+def blocks_of(folder, device):
+    """A converted model, which has the dense one's weights."""
+    blocks = Blocks(open_checkpoint(str(folder)), torch.float32, device)
+    return blocks, StudentBlocks(blocks.layout, tuple(range(LAYERS)), blocks.weights)
+
+
+def on_both(compute):
+    """What ``compute(device)`` gives on the host and on the simulated GPU, and that GPU."""
+    expected = compute(HOST)
+    with SimulatedGpu(seed()) as gpu:
+        found = compute(DEVICE)
+    assert not gpu.problems, gpu.problems[0]
+    assert not gpu.recorded
+    return found, expected, gpu
+
+
+def assert_same_weights(found, expected, tolerance):
+    for layer in range(LAYERS):
+        own, theirs = found.weights(layer), expected.weights(layer)
+        assert own.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert (own[name] - tensor).norm() <= tolerance * tensor.norm(), name
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_blocks(folders, tmp_path, name):
+    data = windows()
+
+    def distilled(device):
+        teacher, student = blocks_of(folders[name], device)
+        files = LayerFiles(tmp_path / device.type, "block")
+        files.folder.mkdir()
+        options = DistillOptions(epochs=2, batch_size=2, lr=1e-3)
+        distill(teacher, student, data, options, files, Ranks(0, 1, device), SILENT, about={})
+        return files
+
+    found, expected, _ = on_both(distilled)
+    for layer in range(LAYERS):
+        own, theirs = found.report(BlockReport, layer), expected.report(BlockReport, layer)
+        assert theirs.loss_after < theirs.loss_before
+        assert own.loss_after == pytest.approx(theirs.loss_after, rel=1e-3)
+    assert_same_weights(found, expected, 1e-3)
+
+
+@pytest.mark.parametrize("criterion", ["error", "paper"])
+def test_head_grouping(folders, criterion):
+    ids = random_ids(WINDOWS, TOKENS).numpy()
+
+    def grouped(device):
+        blocks, _ = blocks_of(folders["dense"], device)
+        return group_heads(blocks, range(LAYERS), 2, ids, criterion=criterion)
+
+    found, expected, _ = on_both(grouped)
+    for layer in range(LAYERS):
+        own, theirs = found.report[layer], expected.report[layer]
+        assert sorted(found.orders[layer]) == sorted(expected.orders[layer])
+        for name in ("error_before", "error_after", "error_of_paper", "distance_after"):
+            assert getattr(own, name) == pytest.approx(getattr(theirs, name), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_align(folders, tmp_path, name):
+    data, settings = windows(), AlignSettings(random_share=0.5)
+
+    def aligned(device):
+        own, student = blocks_of(folders[name], device)
+        files = LayerFiles(tmp_path / device.type, "aligned")
+        files.folder.mkdir()
+        how = {"about": {}, "max_memory": 1 << 30}
+        align(own, own, own.weights, student, data, settings, files, Ranks(0, 1, device), SILENT, **how)
+        return files
+
+    found, expected, _ = on_both(aligned)
+    for layer in range(LAYERS):
+        reports = (files.report(LayerReport, layer).projections for files in (found, expected))
+        for own, theirs in zip(*reports, strict=True):
+            assert (own.projection, own.ridge) == (theirs.projection, theirs.ridge)
+            assert own.error_after == pytest.approx(theirs.error_after, rel=1e-2, abs=1e-6)
+    assert_same_weights(found, expected, 1e-2)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("mode", ["spd", "ladder"])
+def test_sensitivity(folders, tmp_path, mode, aligned):
+    np.save(tmp_path / "ids.npy", random_ids(2 * WINDOWS, TOKENS).numpy())
+    ranks = 2 if mode == "spd" else None
+    options = SensitivityOptions(str(tmp_path / "ids.npy"), mode, ranks, samples=3, batch_size=2, align=aligned)
+
+    def measured(device):
+        return measure_sensitivity(str(folders["dense"]), replace(options, device=device.type))
+
+    found, expected, gpu = on_both(measured)
+    if not aligned:
+        assert gpu.syncs["copy to host"] == 2, "once for each batch"
+    np.testing.assert_allclose(found.nll, expected.nll, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_step_of_the_hugging_face_model(folders, name):
+    """Full retraining beside the dense teacher, with packed rows and the error of sub-modules."""
+    folder, layers = folders[name], tuple(range(LAYERS))
+    ids, targets = random_ids(3, 12), random_ids(3, 12)
+    targets[0, :5] = targets[2, 9:] = -100
+    positions = torch.arange(12).repeat(3, 1)
+    positions[1, 7:] -= 7
+    batch = {"input_ids": ids, "position_ids": positions, "targets": targets}
+
+    def stepped(device):
+        checkpoint = open_checkpoint(str(folder))
+        setup = ModelSetup(device, collecting=True)
+        trained = trained_tensors(checkpoint.tensors, layers, everything=False)
+        student = build_student(checkpoint, Layout.from_config(checkpoint.config), setup, trained=trained)
+        teacher = build_teacher(checkpoint, setup, student)
+        how = {"compute": torch.float32, "sharded": False, "weight_decay": 0.1, "compared": layers}
+        engine = HFEngine(student, Ranks(0, 1, device), teacher=teacher, **how)
+        losses = engine.losses(engine.to_device(batch))
+        (losses.sum() / ids.numel()).backward()
+        gradients = {key: engine.pieces[key].parameters[0].grad.cpu().clone() for key in engine.pieces}
+        norm = float(engine.clip(1e-4))
+        engine.step(1e-3)
+        return losses.detach().cpu(), norm, gradients, {key: engine.gather(key, "weight").cpu() for key in gradients}
+
+    (losses, norm, gradients, weights), expected, _ = on_both(stepped)
+    torch.testing.assert_close(losses, expected[0], rtol=1e-3, atol=1e-3)
+    assert norm == pytest.approx(expected[1], rel=1e-3)
+    for key, tensor in expected[2].items():
+        assert (gradients[key] - tensor).norm() <= 1e-3 * tensor.norm().clamp_min(1e-3 * norm), key
+    for key, tensor in expected[3].items():
+        torch.testing.assert_close(weights[key], tensor, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,90 @@
+"""Whole commands with ``--device cuda`` on the simulated GPU: they end as on the host, with the same numbers."""
+
+import json
+import re
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from ladderize.runtime.bench import reference_check
+from tests.helpers import CLIPPED, invoke, random_ids
+from tests.simulated_gpu.device import SimulatedGpu
+from tests.simulated_gpu.models import seed
+
+MODEL, DENSE, DATA, OUT = "<model>", "<dense>", "<data>", "<out>"
+TEACHER = ("--distill-from", DENSE, "--data", DATA, "--write", "last")
+STEPS = ("--max-steps", 3, "--batch-size", 2, *CLIPPED, *TEACHER)
+EMULATED = ("--emulate-tp", 2, "--link", "20,100", "--repeat", 1, "--warmup", 1, "--dtype", "float32")
+TIMED = (*EMULATED, "--prompt-len", 8, "--output-len", 4, "--batch-size", 2)
+SCORED = ("--data", DATA, "--samples", 4, "--out", f"{OUT}.json")
+SAMPLED = ("--num-samples", 5, "--max-new-tokens", 5, "--seed", 3, "--out", f"{OUT}.jsonl")
+COMMANDS = {
+    "adapt full": ("adapt", MODEL, OUT, "--method", "full", "--hidden-weight", 1, "--no-verify", *STEPS),
+    "adapt lora": ("adapt", MODEL, OUT, "--method", "lora", *STEPS),
+    "adapt blocks": ("adapt", MODEL, OUT, "--method", "blocks", "--no-verify", "--epochs", 2, *TEACHER),
+    "adapt align": ("adapt", MODEL, OUT, "--method", "align", "--no-verify", *TEACHER),
+    "sensitivity": ("sensitivity", DENSE, "--mode", "points", "--sync-tp-size", 2, *SCORED),
+    "eval": ("eval", MODEL, "--backend", "runtime", "--perplexity", DATA),
+    "generate": ("generate", MODEL, "--from-bos", *SAMPLED),
+    "bench": ("bench", MODEL, *TIMED, "--schedule", "domino", "--baselines", "no-comm,sequential"),
+    "bench random": ("bench", "--random-weights", f"{DENSE}/config.json", "--layout", "dense,ladder", *TIMED),
+    "bench training": ("bench", MODEL, "--train", *EMULATED, "--batch-size", 2, "--seq-len", 16),
+}
+# what depends on the machine, or on when it was
+NOT_COMPARED = re.compile(
+    r"_ms|_s$|seconds|bytes|per_s|samples|environment|machine|device|speedup|overlap|interval|share"
+)
+
+
+def in_this_process(specs, options):
+    return {spec.name: reference_check.compute_reference(spec, options.device, options.prompt_len) for spec in specs}
+
+
+def assert_alike(found, expected, where=""):
+    """Numbers are, but those of NOT_COMPARED."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, dict):
+        for key in expected:
+            if not NOT_COMPARED.search(key):
+                assert_alike(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for own, theirs in zip(found, expected, strict=True):
+            assert_alike(own, theirs, where)
+    elif isinstance(expected, (int, float)):
+        assert found == pytest.approx(expected, rel=2e-3, abs=1e-4), where
+
+
+@pytest.fixture
+def place(folders, tmp_path):
+    np.save(tmp_path / "ids.npy", random_ids(24, 16).numpy())
+    names = ("--ladder", "all", "--spd", "all", "--sync-tp-size", 2)
+    assert invoke("convert", folders["dense"], tmp_path / "model", *names, "--no-verify").code == 0
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command(folders, place, name):
+    def done(device):
+        names = {MODEL: place / "model", DENSE: folders["dense"], DATA: place / "ids.npy", OUT: place / device}
+        words = []
+        for word in COMMANDS[name]:
+            for sign, path in names.items():
+                word = str(word).replace(sign, str(path))
+            words.append(word)
+        outcome = invoke(*words, "--device", device, "--json")
+        assert outcome.code == 0, outcome.stderr
+        return json.loads(outcome.stdout)
+
+    with mock.patch.object(reference_check, "references", in_this_process):
+        expected = done("cpu")
+        with SimulatedGpu(seed()) as gpu:
+            found = done("cuda")
+    assert_alike(found, expected)
+    assert not gpu.problems, gpu.problems[0]
+    assert not gpu.recorded
+    if name == "generate":
+        assert (place / "cuda.jsonl").read_text() == (place / "cpu.jsonl").read_text()
+    if name.startswith("bench"):
+        assert found["environment"]["gpus"] == ["simulated"]
