@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -184,12 +183,13 @@ def test_weights_that_make_nan_are_an_error(tmp_path):
 
 
 def misbehave(worker, rank, how, advance):
-    """End rank ``rank``, or keep it busy."""
+    """End rank ``rank``, or keep it busy and interrupt process ``how``, which waits for it."""
     if worker.group.rank == rank:
         if how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "fail":
             raise ValueError("enough")
+        os.kill(how, signal.SIGINT)  # Ctrl-C
         time.sleep(3600)
     worker.group.barrier()
 
@@ -218,9 +218,8 @@ def test_ctrl_c_during_a_job_ends_the_ranks(plain, request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     service = opened(plain, tp_size=2)
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        service.ask(misbehave, 0, "sleep")
+        service.ask(misbehave, 0, os.getpid())
     assert not any(process.is_alive() for process in service.ranks.processes)
 
 

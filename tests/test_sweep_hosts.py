@@ -97,11 +97,11 @@ def test_a_host_that_says_nothing_more_is_missed(tmp_path, monkeypatch):
     port = str(warm.free_port())
     for name, value in zip(PLACES, ("0", "2", "0", "1", "localhost", port), strict=True):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(hosts, "LOST_SECONDS", 3.0)
+    monkeypatch.setattr(hosts, "LOST_SECONDS", warm.PATIENCE)
     said = []
 
     def other():
-        store = meet(replace(launch_variables(), rank=1), timedelta(seconds=60))
+        store = meet(replace(launch_variables(), rank=1), timedelta(seconds=warm.PATIENCE))
         store.set("1>0/0", '{"name": "b"}')
         said.append(json.loads(store.get("0>1/0"))["gone"])
 
@@ -111,6 +111,7 @@ def test_a_host_that_says_nothing_more_is_missed(tmp_path, monkeypatch):
     def lead():
         with linked(started_hosts()) as link:
             assert link.await_message(1) == {"name": "b"}
+            monkeypatch.setattr(hosts, "LOST_SECONDS", 1.0)
             link.await_message(1)
 
     with pytest.raises(UserError, match="process 1 of the sweep has been silent"):
