@@ -75,7 +75,7 @@ def test_stages_run_on_every_host(place, tmp_path):
 
 
 def test_where_the_leader_is_killed_the_other_ends_and_all_goes_on(place, tmp_path):
-    long = content(place, max_steps=60, save_every=5, eval_every=60) | {"layouts": [{"ladder": "all"}]}
+    long = content(place, max_steps=150, save_every=5, eval_every=150) | {"layouts": [{"ladder": "all"}]}
     del long["bench"]
     file, out = write(tmp_path / "s.yaml", long), tmp_path / "out"
     lead, other = start(file, out)
