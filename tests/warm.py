@@ -41,9 +41,10 @@ def wait_until(condition: Callable[[], object], process: "WarmProcess | None" = 
 def _ports() -> Iterator[int]:
     """Outside the range (ip_local_port_range) from which other programs are given theirs; each worker of pytest-xdist
     has some that no other tries."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
-    first = 20_000 + 1_000 * worker
-    return iter(random.SystemRandom().sample(range(first, first + 1_000), 1_000))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    own = list(range(20_000 + worker, 32_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+    random.SystemRandom().shuffle(own)
+    return iter(own)
 
 
 def free_port() -> int:
