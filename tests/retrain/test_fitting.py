@@ -24,7 +24,7 @@ from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch
 from ladderize.runtime.schedule import Schedule
-from tests.helpers import listing, one_sentence, save_llama
+from tests.helpers import CLIPPED, listing, one_sentence, save_llama
 from tests.retrain.commands import CPU, adapt, losses_of, succeed
 from tests.retrain.peaks import of_ranks, peak_and_estimate
 from tests.simulated_gpu import device
@@ -167,6 +167,7 @@ def test_what_is_free_on_a_gpu_decides(larger, tmp_path, monkeypatch):
 
 def test_a_training_that_does_not_fit_is_cut_and_goes_on_so(place, tmp_path, monkeypatch):
     distil = ["--distill-from", place / "dense", "--save-every", 2, "--lr-schedule", "constant", "--warmup-steps", 0]
+    distil += CLIPPED
     whole = succeed(place, tmp_path / "whole", *distil)
     assert whole["cut"] == {"micro_batch_size": 4, "gradient_checkpointing": False}
     leanest = []

@@ -21,6 +21,22 @@ from tests import warm
 from tests.helpers import SHAPE, listing, one_sentence, save_llama
 from tests.retrain.commands import LENGTH, adapt, arguments, losses_of, same_weights, succeed, weights_of
 
+# The command, which waits for its end before step 21.
+WAITS = """
+import sys, time
+from ladderize.adapt.retrain.hf_model import HFEngine
+step, made = HFEngine.step, []
+def waiting(self, rate):
+    if len(made) == 20:
+        time.sleep(3600)
+    made.append(rate)
+    step(self, rate)
+HFEngine.step = waiting
+sys.argv[:1] = ["ladderize"]
+from ladderize.cli import main
+main()
+"""
+
 
 def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     """SIGKILL at a random moment; the same command then makes the same steps."""
@@ -28,10 +44,10 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     more += ["--distill-from", place / "dense", "--hidden-weight", 0.5]
     succeed(place, tmp_path / "whole", *more, steps=30)
     work = tmp_path / "out.ladderize-work"
-    kill = random.randint(3, 15)  # long before the end
+    kill = random.randint(3, 15)
     warm.warm_python().preload("accelerate", "datasets", "peft")
     command = arguments(place, tmp_path / "out", *more, steps=30)
-    process = warm.WarmProcess([sys.executable, "-m", "ladderize", *map(str, command)])
+    process = warm.WarmProcess([sys.executable, "-c", WAITS, *map(str, command)])
     metrics = work / "metrics.jsonl"
     warm.wait_until(lambda: metrics.is_file() and f'"step": {kill},' in metrics.read_text(), process)
     process.kill()

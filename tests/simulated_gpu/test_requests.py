@@ -1,5 +1,6 @@
 """Scoring and continuous batching on the simulated GPU."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.helpers import SHAPE, fresh_rng
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
 from tests.simulated_gpu.groups import Alike, AlikeRanks, collectives
 from tests.simulated_gpu.models import LAYOUTS, RANKS, seed
-from tests.simulated_gpu.test_runtime import opened
+from tests.simulated_gpu.test_runtime import noise, opened
 
 HOST = torch.device("cpu")
 
@@ -55,17 +56,23 @@ def test_scoring(folders, name):
 def test_continuous_batching(folders, name):
     """More texts than rows, greedy and sampled; a prompt that is read in several passes."""
     samplings = [Sampling(), Sampling(temperature=0.8, top_k=7, seed=3)]
-    prompts = [
-        Prompt(number, ids.tolist(), length, samplings[number % 2])
-        for number, (ids, length) in enumerate(zip(texts(5, 9, 30, 3, 7), (3, 6, 4, 5, 2), strict=True))
-    ]
 
-    def new(device, backend):
+    def drawn():
+        return [
+            Prompt(number, ids.tolist(), length, samplings[number % 2])
+            for number, (ids, length) in enumerate(zip(texts(5, 9, 30, 3, 7), (3, 6, 4, 5, 2), strict=True))
+        ]
+
+    def new(device, backend, off=nullcontext):
         own = reader(folders[name], device, backend)
         batch = ContinuousBatch(own, rows=2, longest_prompt=30, longest_text=40, eos=(), tokenizer=None)
-        return batch.run(prompts)
+        with off(own.model):
+            return batch.run(prompts)
 
     with torch.inference_mode():
+        prompts = drawn()
+        while any(new(HOST, Alike(RANKS), noise) != new(HOST, Alike(RANKS)) for _ in range(12)):
+            prompts = drawn()  # texts that rounding does not change
         expected = new(HOST, Alike(RANKS))
         with SimulatedGpu(seed(), RANKS) as gpu:
             found = new(DEVICE, collectives("one-shot", gpu))

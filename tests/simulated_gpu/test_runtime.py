@@ -2,6 +2,7 @@
 keeps to streams and events may run things."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -74,6 +75,29 @@ def run(generator, ids, padding, draws, sampling):
     return plain, padded, new, sound
 
 
+@contextmanager
+def noise(model):
+    """Meanwhile its logits are off by ten times what another order of the sums does."""
+
+    def head(states, exact=model.head):
+        logits = exact(states)
+        return logits + 1e-5 * torch.randn_like(logits)
+
+    with mock.patch.object(model, "head", head):
+        yield
+
+
+def clear_inputs(folder, sampling):
+    """For ``run``, with what it gives on the host: the tokens that are drawn are the same where it rounds otherwise."""
+    while True:
+        inputs = random_ids(3, 9), torch.tensor([0, 4, 2]), torch.rand(3, 4)
+        host = opened(folder, torch.device("cpu"), Alike(RANKS), 3, 20)
+        expected = run(host, *inputs, sampling)
+        with noise(host.model):
+            if all(torch.equal(run(host, *inputs, sampling)[2], expected[2]) for _ in range(12)):
+                return inputs, expected
+
+
 def assert_alike(found, expected):
     for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own.cpu(), other, rtol=2e-4, atol=2e-4)
@@ -82,10 +106,9 @@ def assert_alike(found, expected):
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}{schedule.columns}")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_reading_and_decoding(folders, name, schedule):
-    ids, draws, padding = random_ids(3, 9), torch.rand(3, 4), torch.tensor([0, 4, 2])
     sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9)
     with torch.inference_mode():
-        expected = run(opened(folders[name], torch.device("cpu"), Alike(RANKS), 3, 20), ids, padding, draws, sampling)
+        (ids, padding, draws), expected = clear_inputs(folders[name], sampling)
         with SimulatedGpu(seed(), RANKS) as gpu:
             generator = opened(folders[name], DEVICE, collectives("nccl", gpu), 3, 20, schedule)
             gpu.syncs.clear()
@@ -154,14 +177,14 @@ def test_a_wait_that_is_left_out_is_found(folders, backend):
         sound, expected = read(None)
         assert not sound.problems
         for left_out in torch.randperm(sound.waits)[:2].tolist():
-            runs = (read(left_out) for _ in range(20))
+            runs = (read(left_out) for _ in range(200))  # of some waits one run in eight is wrong
             assert any(gpu.problems and not torch.allclose(found, expected) for gpu, found in runs), left_out
 
 
 def test_memory_that_is_given_back_too_early_is_found():
     """Without what the handle holds, the allocator has the message again while it is sent."""
-    wrong = 0
-    for _ in range(8):
+    right = True
+    for _ in range(64):  # each is wrong with a chance of a half
         with SimulatedGpu(seed(), RANKS) as gpu:
             side = torch.cuda.Stream(DEVICE)
             x = torch.ones(64, device=DEVICE)
@@ -170,9 +193,11 @@ def test_memory_that_is_given_back_too_early_is_found():
                 total = x * 2
             del x
             torch.cuda.current_stream().wait_stream(side)
-            wrong += not torch.equal(total.cpu(), torch.full((64,), 2.0))
+            right = torch.equal(total.cpu(), torch.full((64,), 2.0))
             assert gpu.problems
-    assert wrong
+        if not right:
+            break
+    assert not right
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -10,7 +10,7 @@ import pytest
 from tests.vllm.engines import Engines
 
 # Processes of vLLM are imported and compiled for long on two cores; a job has its own limit (engines.py).
-TIMEOUT = 900
+TIMEOUT = 2400
 # Two workers share the files, in this order. Files that are not named come next; the last one ends a group of ranks.
 LONG_FILES = ["test_tokens.py", "test_eval.py", "test_bench.py", "test_plugin.py", "test_server.py", "test_features.py"]
 LAST = "test_harness.py"

@@ -14,9 +14,8 @@ from typing import Any
 
 from tests.helpers import ROOT
 from tests.vllm.jobs import ANSWER, SEGMENTS, Carrier, Generate, Job, Refused, Streams
-from tests.warm import free_port
+from tests.warm import PATIENCE, free_port
 
-START = 240  # seconds for the imports of a rank
 SEGMENT_FOLDER = Path("/dev/shm")  # where shared memory has its names
 # an engine of a few layers; several short requests fit into a step
 SMALL = {
@@ -92,7 +91,7 @@ class Rank:
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(PATIENCE)
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
@@ -117,7 +116,7 @@ class Engines:
         self,
         model: Path,
         *steps: Generate | Streams | Refused | Carrier,
-        timeout: float = 300,
+        timeout: float = PATIENCE,
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> list[Any]:
@@ -133,7 +132,7 @@ class Engines:
         try:
             if not self.ready:
                 for rank in self.members:
-                    rank.answer(time.monotonic() + START)
+                    rank.answer(time.monotonic() + PATIENCE)
                 self.ready = True
             for rank in self.members:
                 rank.send(job)

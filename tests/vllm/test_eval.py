@@ -25,6 +25,7 @@ from ladderize.serving.vllm.engine import CHUNK_TOKENS, chunks_of
 from ladderize.serving.vllm.eval_model import open_vllm
 from tests.helpers import ROOT, fresh_rng
 from tests.vllm.models import make
+from tests.warm import PATIENCE, wait_until
 
 POSITIONS = 128
 WORDS = (
@@ -101,7 +102,7 @@ def test_log_likelihoods(pair):
     expected = theirs.loglikelihood(instances("loglikelihood", asked), disable_tqdm=True)
     found = ours.loglikelihood(instances("loglikelihood", asked), disable_tqdm=True)
     np.testing.assert_allclose([one[0] for one in found], [one[0] for one in expected], atol=1e-3)
-    assert [one[1] for one in found] == [one[1] for one in expected]
+    assert differing([one[1] for one in found], [one[1] for one in expected]) <= 1
     texts = [(text(rng, words),) for words in (1, 40, 180)]
     np.testing.assert_allclose(
         ours.loglikelihood_rolling(instances("loglikelihood_rolling", texts), disable_tqdm=True),
@@ -121,8 +122,8 @@ def test_windows_of_ids(pair):
     assert (sum(counted), found.kl) == (4, None)
 
 
-def differing(found: list[str], expected: list[str]) -> int:
-    """How many texts differ. One may: of two tokens that are as likely the last bit of a logit decides."""
+def differing(found: list[str] | list[bool], expected: list[str] | list[bool]) -> int:
+    """How many answers differ. One may: of two tokens that are as likely the last bit of a logit decides."""
     return sum(one != other for one, other in zip(found, expected, strict=True))
 
 
@@ -227,7 +228,7 @@ def session(leader: int) -> list[str]:
 
 
 def gone(leader: int) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while session(leader) and time.monotonic() < deadline:
         time.sleep(0.2)
     return session(leader) == []
@@ -240,7 +241,7 @@ def test_the_command(tmp_path):
     what = ("--tasks", "demo_agreement", "--include-path", TASKS, "--limit", 5, "--perplexity", tmp_path / "ids.npy")
     what = (*models, *what, "--dtype", "float32", "--json")
     process = command(*what, "--backend", "vllm", "--tp-size", 2, "--out", tmp_path / "r.json")
-    output, errors = process.communicate(timeout=800)
+    output, errors = process.communicate(timeout=2 * PATIENCE)
     assert process.returncode == 0, errors
     assert gone(process.pid)
     document = json.loads(output)  # one document, and nothing else
@@ -254,7 +255,7 @@ def test_the_command(tmp_path):
     assert told == [*expected, f"comparing with {models[0]}", f"wrote {tmp_path / 'r.json'}"]
 
     process = command(*what)
-    by_hf, errors = process.communicate(timeout=400)
+    by_hf, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     for ours, theirs in zip(document["models"], json.loads(by_hf)["models"], strict=True):
         own, other = ours["ladderize"], theirs["ladderize"]
@@ -264,7 +265,8 @@ def test_the_command(tmp_path):
             assert own[key] == other[key], key
         np.testing.assert_allclose(own["perplexity"]["window_nll"], other["perplexity"]["window_nll"], atol=1e-3)
         assert own["perplexity"]["ids_sha256"] == other["perplexity"]["ids_sha256"]
-        assert ours["results"]["demo_agreement"]["acc,none"] == theirs["results"]["demo_agreement"]["acc,none"]
+        right = [model["results"]["demo_agreement"]["acc,none"] for model in (ours, theirs)]
+        assert right[0] == pytest.approx(right[1], abs=1.1 / 5)  # of two answers as likely the last bit decides
         samples = (tmp_path / ours["samples"]["demo_agreement"]).read_text().splitlines()
         assert len(samples) == 5
     assert document["comparisons"][0]["perplexity"]["windows"] == 3
@@ -274,12 +276,10 @@ def test_the_command(tmp_path):
 def test_an_interrupt_leaves_no_process(tmp_path, number):
     folder = model_with_tokenizer("dense", tmp_path / "dense")
     process = command(folder, "--tasks", "demo_copying", "--include-path", TASKS, "--backend", "vllm")
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and not any("spawn_main" in line for line in session(process.pid)):
-        time.sleep(0.1)
-    time.sleep(5)
+    wait_until(lambda: process.poll() is not None or any("spawn_main" in line for line in session(process.pid)))
+    time.sleep(5)  # whatever it does by then
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert gone(process.pid), session(process.pid)
     assert process.returncode == 128 + number
     assert errors.endswith("Interrupted.\n") or number == signal.SIGTERM

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from tests.helpers import ROOT
+from tests.warm import PATIENCE
 
 REGISTER = """
 import sys, torch
@@ -41,7 +42,7 @@ for found in versions:
 
 def run(script: str, *arguments: object) -> str:
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 

@@ -71,11 +71,13 @@ def test_other_messages(engines, tmp_path, name, backend, eager):
 
 def test_the_dense_layout_is_vllms_own_model(engines, tmp_path):
     """Of a family with norms of heads; vLLM's own Qwen3 heeds no windows."""
-    make("ladder upper half", tmp_path, use_sliding_window=False, layer_types=None, attention_bias=False)
+    model = make("ladder upper half", tmp_path, use_sliding_window=False, layer_types=None, attention_bias=False)
     edit_json(tmp_path / "config.json", **Layout.dense(SHAPE["num_hidden_layers"]).to_config())
     prompts = random_prompts(*LENGTHS)
     stock = {"hf_overrides": {"architectures": ["Qwen3ForCausalLM"]}}
     (ours,), (theirs,) = (
         engines(1).run(tmp_path, Generate(prompts), enforce_eager=True, **more) for more in ({}, stock)
     )
-    assert [one["tokens"] for one in ours["completions"]] == [one["tokens"] for one in theirs["completions"]]
+    dense = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    check(dense, prompts, ours)
+    check(dense, prompts, theirs)
