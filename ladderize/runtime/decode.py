@@ -29,8 +29,10 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     distribution."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
+    logits = logits.float()  # a difference in 16 bits would make ties of logits that differ
     best = logits.amax(-1, keepdim=True)  # subtracted first: a tiny temperature must not make ties of infinities
-    scaled = (logits - best).float() / sampling.temperature
+    # no temperature that is 0, or whose reciprocal is infinite, in float32: 0 / 0 is no number
+    scaled = (logits - best) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
     if (
         not sampling.top_k and sampling.top_p >= 1
     ):  # every token is kept: no need to sort a whole vocabulary for each of them
