@@ -356,10 +356,20 @@ def test_timings_that_leave_nothing_or_too_little(tmp_path):
         ladderize.calibrate(TimingsOptions((alone,), "h100-sxm", free=("alpha_us",)))
     with pytest.raises(UsageError, match="--fit speed is not one of"):
         ladderize.calibrate(TimingsOptions((alone,), "h100-sxm", free=("speed",)))
+    for free, message in (
+        (("kernel_us.bfloat16",), "--fit kernel_us.bfloat16 is not one of"),
+        (("matmul_tflop_s",), "is of no dtype that h100-sxm has a figure for; say .*matmul_tflop_s.bfloat16 or"),
+        (("matmul_tflop_s.int8",), "is of no dtype that h100-sxm has a figure for"),
+        (("kernel_us", "kernel_us"), "--fit names a figure twice"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            ladderize.calibrate(TimingsOptions((alone,), "h100-sxm", free=free))
     row = {**published_row(link, 2, 1), "prefill_ms": "", "end_to_end_tokens_per_s": ""}
     one = write_table(tmp_path / "one.csv", [row])
     with pytest.raises(UserError, match=r"leave \S+ open; add timings of .* with 2 ranks"):
         ladderize.calibrate(TimingsOptions((one,), "h100-sxm"))
+    with pytest.raises(UsageError, match="--fit alpha_us fits what --link gives by hand"):
+        ladderize.calibrate(TimingsOptions((one,), "h100-sxm", link="20,100", free=("alpha_us",)))
     with pytest.raises(UserError, match="--engine fast is not one of"):
         ladderize.calibrate(TimingsOptions((one,), "h100-sxm", engine="fast"))
 
