@@ -15,6 +15,7 @@ import torch
 
 from ladderize.errors import UserError
 from ladderize.layout import LayoutError
+from ladderize.runtime.collectives.shm import MOST_VIEWS
 from ladderize.runtime.requests import reading
 from ladderize.runtime.requests.continuous import Prompt, continue_prompts
 from ladderize.runtime.requests.options import RequestOptions
@@ -151,6 +152,18 @@ def test_many_prompts_go_through_few_rows(plain):
         together = many.ask(continue_prompts, prompts)
         assert differing(together, [one.ask(continue_prompts, [prompt])[0] for prompt in prompts]) <= 1
     assert [len(new) for new in together] == [prompt.max_new_tokens for prompt in prompts]
+
+
+def kept_views(worker, advance):
+    return len(getattr(worker.reader.model.collectives, "views", ()))
+
+
+def test_nothing_grows_with_the_lengths_of_texts(plain):
+    """Shared memory keeps views of its messages, by shape: 0.1 GB of them after a task, with 8 ranks."""
+    lengths = range(17, 60)  # over the budget: each text by itself
+    with opened(plain, tp_size=2, token_budget=16) as service:
+        service.ask(score_endings, [Ending(np.arange(length) % 8, length - 1) for length in lengths])
+        assert service.ask(kept_views) <= MOST_VIEWS + 4  # and those of the last text
 
 
 def test_a_text_ends_with_eos(plain, tmp_path):

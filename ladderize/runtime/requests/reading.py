@@ -160,6 +160,7 @@ class TextReader:
         shape = tuple(ids.shape)
         if shape != self._last:  # a backend that listens for messages of one size ahead would listen for all of them
             self.model.collectives.settle()
+            self.model.collectives.tidy()  # texts have many lengths
             self._last = shape
         return self.model.forward(ids, step, cache or NoCache(self.dtype, self.device))
 
