@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from ladderize.checkpoint.reading import read_config
 from ladderize.errors import UserError
 from ladderize.layout import LayoutError
 from ladderize.runtime.collectives.shm import MOST_VIEWS
+from ladderize.runtime.decode import GrowingRope, rope_table
 from ladderize.runtime.requests import reading
 from ladderize.runtime.requests.continuous import Prompt, continue_prompts
 from ladderize.runtime.requests.options import RequestOptions
@@ -164,6 +166,22 @@ def test_nothing_grows_with_the_lengths_of_texts(plain):
     with opened(plain, tp_size=2, token_budget=16) as service:
         service.ask(score_endings, [Ending(np.arange(length) % 8, length - 1) for length in lengths])
         assert service.ask(kept_views) <= MOST_VIEWS + 4  # and those of the last text
+
+
+def test_positions_that_no_text_has_take_no_memory(tmp_path):
+    """Models of a million positions are there; a table for all of these would take gigabytes and seconds."""
+    folder = save_llama(tmp_path / "model", max_position_embeddings=2**31)
+    ids, rope = np.arange(40) % 8, GrowingRope(read_config(folder), 2**31, torch.device("cpu"))
+    with opened(folder) as service:
+        found = service.ask(score_endings, [Ending(ids[:20], 19), Ending(ids, 39)])
+        made = service.ask(continue_prompts, [Prompt(0, ids.tolist(), 5)])
+    with opened(folder, max_length=64) as service:
+        again = service.ask(score_endings, [Ending(ids[:20], 19), Ending(ids, 39)])
+        assert found.sums.tolist() == again.sums.tolist()
+        assert made == service.ask(continue_prompts, [Prompt(0, ids.tolist(), 5)])
+    assert [len(rope(positions)) for positions in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
+    assert torch.equal(rope(1)[:50], rope_table(read_config(folder), 50, torch.device("cpu")))
+    assert len(GrowingRope(read_config(folder), 10, torch.device("cpu"))(9)) == 10
 
 
 def test_a_text_ends_with_eos(plain, tmp_path):

@@ -101,6 +101,22 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
     return torch.complex(cos[0, :, :half], sin[0, :, :half]).to(device)
 
 
+class GrowingRope:
+    """``rope_table`` with as many positions as were asked for so far, and at most ``most``: a config may promise
+    millions, of which texts need few."""
+
+    def __init__(self, config: dict[str, object], most: int, device: torch.device) -> None:
+        self.config, self.most = config, most
+        self.table = rope_table(config, 1, device)
+
+    def __call__(self, positions: int) -> Tensor:
+        """The factors of this many positions, and perhaps of more."""
+        if len(self.table) < min(positions, self.most):
+            grown = min(1 << (positions - 1).bit_length(), self.most)  # so that it grows few times
+            self.table = rope_table(self.config, grown, self.table.device)
+        return self.table
+
+
 @dataclass
 class Generator:
     """A model with a cache for ``batch`` rows and ``columns`` positions. All ranks call the same methods in the same

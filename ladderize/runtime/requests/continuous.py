@@ -134,7 +134,7 @@ class ContinuousBatch:
 
     def _read(self, group: list[_Row], length: int, cache: KVCache) -> Tensor:
         """The states after the last token of each prompt [prompts, hidden]."""
-        device, rope = self.reader.device, self.reader.rope
+        device, rope = self.reader.device, self.reader.rope(length)
         ids = torch.tensor([row.prompt.ids + [0] * (length - len(row.prompt.ids)) for row in group], device=device)
         last = torch.tensor([len(row.prompt.ids) - 1 for row in group], device=device)
         columns = torch.arange(length, device=device)
@@ -158,9 +158,10 @@ class ContinuousBatch:
         count, device = len(self.rows), self.reader.device
         ids = torch.tensor([row.new[-1] for row in self.rows], device=device)[:, None]
         positions = torch.tensor([row.length for row in self.rows], device=device)
-        view = view_length(max(row.length for row in self.rows) + 1, self.cache)
+        longest = max(row.length for row in self.rows) + 1
+        view = view_length(longest, self.cache)
         seen = torch.arange(view, device=device) <= positions[:, None]
-        step = Step(self.reader.rope[positions][:, None, None], positions[:, None], view, seen[:, None, None])
+        step = Step(self.reader.rope(longest)[positions][:, None, None], positions[:, None], view, seen[:, None, None])
         cache = KVCache(self.cache.keys[:, :count], self.cache.values[:, :count])
         self._choose(self.rows, self.reader.forward(ids, step, cache)[:, 0])
 
