@@ -11,7 +11,7 @@ from ladderize.checkpoint.config import most_positions
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.decode import rope_table
+from ladderize.runtime.decode import GrowingRope, rope_table
 from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights
 from ladderize.runtime.model import TPLlama
@@ -58,8 +58,7 @@ class TPTraining(nn.Module):
         self.weights, self.layout, self.collectives = weights, layout, collectives
         self.schedule, self.temperature, self.recompute = schedule, temperature, gradient_checkpointing
         self.shape = weights.shape
-        positions = most_positions(config)
-        self.rope = rope_table(dict(config), positions, weights.norm.device)
+        self.rope = GrowingRope(dict(config), most_positions(config), weights.norm.device)
 
     def forward(
         self,
@@ -101,7 +100,7 @@ class TPTraining(nn.Module):
             self.shape, self.layout, used, self.collectives, recompute=self.recompute, outputs=outputs
         )
         mask = packed_mask(position_ids)
-        step = Step(self.rope[position_ids].unsqueeze(2), 0, 0, mask, causal=mask is None)
+        step = Step(self.rope(input_ids.shape[1])[position_ids].unsqueeze(2), 0, 0, mask, causal=mask is None)
         cache = NoCache(self.weights.compute, input_ids.device)
         hidden = model.forward(input_ids, step, cache, self.schedule)
         return model.head(hidden[targets >= 0])
