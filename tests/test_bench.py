@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.group import Ranks
+from ladderize.ranks.threads import cores
 from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as runtime_model
 from ladderize.runtime import spec
@@ -540,6 +542,17 @@ def test_too_large_for_the_reference(monkeypatch):
     monkeypatch.setattr(reference_check, "available_bytes", lambda device: 1000)
     with pytest.raises(UserError, match="1 kB are free; --no-check skips it"):
         reference_check.references([model], BenchOptions())
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
+def test_the_reference_has_the_cores_of_the_ranks_that_wait():
+    before, alone = cores(), Ranks(0, 1, torch.device("cpu"))
+    try:
+        os.sched_setaffinity(0, {min(before)})  # a rank's share, which the process that it starts inherits
+        assert reference_check._references(alone, [], "cpu", 8, before) == {}
+        assert cores() == before
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
