@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.group import Ranks
+from ladderize.ranks.threads import cores
 from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as runtime_model
 from ladderize.runtime import spec
@@ -542,14 +544,30 @@ def test_too_large_for_the_reference(monkeypatch):
         reference_check.references([model], BenchOptions())
 
 
-def test_memory_is_checked_before_it_is_taken(monkeypatch):
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
+def test_the_reference_has_the_cores_of_the_ranks_that_wait():
+    before, alone = cores(), Ranks(0, 1, torch.device("cpu"))
+    try:
+        os.sched_setaffinity(0, {min(before)})  # a rank's share, which the process that it starts inherits
+        assert reference_check._references(alone, [], "cpu", 8, before) == {}
+        assert cores() == before
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
     """Weights exactly, the cache exactly; and a checkpoint that emulation would have to load whole."""
     model = spec.checkpoint_spec(str(MODEL), tp_size=1)
     alone = Ranks(0, 1, torch.device("cpu"))
     options = BenchOptions(batch_sizes=(1, 3), prompt_len=8, output_len=4)
     weights = spec.WeightCache(alone.device, pack=False)
     generator = spec.open_generator(model, Collectives(), weights, alone, 3, 12)
-    need = bench_plan.memory_need([model, model], options, alone.device)
+    # as convert makes it: another folder with the same files
+    converted = tmp_path / "ladder"
+    converted.mkdir()
+    for path in MODEL.resolve().iterdir():
+        (converted / path.name).symlink_to(path)
+    need = bench_plan.memory_need([model, spec.checkpoint_spec(str(converted), tp_size=1)], options, alone.device)
     own = generator.model.weights.resident_bytes
     assert own <= need.weights <= 1.3 * own  # packed, the tied LM head is a copy
     assert need.kv_cache == generator.cache.nbytes

@@ -6,11 +6,13 @@ import json
 import random
 
 import pytest
+import torch
 
 import ladderize
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import LayoutError
 from ladderize.planning.calibration import run as calibration
+from ladderize.planning.calibration import timing
 from ladderize.planning.calibration.document import CalibrationDocument
 from ladderize.planning.calibration.fit import Residual
 from ladderize.planning.calibration.observations import Observation, expected_seconds, layout_observation
@@ -18,6 +20,8 @@ from ladderize.planning.calibration.options import CalibrateOptions, TimingsOpti
 from ladderize.planning.calibration.run import uneven_ranks
 from ladderize.planning.hardware import DeviceSpec, read_device
 from ladderize.planning.passes import Workload
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, parse_link, read_interconnect
 from ladderize.runtime.shards import read_shape
@@ -356,10 +360,20 @@ def test_timings_that_leave_nothing_or_too_little(tmp_path):
         ladderize.calibrate(TimingsOptions((alone,), "h100-sxm", free=("alpha_us",)))
     with pytest.raises(UsageError, match="--fit speed is not one of"):
         ladderize.calibrate(TimingsOptions((alone,), "h100-sxm", free=("speed",)))
+    for free, message in (
+        (("kernel_us.bfloat16",), "--fit kernel_us.bfloat16 is not one of"),
+        (("matmul_tflop_s",), "is of no dtype that h100-sxm has a figure for; say .*matmul_tflop_s.bfloat16 or"),
+        (("matmul_tflop_s.int8",), "is of no dtype that h100-sxm has a figure for"),
+        (("kernel_us", "kernel_us"), "--fit names a figure twice"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            ladderize.calibrate(TimingsOptions((alone,), "h100-sxm", free=free))
     row = {**published_row(link, 2, 1), "prefill_ms": "", "end_to_end_tokens_per_s": ""}
     one = write_table(tmp_path / "one.csv", [row])
     with pytest.raises(UserError, match=r"leave \S+ open; add timings of .* with 2 ranks"):
         ladderize.calibrate(TimingsOptions((one,), "h100-sxm"))
+    with pytest.raises(UsageError, match="--fit alpha_us fits what --link gives by hand"):
+        ladderize.calibrate(TimingsOptions((one,), "h100-sxm", link="20,100", free=("alpha_us",)))
     with pytest.raises(UserError, match="--engine fast is not one of"):
         ladderize.calibrate(TimingsOptions((one,), "h100-sxm", engine="fast"))
 
@@ -382,6 +396,20 @@ def test_arguments_that_take_no_effect(arguments, message, tmp_path):
     outcome = invoke("calibrate", *arguments, "--out", tmp_path / "out.json")
     assert message in one_sentence(outcome)
     assert outcome.code == 2
+
+
+def test_memory_is_checked_for_all_jobs_together(shapes, monkeypatch):
+    options = CalibrateOptions(shapes=(str(shapes[1]),), batch_sizes=(1, 4), dtype="float32", device="cpu")
+    alone = Ranks(0, 1, torch.device("cpu"))
+    one, other = timing.calibration_jobs(options, 1)
+    needs = [bench_plan.memory_need(job.specs, job.options, alone.device) for job in (one, other)]
+    caches = sum(need.kv_cache for need in needs)
+    enough = needs[0].weights + caches + max(need.prefill for need in needs)  # the weights once
+    monkeypatch.setattr(bench_plan, "available_bytes", lambda device: enough)
+    timing.check_jobs_memory([one, other], alone)
+    monkeypatch.setattr(bench_plan, "available_bytes", lambda device: enough - 1)
+    with pytest.raises(UserError, match="a shorter prompt .--prefill-tokens."):
+        timing.check_jobs_memory([one, other], alone)
 
 
 def test_shapes_and_devices_that_cannot_be_timed(shapes, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ladderize.console import DEBUG
-from ladderize.errors import UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.threads import cores
 from ladderize.runtime import launch as distributed
@@ -172,6 +172,12 @@ def test_choices_that_make_no_sense_are_refused():
         choose("nccl", pair, max_bytes=1)
     with pytest.raises(UserError, match="--backend gloo is for CPUs"):
         choose("gloo", Ranks(0, 2, torch.device("cuda", 0)), max_bytes=1)
+
+
+def test_one_gpu_is_not_for_several_ranks():
+    with pytest.raises(UsageError, match="--device cuda:0 is one device, but each of 2 ranks takes its own"):
+        distributed.check_group_size(2, "cuda:0")
+    distributed.check_group_size(1, "cuda:0")
 
 
 def test_a_launcher_that_started_another_number(monkeypatch):

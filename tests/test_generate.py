@@ -71,9 +71,18 @@ def test_samples_have_the_promised_distribution(sampling):
     torch.testing.assert_close(found, distribution(logits, sampling), atol=2e-4, rtol=0)
 
 
-def test_a_tiny_temperature_is_greedy():
+@pytest.mark.parametrize("temperature", [1e-38, 1e-45, 1e-46, 5e-324])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_a_tiny_temperature_is_greedy(temperature, limits):
     logits = torch.randn(4, 50) * 10
-    assert torch.equal(sample(logits, Sampling(1e-45), torch.rand(4)), logits.argmax(-1))
+    assert torch.equal(sample(logits, Sampling(temperature, **limits), torch.rand(4)), logits.argmax(-1))
+
+
+def test_logits_of_16_bits_keep_their_order():
+    """Two that differ, and whose differences from the best are the same number in bfloat16."""
+    logits = torch.tensor([[20.0, 0.1001, 0.1021, 0.0]], dtype=torch.bfloat16)
+    drawn = sample(logits.expand(9, -1), Sampling(100.0, top_k=2), torch.linspace(0, 0.99, 9))
+    assert set(drawn.tolist()) == {0, 2}
 
 
 def test_draws_depend_on_seed_and_row_only():

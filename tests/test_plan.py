@@ -443,6 +443,16 @@ def test_all_reduces_over_the_same_wires_stand_side_by_side(tmp_path):
     assert "Speed-up by all-reduce" not in alone.stdout
 
 
+def test_a_checkpoint_that_is_called_like_a_layout_is_a_row_of_its_own(dense, tmp_path, monkeypatch):
+    """Its speed-ups over other all-reduces were those of the layout."""
+    assert invoke("convert", dense, tmp_path / "ladder", "--ladder", "0:1", "--no-verify").code == 0
+    monkeypatch.chdir(tmp_path)
+    options = PlanOptions("h100-sxm", (4,), "nccl_nvlink_h100", prompt_len=8, output_len=8)
+    found = ladderize.plan(PlanModel("ladder", layout="ladder"), options)
+    assert [row.model for row in found.rows] == ["dense", "checkpoint ladder", "ladder"]
+    assert all(one.speedups.keys() == {row.model for row in found.rows} for one in found.others)
+
+
 def test_the_list_names_everything():
     outcome = invoke("plan", "--list")
     assert outcome.code == 0

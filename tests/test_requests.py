@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from ladderize import load
+from ladderize.checkpoint.reading import read_config
 from ladderize.errors import UserError
 from ladderize.layout import LayoutError
+from ladderize.runtime.collectives.shm import MOST_VIEWS
+from ladderize.runtime.decode import GrowingRope, rope_table
 from ladderize.runtime.requests import reading
 from ladderize.runtime.requests.continuous import Prompt, continue_prompts
 from ladderize.runtime.requests.options import RequestOptions
@@ -151,6 +154,34 @@ def test_many_prompts_go_through_few_rows(plain):
         together = many.ask(continue_prompts, prompts)
         assert differing(together, [one.ask(continue_prompts, [prompt])[0] for prompt in prompts]) <= 1
     assert [len(new) for new in together] == [prompt.max_new_tokens for prompt in prompts]
+
+
+def kept_views(worker, advance):
+    return len(getattr(worker.reader.model.collectives, "views", ()))
+
+
+def test_nothing_grows_with_the_lengths_of_texts(plain):
+    """Shared memory keeps views of its messages, by shape: 0.1 GB of them after a task, with 8 ranks."""
+    lengths = range(17, 60)  # over the budget: each text by itself
+    with opened(plain, tp_size=2, token_budget=16) as service:
+        service.ask(score_endings, [Ending(np.arange(length) % 8, length - 1) for length in lengths])
+        assert service.ask(kept_views) <= MOST_VIEWS + 4  # and those of the last text
+
+
+def test_positions_that_no_text_has_take_no_memory(tmp_path):
+    """Models of a million positions are there; a table for all of these would take gigabytes and seconds."""
+    folder = save_llama(tmp_path / "model", max_position_embeddings=2**31)
+    ids, rope = np.arange(40) % 8, GrowingRope(read_config(folder), 2**31, torch.device("cpu"))
+    with opened(folder) as service:
+        found = service.ask(score_endings, [Ending(ids[:20], 19), Ending(ids, 39)])
+        made = service.ask(continue_prompts, [Prompt(0, ids.tolist(), 5)])
+    with opened(folder, max_length=64) as service:
+        again = service.ask(score_endings, [Ending(ids[:20], 19), Ending(ids, 39)])
+        assert found.sums.tolist() == again.sums.tolist()
+        assert made == service.ask(continue_prompts, [Prompt(0, ids.tolist(), 5)])
+    assert [len(rope(positions)) for positions in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
+    assert torch.equal(rope(1)[:50], rope_table(read_config(folder), 50, torch.device("cpu")))
+    assert len(GrowingRope(read_config(folder), 10, torch.device("cpu"))(9)) == 10
 
 
 def test_a_text_ends_with_eos(plain, tmp_path):

@@ -72,7 +72,7 @@ def test_texts_of_several_lengths(opened, budget, shared):
     texts = [ids[0].numpy(), *(fresh_rng().integers(3, 97, length) for length in (TOKENS, TOKENS - 3, TOKENS - 9))]
     for number, text in enumerate(texts[2:]):
         text[: shared + number] = texts[0][: shared + number]
-    reader, seen = TextReader(generator.model, generator.rope, budget, torch.float32), []
+    reader, seen = TextReader(generator.model, lambda positions: generator.rope, budget, torch.float32), []
     for hidden, places in reader.read(texts):
         for number, path in places.items():
             expected = model(torch.from_numpy(texts[number])[None]).logits[0]
@@ -85,7 +85,7 @@ def test_continuous_batching(opened):
     """Rows of different lengths, prompts read in pieces, texts that enter when others end."""
     model, generator, _, _ = opened
     prompts = [Prompt(number, random_ids(n).tolist(), 14 - n // 3) for number, n in enumerate((20, 3, 11, 7, 1))]
-    reader = TextReader(generator.model, generator.rope, 8, torch.float32)
+    reader = TextReader(generator.model, lambda positions: generator.rope, 8, torch.float32)
     batch = ContinuousBatch(reader, rows=3, longest_prompt=20, longest_text=34, eos=(), tokenizer=None)
     for prompt, tokens in zip(prompts, batch.run(prompts), strict=True):
         assert len(tokens) == prompt.max_new_tokens

@@ -330,10 +330,13 @@ def already_started() -> bool:
 
 
 def rank_device(kind: str, local_rank: int) -> torch.device:
-    """The device of a rank: cpu, or its GPU among those that it sees, which becomes torch's current one. Raises
-    UserError where there are fewer GPUs than ranks."""
+    """The device of a rank: cpu, its GPU among those that it sees, or the one that ``kind`` numbers; a GPU becomes
+    torch's current one. Raises UserError where there are fewer GPUs than ranks."""
     if kind != "cuda":
-        return torch.device(kind)
+        device = torch.device(kind)
+        if device.type == "cuda":  # by its number; streams and CUDA graphs are the current one's
+            torch.cuda.set_device(device)
+        return device
     count = torch.cuda.device_count()
     if local_rank >= count > 1:
         raise UserError(

@@ -32,8 +32,10 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     distribution."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
+    logits = logits.float()  # a difference in 16 bits would make ties of logits that differ
     best = logits.amax(-1, keepdim=True)  # subtracted first: a tiny temperature must not make ties of infinities
-    scaled = (logits - best).float() / sampling.temperature
+    # no temperature that is 0, or whose reciprocal is infinite, in float32: 0 / 0 is no number
+    scaled = (logits - best) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
     if (
         not sampling.top_k and sampling.top_p >= 1
     ):  # every token is kept: no need to sort a whole vocabulary for each of them
@@ -100,6 +102,22 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
         )
     half = cos.shape[-1] // 2  # the two halves of a head turn alike
     return torch.complex(cos[0, :, :half], sin[0, :, :half]).to(device)
+
+
+class GrowingRope:
+    """``rope_table`` with as many positions as were asked for so far, and at most ``most``: a config may promise
+    millions, of which texts need few."""
+
+    def __init__(self, config: dict[str, object], most: int, device: torch.device) -> None:
+        self.config, self.most = config, most
+        self.table = rope_table(config, 1, device)
+
+    def __call__(self, positions: int) -> Tensor:
+        """The factors of this many positions, and perhaps of more."""
+        if len(self.table) < min(positions, self.most):
+            grown = min(1 << (positions - 1).bit_length(), self.most)  # so that it grows few times
+            self.table = rope_table(self.config, grown, self.table.device)
+        return self.table
 
 
 @dataclass

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ladderize.console import DEBUG, is_out_of_memory, sentence
-from ladderize.errors import LadderizeError, UserError
+from ladderize.errors import LadderizeError, UsageError, UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.environment import ALONE, Place, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched, rank_device
@@ -83,8 +83,13 @@ TERMINATE_SECONDS = 3.0
 
 
 def check_group_size(tp_size: int, device: str) -> None:
-    """Raise UserError unless ``tp_size`` agrees with the launcher, if any, and with the devices of this host."""
+    """Raise UserError unless ``tp_size`` agrees with the launcher, if any, and with the devices of this host;
+    UsageError for one device for several ranks."""
     place = launched()
+    if tp_size > 1 and ":" in device:
+        raise UsageError(
+            f"--device {device} is one device, but each of {tp_size} ranks takes its own; say --device cuda"
+        )
     if place != ALONE:
         if tp_size != place.size:
             raise UserError(

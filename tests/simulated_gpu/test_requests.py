@@ -22,7 +22,7 @@ HOST = torch.device("cpu")
 
 def reader(folder, device, backend):
     generator = opened(folder, device, backend, 1, 100)
-    return TextReader(generator.model, generator.rope, 24, torch.float32)
+    return TextReader(generator.model, lambda positions: generator.rope, 24, torch.float32)
 
 
 def texts(*lengths):

@@ -37,6 +37,7 @@ BEGIN_LINK = 20.0, 5.0
 # takes twice as long as one alone. Passes are what is predicted, so a run's link is fitted to them.
 UNFITTED_OF_RUN: tuple[Quantity, ...] = ("all_reduce",)
 UNEVEN = 0.1  # of a time: as much as groups may differ before it is said
+RATES = "matmul_tflop_s"  # of products; its name has a dtype behind it
 SHARES = {"bandwidth_share", "matmul_share"}  # with both fitted, a device of a data sheet counts as calibrated
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -235,7 +236,7 @@ def _from_timings(options: TimingsOptions) -> CalibrationDocument:
     elif sending:
         rows = [InterconnectRow(ranks, *BEGIN_LINK) for ranks in sending]
         link = Interconnect(options.name, rows, ASSUMED_CONTENTION, ASSUMED_ERROR, True, source)
-    free, notes = _free_of_timings(options, observations, sending)
+    free, notes = _free_of_timings(options, observations, held, link, sending)
     result = fit(observations, held, link, free)
     (timed, *others) = sorted({seen.engine for seen in observations if seen.engine is not None})
     if frees_device(free):
@@ -253,18 +254,18 @@ def _from_timings(options: TimingsOptions) -> CalibrationDocument:
 
 
 def _free_of_timings(
-    options: TimingsOptions, observations: Sequence[Observation], sending: Sequence[int]
+    options: TimingsOptions,
+    observations: Sequence[Observation],
+    held: DeviceSpec,
+    link: Interconnect | None,
+    sending: Sequence[int],
 ) -> tuple[list[str], list[str]]:
     """What is fitted to timings that are there, and what is said about it.
 
     The link's latency and bandwidth are free at every number of ranks that sends; contention where a layout overlaps;
     the device's shares where prefills and decode steps of two workloads were timed without communication.
     """
-    for name in options.free:
-        if (kind := name.partition(".")[0]) not in FITTED:
-            raise UsageError(f"--fit {name} is not one of {', '.join(FITTED)}")
-        if kind in OF_A_LINK and not sending:
-            raise UsageError(f"--fit {name} needs timings of several ranks with communication; --timings have none")
+    _check_free(options.free, held, link, sending)
     if options.free:
         return list(options.free), [f"fitted, as --fit says: {', '.join(options.free)}"]
     free, notes = [], []
@@ -291,3 +292,20 @@ def _free_of_timings(
             " than two workloads without communication; leave --link out, or add such timings"
         )
     return free, notes
+
+
+def _check_free(names: Sequence[str], held: DeviceSpec, link: Interconnect | None, sending: Sequence[int]) -> None:
+    """Raise UsageError for what ``--fit`` names and nothing can be fitted of. sending: numbers of ranks that do."""
+    if len(set(names)) < len(names):
+        raise UsageError("--fit names a figure twice; name each once")
+    for name in names:
+        kind, dot, dtype = name.partition(".")
+        if kind not in FITTED or (dot and kind != RATES):
+            raise UsageError(f"--fit {name} is not one of {', '.join(FITTED)}")
+        if kind == RATES and dtype not in held.matmul_tflop_s:
+            known = " or ".join(f"{RATES}.{one}" for one in held.matmul_tflop_s)
+            raise UsageError(f"--fit {name} is of no dtype that {held.name} has a figure for; say {known}")
+        if kind in OF_A_LINK and not sending:
+            raise UsageError(f"--fit {name} needs timings of several ranks with communication; --timings have none")
+        if kind in OF_A_LINK and kind != "contention" and link is not None and link.any_ranks is not None:
+            raise UsageError(f"--fit {name} fits what --link gives by hand; leave one of them out")

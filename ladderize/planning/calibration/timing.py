@@ -20,7 +20,7 @@ from ladderize.runtime.bench.harness import time_rounds
 from ladderize.runtime.bench.inference import TimedGenerator
 from ladderize.runtime.bench.messages import AloneTimes
 from ladderize.runtime.bench.options import BenchOptions, named_layout
-from ladderize.runtime.bench.plan import check_bench_memory
+from ladderize.runtime.bench.plan import check_ranks_memory, memory_need
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.shards import dense_config, read_shape
@@ -115,8 +115,7 @@ def _made_config(hidden: int, intermediate: int, layers: int, heads: int, kv_hea
 
 def measure_jobs(group: Ranks, jobs: list[CalibrationJob], console: Console) -> RankTimings:
     """Time ``jobs``; all ranks call it. Raises UserError where they do not fit into memory."""
-    for job in jobs:
-        check_bench_memory(job.specs, job.options, group)
+    check_jobs_memory(jobs, group)
     surroundings = environment(group)
     longest = max(
         job.batch * max(job.specs[0].config["hidden_size"] * job.options.prompt_len, job.specs[0].config["vocab_size"])
@@ -141,6 +140,18 @@ def measure_jobs(group: Ranks, jobs: list[CalibrationJob], console: Console) -> 
     collectives.close()
     observations, samples = map(list, zip(*timed, strict=True))
     return RankTimings(TimedGroup(group.size, backend, surroundings, smallest), observations, samples)
+
+
+def check_jobs_memory(jobs: list[CalibrationJob], group: Ranks) -> None:
+    """Raise UserError if the ranks of this machine cannot hold what all jobs take, which live side by side."""
+    needs = [memory_need(job.specs, job.options, group.device) for job in jobs]
+    weights = {str(job.specs[0].config): need.weights for job, need in zip(jobs, needs, strict=True)}
+    parts = {
+        "weights take": sum(weights.values()),
+        "KV caches": sum(need.kv_cache for need in needs),
+        "a prefill": max(need.prefill for need in needs),
+    }
+    check_ranks_memory("calibrate", parts, "prompt (--prefill-tokens)", group)
 
 
 @dataclass(frozen=True)

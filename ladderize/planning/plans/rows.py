@@ -139,10 +139,12 @@ def row_variants(
     """
     layers = model.config["num_hidden_layers"]
     dense = Layout.dense(layers)
-    own_is_dense = model.layout.is_dense
-    found = [RowVariant(model.name if own_is_dense and model.folder else "dense", dense, own_is_dense)]
+    own_is_dense, name = model.layout.is_dense, model.name
+    if name in ("dense", CHOSEN_ROW, *choice.rows, *BOUND_ROWS.values()):  # rows are told apart by their names
+        name = f"checkpoint {name}"
+    found = [RowVariant(name if own_is_dense and model.folder else "dense", dense, own_is_dense)]
     if not own_is_dense:
-        found.append(RowVariant(model.name, model.layout, True))
+        found.append(RowVariant(name, model.layout, True))
     if chosen is not None:
         found.append(RowVariant(CHOSEN_ROW, chosen))
     virtual = choice.sync_tp_size or (chosen.sync_tp_size if chosen is not None else None) or ranks

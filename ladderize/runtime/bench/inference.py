@@ -16,7 +16,8 @@ from torch import Tensor
 from ladderize.console import SILENT, Console
 from ladderize.layout import OVERLAPPED
 from ladderize.ranks.device import check_device
-from ladderize.ranks.group import Ranks
+from ladderize.ranks.group import Ranks, host_id
+from ladderize.ranks.threads import cores
 from ladderize.runtime.bench import reference_check
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.harness import KeptDocument, RuntimeBench, RuntimeVariant, Timed, check_overlaps
@@ -156,8 +157,10 @@ class InferenceBench(RuntimeBench[ModelVariant, BenchDocument, BenchOptions]):
         collectives, weights = self.collectives, self.weights
         if options.emulate_tp is not None:  # emulated sums are not sums: the whole model is checked on one rank
             collectives, weights = Collectives(), self._weight_cache(replicate_vocab=False)
+        host, of_ranks = host_id(), group.gather((host_id(), cores()))
+        free = set().union(*(own for of_host, own in of_ranks if of_host == host))
         with self.console.stage("computing the reference with transformers in float32"):
-            expected = group.broadcast(reference_check.references(specs, options) if group.is_main else None)
+            expected = group.broadcast(reference_check.references(specs, options, free) if group.is_main else None)
         for spec in specs:
             with self.console.stage(f"checking {spec.name} against transformers"):
                 reference = expected[spec.name]

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from ladderize.checkpoint.config import check_config, parameter_count
+from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import human_bytes
 from ladderize.errors import UsageError, UserError
 from ladderize.memory import available_bytes
@@ -25,6 +26,7 @@ from ladderize.runtime.bench.options import (
 from ladderize.runtime.bench.reference_check import checked_specs, longest_checked
 from ladderize.runtime.collectives.links import Link, parse_link
 from ladderize.runtime.launch import check_group_size
+from ladderize.runtime.loader import files_identity
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import Shape, dense_config, read_shape, virtual_ranks, with_layers
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, shape_spec
@@ -139,7 +141,8 @@ def memory_need(specs: Iterable[ModelSpec], options: BenchOptions, device: torch
         shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0, replicate_vocab=options.replicate_vocab)
         width = spec.torch_dtype.itemsize
         apart = tuple(virtual_ranks(spec.layout, layer, options.ranks) for layer in range(shape.layers))
-        weights[spec.folder, apart, spec.dtype] = weight_bytes(shape, width, packed=device.type == "cpu")
+        files = files_identity(read_checkpoint(spec.folder)) if spec.folder is not None else None
+        weights[files, apart, spec.dtype] = weight_bytes(shape, width, packed=device.type == "cpu")  # as WeightCache's
         stored = 4 if device.type == "cpu" else width  # see KVCache
         cache = max(cache, cache_bytes(shape, batch, columns, stored))
         prefill = max(prefill, prefill_bytes(shape, batch, options.prompt_len, width))

@@ -8,6 +8,7 @@ layer at a time: the whole model in float32 need not fit.
 
 import dataclasses
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,9 +114,11 @@ def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
     return TEXTS * max(hidden * (longer + steps), vocab * PIECE)
 
 
-def references(specs: list[ModelSpec], options: BenchOptions) -> dict[str, Reference]:
+def references(
+    specs: list[ModelSpec], options: BenchOptions, on: Collection[int] | None = None
+) -> dict[str, Reference]:
     """The reference of each checkpoint, computed in a process of its own, so that this one's memory stays what the
-    runtime needs."""
+    runtime needs. on: the cores to compute on, those of ranks that wait among them; None: this rank's."""
     for spec in specs:
         # a layer, embedding and LM head
         need, free = 4 * parameter_count(with_layers(spec.config, 1)), available_bytes(torch.device(options.device))
@@ -124,13 +127,18 @@ def references(specs: list[ModelSpec], options: BenchOptions) -> dict[str, Refer
                 f"{spec.name}: the fp32 reference of the correctness check takes {human_bytes(need)}, and"
                 f" {human_bytes(free)} are free; --no-check skips it and labels the results unchecked"
             )
-    arguments, nowhere = (specs, options.device, options.prompt_len), Path(os.devnull)  # nobody is to be met there
+    arguments = specs, options.device, options.prompt_len, on or cores()
+    nowhere = Path(os.devnull)  # nobody is to be met there
     with started(_references, [arguments], options.device, None, nowhere, lambda value: None) as process:
         process.watch()
         return dict(process.value)
 
 
-def _references(alone: Ranks, specs: list[ModelSpec], device: str, prompt_len: int) -> dict[str, Reference]:
+def _references(
+    alone: Ranks, specs: list[ModelSpec], device: str, prompt_len: int, on: Collection[int]
+) -> dict[str, Reference]:
+    if hasattr(os, "sched_setaffinity"):  # it has inherited the share of the rank that started it
+        os.sched_setaffinity(0, on)
     return {spec.name: compute_reference(spec, device, prompt_len) for spec in specs}
 
 

@@ -135,7 +135,7 @@ class ContinuousBatch:
 
     def _read(self, group: list[_Row], length: int, cache: KVCache) -> Tensor:
         """The states after the last token of each prompt [prompts, hidden]."""
-        device, rope = self.reader.device, self.reader.rope
+        device, rope = self.reader.device, self.reader.rope(length)
         ids = torch.tensor([row.prompt.ids + [0] * (length - len(row.prompt.ids)) for row in group], device=device)
         last = torch.tensor([len(row.prompt.ids) - 1 for row in group], device=device)
         columns = torch.arange(length, device=device)
@@ -158,11 +158,12 @@ class ContinuousBatch:
         """One token more for every row."""
         count = len(self.rows)
         ids, positions = torch.tensor([[row.new[-1] for row in self.rows], [row.length for row in self.rows]])
-        view = view_length(max(row.length for row in self.rows) + 1, self.cache)
+        longest = max(row.length for row in self.rows) + 1
+        view = view_length(longest, self.cache)
         if self.steps is not None:
             states = self.steps.run(ids, positions, view)
         else:
-            step, cache = row_step(self.reader.rope, positions, view), self.cache.batch_rows(0, count)
+            step, cache = row_step(self.reader.rope(longest), positions, view), self.cache.batch_rows(0, count)
             states = self.reader.forward(ids[:, None], step, cache)[:, 0]
         self._choose(self.rows, states)
 
@@ -205,7 +206,7 @@ class CapturedSteps:
     kernels of a step take longer than they run."""
 
     def __init__(self, reader: TextReader, cache: KVCache) -> None:
-        self.model, self.rope, self.cache = reader.model, reader.rope, cache
+        self.model, self.rope, self.cache = reader.model, reader.rope(cache.columns), cache
         self.inputs = torch.zeros(2, cache.keys.shape[1], dtype=torch.long, device=reader.device)
         self.graphs: dict[int, tuple[Any, Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle()

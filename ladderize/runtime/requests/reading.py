@@ -105,18 +105,19 @@ def ancestors(row: TreeRow, length: int) -> np.ndarray:
 class TextReader:
     """One rank of a model that reads texts without going on with them. All ranks call the same in the same order.
 
-    rope: factors of every position [positions, head_dim / 2], of ``rope_table``. budget: tokens of a forward pass.
+    rope: gives the factors of at least so many positions [positions, head_dim / 2], as ``GrowingRope`` does. budget:
+    tokens of a forward pass.
     """
 
     model: TPLlama
-    rope: Tensor
+    rope: Callable[[int], Tensor]
     budget: int
     dtype: torch.dtype
     _last: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def device(self) -> torch.device:
-        return self.rope.device
+        return self.rope(1).device
 
     def read(self, sequences: Sequence[np.ndarray]) -> Iterator[tuple[Tensor, dict[int, np.ndarray]]]:
         """Read token sequences, int64 [n > 0] each, what they begin with in common once.
@@ -135,7 +136,7 @@ class TextReader:
     def _at_once(self, batch: list[TreeRow], length: int) -> Tensor:
         ids = self._table([row.tokens for row in batch], length)
         depths = self._table([row.depths for row in batch], length)
-        factors = self.rope[depths].unsqueeze(2)
+        factors = self.rope(length)[depths].unsqueeze(2)
         if all(row.is_chain for row in batch):
             # padding stands on the right: without a mask no token looks that far
             return self.forward(ids, Step(factors, 0, 0, causal=True))
@@ -151,7 +152,7 @@ class TextReader:
         for first in range(0, ids.shape[1], self.budget):
             end = min(first + self.budget, ids.shape[1])
             mask = (columns[None, :end] <= columns[first:end, None])[None, None]
-            step = Step(self.rope[None, first:end, None], first, end, mask)
+            step = Step(self.rope(end)[None, first:end, None], first, end, mask)
             parts.append(self.forward(ids[:, first:end], step, cache))
         return torch.cat(parts, 1)
 
@@ -160,6 +161,7 @@ class TextReader:
         shape = tuple(ids.shape)
         if shape != self._last:  # a backend that listens for messages of one size ahead would listen for all of them
             self.model.collectives.settle()
+            self.model.collectives.tidy()  # texts have many lengths
             self._last = shape
         return self.model.forward(ids, step, cache or NoCache(self.dtype, self.device))
 

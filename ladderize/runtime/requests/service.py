@@ -22,7 +22,7 @@ from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import set_threads
 from ladderize.runtime.collectives.choose import check_backend, choose
 from ladderize.runtime.cpu_operations import choose_operations
-from ladderize.runtime.decode import rope_table
+from ladderize.runtime.decode import GrowingRope
 from ladderize.runtime.launch import check_group_size, joined, started
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.requests.options import RankOptions, RequestOptions
@@ -199,6 +199,6 @@ def opened(
     shape, weights = WeightCache(group.device, pack=True).get(spec, group.size, group.rank, advance)
     operations = choose_operations(group, spec.torch_dtype)
     model = TPLlama(shape, spec.layout, weights, collectives, operations)
-    rope = rope_table(spec.config, options.max_length or spec.positions, group.device)
+    rope = GrowingRope(spec.config, options.max_length or spec.positions, group.device)
     yield Worker(group, spec, options, TextReader(model, rope, options.budget, spec.torch_dtype), backend)
     collectives.close()

@@ -11,7 +11,7 @@ from ladderize.checkpoint.config import most_positions
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.decode import rope_table
+from ladderize.runtime.decode import GrowingRope, rope_table
 from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights
 from ladderize.runtime.model import TPLlama
@@ -59,8 +59,7 @@ class TPTraining(nn.Module):
         self.weights, self.layout, self.collectives = weights, layout, collectives
         self.schedule, self.temperature, self.recompute = schedule, temperature, gradient_checkpointing
         self.shape = weights.shape
-        positions = most_positions(config)
-        self.rope = rope_table(dict(config), positions, weights.norm.device)
+        self.rope = GrowingRope(dict(config), most_positions(config), weights.norm.device)
 
     def forward(
         self,
@@ -97,7 +96,8 @@ class TPTraining(nn.Module):
         model = _TrainedLlama(
             self.shape, self.layout, used, self.collectives, recompute=self.recompute, outputs=outputs
         )
-        step = Step(self.rope[batch.position_ids].unsqueeze(2), 0, 0, batch.mask, causal=batch.mask is None)
+        rope = self.rope(batch.input_ids.shape[1])[batch.position_ids].unsqueeze(2)
+        step = Step(rope, 0, 0, batch.mask, causal=batch.mask is None)
         cache = NoCache(self.weights.compute, batch.input_ids.device)
         return model.head(batch.scored_states(model.forward(batch.input_ids, step, cache, self.schedule)))
 
