@@ -90,7 +90,7 @@ def open_output(options: EvalOptions, out: Path | None, *, writes: bool) -> Iter
     with contextlib.ExitStack() as stack:
         if out is not None:
             out = resolved(out, "--out ")
-            check_writable(out)
+            check_writable(out, inputs=[options.perplexity])
             folder = samples_folder(out)
             if out == folder:
                 raise UserError(
