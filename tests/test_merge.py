@@ -358,6 +358,7 @@ DAMAGE = {
     "half": (lambda a: edit_tensors(a, o_proj=lambda t: None), "of model.layers.1.self_attn.o_proj is missing"),
     "document": (lambda a: edit_json(a / "adaptation.json", base={"model": 3}), "does not say in `base`"),
     "old document": (lambda a: edit_json(a / "adaptation.json", schema_version=0), "has schema_version 0"),
+    "a link out": (lambda a: (a / "metrics.jsonl").symlink_to(__file__), "metrics.jsonl is a link that leads out of"),
 }
 
 
