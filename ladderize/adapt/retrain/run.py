@@ -96,6 +96,7 @@ def start_aligned(
         dtype=options.dtype,
         device=options.device,
         write=options.write,
+        skipping=options.skip_bad_rows,
     )
     folder = work_folder(out, options.work_dir, checkpoint.folder)
     if not EarlierRun(resolved(out), ADAPTATION, folder, overwrite=overwrite).may_have_finished():
