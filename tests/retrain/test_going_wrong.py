@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import numpy as np
@@ -29,6 +30,10 @@ def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(HFEngine, "losses", losses)
         message = one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
+        state = tmp_path / "out.ladderize-work" / "step-00000002" / "state.json"
+        saved = state.stat()
+        assert message == one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
+        assert os.path.samestat(state.stat(), saved)  # not written anew, of which a kill could leave half
     assert "the loss of step 3 is nan; step 3, of " in message
     assert "ids.npy, row" in message
     assert "was not applied; resume from step 2, which is saved in" in message
