@@ -321,6 +321,23 @@ def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
     assert ran == ["demo_agreement", "demo_copying"]
 
 
+def test_going_on_in_another_order_replaces_no_samples(pair, tmp_path):
+    """Of models whose folders have one name."""
+    options = EvalOptions(
+        tasks=("demo_agreement",), include_path=str(TASKS), include_default_tasks=False, limit=4, batch_size=4
+    )
+    for name, model in (("a", pair[0]), ("b", pair[1])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model").symlink_to(model)
+    names, out = [tmp_path / name / "model" for name in "ab"], tmp_path / "r.json"
+    (first,) = run.evaluate(names[:1], options, out=out).models
+    (kept,) = ((tmp_path / path).read_bytes() for path in first.samples.values())
+    resumed = run.evaluate(names[::-1], options, out=out, resume=True).models
+    assert resumed[1].samples == first.samples
+    assert [(tmp_path / path).read_bytes() for path in first.samples.values()] == [kept]
+    assert resumed[0].samples != first.samples
+
+
 def test_stdout_is_only_json_and_stderr_names_stages(pair):
     command = ["eval", pair[1], *demo("arithmetic"), "--limit", 4, "--json"]
     result = warm.run([sys.executable, "-m", "ladderize", *map(str, command)])
