@@ -21,7 +21,7 @@ from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.errors import UserError
 from ladderize.eval.backends.hf import HFModel, score_windows
 from ladderize.eval.evaluation import run
-from ladderize.eval.evaluation.table import comparison_rows, prediction_rows
+from ladderize.eval.evaluation.table import comparison_rows, prediction_rows, short_names
 from ladderize.eval.evaluation.tasks import load_tasks
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.compare import compare_results
@@ -336,6 +336,11 @@ def test_going_on_in_another_order_replaces_no_samples(pair, tmp_path):
     assert resumed[1].samples == first.samples
     assert [(tmp_path / path).read_bytes() for path in first.samples.values()] == [kept]
     assert resumed[0].samples != first.samples
+
+
+def test_a_model_is_named_by_the_last_part_of_its_path_where_that_is_a_name():
+    assert short_names(["models/a", "b/"]) == ["a", "b"]
+    assert short_names([".", "../dense"]) == [".", "../dense"]
 
 
 def test_stdout_is_only_json_and_stderr_names_stages(pair):

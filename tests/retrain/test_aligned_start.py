@@ -143,3 +143,12 @@ def test_rows_that_training_skips_are_skipped_by_the_alignment_too(place, tmp_pa
     assert "a.jsonl, line 1: is not JSON" in one_sentence(aligned(place, tmp_path / "no", *more))
     outcome = aligned(place, tmp_path / "out", *more, "--skip-bad-rows")
     assert outcome.code == 0, outcome.stderr
+
+
+def test_beside_the_folder_where_one_is(place, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    outcome = aligned(place, ".", steps=1)
+    assert outcome.code == 0, outcome.stderr
+    assert listing(tmp_path) == ["out", "out-aligned"]
+    assert "OUT / has no folder beside it" in one_sentence(adapt(place, "/"))

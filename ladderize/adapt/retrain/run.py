@@ -51,6 +51,7 @@ from ladderize.runtime.launch import check_group_size, run
 
 def aligned_path(out: str) -> str:
     """The checkpoint beside OUT that retraining starts from."""
+    out = out if Path(out).name not in ("", "..") else str(resolved(out))  # beside ``.`` and not in it
     return f"{out.rstrip('/')}-aligned"
 
 
@@ -131,6 +132,12 @@ def check_trackers(names: Sequence[str]) -> None:
             raise UserError(f"--log-with {name} needs the package {name}, which is not installed (pip install {name})")
 
 
+def check_log_dir(out: str, folder: Path | None) -> None:
+    """Raise UserError for a folder of the trackers that would fill OUT before it is written."""
+    if folder is not None and resolved(out) in (place := resolved(folder, "--log-dir "), *place.parents):
+        raise UserError(f"--log-dir {folder} is OUT or lies inside it, which must be empty until the end; name another")
+
+
 class Trackers:
     """On the main process those in ``names``; nothing where there are none. folder: for what they write to disk."""
 
@@ -199,6 +206,7 @@ def adapt_checkpoint(
     options.check()
     options.budget.check()
     check_trackers(options.log_with)
+    check_log_dir(out, options.log_dir)
     options.check_data()
     if options.align:
         model = start_aligned(
