@@ -319,7 +319,7 @@ def _stacked(row: Mapping[str, str]) -> str:
 def human_bytes(count: float) -> str:
     """``1234567`` -> ``1.23 MB`` (decimal units, as disks and links are sold)."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:  # what is more, three digits round to 1000
             return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
@@ -328,7 +328,7 @@ def human_bytes(count: float) -> str:
 def human_count(count: float) -> str:
     """``11804672`` -> ``11.8M``."""
     for unit in ("", "k", "M", "B"):
-        if count < 1000:
+        if count < 999.5:
             return f"{count:.3g}{unit}"
         count /= 1000
     return f"{count:.3g}T"

@@ -137,9 +137,10 @@ def as_ids(value: Any) -> np.ndarray:
 
 
 def default_seq_len(documents: list[np.ndarray], spec: str, max_positions: int) -> int:
-    """Rows of a 2-D array of ids are windows already; else 2048, or what the model can read if that is less."""
+    """Rows of a 2-D array of ids are windows already, unless they are of one id; else 2048, or what the model can read
+    if that is less."""
     rows = {len(document) for document in documents}
-    if not needs_tokenizer(spec) and len(documents) > 1 and len(rows) == 1:
+    if not needs_tokenizer(spec) and len(documents) > 1 and len(rows) == 1 and rows != {1}:
         return min(rows.pop(), max_positions)
     return min(2048, max_positions)
 

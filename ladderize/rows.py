@@ -2,6 +2,7 @@
 columns: token ids, a conversation, a prompt with its completion, or text."""
 
 import contextlib
+import glob
 from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -215,7 +216,7 @@ class ParquetRows:
             columns = about.schema.to_arrow_schema().names
             if about.num_rows:  # datasets refuses a file without rows
                 with quiet_datasets():
-                    self._dataset = Dataset.from_parquet(str(path))
+                    self._dataset = Dataset.from_parquet(glob.escape(str(path)))  # which takes patterns
         except Exception as error:  # pyarrow's own errors, and datasets' around them
             cause = " ".join(str(error.__cause__ or error).split())[:200]
             raise UserError(f"{path} cannot be read as parquet ({cause}); is it complete?") from None

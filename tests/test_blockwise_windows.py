@@ -2,11 +2,13 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import datasets
 import numpy as np
 import pytest
 
+from ladderize.adapt.align.options import AlignOptions
 from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.adapt.blockwise.windows import read_rows, training_windows
 from ladderize.adapt.data.sources import source_sha256
@@ -95,6 +97,17 @@ def test_rows_of_ids_are_windows_and_passages_are_none(tmp_path, checkpoint):
     assert flat.train.shape[1] == min(2048, positions)
     with pytest.raises(UserError, match=f"--seq-len {positions + 1} is over the model's {positions} positions"):
         training_windows(checkpoint, BlockwiseOptions(str(tmp_path / "rows.npy"), seq_len=positions + 1))
+
+
+def test_long_rows_of_ids_are_read_until_there_are_enough(tmp_path, checkpoint):
+    """Windows that were asked for, beside a number of tokens: rows may be longer than the 2048 that texts are cut
+    into."""
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(3, VOCAB, (80, 8192), dtype=np.uint16))
+    config = {**checkpoint.config, "max_position_embeddings": 8192}
+    windows = training_windows(
+        replace(checkpoint, config=config), AlignOptions(str(tmp_path / "rows.npy"), samples=60), 0, 1
+    )
+    assert windows.train.shape == (60, 8192)
 
 
 def test_a_bad_row_is_named_without_an_option_that_is_not_there(tmp_path, checkpoint):

@@ -112,6 +112,10 @@ def test_passages_are_resampled_together(tmp_path):
         for sample in written.samples["t"]:
             sample["doc"]["passage"] = "Answer."  # an instruction that all documents share is no passage
     assert compare_files(dense, other).tasks[0].clusters == 200
+    for written in (dense, other):
+        for sample in written.samples["t"]:
+            sample["doc"]["passage"] = sample["doc_id"] // 10 - 15  # numbers, -1 and -2 too, whose hashes are equal
+    assert compare_files(dense, other).tasks[0].clusters == 20
     with pytest.raises(UserError, match="--cluster-by title: no document has this field with text; there are p"):
         compare_files(dense, other, cluster_by="title")
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from ladderize import console
-from ladderize.console import Console, human_seconds, table
+from ladderize.console import Console, human_bytes, human_count, human_seconds, table
 
 
 def random_rows(seed: int) -> list[dict[str, str]]:
@@ -141,3 +141,15 @@ def test_errors_are_red_on_a_terminal_unless_no_color_is_set(tmp_path, colour):
 )
 def test_times_are_said_in_a_unit_that_people_use(seconds, text):
     assert human_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "in_bytes", "as_count"),
+    [
+        *((999, "999 B", "999"), (1000, "1 kB", "1k"), (999_499, "999 kB", "999k")),
+        *((999_500, "1 MB", "1M"), (999_999_999, "1 GB", "1B"), (2.5e12, "2.5 TB", "2.5T")),
+    ],
+)
+def test_three_digits_never_round_to_a_thousand(count, in_bytes, as_count):
+    assert human_bytes(count) == in_bytes
+    assert human_count(count) == as_count

@@ -18,6 +18,7 @@ from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.convert.card import split_front_matter
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UserError
+from ladderize.files.parsing import MAX_YAML_BYTES
 from tests.helpers import BIASES, STORIES, edit_json, fresh_rng, invoke, listing, random_ids, save_llama
 from tests.oracle import Oracle
 
@@ -277,10 +278,11 @@ def test_what_is_carried_over(llama, tmp_path):
     assert listing(tmp_path / "out" / "notes") == ["data.txt"]
 
 
-def test_a_link_out_of_the_folder_is_not_followed(llama, tmp_path):
+@pytest.mark.parametrize("name", ["tokenizer.json", "README.md", "README.source.md"])
+def test_a_link_out_of_the_folder_is_not_followed(llama, tmp_path, name):
     (tmp_path / "secret").write_text("key")
-    (llama / "tokenizer.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match=r"tokenizer.json is a link that leads out of the checkpoint"):
+    (llama / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=rf"{name} is a link that leads out of its folder"):
         convert_checkpoint(llama, tmp_path / "out", LADDER)
     assert "out" not in listing(tmp_path)
 
@@ -327,6 +329,13 @@ def test_any_card_is_kept_and_breaks_nothing(llama, tmp_path, card, kept):
     front, _ = card_of(tmp_path / "out")
     assert {key: front.get(key) for key in ("library_name", *kept)} == {"library_name": "transformers", **kept}
     assert (tmp_path / "out" / "README.source.md").read_bytes() == card
+
+
+def test_a_front_matter_that_nobody_writes_is_not_parsed(llama, tmp_path):
+    card = "---\nlicense: mit\n" + "#" * MAX_YAML_BYTES + "\n---\nbody"
+    (llama / "README.md").write_text(card)
+    convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
+    assert card_of(tmp_path / "out")[0].keys() == {"library_name", "tags"}
 
 
 def test_the_record_is_a_recipe(llama, tmp_path):

@@ -48,6 +48,7 @@ def test_ids_are_taken_as_they_are(tmp_path, dtype):
     np.save(tmp_path / "flat.npy", np.arange(5))
     flat = read_documents(str(tmp_path / "flat.npy"), None)
     assert default_seq_len(flat, "flat.npy", 4096) == 2048
+    assert default_seq_len([np.array([number]) for number in range(5)], "column.npy", 4096) == 2048
     assert lists(windows(flat, 3)) == [[0, 1, 2], [3, 4]]
 
 

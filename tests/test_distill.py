@@ -239,6 +239,22 @@ def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
         assert all(torch.equal(before[name], after[name]) for name in before if f"layers.{layer}." in name)
 
 
+def test_a_block_that_adds_nothing_is_none_to_fail_on(pair, tmp_path):
+    """As the new blocks of an expanded model are, before they are trained."""
+    for folder in pair:
+        tensors = load_file(folder / "model.safetensors")
+        silent = [
+            name for name in tensors if name.startswith("model.layers.2.") and ("o_proj" in name or "down" in name)
+        ]
+        save_file(
+            tensors | {name: tensors[name] * 0 for name in silent}, folder / "model.safetensors", {"format": "pt"}
+        )
+    shown = adapt(pair, tmp_path / "out", "--train", "2", "--json")
+    assert shown.code == 0, shown.stderr
+    (block,) = json.loads(shown.stdout)["blocks"]
+    assert [block["share_lost_before"], block["share_lost_after"], block["loss_after"]] == [0, 0, 0]
+
+
 def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatch):
     loss = BlockTrainer.loss
     monkeypatch.setattr(

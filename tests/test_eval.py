@@ -21,7 +21,7 @@ from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.errors import UserError
 from ladderize.eval.backends.hf import HFModel, score_windows
 from ladderize.eval.evaluation import run
-from ladderize.eval.evaluation.table import comparison_rows, prediction_rows
+from ladderize.eval.evaluation.table import comparison_rows, prediction_rows, short_names
 from ladderize.eval.evaluation.tasks import load_tasks
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.compare import compare_results
@@ -319,6 +319,28 @@ def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
     ran = []
     run.evaluate([pair[0]], replace(options, limit=4), out=out, resume=True)
     assert ran == ["demo_agreement", "demo_copying"]
+
+
+def test_going_on_in_another_order_replaces_no_samples(pair, tmp_path):
+    """Of models whose folders have one name."""
+    options = EvalOptions(
+        tasks=("demo_agreement",), include_path=str(TASKS), include_default_tasks=False, limit=4, batch_size=4
+    )
+    for name, model in (("a", pair[0]), ("b", pair[1])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model").symlink_to(model)
+    names, out = [tmp_path / name / "model" for name in "ab"], tmp_path / "r.json"
+    (first,) = run.evaluate(names[:1], options, out=out).models
+    (kept,) = ((tmp_path / path).read_bytes() for path in first.samples.values())
+    resumed = run.evaluate(names[::-1], options, out=out, resume=True).models
+    assert resumed[1].samples == first.samples
+    assert [(tmp_path / path).read_bytes() for path in first.samples.values()] == [kept]
+    assert resumed[0].samples != first.samples
+
+
+def test_a_model_is_named_by_the_last_part_of_its_path_where_that_is_a_name():
+    assert short_names(["models/a", "b/"]) == ["a", "b"]
+    assert short_names([".", "../dense"]) == [".", "../dense"]
 
 
 def test_stdout_is_only_json_and_stderr_names_stages(pair):

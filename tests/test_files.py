@@ -10,7 +10,7 @@ from ladderize.checkpoint.reading import read_header
 from ladderize.data import check_data_file, read_documents
 from ladderize.errors import UserError
 from ladderize.files import regular
-from ladderize.files.documents import read_json, read_own, write_json
+from ladderize.files.documents import check_writable, read_json, read_own, write_json
 from ladderize.files.id_arrays import open_ids
 from ladderize.files.parsing import MAX_DEPTH, parse_json, parse_yaml, read_yaml
 from tests.helpers import invoke, one_sentence
@@ -60,6 +60,10 @@ def test_yaml_that_nobody_can_read(tmp_path, text, message):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(UserError, match=f"a.yaml is not valid YAML: .*{message}"):
         read_yaml(tmp_path / "a.yaml")
+
+
+def test_yaml_may_have_keys_that_are_no_text():
+    assert parse_yaml('a: {? !!binary aGk= : "\\t"}') == {"a": {b"hi": "\t"}}
 
 
 def test_yaml_for_people_may_use_aliases():
@@ -162,3 +166,39 @@ def test_archives_that_are_none(tmp_path):
         archive.writestr("readme.txt", "nothing")
     with pytest.raises(UserError, match="is an empty archive"):
         read_documents(str(path), None)
+
+
+# ---- outputs ----
+
+
+@pytest.mark.parametrize("way", ["as it is", "through a link", "with an array's name", "in a folder"])
+def test_nothing_that_is_read_is_replaced(tmp_path, way):
+    path = tmp_path / "ids.npz"
+    path.write_bytes(b"x")
+    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "a").mkdir()
+    given = {"with an array's name": f"{path}:train", "in a folder": tmp_path / "a" / ".." / "ids.npz"}.get(way, path)
+    with pytest.raises(UserError, match=r"--out .*ids.npz is a file that the command reads"):
+        check_writable(tmp_path / "link" if way == "through a link" else path, inputs=[None, "h100-sxm", given])
+    check_writable(tmp_path / "other.json", inputs=[None, "h100-sxm", given])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eval MODEL --perplexity FILE --out FILE",
+        "compare FILE FILE --out FILE",
+        "compare . other.json --out results.json",
+        "sensitivity MODEL --data FILE --mode ladder --overwrite --out FILE",
+        "calibrate --timings FILE --hardware h100-sxm --out FILE",
+        "plan --shape FILE --hardware h100-sxm --tp-size 2 --out FILE",
+        "bench --random-weights FILE --out FILE",
+    ],
+)
+def test_a_command_that_would_replace_what_it_reads(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "results.json"
+    file.write_text("{}")
+    words = [{"FILE": file, "MODEL": tmp_path}.get(word, word) for word in command.split()]
+    assert "results.json is a file that the command reads" in one_sentence(invoke(*words))
+    assert file.read_text() == "{}"

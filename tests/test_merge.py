@@ -342,6 +342,9 @@ DAMAGE = {
     "rank": (set_config(r=0), "r and rank_pattern must give positive integers"),
     "no rank": (set_config(r=None), "r is None, but must be of type int"),
     "alpha": (set_config(lora_alpha="8"), "lora_alpha is '8', but must be of type float"),
+    "slow pattern": (set_config(alpha_pattern={r"([\w.]+)+!": 3}), "repeats too much to be matched safely"),
+    "slow targets": (set_config(target_modules=r"([\w.]+)+!"), "repeats too much to be matched safely"),
+    "slow layers": (set_config(layers_pattern=[r"([\w.]+)+!"]), "repeats too much to be matched safely"),
     "pattern": (set_config(rank_pattern={"(": 3}), "is no pattern of module names"),
     "no pattern": (set_config(alpha_pattern=[3]), "alpha_pattern is .*, but must be an object"),
     "other rank": (set_config(r=5), "lora_A of .* has shape"),
@@ -358,6 +361,7 @@ DAMAGE = {
     "half": (lambda a: edit_tensors(a, o_proj=lambda t: None), "of model.layers.1.self_attn.o_proj is missing"),
     "document": (lambda a: edit_json(a / "adaptation.json", base={"model": 3}), "does not say in `base`"),
     "old document": (lambda a: edit_json(a / "adaptation.json", schema_version=0), "has schema_version 0"),
+    "a link out": (lambda a: (a / "metrics.jsonl").symlink_to(__file__), "metrics.jsonl is a link that leads out of"),
 }
 
 

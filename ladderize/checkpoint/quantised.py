@@ -226,12 +226,17 @@ def _compressed_target(target: str) -> str:
     return _safe_pattern(target.removeprefix("re:"))
 
 
-def _safe_pattern(pattern: str) -> str:
-    """A stranger's regular expression, unless matching it could take for ever."""
+def takes_for_ever(pattern: str) -> bool:
+    """Whether matching a stranger's regular expression with the name of a module could."""
     repeats, either = len(re.findall(r"[*+{]", pattern)), len(re.findall(r"(?<!\()\?", pattern))
     groups = pattern.count("(") + 1
     alternatives = (pattern.count("|") / groups + 1) ** groups
-    if re.search(r"\)[*+{]", pattern) or LONGEST_NAME**repeats * 2**either * alternatives > MOST_CHOICES:
+    return bool(re.search(r"\)[*+{]", pattern)) or LONGEST_NAME**repeats * 2**either * alternatives > MOST_CHOICES
+
+
+def _safe_pattern(pattern: str) -> str:
+    """A stranger's regular expression. Raises UserError where that is none, or not to be matched safely."""
+    if takes_for_ever(pattern):
         _refuse(f"has the regular expression {pattern[:60]!r}, which repeats too much to be matched safely")
     try:
         re.compile(pattern)

@@ -11,6 +11,7 @@ from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OU
 from ladderize.commands.options import runtime_device, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
+from ladderize.files.documents import check_writable
 from ladderize.runtime.bench.options import (
     BenchOptions,
     GroupOptions,
@@ -75,6 +76,8 @@ def bench(given: GivenOptions) -> None:
     own = given.fill(BenchArguments)
     check_way(given.names, own)
     choice, console = given.fill(ModelChoice), Console(own.as_json)
+    if own.out is not None:
+        check_writable(own.out, inputs=[choice.random_weights, own.link])
     if own.engine == "vllm":
         in_vllm = given.fill(VllmBenchOptions)
         check_vllm_usage(choice, in_vllm)

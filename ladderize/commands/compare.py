@@ -32,8 +32,10 @@ def compare(given: GivenOptions) -> None:
     Works on stored files alone. Models that were not asked the same are refused.
     """
     own, options = given.fill(CompareArguments), given.fill(CompareOptions)
+    from ladderize.eval.paired.samples import OWN_NAME
+
     if own.out is not None:
-        check_writable(own.out)
+        check_writable(own.out, inputs=[*own.files, *(folder / OWN_NAME for folder in own.files)])
     from ladderize.eval.paired.compare import compare as compare_files
     from ladderize.eval.paired.words import comparison_sentences, difference_rows, flip_rows, heading, other_rows
 

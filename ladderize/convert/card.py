@@ -11,7 +11,8 @@ from ladderize.checkpoint.quantised import QUANTISE_LAST
 from ladderize.console import code_span, printable
 from ladderize.convert.plan import Plan
 from ladderize.families.registry import family_of
-from ladderize.files.parsing import parse_yaml
+from ladderize.files.parsing import MAX_YAML_BYTES, parse_yaml
+from ladderize.files.regular import read_bytes
 from ladderize.layout import format_ranges, usual_ranks
 
 MARK = "<!-- written by ladderize convert -->"  # tells our cards from those that people write
@@ -21,7 +22,7 @@ TAGS = {"ladder": "ladder-residual", "spd": "sync-point-drop"}
 def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
     """A card's YAML front matter and its body; ({}, text) where there is none that can be read."""
     text = text.replace("\r\n", "\n")
-    if text.startswith("---\n") and (end := text.find("\n---", 4)) != -1:
+    if text.startswith("---\n") and 0 < (end := text.find("\n---", 4)) <= MAX_YAML_BYTES:
         try:
             data = parse_yaml(text[4 : end + 1])
         except ValueError:
@@ -35,7 +36,7 @@ def source_card(folder: Path) -> Path | None:
     """The card that somebody wrote for the source: its README.md, or, where that is one of ours, the original kept with
     it."""
     readme, kept = folder / "README.md", folder / "README.source.md"
-    if readme.is_file() and MARK.encode() not in readme.read_bytes():
+    if readme.is_file() and MARK.encode() not in read_bytes(readme):
         return readme
     return kept if kept.is_file() else None
 

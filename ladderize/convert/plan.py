@@ -60,7 +60,8 @@ class Changes:
         return self.head_map.permuted_layers if self.head_map is not None else []
 
 
-MADE_HERE = {"config.json", "ladderize.yaml", "README.md", "README.source.md", INDEX}
+CARDS = ("README.md", "README.source.md")
+MADE_HERE = {"config.json", "ladderize.yaml", *CARDS, INDEX}
 CLOSED = ("original", "__pycache__")  # and hidden folders: nothing in them is carried over
 # weights that are not the ones converted, their indices, and code
 FOREIGN = (
@@ -218,8 +219,8 @@ def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
     carried: list[Path] = []
     left_behind: list[str] = []
     known = {*source.weight_files, *MADE_HERE}
-    home = source.folder.resolve()
-    cache = home.parent.parent / "blobs"  # where the links of a hub snapshot lead
+    for card in CARDS:
+        check_stays(source.folder / card, source.folder)
     for path in sorted(source.folder.rglob("*")):
         relative = path.relative_to(source.folder)
         if path.is_dir() or str(relative) in known:
@@ -233,13 +234,19 @@ def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
             raise UserError(f"{path} is a link to nothing, so it cannot be carried over; repair or remove it")
         else:
             check_regular(path)
-            target = path.resolve()
-            if home not in target.parents and cache not in target.parents:
-                raise UserError(
-                    f"{path} is a link that leads out of the checkpoint, to {target}; replace it by a copy or remove it"
-                )
+            check_stays(path, source.folder)
             carried.append(relative)
     return carried, sorted(set(left_behind))
+
+
+def check_stays(path: Path, folder: Path) -> None:
+    """Raise UserError where ``path`` in a stranger's ``folder`` is a link to a file elsewhere, which may be nobody's
+    business: whoever publishes OUT would publish it."""
+    home, target = folder.resolve(), path.resolve()
+    if home not in target.parents and home.parent.parent / "blobs" not in target.parents:  # of a hub's snapshot
+        raise UserError(
+            f"{path} is a link that leads out of its folder, to {target}; replace it by a copy or remove it"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,30 @@
 """Result files: written whole or not at all, as often as there is something new."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ladderize.console import SCHEMA_VERSION, to_json
 from ladderize.errors import UserError
 from ladderize.files.parsing import JSON_WORDS, parse_json, read_yaml
-from ladderize.files.regular import read_bytes, resolved
+from ladderize.files.regular import names_a_file, read_bytes, resolved, split_name
 from ladderize.files.temporaries import replacement
 
 
-def check_writable(path: Path, option: str = "--out") -> None:
-    """Raise UserError unless ``path`` can be written: found before hours of work, not after."""
+def check_writable(path: Path, option: str = "--out", *, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Raise UserError unless ``path`` can be written: found before hours of work, not after.
+
+    inputs: what options name that are read; of these ``path`` must be none, since it would replace it.
+    """
     path = resolved(path, f"{option} ")
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder; name a file")
     if path.exists() and not path.is_file():
         raise UserError(f"{option} {path} is not a regular file; name another")
+    files = (str(split_name(str(name))[0]) for name in inputs if name is not None)
+    if any(names_a_file(file) and resolved(file) == path for file in files):
+        raise UserError(f"{option} {path} is a file that the command reads, and would be replaced; name another")
     parent = path.parent
     if not parent.is_dir():
         raise UserError(f"{option} {path}: the folder {parent} does not exist")

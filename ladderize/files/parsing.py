@@ -54,7 +54,7 @@ def parse_json(content: bytes, *, constants: bool = False) -> Any:
 
 def check_characters(value: Any) -> None:
     """Raise ValueError where a text in ``value`` holds half of a surrogate pair."""
-    if not is_text(json.dumps(value, ensure_ascii=False, default=str)):
+    if not is_text(json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)):  # YAML has keys that are no text
         raise ValueError("it holds half of a surrogate pair, which is not a character")
 
 

@@ -134,6 +134,8 @@ class WorkFolder:
 def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
     """Where unfinished work lies: beside OUT, unless it was said. Raises UserError for a place that is somebody's."""
     target = resolved(out)
+    if not target.name:
+        raise UserError(f"OUT {out} has no folder beside it for unfinished work; name a folder inside it")
     if work_dir is None:
         return target.with_name(target.name + SUFFIX)
     folder = resolved(work_dir, "--work-dir ")

@@ -19,7 +19,7 @@ from ladderize.checkpoint.reading import Checkpoint, read_checkpoint, torch_dtyp
 from ladderize.checkpoint.tensors import TensorReader, fingerprint, locate_tensors, write_tensors
 from ladderize.console import SILENT, Console, human_bytes
 from ladderize.convert.pipeline import RECORD, THERE, convert_checkpoint
-from ladderize.convert.plan import Changes
+from ladderize.convert.plan import Changes, check_stays
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import Verification
 from ladderize.data import file_sha256
@@ -84,6 +84,7 @@ def merge(
             f"Note: {source.folder} has no {ADAPTATION}, so what it was trained on is unknown; its shapes fit {name}"
         )
     merged, record = sorted(f"{module}.weight" for module in source.modules), merge_record(source, found)
+    documents = documents_of(source)
 
     def check(folder: Path) -> dict[str, Any]:
         return check_merged(source, checkpoint, folder, console).to_dict()
@@ -120,7 +121,7 @@ def merge(
                 changes=Changes(
                     replace=locate_tensors(file),
                     record={"merged_adapter": record},
-                    extra_files=documents_of(source),
+                    extra_files=documents,
                     note=note_of(source),
                 ),
                 console=console,
@@ -143,8 +144,11 @@ def merge(
 
 def documents_of(adapter: Adapter) -> dict[str, str]:
     """What the adapter says of its training; empty if it is not ours."""
-    files = [adapter.folder / name for name in (ADAPTATION, METRICS)] if adapter.document is not None else []
-    return {path.name: read_text(path) for path in files if path.is_file()}
+    names = (ADAPTATION, METRICS) if adapter.document is not None else ()
+    files = [path for name in names if (path := adapter.folder / name).is_file()]
+    for path in files:
+        check_stays(path, adapter.folder)
+    return {path.name: read_text(path) for path in files}
 
 
 def note_of(adapter: Adapter) -> str:

@@ -274,7 +274,7 @@ def _written(
     ranks = join_ranks(options.device)
     out = out.expanduser()
     if ranks.is_main:
-        check_writable(out)
+        check_writable(out, inputs=[options.data])
     with SensitivityFolder(work_folder(str(out), None), {}, main=ranks.is_main) as work:
         known = [path for path in (work.table, out) if ranks.is_main and path.is_file() and not overwrite]
         previous = read_json(known[0], advice="name another file, or pass --overwrite") if known else None

@@ -3,9 +3,11 @@
 import pytest
 from tokenizers import pre_tokenizers, processors
 
+from ladderize.adapt.data.examples import Encoder
+from ladderize.chat_template import ChatRenderer
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
-from ladderize.rows import BadRow
+from ladderize.rows import BadRow, Row
 from tests.adapt_data.rows import (
     BOS,
     DEMO,
@@ -14,6 +16,7 @@ from tests.adapt_data.rows import (
     PLAIN,
     REWRITING,
     TURNS,
+    VOCAB,
     encode,
     one,
     plain_example,
@@ -133,6 +136,21 @@ def test_long_completions_are_cut_off(chat):
     whole = one(tokenizer, {"messages": TURNS})
     encoded = encode(tokenizer, {"messages": TURNS}, seq_len=len(whole.ids) - 1)
     assert scored_text(tokenizer, encoded.examples[0])[-1] == "bye"
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "by markers"])
+def test_where_a_conversation_is_cut_changes_nothing_before(chat, template, monkeypatch):
+    encoder, row = Encoder(chat(template), 10_000, VOCAB), Row({"messages": TURNS * 12}, "there")
+    ((whole,),) = (encoded.examples for encoded in encoder.encode([row]))
+    ids, scored = plain_example(whole)
+    rendered, render = [], ChatRenderer.render
+    monkeypatch.setattr(ChatRenderer, "render", lambda *a, **more: rendered.append(len(a[1])) or render(*a, **more))
+    for encoder.seq_len in range(2, 60):
+        (cut,) = encoder.encode([row])
+        expected = (ids[: encoder.seq_len], scored[: encoder.seq_len])
+        assert [plain_example(example) for example in cut.examples] == ([expected] if any(expected[1][1:]) else [])
+        assert cut.problem is None
+    assert not [count for count in rendered if 20 < count < 60]  # turns that are cut off need not be found
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,9 @@ def test_parquet(tmp_path, chat, capfd):
     opened = open_rows(*parse_specs([str(tmp_path / "a.parquet")]))
     assert capfd.readouterr() == ("", "")
     assert [opened.read(number).values["text"] for number in (2, 0)] == ["c", "a"]
+    datasets.Dataset.from_dict({"text": ["this one"]}).to_parquet(tmp_path / "x[1].parquet")
+    datasets.Dataset.from_dict({"text": ["another"]}).to_parquet(tmp_path / "x1.parquet")
+    assert open_rows(*parse_specs([str(tmp_path / "x[1].parquet")])).read(0).values["text"] == "this one"
     assert scored_text(chat(PLAIN), one(chat(PLAIN), opened.read(0).values)) == ["hi there </s>", "bye</s>"]
     with pytest.raises(UserError, match="a.parquet, row 3: turn 1 of its messages"):
         fixed_rows(parse_specs([str(tmp_path / "a.parquet")]), chat(PLAIN), options())

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,3 +133,22 @@ def test_what_is_refused(place, done, tmp_path):
     assert "was retrained already (full); align before that" in one_sentence(again)
     assert "--align needs --distill-from DENSE" in one_sentence(adapt(place, tmp_path / "out", "--align"))
     assert listing(tmp_path) == []
+
+
+def test_rows_that_training_skips_are_skipped_by_the_alignment_too(place, tmp_path):
+    ids = np.load(place / "ids.npy")
+    lines = [json.dumps({"input_ids": row.tolist()}) for row in ids]
+    (tmp_path / "a.jsonl").write_text("\n".join(["{", *lines, '{"input_ids": [7]}']))  # found at opening, and later
+    more = ["--data", tmp_path / "a.jsonl"]
+    assert "a.jsonl, line 1: is not JSON" in one_sentence(aligned(place, tmp_path / "no", *more))
+    outcome = aligned(place, tmp_path / "out", *more, "--skip-bad-rows")
+    assert outcome.code == 0, outcome.stderr
+
+
+def test_beside_the_folder_where_one_is(place, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    outcome = aligned(place, ".", steps=1)
+    assert outcome.code == 0, outcome.stderr
+    assert listing(tmp_path) == ["out", "out-aligned"]
+    assert "OUT / has no folder beside it" in one_sentence(adapt(place, "/"))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 import ladderize
+from ladderize.adapt.retrain import run
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.hf_model import HFEngine
 from ladderize.adapt.teacher import share_won_back, target_text
@@ -29,6 +31,10 @@ def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(HFEngine, "losses", losses)
         message = one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
+        state = tmp_path / "out.ladderize-work" / "step-00000002" / "state.json"
+        saved = state.stat()
+        assert message == one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
+        assert os.path.samestat(state.stat(), saved)  # not written anew, of which a kill could leave half
     assert "the loss of step 3 is nan; step 3, of " in message
     assert "ids.npy, row" in message
     assert "was not applied; resume from step 2, which is saved in" in message
@@ -117,6 +123,16 @@ def test_bad_arguments(place, tmp_path, more, code, expected):
     outcome = adapt(place, tmp_path / "out", *more)
     assert outcome.code == code, outcome
     assert expected.replace("OTHER", str(place / "upper")) in one_sentence(outcome)
+    assert listing(tmp_path) == []
+
+
+def test_logs_do_not_fill_out(place, tmp_path, monkeypatch):
+    """Which is to be written at the end, and would then not be empty."""
+    monkeypatch.setattr(run, "check_trackers", lambda names: None)
+    for folder in (tmp_path / "out", tmp_path / "out" / "logs"):
+        message = one_sentence(adapt(place, tmp_path / "out", "--log-with", "tensorboard", "--log-dir", folder))
+        assert "--log-dir" in message
+        assert "is OUT or lies inside it" in message
     assert listing(tmp_path) == []
 
 

@@ -121,8 +121,9 @@ class BlockTrainer:
             block=self.index,
             loss_before=before,
             loss_after=after,
-            share_lost_before=before / own,
-            share_lost_after=after / own,
+            # a block that adds nothing, as an expanded model's new ones, has nothing to lose
+            share_lost_before=before / own if own else 0.0,
+            share_lost_after=after / own if own else 0.0,
             steps=step,
             best_step=best_step,
             stopped_early=step < total,

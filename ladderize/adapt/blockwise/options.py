@@ -35,6 +35,7 @@ class WindowOptions:
     device: str = option(DEVICE, default_device)
     work_dir: Path | None = option(WORK_DIR)
     write: Write = "best"  # best: nothing where the held-out KL did not get lower; last: all the same
+    skipping: bool = False  # rows that cannot be read: --skip-bad-rows of the retraining to come, which counts them
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ladderize.adapt.blockwise.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, WindowOptions
 from ladderize.adapt.data.examples import Encoder
-from ladderize.adapt.data.sources import open_rows
+from ladderize.adapt.data.sources import open_rows, row_of_ids
 from ladderize.adapt.data_specs import SourceSpec
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
@@ -52,11 +52,11 @@ def training_windows(
     positions = most_positions(checkpoint.config)
     enough = None
     if tokens is not None:
-        seq_len = options.seq_len or min(2048, positions)
+        seq_len = options.seq_len or min(row_of_ids([options.source]) or 2048, positions)
         windows = (options.samples or tokens // seq_len + 1) + (options.heldout or 0)
         enough = 2 * (windows + LEAST_WINDOWS_HELDOUT) * seq_len
     drawn = draw_windows(
-        read_rows(checkpoint, options.source, enough=enough, seed=seed),
+        read_rows(checkpoint, options.source, enough=enough, seed=seed, skip_bad_rows=options.skipping),
         spec=options.data,
         positions=positions,
         seq_len=options.seq_len,
@@ -88,16 +88,21 @@ def window_counts(
 
 
 def read_rows(
-    checkpoint: Checkpoint, spec: SourceSpec, *, enough: int | None = None, seed: int = 0
+    checkpoint: Checkpoint,
+    spec: SourceSpec,
+    *,
+    enough: int | None = None,
+    seed: int = 0,
+    skip_bad_rows: bool = False,
 ) -> list[np.ndarray]:
     """The ids of every row of files, int64 [tokens] each; passages of a longer text or array are joined to one.
 
     enough: so many tokens of rows in an order drawn with ``seed`` are enough; None: all rows, in their order. Raises
-    UserError for data that cannot be used, BadRow for a row that cannot.
+    UserError for data that cannot be used, BadRow for a row that cannot, unless such are to be skipped.
     """
     tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(spec.text) else None
     encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"])  # of such a length nothing is cut
-    rows, found, passages = open_rows(spec), [], False
+    rows, found, passages = open_rows(spec, skip_bad_rows=skip_bad_rows), [], False
     order: Sequence[int] | np.ndarray = range(len(rows))
     if enough is not None:
         order = np.random.default_rng(seed).permutation(len(rows))
@@ -105,7 +110,7 @@ def read_rows(
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         batch = [rows.read(int(number)) for number in order[begin : begin + ROWS_AT_ONCE]]
         for row, encoded in zip(batch, encoder.encode(batch), strict=True):
-            if encoded.problem is not None:
+            if encoded.problem is not None and not skip_bad_rows:
                 raise encoded.problem
             found += [example.ids for example in encoded.examples]
             passages |= row.is_passage

@@ -11,6 +11,7 @@ cut off there, and dropped if nothing is left to score.
 """
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,7 @@ class Encoder:
             return self._completion(row)
         if self._chat is None:
             self._chat = ChatTemplate(need_tokenizer(self.tokenizer, row.origin), row.origin)
-        return self._chat.encode(read_messages(row, name), row.origin)
+        return self._chat.encode(read_messages(row, name), row.origin, self.seq_len)
 
     def _with_eos(self, ids: list[int], *, add: bool = True) -> np.ndarray:
         # some tokenizers append it themselves
@@ -182,18 +183,20 @@ class ChatTemplate:
         self.tokenizer, self.renderer = tokenizer, renderer
         self.has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", renderer.template) is not None
 
-    def encode(self, messages: list[dict[str, Any]], origin: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode(
+        self, messages: list[dict[str, Any]], origin: str, most: int = sys.maxsize
+    ) -> tuple[np.ndarray, np.ndarray]:
         """int64 ids and bool scored, [tokens] each. The text is tokenised as a whole, and only the template gives it a
-        BOS.
+        BOS. most: tokens that are of use; whether those behind them are scored is left open.
 
         Raises BadRow if the template refuses the conversation, UserError if the template does not show where the turns
         are.
         """
         text, spans = self._render(messages, origin, return_assistant_tokens_mask=self.has_markers)
-        if not self.has_markers:
-            spans = self._turns(messages, text, origin)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        if not self.has_markers:
+            spans = self._turns(messages, text, origin, int(offsets[:most].max(initial=0)))
         return np.asarray(encoding["input_ids"], dtype=np.int64), _inside(offsets, spans)
 
     def _render(self, messages: list[dict[str, Any]], origin: str, **options: Any) -> tuple[str, list[Span]]:
@@ -204,13 +207,16 @@ class ChatTemplate:
         except UserError as problem:
             raise UserError(f"{origin}: {problem}") from None
 
-    def _turns(self, messages: list[dict[str, Any]], text: str, origin: str) -> list[Span]:
-        """The assistant's turns in the text of a conversation: each is what its prefix of the conversation adds."""
-        spans = []
+    def _turns(self, messages: list[dict[str, Any]], text: str, origin: str, end: int) -> list[Span]:
+        """The assistant's turns in the text of a conversation up to its character ``end``: each is what its prefix of
+        the conversation adds. All prefixes of thousands of turns take minutes to render."""
+        spans: list[Span] = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             before, _ = self._render(messages[:number], origin, add_generation_prompt=True)
+            if spans and len(before) > end and text.startswith(before):
+                break
             after, _ = self._render(messages[: number + 1], origin)
             if not text.startswith(after) or not after.startswith(before):
                 raise UserError(

@@ -17,6 +17,7 @@ from ladderize.adapt.lora.config import (
     adapted_layers,
 )
 from ladderize.checkpoint.config import expected_tensors
+from ladderize.checkpoint.quantised import takes_for_ever
 from ladderize.checkpoint.reading import FLOAT_DTYPES, PICKLES, TensorInfo, check_entries
 from ladderize.checkpoint.tensors import locate_tensors
 from ladderize.errors import UserError
@@ -32,6 +33,7 @@ KNOWN = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
     *("megatron_core", "qalora_group_size", "eva_config"),
 }
+PATTERNS = ("target_modules", "exclude_modules", "layers_pattern")  # each one name or pattern, or a list of them
 OFF: tuple[Any, ...] = (None, False, "none", "", [], {})
 # The others, such as pissa, change the base's weights too when they are loaded.
 INITIALISATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
@@ -134,7 +136,16 @@ def check_adapter_config(config: Mapping[str, Any], path: Path) -> LoraNumbers:
         raise UserError(f"{path}: r and rank_pattern must give positive integers, not {_short([numbers.r, ranks])}")
     if not all(map(math.isfinite, (numbers.lora_alpha, *alphas.values()))):
         raise UserError(f"{path}: lora_alpha and alpha_pattern must give finite numbers")
-    for pattern in (*ranks, *alphas):
+    patterns = [*ranks, *alphas]
+    for key in PATTERNS:
+        stated = config.get(key)
+        patterns += [stated] if isinstance(stated, str) else stated if isinstance(stated, list) else []
+    for pattern in map(str, patterns):
+        if takes_for_ever(pattern):
+            raise UserError(
+                f"{path}: the pattern {_short(pattern)} repeats too much to be matched safely; merge it with PEFT's"
+                " merge_and_unload"
+            )
         try:
             re.compile(rf"(.*\.)?({pattern})$")
         except re.error as error:

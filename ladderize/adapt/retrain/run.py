@@ -51,6 +51,7 @@ from ladderize.runtime.launch import check_group_size, run
 
 def aligned_path(out: str) -> str:
     """The checkpoint beside OUT that retraining starts from."""
+    out = out if Path(out).name not in ("", "..") else str(resolved(out))  # beside ``.`` and not in it
     return f"{out.rstrip('/')}-aligned"
 
 
@@ -96,6 +97,7 @@ def start_aligned(
         dtype=options.dtype,
         device=options.device,
         write=options.write,
+        skipping=options.skip_bad_rows,
     )
     folder = work_folder(out, options.work_dir, checkpoint.folder)
     if not EarlierRun(resolved(out), ADAPTATION, folder, overwrite=overwrite).may_have_finished():
@@ -128,6 +130,12 @@ def check_trackers(names: Sequence[str]) -> None:
             raise UserError(f"--log-with {name} is not one of {', '.join(TRACKERS)}")
         if importlib.util.find_spec(name) is None:
             raise UserError(f"--log-with {name} needs the package {name}, which is not installed (pip install {name})")
+
+
+def check_log_dir(out: str, folder: Path | None) -> None:
+    """Raise UserError for a folder of the trackers that would fill OUT before it is written."""
+    if folder is not None and resolved(out) in (place := resolved(folder, "--log-dir "), *place.parents):
+        raise UserError(f"--log-dir {folder} is OUT or lies inside it, which must be empty until the end; name another")
 
 
 class Trackers:
@@ -198,6 +206,7 @@ def adapt_checkpoint(
     options.check()
     options.budget.check()
     check_trackers(options.log_with)
+    check_log_dir(out, options.log_dir)
     options.check_data()
     if options.align:
         model = start_aligned(

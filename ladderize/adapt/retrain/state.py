@@ -106,6 +106,8 @@ class TrainingFolder(WorkFolder):
         path = self.state_path(progress.step)
         part = path.with_suffix(".part")
         main = engine.ranks.is_main
+        if engine.ranks.broadcast(main and self.latest() == path):
+            return  # of this very step: without it a run that is killed while it is written anew would have none
         if main:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()

@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,10 @@ class Output:
         if not self._begun:  # or an earlier run's results.json would for a moment name this run's samples
             self.save(entry)
         folder = samples_folder(self.out) if self.out is not None else self.parent / "samples"
-        entry = entry.with_task(result, write_samples(folder, len(self.finished), entry.model.model, samples))
+        others = [known for name, known in self._earlier.items() if name != entry.model.model]
+        taken = {Path(path).parent.name.partition("-")[0] for known in others for path in known.samples.values()}
+        number = next(number for number in count(len(self.finished)) if str(number) not in taken)
+        entry = entry.with_task(result, write_samples(folder, number, entry.model.model, samples))
         self.save(entry)
         return entry
 
@@ -90,7 +94,7 @@ def open_output(options: EvalOptions, out: Path | None, *, writes: bool) -> Iter
     with contextlib.ExitStack() as stack:
         if out is not None:
             out = resolved(out, "--out ")
-            check_writable(out)
+            check_writable(out, inputs=[options.perplexity])
             folder = samples_folder(out)
             if out == folder:
                 raise UserError(

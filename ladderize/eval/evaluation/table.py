@@ -126,7 +126,7 @@ def _interval(low: float | None, high: float | None) -> str:
 def short_names(models: list[str]) -> list[str]:
     """The last part of each path, where these differ; else the whole."""
     last = [Path(model).name for model in models]
-    return last if len(set(last)) == len(last) else models
+    return last if len(set(last)) == len(last) and all(last) else models  # that of . is empty
 
 
 def measurements(entry: ModelResult) -> list[Measurement]:

@@ -94,7 +94,7 @@ def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
     document = sample.get("doc")
     for key, text in document.items() if isinstance(document, Mapping) else ():
         if isinstance(text, str | int) and text != "":
-            row[f"doc {key}"] = str(hash(text))
+            row[f"doc {key}"] = str(hash(str(text)))  # of numbers as such -1 and -2 would be one
     for metric in _part(sample, "metrics", list):
         if not isinstance(metric, str) or metric not in sample:
             raise ValueError(f"has no value of its metric {metric!r}")

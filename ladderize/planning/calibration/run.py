@@ -60,7 +60,8 @@ def calibrate(
     read, and for figures that the timings leave open.
     """
     if out is not None:
-        check_writable(out)
+        read = [*options.timings, options.link] if isinstance(options, TimingsOptions) else options.shapes
+        check_writable(out, inputs=[*read, options.hardware])
     if isinstance(options, TimingsOptions):
         document = _from_timings(options)
     else:

@@ -56,7 +56,7 @@ def plan(
     Raises UsageError, UserError or LayoutError for what cannot be predicted: unknown names, sizes that the ranks do not
     divide, a link without figures for so many ranks; and where nothing meets the goal.
     """
-    _check_outputs(options, goal, out, recipe_out, plot)
+    _check_outputs(choice, options, goal, out, recipe_out, plot)
     model = read_model(choice, options)
     if model.remark is not None:
         console.note(model.remark)
@@ -109,7 +109,12 @@ def plan(
 
 
 def _check_outputs(
-    options: PlanOptions, goal: PlanGoal | None, out: Path | None, recipe_out: Path | None, plot: Path | None
+    choice: PlanModel,
+    options: PlanOptions,
+    goal: PlanGoal | None,
+    out: Path | None,
+    recipe_out: Path | None,
+    plot: Path | None,
 ) -> None:
     if goal is None and (recipe_out is not None or plot is not None):
         name = "--recipe-out" if recipe_out is not None else "--plot"
@@ -118,10 +123,12 @@ def _check_outputs(
         raise UsageError(
             "a layout is chosen for one group and one workload: give one --tp-size above 1, and one --batch-size"
         )
+    read: list[str | Path | None] = [choice.shape, options.hardware, options.link]
+    read += [goal.sensitivity, goal.data, goal.held_out_data] if goal is not None else []
     if out is not None:
-        check_writable(out)
+        check_writable(out, inputs=read)
     if recipe_out is not None:
-        check_writable(recipe_out, "--recipe-out")
+        check_writable(recipe_out, "--recipe-out", inputs=read)
     if plot is not None:
         check_plot(plot)
 
