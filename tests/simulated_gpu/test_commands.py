@@ -37,7 +37,7 @@ NOT_COMPARED = re.compile(
 )
 
 
-def in_this_process(specs, options):
+def in_this_process(specs, options, on):
     return {spec.name: reference_check.compute_reference(spec, options.device, options.prompt_len) for spec in specs}
 
 
