@@ -113,6 +113,10 @@ LAUNCHERS = {
     "srun": lambda rank, here, size: (
         {"SLURM_PROCID": rank, "SLURM_LOCALID": here, "SLURM_NTASKS_PER_NODE": size, "SLURM_NODEID": rank // size}
     ),
+    "srun without --ntasks-per-node": lambda rank, here, size: (
+        {"SLURM_PROCID": rank, "SLURM_LOCALID": here, "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
+        | {"SLURM_NODEID": rank // size}
+    ),
     "Open MPI's mpirun": lambda rank, here, size: (
         {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": here, "OMPI_COMM_WORLD_LOCAL_SIZE": size}
     ),

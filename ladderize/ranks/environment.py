@@ -73,7 +73,8 @@ def launch_variables(environment: Mapping[str, str] = os.environ) -> LaunchVaria
         rank=rank,
         world_size=number(WORLD_SIZE, 1, _MOST_PROCESSES),
         local_rank=number(local_rank, 0, _MOST_PROCESSES - 1),
-        local_world_size=number(local_size, 1, _MOST_PROCESSES),
+        local_world_size=number(local_size, 1, _MOST_PROCESSES)
+        or (_tasks_of_node(environment) if local_size == STARTERS[0][2] else None),
         master_addr=environment.get(MASTER_ADDR, "").strip() or None,
         master_port=number(MASTER_PORT, 1, 65535),
         rendezvous_seconds=number(RENDEZVOUS_SECONDS, 1, 10**6) or DEFAULT_RENDEZVOUS_SECONDS,
@@ -82,6 +83,14 @@ def launch_variables(environment: Mapping[str, str] = os.environ) -> LaunchVaria
     )
     _check_complete(found)
     return found
+
+
+def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
+    """Processes of a Slurm step on this node: of ``4(x2),3`` for three nodes its own part."""
+    stated = re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, times in stated for _ in range(int(times or 1))]
+    node = environment.get("SLURM_NODEID", "")
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 
 
 def _check_complete(found: LaunchVariables) -> None:
@@ -139,7 +148,7 @@ def set_by_srun(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         RANK: environment.get("SLURM_PROCID", ""),
         WORLD_SIZE: tasks,
         LOCAL_RANK: environment.get("SLURM_LOCALID", ""),
-        LOCAL_WORLD_SIZE: str(-(-int(tasks) // int(hosts))),
+        LOCAL_WORLD_SIZE: str(_tasks_of_node(environment) or -(-int(tasks) // int(hosts))),
         MASTER_ADDR: "".join(part or "" for part in first.groups()) if first else "",
         MASTER_PORT: str(20000 + int(job) % 20000) if job.isdigit() else "",
     }

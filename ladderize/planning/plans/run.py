@@ -13,7 +13,7 @@ from ladderize.convert.read_sensitivity import read_point_sensitivity
 from ladderize.errors import UsageError, UserError
 from ladderize.figure import check_plot
 from ladderize.files.documents import check_writable, write_json
-from ladderize.files.regular import names_a_file
+from ladderize.files.regular import names_a_file, resolved
 from ladderize.files.work import work_folder
 from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_engines, read_device
 from ladderize.planning.passes import Workload, point_seconds
@@ -125,6 +125,8 @@ def _check_outputs(
         )
     read: list[str | Path | None] = [choice.shape, options.hardware, options.link]
     read += [goal.sensitivity, goal.data, goal.held_out_data] if goal is not None else []
+    if out is not None and recipe_out is not None and resolved(out) == resolved(recipe_out):
+        raise UsageError("--out and --recipe-out name one file; name two")
     if out is not None:
         check_writable(out, inputs=read)
     if recipe_out is not None:
