@@ -177,6 +177,18 @@ def test_a_teacher_that_adds_nothing_to_a_row_of_padding_is_no_error():
     assert attention.grad.isfinite().all()
 
 
+def test_a_teacher_that_adds_nothing_tells_no_error():
+    """As the new blocks of an expanded model, whose training begins at zero."""
+    teacher = SubModuleOutputs([0], torch.ones(1, 2, dtype=torch.bool))
+    student, own = teacher.again(), torch.full((1, 2, 3), 1e-3, requires_grad=True)
+    teacher.add(0, "mlp", torch.zeros(1, 2, 3))
+    student.add(0, "mlp", own)
+    error = hidden_error(student, teacher)
+    error.backward()
+    assert float(error.detach()) == 0
+    assert own.grad.abs().max() == 0
+
+
 def test_a_training_on_it_brings_the_outputs_nearer(place, tmp_path):
     more = ("--distill-from", place / "dense", "--hidden-weight", 2, "--eval-every", 10)
     document = succeed(place, tmp_path / "out", *more, steps=20)

@@ -71,8 +71,9 @@ def hidden_error(student: SubModuleOutputs, teacher: SubModuleOutputs) -> Tensor
 
     A sub-module's error in a row is the mean square of the difference over that of the teacher's output, on real
     tokens. Returns the mean over the sub-modules, summed over the rows, each of which counts as often as it has real
-    tokens: divided by the tokens of a step it is the same however the step is cut into micro-batches. The fp32 copies
-    are made anew for the backward pass instead of kept.
+    tokens: divided by the tokens of a step it is the same however the step is cut into micro-batches. Where the teacher
+    adds nothing, as new blocks of an expanded model do, no error is told. The fp32 copies are made anew for the
+    backward pass instead of kept.
     """
     real = teacher.real
     errors = []
@@ -82,7 +83,8 @@ def hidden_error(student: SubModuleOutputs, teacher: SubModuleOutputs) -> Tensor
         size = join_parts([other.float().square().sum(-1) for other in others], len(real))
         # FlashAttention has all rows in one
         distance, size = ((squares.view(real.shape) * real).sum(-1) for squares in (distance, size))
-        errors.append(distance / size.clamp_min(torch.finfo(size.dtype).tiny))
+        relative = distance / size.clamp_min(torch.finfo(size.dtype).tiny)
+        errors.append(torch.where(size > 0, relative, 0))
     return (torch.stack(errors).mean(0) * real.sum(-1)).sum()
 
 
