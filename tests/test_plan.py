@@ -535,7 +535,7 @@ def test_the_next_command_is_of_the_same_model():
         ),
         (("--shape", "8b", *H100, "--sensitivity", "s.json", "--max-ppl-increase", "much"), "is not an increase"),
         (
-            ("--shape", "8b", *H100, *"--sensitivity s.json --min-speedup 1.1 --out p --recipe-out ./p".split()),
+            ("--shape", "8b", *H100, "--sensitivity", "s", "--min-speedup", "2", "--out", "p", "--recipe-out", "./p"),
             "--out and --recipe-out name one file",
         ),
         (("--shape", "8b", *H100, "--sensitivity", "s.json", "--min-speedup", "0.9"), "must be a number above 1"),
