@@ -61,13 +61,13 @@ class HostLink:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def send(self, to: int, **message: Any) -> None:
-        with _lost("the sweep's other processes are"):
+        with _lost(to):
             self.store.set(f"{self.place.rank}>{to}/{self.sent[to]}", json.dumps(message))
         self.sent[to] += 1
 
     def receive(self, sender: int) -> Iterator[dict[str, Any]]:
         """What has come since the last call. Raises UserError where the sender is gone."""
-        with _lost(f"process {sender} of the sweep is"):
+        with _lost(sender):
             while self.store.check([key := f"{sender}>{self.place.rank}/{self.read[sender]}"]):
                 self.read[sender] += 1
                 message = json.loads(self.store.get(key))
@@ -105,11 +105,13 @@ class HostLink:
 
 
 @contextlib.contextmanager
-def _lost(who: str) -> Iterator[None]:
+def _lost(other: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError:  # torch's, of a store that does not answer
-        raise UserError(f"{who} gone; run the same command again, which keeps every complete stage") from None
+        raise UserError(
+            f"process {other} of the sweep is gone; run the same command again, which keeps every complete stage"
+        ) from None
 
 
 @contextlib.contextmanager
