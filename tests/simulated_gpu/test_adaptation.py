@@ -75,7 +75,9 @@ def test_blocks(folders, tmp_path, name):
     found, expected, _ = on_both(distilled)
     for layer in range(LAYERS):
         own, theirs = found.report(BlockReport, layer), expected.report(BlockReport, layer)
-        assert theirs.loss_after < theirs.loss_before
+        # whether training helps at all on these few random windows is drawn; that it does the same is not
+        assert len({loss for _, loss in theirs.curve}) > 1
+        np.testing.assert_allclose(own.curve, theirs.curve, rtol=1e-3)
         assert own.loss_after == pytest.approx(theirs.loss_after, rel=1e-3)
     assert_same_weights(found, expected, 1e-3)
 
