@@ -24,8 +24,10 @@ COMMANDS = {
     "adapt lora": ("adapt", MODEL, OUT, "--method", "lora", *STEPS),
     "adapt blocks": ("adapt", MODEL, OUT, "--method", "blocks", "--no-verify", "--epochs", 2, *TEACHER),
     "adapt align": ("adapt", MODEL, OUT, "--method", "align", "--no-verify", *TEACHER),
+    "spd": ("spd", DENSE, OUT, "--data", DATA, "--sync-tp-size", 2, "--spd-fraction", 0.5, "--no-verify"),
     "sensitivity": ("sensitivity", DENSE, "--mode", "points", "--sync-tp-size", 2, *SCORED),
     "eval": ("eval", MODEL, "--backend", "runtime", "--perplexity", DATA),
+    "eval hf": ("eval", MODEL, DENSE, "--perplexity", DATA),
     "generate": ("generate", MODEL, "--from-bos", *SAMPLED),
     "bench": ("bench", MODEL, *TIMED, "--schedule", "domino", "--baselines", "no-comm,sequential"),
     "bench random": ("bench", "--random-weights", f"{DENSE}/config.json", "--layout", "dense,ladder", *TIMED),
@@ -65,7 +67,9 @@ def place(folders, tmp_path):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command(folders, place, name):
+def test_a_command(folders, place, name, monkeypatch):
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # transformers' own threads do not see the simulated GPU
+
     def done(device):
         names = {MODEL: place / "model", DENSE: folders["dense"], DATA: place / "ids.npy", OUT: place / device}
         words = []
