@@ -232,12 +232,15 @@ def compare(folder, source, name):
     with torch.no_grad():
         logits = model(ids).logits
     error = (logits - expected).abs().amax((1, 2))
+    if name == "W4A16":
+        assert error.max() < 1e-4
+        return
     # a number that lies between two steps may be rounded to the other one, and changes all tokens after it: a quarter
-    # of the rows, and of some models half
+    # of the rows, of some models half; and a single row without a bound that holds for every model
+    unrounded = (logits - exact).abs().amax((1, 2))
     assert error.quantile(0.05) < 1e-4
-    assert error.max() < 0.3
-    if name != "W4A16":
-        assert (logits - exact).abs().amax((1, 2)).quantile(0.2) > 1e-3
+    assert error.mean() < 0.5 * unrounded.mean()  # of 140 models 0.12 at most
+    assert unrounded.quantile(0.2) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["int8", "FP8 dynamic"])
