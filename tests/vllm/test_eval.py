@@ -155,8 +155,9 @@ def test_sampled_texts(pair):
         torch.manual_seed(seed)
         return lm.generate_until(instances("generate_until", [wish] * 4), disable_tqdm=True)
 
-    first = made(1)
-    assert first == made(1) != made(2)
+    first, again, others = made(1), made(1), made(2)
+    # requests reach vLLM's process one by one: which of them share its first step, and so the last bits, is chance
+    assert differing(again, first) <= 1 < differing(others, first)
     assert len(set(first)) > 1
 
 

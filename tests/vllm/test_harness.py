@@ -19,7 +19,7 @@ def test_stock_llama_equals_transformers(engines, tmp_path):
     check(model, prompts, result)
     with torch.no_grad():
         model.model.layers[3].self_attn.o_proj.bias.mul_(1.01)
-    with pytest.raises(AssertionError, match="log-probabilities"):
+    with pytest.raises(AssertionError, match=r"^(log-probabilities|token \d+ of)"):  # which comes first is drawn
         check(model, prompts, result)
 
 

