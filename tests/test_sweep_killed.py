@@ -52,7 +52,7 @@ def check_it_goes_on(file, out):
     complete = {path.parent.name for path in out.glob("stages/*/stage.json")}
     assert len(complete) == 2  # the dense model's evaluation, the conversion
     outcome = invoke("sweep", file, "--out", out)
-    assert outcome.code == 0, outcome.stderr
+    assert outcome.code == 0, outcome.stderr + "".join(path.read_text() for path in out.glob("stages/adapt-*/*.txt"))
     assert [line.split(":")[0] for line in ran(outcome)] == ["adapt", "eval"]
     (log,) = out.glob("stages/adapt-*/log.txt")
     assert "resuming after step" in log.read_text()
