@@ -2,6 +2,7 @@
 collectives."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.shm import SharedMemory
 from tests.groups import (
+    abort,
     cores_of_all,
     die,
     fail,
@@ -90,6 +92,12 @@ def test_a_killed_rank_takes_the_group_down(tmp_path, victim):
     with pytest.raises(ProcessLookupError):
         os.kill(other, 0)
     assert not segments()
+
+
+def test_a_rank_that_aborts_shows_where(capfd):
+    with pytest.raises(UserError, match="rank 1 was killed by SIGABRT; the whole group was stopped"):
+        distributed.run(abort, 1, tp_size=2, device="cpu")
+    assert re.search(r"Fatal Python error: Aborted.*, line \d+ in abort\n", capfd.readouterr().err, re.DOTALL)
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
