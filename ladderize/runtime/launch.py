@@ -337,7 +337,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
     end_with_parent()
     adopt(streams, environment)
-    faulthandler.enable()  # where native code aborts, stderr says what called it
+    faulthandler.enable()  # where native code dies, stderr says what Python was doing
     os.environ.update(started_rank_variables(place))
     if place.size == place.local_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
