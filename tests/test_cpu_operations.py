@@ -18,7 +18,7 @@ from ladderize.runtime.cpu_operations import CpuOperations, choose_operations
 from ladderize.runtime.decode import rope_table
 from ladderize.runtime.kv_cache import CacheRows, KVCache, NoCache, PartsCache
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm
-from ladderize.runtime.native import build
+from ladderize.runtime.native import library
 from ladderize.runtime.native.library import TYPES, kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.step import Step
@@ -336,11 +336,9 @@ def test_models(tmp_path, name, family):
 @pytest.fixture
 def fresh_library(monkeypatch):
     """As in a process that has compiled nothing yet."""
-    build.found_library.cache_clear()
     kernels.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    build.found_library.cache_clear()
     kernels.cache_clear()
 
 
@@ -365,7 +363,7 @@ def test_no_compiler(fresh_library, tmp_path, compiler, why):
     assert type(operations) is Operations
     assert why in operations.note
     assert not list((tmp_path / "ladderize").iterdir())
-    build.found_library.cache_clear()
+    kernels.cache_clear()
     fresh_library.delenv("CXX")
     fresh_library.setenv("PATH", str(tmp_path))
     assert "no C++ compiler was found (g++, clang++)" in choose_operations(ALONE, torch.bfloat16).note
@@ -384,8 +382,8 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(fresh_library, tmp_pat
             wait_until(lambda: children.is_file() and children.read_text().endswith(" it is"))  # its time starts now
             return super().communicate(input, timeout)
 
-    fresh_library.setattr(build, "SECONDS", 1)
-    fresh_library.setattr(build.subprocess, "Popen", Popen)
+    fresh_library.setattr(library, "SECONDS", 1)
+    fresh_library.setattr(library.subprocess, "Popen", Popen)
     children = tmp_path / "child"
     text = (
         "import subprocess; c = subprocess.Popen(['sleep', '3600']); "
@@ -394,7 +392,7 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(fresh_library, tmp_pat
     fresh_library.setenv("CXX", compiler(tmp_path, text))
     assert "did not end within 1 s" in choose_operations(ALONE, torch.bfloat16).note
     assert all_gone([int(children.read_text().split()[0])])
-    fresh_library.setattr(build, "SECONDS", 60)  # nor is it asked again
+    fresh_library.setattr(library, "SECONDS", 60)  # nor is it asked again
     assert "did not end within 1 s" in choose_operations(ALONE, torch.bfloat16).note
 
 
@@ -409,13 +407,13 @@ def test_nowhere_to_keep_it(fresh_library, tmp_path):
     fresh_library.delenv("HOME")
     fresh_library.delenv("XDG_CACHE_HOME", raising=False)
     fresh_library.setattr("pwd.getpwuid", {}.__getitem__)
-    fresh_library.setattr(build, "_compile", lambda compiler, path: pytest.fail(str(path)))
+    fresh_library.setattr(library, "_compile", lambda compiler, path: pytest.fail(str(path)))
     with pytest.raises(pytest.fail.Exception, match="ladderize-kernels-"):
-        build.found_library()
+        kernels()
     fresh_library.chdir(tmp_path)
     fresh_library.setenv("XDG_CACHE_HOME", "here")
     with pytest.raises(pytest.fail.Exception, match="ladderize-kernels-"):
-        build.found_library()
+        kernels()
     assert not list(tmp_path.iterdir())
 
 
@@ -423,8 +421,8 @@ def test_a_full_disk(fresh_library, monkeypatch):
     def full(**more):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    fresh_library.setattr(build.tempfile, "mkstemp", full)
-    fresh_library.setattr(build.Path, "exists", lambda path: False)
+    fresh_library.setattr(library.tempfile, "mkstemp", full)
+    fresh_library.setattr(library.Path, "exists", lambda path: False)
     assert "No space left on device" in choose_operations(ALONE, torch.bfloat16).note
 
 
@@ -438,7 +436,6 @@ def test_a_benchmark_says_what_computed(fresh_library, tmp_path):
     make_model("dense", max_position_embeddings=128).save_pretrained(tmp_path / "m")
     words = ["bench", tmp_path / "m", "--prompt-len", 8, "--output-len", 2, "--repeat", 2, "--out", tmp_path / "b.json"]
     for compiler, operations in (("g++", "compiled"), ("false", "torch")):
-        build.found_library.cache_clear()
         kernels.cache_clear()
         fresh_library.setenv("CXX", compiler)
         done = invoke(*words)
@@ -449,26 +446,26 @@ def test_a_benchmark_says_what_computed(fresh_library, tmp_path):
 
 def test_kept_where_only_the_user_can_write(fresh_library, tmp_path):
     fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build.library()
+    kernels()
     (kept,) = (tmp_path / "ladderize").iterdir()
     assert kept.suffix == ".so"
     assert not (tmp_path / "ladderize").stat().st_mode & 0o077
     changed = kept.stat().st_mtime_ns
-    build.found_library.cache_clear()
-    build.library()
+    kernels.cache_clear()
+    kernels()
     assert kept.stat().st_mtime_ns == changed
     damaged = tmp_path / "other" / "ladderize" / kept.name  # as after a power cut
     damaged.parent.mkdir(parents=True)
     damaged.touch()
-    build.found_library.cache_clear()
+    kernels.cache_clear()
     fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    build.library()
+    kernels()
     assert damaged.stat().st_size
     fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept.unlink()
     (tmp_path / "ladderize").chmod(0o777)  # somebody else could put a library there
-    build.found_library.cache_clear()
-    build.library()
+    kernels.cache_clear()
+    kernels()
     assert not list((tmp_path / "ladderize").iterdir())
 
 

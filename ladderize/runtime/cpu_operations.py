@@ -9,7 +9,6 @@ from torch import Tensor
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
-from ladderize.runtime.native.build import NotCompiledError
 from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address, agreed_kernels
 from ladderize.runtime.operations import CompiledOperations, Operations, attend
 from ladderize.runtime.shards import Shape
@@ -104,10 +103,8 @@ def choose_operations(group: Ranks, dtype: torch.dtype, *, compile: bool = False
         return CompiledOperations()
     if group.device.type != "cpu" or dtype not in TYPES:
         return Operations()
-    try:
-        return CpuOperations(agreed_kernels(group))
-    except NotCompiledError as error:
-        return Operations(f"slower than it could be: {error}")
+    kernels = agreed_kernels(group)
+    return Operations(f"slower than it could be: {kernels}") if isinstance(kernels, str) else CpuOperations(kernels)
 
 
 def _layer(keys: Tensor, values: Tensor) -> Cache:

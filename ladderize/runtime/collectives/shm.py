@@ -10,7 +10,6 @@ compiler moves. Counters are aligned 8-byte words, each on a cache line of its o
 architectures give no such guarantee without fences, which Python cannot issue: they are refused.
 """
 
-import ctypes
 import mmap
 import multiprocessing
 import os
@@ -27,7 +26,6 @@ from ladderize.console import human_bytes
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
-from ladderize.runtime.native.build import NotCompiledError
 from ladderize.runtime.native.library import TYPES, address, agreed_kernels
 
 FOLDER = Path("/dev/shm")  # noqa: S108 - a memory file system is the point
@@ -73,7 +71,9 @@ class SharedMemory(Collectives):
         self.read = [counters[(group.size + r) * words : (group.size + r) * words + 1] for r in range(group.size)]
         self.messages = torch.frombuffer(memory, dtype=torch.uint8)[header:].view(slots, group.size, self.slot_bytes)
         self.peers = [r for r in range(group.size) if r != group.rank]
-        self.kernels, self.threads = _kernels(group), torch.get_num_threads()
+        kernels = agreed_kernels(group)
+        self.kernels = None if isinstance(kernels, str) else kernels
+        self.threads = torch.get_num_threads()
         # views of each slot for each shape of message, made once: a view costs as much as copying a small message
         self.views: dict[tuple[torch.Size, torch.dtype], list[list[Tensor]]] = {}
 
@@ -222,13 +222,6 @@ class SharedMemory(Collectives):
             alive = True
         if not alive:
             raise UserError(f"rank {peer} (process {self.pids[peer]}) has died; this rank stops too")
-
-
-def _kernels(group: Ranks) -> ctypes.CDLL | None:
-    try:
-        return agreed_kernels(group)
-    except NotCompiledError:
-        return None
 
 
 def remove_segments(starter: int) -> None:

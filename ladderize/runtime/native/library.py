@@ -1,14 +1,26 @@
-"""The compiled kernels as Python calls them: the structures and signatures of kernels.cpp."""
+"""The kernels of kernels.cpp as Python calls them: compiled for the CPU that they run on, the first time that they are
+wanted there, and kept.
+
+PyTorch and Triton do the same with what torch.compile generates: a compiler that knows the CPU writes faster code than
+a package that must run on all of them can hold.
+"""
 
 import ctypes
 import functools
+import hashlib
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import tempfile
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.native.build import NotCompiledError, found_library, library
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 BLOCK, LANES = 64, 16  # of attention: columns whose scores are held at a time, numbers of a vector
@@ -50,11 +62,65 @@ SIGNATURES = {
 }
 
 
+def agreed_kernels(group: Ranks) -> ctypes.CDLL | str:
+    """``kernels``, where every rank of the group has them: who adds in another order gets other bits. All ranks call
+    it."""
+    found = kernels()
+    problems = group.gather(found if isinstance(found, str) else None)
+    return next(filter(None, problems), found)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where its numbers are; a null pointer of None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+# ---- compiling ----
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+COMPILERS = ("g++", "clang++")
+# No -ffast-math: NaN and infinities must reach who looks for them. -fopenmp takes the library that PyTorch has loaded.
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
+    *("-shared", "-fPIC"),
+)
+SECONDS = 120
+
+
+class _NotCompiledError(Exception):
+    """Why, in a few words."""
+
+
 @functools.cache
-def kernels() -> ctypes.CDLL:
-    """Its functions are named as in kernels.cpp; those that look into a KV cache return whether they did not fit it.
-    Raises NotCompiledError."""
-    found = library()
+def kernels() -> ctypes.CDLL | str:
+    """The compiled kernels, or why there are none: what took long to fail is not tried again.
+
+    Their functions are named as in kernels.cpp; those that look into a KV cache return whether they did not fit it.
+    """
+    try:
+        compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+        if compiler is None:
+            return f"no C++ compiler was found ({', '.join(COMPILERS)})"
+        made_of = (SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _cpu())
+        name = f"kernels-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:24]}.so"
+        folder = _cache_folder()
+        if folder is None:
+            with tempfile.TemporaryDirectory(prefix="ladderize-kernels-") as own:
+                return _loaded(_compile(compiler, Path(own) / name))
+        if (folder / name).exists():
+            try:
+                return _loaded(folder / name)
+            except OSError:
+                pass  # damaged: it is made anew
+        return _loaded(_compile(compiler, folder / name))
+    except _NotCompiledError as error:
+        return str(error)
+    except OSError as error:
+        return f"the kernels for this CPU cannot be compiled: {error}"
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
     for name, arguments in SIGNATURES.items():
         function = getattr(found, f"ladderize_{name}")
         function.argtypes = arguments
@@ -62,16 +128,53 @@ def kernels() -> ctypes.CDLL:
     return found
 
 
-def agreed_kernels(group: Ranks) -> ctypes.CDLL:
-    """The same, where every rank of the group has them: who adds in another order gets other bits. All ranks call it.
-    Raises NotCompiledError on all of them."""
-    found = found_library()
-    problem = next(filter(None, group.gather(found if isinstance(found, str) else None)), None)
-    if problem is not None:
-        raise NotCompiledError(problem)
-    return kernels()
+def _compile(compiler: str, path: Path) -> Path:
+    """Whole or not at all, also where several ranks do it at once."""
+    descriptor, made = tempfile.mkstemp(prefix=".kernels-", suffix=".so", dir=path.parent)
+    os.close(descriptor)
+    try:
+        with subprocess.Popen(
+            [*compiler.split(), *FLAGS, str(SOURCE), "-o", made],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C"},
+            start_new_session=True,
+        ) as process:
+            try:
+                _, said = process.communicate(timeout=SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # a compiler is several processes
+                raise _NotCompiledError(f"{compiler} did not end within {SECONDS} s") from None
+        if process.returncode:
+            first = next((line for line in said.splitlines() if "error" in line), f"exit code {process.returncode}")
+            raise _NotCompiledError(f"{compiler} cannot compile kernels.cpp: {first.strip()}")
+        os.replace(made, path)
+    finally:
+        Path(made).unlink(missing_ok=True)
+    return path
 
 
-def address(tensor: Tensor | None) -> int | None:
-    """Where its numbers are; a null pointer of None."""
-    return None if tensor is None else tensor.data_ptr()
+def _cache_folder() -> Path | None:
+    """A folder of this user that nobody else can write to; None where there is none."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        folder = (Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()) / "ladderize"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home
+        return None
+    safe = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return folder if safe and os.access(folder, os.W_OK) else None
+
+
+def _cpu() -> str:
+    """What -march=native depends on: a home folder may be that of several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    known = [line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))]
+    return "\n".join([platform.machine(), *known[:2]])
