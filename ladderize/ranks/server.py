@@ -21,11 +21,8 @@ PRELOADED = ["torch.distributed", "transformers.models.llama.modeling_llama"]
 def start_context() -> Any:
     """How processes are started: forked from a server that has imported torch and transformers and computed nothing.
 
-    The first start takes as long as these imports, every other one a fraction of a second. Where there is no such
-    server (Windows), each process begins from nothing.
+    The first start takes as long as these imports, every other one a fraction of a second.
     """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # where the server listens: multiprocessing removes it at the end, but not after SIGKILL

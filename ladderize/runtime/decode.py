@@ -5,7 +5,7 @@ Prompts of different lengths share a batch padded on the left; a padded column i
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from ladderize.checkpoint.config import head_dim
 from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.memory import check_room
-from ladderize.runtime.graphs import capture
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.step import Step
 
+_Output = TypeVar("_Output")
 # A CUDA graph of a decode step has a fixed number of cache columns in view: one graph for each multiple of this.
 BUCKET = 256
 # So many graphs are captured ahead, for 8192 tokens: each holds logits of its own, and most texts end long before.
@@ -79,6 +79,13 @@ def view_length(columns: int, cache: KVCache) -> int:
 def are_sound(logits: Tensor) -> Tensor:
     """Whether the largest logit of every row is a finite number: bool []. A NaN anywhere makes it NaN."""
     return logits.amax(-1).isfinite().all()
+
+
+def unsound_logits(done: str) -> UserError:
+    """For logits that are NaN or infinite. done: what was not done with them."""
+    return UserError(
+        f"the model's logits are NaN or infinite, so nothing was {done} them; check its weights, or compute in float32"
+    )
 
 
 def rope_table(config: dict[str, object], positions: int, device: torch.device) -> Tensor:
@@ -264,6 +271,25 @@ class CapturedStep(FixedStep):
         return self.logits
 
 
+def capture(
+    run: Callable[[], _Output], device: torch.device, *, pool: Any = None, warm_ups: int = 2
+) -> tuple[Any, _Output]:
+    """A graph of ``run``, and what ``run`` returned: memory that each replay fills anew. pool: of memory that graphs
+    share; each one's output is then read before the next is replayed."""
+    side = torch.cuda.Stream(device)  # for the warm-up, as capturing asks for
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog thread may look at events meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        output = run()
+    return graph, output
+
+
 def captured_step(run: Callable[[], Tensor], cache: KVCache, pool: Any) -> tuple[Any, Tensor]:
     """``capture`` of a step whose inputs as they are now make it write column 0 of the cache, which is put back."""
     kept = cache.keys[..., :1, :].clone(), cache.values[..., :1, :].clone()
@@ -303,10 +329,7 @@ def generate_tokens(
     done = 1
     while True:
         if not sound:
-            raise UserError(
-                "the model's logits are NaN or infinite, so nothing was generated from them; check its weights, or"
-                " compute in float32"
-            )
+            raise unsound_logits("generated from")
         rows = []
         for row, ids in enumerate(new.tolist()):
             kept: list[int] = []

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladderize.errors import UserError
-from ladderize.runtime.decode import are_sound, captured_step, sample, view_length
+from ladderize.runtime.decode import are_sound, captured_step, sample, unsound_logits, view_length
 from ladderize.runtime.kv_cache import CacheRows, KVCache
 from ladderize.runtime.requests.reading import TextReader, padded
 from ladderize.runtime.requests.scoring import OutputLayer
@@ -187,10 +186,7 @@ class ContinuousBatch:
         # in one piece: each answer that the host asks of a GPU keeps the GPU idle
         *new, is_sound = torch.cat((tokens, sound.to(tokens.dtype)[None])).tolist()
         if not is_sound:
-            raise UserError(
-                "the model's logits are NaN or infinite, so nothing was generated from them; check its weights, or"
-                " compute in float32"
-            )
+            raise unsound_logits("generated from")
         for row, token in zip(rows, new, strict=True):
             row.new.append(token)
 

@@ -16,6 +16,7 @@ from ladderize.errors import UserError
 from ladderize.memory import check_room
 from ladderize.predictions import PredictionsReader, StatesWriter
 from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.decode import unsound_logits
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.requests.service import STATES_AT_ONCE, Worker
 
@@ -124,10 +125,7 @@ def token_scores(
         logits = layer.logits(hidden[torch.from_numpy(part).to(hidden.device)])
         top, normaliser = layer.summary(logits)
         if not normaliser.isfinite().all():
-            raise UserError(
-                "the model's logits are NaN or infinite, so nothing was scored with them; check its weights, or"
-                " compute in float32"
-            )
+            raise unsound_logits("scored with")
         target = layer.of_tokens(logits, rows, wanted)
         sums[chosen] = (target.double() - normaliser[rows]).cpu().numpy()
         best[chosen] = (top[rows] == wanted).cpu().numpy()
