@@ -27,7 +27,7 @@ from ladderize.commands import (
 from ladderize.commands.builder import BadCommandLine, Commands, add, usage_message
 from ladderize.console import DEBUG, INTERRUPTED, check_arguments, error_boundary
 from ladderize.demo.command import demo
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UsageError
 from ladderize.ranks.environment import launch_variables
 from ladderize.tradeoff.sweep.command import sweep_command
 
@@ -87,10 +87,7 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    try:
-        launch_variables()
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    launch_variables()
 
 
 CONVERT, RECOVER, MEASURE = "Convert", "Recover accuracy", "Measure and run"

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from ladderize.errors import LadderizeError, UsageError
-from ladderize.ranks.environment import WORLD_SIZE, is_main_rank, launched_place
+from ladderize.errors import LadderizeError, UsageError, UserError
+from ladderize.ranks.environment import WORLD_SIZE, is_main_rank, launched
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -438,8 +438,8 @@ def _terminable(received: list[int]) -> Iterator[None]:
 def _say_error(text: str) -> None:
     """Of what all ranks find rank 0 speaks: the launcher ends the others once one has ended. A sentence that quotes a
     name of 5,000 characters loses the middle of it."""
-    with contextlib.suppress(ValueError):  # of a launcher that says nonsense, which is said at once
-        time.sleep(TURN_S if launched_place().rank else 0.0)
+    with contextlib.suppress(UserError):  # of a launcher that says nonsense, which is said at once
+        time.sleep(TURN_S if launched().rank else 0.0)
     text = text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR - 500]} [...] {text[-400:]}"
     _say(f"Error: {text}", style="red")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ladderize.errors import UserError
-from ladderize.ranks.environment import STARTERS, launch_variables, launched_place
+from ladderize.ranks.environment import STARTERS, launch_variables, launched
 from ladderize.ranks.group import rank_device
 from tests import warm
 from tests.helpers import invoke, one_sentence
@@ -96,7 +96,7 @@ def test_a_rank_knows_its_place_on_its_machine_by_every_launcher(monkeypatch, va
         monkeypatch.delenv(name, raising=False)
     for name, value in {**HALF, "WORLD_SIZE": "8", **variables}.items():
         monkeypatch.setenv(name, value)
-    found = launched_place()
+    found = launched()
     assert (found.rank, found.size) == (int(variables["RANK"]), 8)
     assert (found.local_rank, found.local_size) == place
 
@@ -140,7 +140,7 @@ def test_every_rank_of_two_hosts_has_a_gpu_of_its_own(monkeypatch, launcher, gpu
                 patch.delenv(name, raising=False)
             for name, value in variables.items():
                 patch.setenv(name, str(value))
-            place = launched_place()
+            place = launched()
         assert (place.rank, place.size, place.local_rank, place.local_size) == (rank, 8, rank % 4, 4)
         taken.append(rank_device("cuda", place.local_rank).index)
     assert taken == ([0, 1, 2, 3] * 2 if gpus == 4 else [0] * 8)

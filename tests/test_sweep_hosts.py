@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from ladderize.errors import UserError
-from ladderize.ranks.environment import launch_variables, launched_place, set_by_srun, without_launcher
+from ladderize.ranks.environment import launch_variables, launched, set_by_srun, without_launcher
 from ladderize.ranks.group import meet
 from ladderize.tradeoff.sweep import hosts
 from ladderize.tradeoff.sweep.hosts import linked, started_hosts
@@ -164,6 +164,6 @@ def test_a_process_that_srun_alone_has_started(monkeypatch):
     assert without_launcher({**found, "TORCHELASTIC_RUN_ID": "x", "HOME": "/"}) == {"HOME": "/"}
     for name, value in set_by_srun({**STEP, "SLURM_STEP_NUM_NODES": "1"}).items():
         monkeypatch.setenv(name, value)
-    assert launched_place().local_size == 3
+    assert launched().local_size == 3
     with pytest.raises(UserError, match="launcher started 3 here: say torchrun --nproc-per-node 1, or srun"):
         started_hosts()

@@ -41,7 +41,7 @@ def runtime_device(device: DeviceName | None, backend: BackendName, threads: int
 def start_on(device: DeviceName | None, threads: int | None) -> DeviceName:
     """Check where to compute, and share the cores out among the processes of this machine; returns the device."""
     device = compute_options(device, threads)
-    from ladderize.ranks.group import launched
+    from ladderize.ranks.environment import launched
     from ladderize.ranks.threads import set_threads
 
     set_threads(threads, launched().local_size)

@@ -1,6 +1,6 @@
 """What the environment says about this process among others: the one place that reads and checks these variables.
 
-Imports nothing of ladderize, and no torch: the console asks here who may print.
+Imports no torch: the console asks here who may print.
 """
 
 import contextlib
@@ -8,6 +8,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from ladderize.errors import UserError
 
 WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 MASTER_ADDR, MASTER_PORT, OMP_NUM_THREADS = "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"
@@ -49,14 +51,14 @@ class LaunchVariables:
 
 
 def launch_variables(environment: Mapping[str, str] = os.environ) -> LaunchVariables:
-    """Read and check the variables. Raises ValueError, with one sentence, for one that is wrong or lacks another."""
+    """Read and check the variables. Raises UserError for one that is wrong or lacks another."""
 
     def number(name: str, least: int, most: int) -> int | None:
         text = environment.get(name, "").strip()
         if not text:
             return None
         if not re.fullmatch(r"[0-9]{1,12}", text) or not least <= int(text) <= most:
-            raise ValueError(
+            raise UserError(
                 f"the environment variable {name} is {text!r}, but must be a whole number from {least} to {most};"
                 " correct it or unset it"
             )
@@ -95,7 +97,7 @@ def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
 
 def _check_complete(found: LaunchVariables) -> None:
     if found.rank is not None and found.world_size is None:
-        raise ValueError(
+        raise UserError(
             f"the environment variable {RANK} is set, but {WORLD_SIZE} is not; unset {RANK}, or start with torchrun,"
             " which sets both"
         )
@@ -103,7 +105,7 @@ def _check_complete(found: LaunchVariables) -> None:
         needed = {RANK: found.rank, MASTER_ADDR: found.master_addr, MASTER_PORT: found.master_port}
         missing = [name for name, value in needed.items() if value is None]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"the environment variable {WORLD_SIZE} is {found.world_size}, but {missing[0]} is not set; unset"
                 f" {WORLD_SIZE}, or start with torchrun, which sets both"
             )
@@ -112,11 +114,11 @@ def _check_complete(found: LaunchVariables) -> None:
         (LOCAL_RANK, found.local_rank, LOCAL_WORLD_SIZE, found.local_world_size),
     ):
         if small is not None and large is not None and small >= large:
-            raise ValueError(
+            raise UserError(
                 f"the environment variable {smaller} is {small}, but must be below {larger}, which is {large}"
             )
     if found.local_world_size is not None and found.local_world_size > (found.world_size or found.local_world_size):
-        raise ValueError(
+        raise UserError(
             f"the environment variable {LOCAL_WORLD_SIZE} is {found.local_world_size}, but must not be above"
             f" {WORLD_SIZE}, which is {found.world_size}"
         )
@@ -125,7 +127,7 @@ def _check_complete(found: LaunchVariables) -> None:
 def _check_threads(text: str) -> None:
     """OpenMP ignores what it cannot read, and then takes every core; it accepts a list, for nested regions."""
     if text.strip() and not re.fullmatch(r"\s*[1-9][0-9]{0,5}\s*(,\s*[1-9][0-9]{0,5}\s*)*", text):
-        raise ValueError(
+        raise UserError(
             f"the environment variable {OMP_NUM_THREADS} is {text.strip()!r}, but must be a whole number of threads;"
             " correct it or unset it"
         )
@@ -191,8 +193,9 @@ class Place:
 ALONE = Place(rank=0, size=1, local_rank=0, local_size=1)
 
 
-def launched_place() -> Place:
-    """What the launcher says, or ``ALONE`` without one; raises ValueError, with one sentence, if it says nonsense."""
+def launched() -> Place:
+    """Where a launcher has put this process, or ``ALONE`` without one; raises UserError if it says nonsense, or leaves
+    out what it has to say."""
     variables = launch_variables()
     if not variables.is_group:
         return ALONE
@@ -205,6 +208,11 @@ def launched_place() -> Place:
         local_rank=variables.rank if variables.local_rank is None else variables.local_rank,
         local_size=variables.local_world_size or variables.world_size,
     )
+
+
+def already_started() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return launched() != ALONE
 
 
 def started_rank_variables(place: Place) -> dict[str, str]:

@@ -29,7 +29,7 @@ from ladderize.ranks.environment import (
     LaunchVariables,
     Place,
     launch_variables,
-    launched_place,
+    launched,
 )
 
 SAY_AFTER_S = 10.0  # ranks that come this late are waited for in words
@@ -314,19 +314,6 @@ def _limit_nccl(group: Any, device: torch.device) -> None:
 
 def _global(group: Any, rank: int) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
-
-
-def launched() -> Place:
-    """Where a launcher has put this process, or alone; raises UserError if the launcher left out what it has to say."""
-    try:
-        return launched_place()
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
-def already_started() -> bool:
-    """Whether a launcher has started this process as one of several."""
-    return launched() != ALONE
 
 
 def rank_device(kind: str, local_rank: int) -> torch.device:

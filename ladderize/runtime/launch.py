@@ -31,8 +31,8 @@ import torch.distributed as dist
 from ladderize.console import DEBUG, is_out_of_memory, sentence
 from ladderize.errors import LadderizeError, UsageError, UserError
 from ladderize.files.temporaries import temporary_folder
-from ladderize.ranks.environment import ALONE, Place, started_rank_variables
-from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched, rank_device
+from ladderize.ranks.environment import ALONE, Place, launched, started_rank_variables
+from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, rank_device
 from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import set_threads, take_cores
 from ladderize.runtime.collectives.shm import remove_segments

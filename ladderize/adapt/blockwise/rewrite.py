@@ -30,7 +30,8 @@ from ladderize.files.regular import resolved
 from ladderize.files.work import FINISHED, RUN, EarlierRun, run_digest, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import available_bytes
-from ladderize.ranks.group import Ranks, join_ranks, launched
+from ladderize.ranks.environment import launched
+from ladderize.ranks.group import Ranks, join_ranks
 from ladderize.ranks.training import compute_dtype
 
 # ---- documents ----

@@ -14,7 +14,8 @@ from ladderize.console import human_bytes, human_count, human_seconds
 from ladderize.files.records import Record
 from ladderize.layout import format_ranges
 from ladderize.memory import available_bytes
-from ladderize.ranks.group import Ranks, launched, rank_device
+from ladderize.ranks.environment import launched
+from ladderize.ranks.group import Ranks, rank_device
 
 SHOWN_PROCESSES = 8  # at most, beside what was asked for
 RATE = 4e14  # operations a second and device that time is said for: 40 % of an H100's bf16 peak

@@ -43,7 +43,8 @@ from ladderize.files.work import EarlierRun, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import tcmalloc_advice
 from ladderize.modeling import load_tokenizer
-from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, already_started, join_ranks
+from ladderize.ranks.environment import already_started
+from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, join_ranks
 from ladderize.ranks.threads import set_threads
 from ladderize.ranks.training import accelerate_settings
 from ladderize.runtime.launch import check_group_size, run

@@ -14,7 +14,7 @@ from ladderize.eval.backends.base import AnsweringModel, open_tokenizer
 from ladderize.eval.options import EvalOptions
 from ladderize.predictions import write_head
 from ladderize.ranks.device import default_device
-from ladderize.ranks.group import launched
+from ladderize.ranks.environment import launched
 from ladderize.runtime.requests.continuous import Prompt, continue_prompts
 from ladderize.runtime.requests.options import RequestOptions
 from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores, score_endings, score_windows_of_ids

@@ -25,7 +25,8 @@ from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
 from ladderize.eval.paired.samples import ComparedModel, make_entry
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.ranks.device import check_device, default_device
-from ladderize.ranks.group import Ranks, already_started, join_ranks, launched
+from ladderize.ranks.environment import already_started, launched
+from ladderize.ranks.group import Ranks, join_ranks
 from ladderize.ranks.training import check_launch_of_measuring
 
 if TYPE_CHECKING:

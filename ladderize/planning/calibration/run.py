@@ -19,8 +19,7 @@ from ladderize.planning.calibration.timings import read_timings
 from ladderize.planning.hardware import DeviceSpec, known_engines, read_device
 from ladderize.planning.passes import THIN_ROWS
 from ladderize.ranks.device import check_device
-from ladderize.ranks.environment import is_main_rank
-from ladderize.ranks.group import already_started
+from ladderize.ranks.environment import already_started, is_main_rank
 from ladderize.runtime.collectives.links import (
     ASSUMED_CONTENTION,
     ASSUMED_ERROR,

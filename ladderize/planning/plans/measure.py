@@ -32,7 +32,7 @@ from ladderize.files.work import WorkFolder
 from ladderize.layout import Layout
 from ladderize.planning.plans.document import LayoutNll
 from ladderize.ranks.device import check_device, default_device
-from ladderize.ranks.group import already_started
+from ladderize.ranks.environment import already_started
 from ladderize.workflows.aligned_layouts import AlignedLayouts, describe_alignment, layers_of, windows_to_align_on
 
 LEAST_HELD_OUT = 2  # windows, of which a standard error can be told

@@ -19,8 +19,8 @@ from ladderize.errors import UserError
 from ladderize.figure import check_plot
 from ladderize.files.documents import check_writable, write_json
 from ladderize.memory import PeakMemory
-from ladderize.ranks.environment import is_main_rank
-from ladderize.ranks.group import Ranks, already_started
+from ladderize.ranks.environment import already_started, is_main_rank
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.cost_model import predict
 from ladderize.runtime.bench.document import TimedDocument, environment
 from ladderize.runtime.bench.messages import AloneTimes, PassOperations

@@ -16,8 +16,8 @@ from ladderize.errors import UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.device import check_device
-from ladderize.ranks.environment import ALONE
-from ladderize.ranks.group import Ranks, join_ranks, launched
+from ladderize.ranks.environment import ALONE, launched
+from ladderize.ranks.group import Ranks, join_ranks
 from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import set_threads
 from ladderize.runtime.collectives.choose import check_backend, choose

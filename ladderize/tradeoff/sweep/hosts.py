@@ -21,8 +21,8 @@ from typing import Any
 from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.files.temporaries import replacement
-from ladderize.ranks.environment import ALONE, Place, launch_variables, set_by_srun
-from ladderize.ranks.group import INFERENCE_TIMEOUT, launched, meet
+from ladderize.ranks.environment import ALONE, Place, launch_variables, launched, set_by_srun
+from ladderize.ranks.group import INFERENCE_TIMEOUT, meet
 from ladderize.tradeoff.sweep.builder import machine
 from ladderize.tradeoff.sweep.launch import HostPart, Launch
 from ladderize.tradeoff.sweep.stages import stage_files

@@ -18,8 +18,8 @@ from typing import Any
 
 from ladderize.console import DEBUG, sentence
 from ladderize.errors import LadderizeError, UserError
-from ladderize.ranks.environment import ALONE, Place, environment_with, started_rank_variables
-from ladderize.ranks.group import INFERENCE_TIMEOUT, join_group, launched
+from ladderize.ranks.environment import ALONE, Place, environment_with, launched, started_rank_variables
+from ladderize.ranks.group import INFERENCE_TIMEOUT, join_group
 from ladderize.ranks.threads import cores, set_threads
 from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.launch import Report, StartedRanks, end_with_parent, stop_processes
