@@ -336,13 +336,14 @@ def rank_device(kind: str, local_rank: int) -> torch.device:
 
 
 def join_group(place: Place, device: str, *, timeout: timedelta, init_method: str | None = None) -> Ranks:
-    """Join torch's process group as ``place`` says; device: cpu or cuda. Alone there is no group to join.
+    """Join torch's process group as ``place`` says, unless this process has; device: cpu or cuda. Alone there is no
+    group to join.
 
     init_method: where the ranks meet, if not where the launcher's variables say. timeout: of the group's operations.
     Raises UserError where ranks do not find each other.
     """
     ranks = Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
-    if place.size > 1:
+    if place.size > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         meeting: dict[str, Any] = (
             {"init_method": init_method} if init_method is not None else {"store": meet(launch_variables(), timeout)}
@@ -370,8 +371,6 @@ def join_ranks(device: str) -> Ranks:
     place = launched()
     if place != ALONE and ":" in device:
         raise UsageError(f"--device {device} is one device, but each process takes its own; say --device cuda, or none")
-    if place != ALONE and dist.is_initialized():
-        return Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
     return join_group(place, device, timeout=TRAINING_TIMEOUT)
 
 

@@ -32,7 +32,7 @@ from ladderize.console import DEBUG, is_out_of_memory, sentence
 from ladderize.errors import LadderizeError, UsageError, UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.environment import ALONE, Place, launched, started_rank_variables
-from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, rank_device
+from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group
 from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import set_threads, take_cores
 from ladderize.runtime.collectives.shm import remove_segments
@@ -156,11 +156,8 @@ def joined(
     """This process as one of the ranks that ``place`` speaks of, until the end of the block. A group that it has joined
     before, for several models in turn, is used and stays."""
     set_threads(threads, place.local_size)
-    stays = place.size > 1 and dist.is_initialized()
-    if stays:
-        ranks = Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
-    else:
-        ranks = join_group(place, device, timeout=timeout, init_method=init_method)
+    stays = dist.is_initialized()
+    ranks = join_group(place, device, timeout=timeout, init_method=init_method)
     yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
     if place.size > 1:
         gc.collect()  # what the block has captured of the group: NCCL waits for every CUDA graph that has
