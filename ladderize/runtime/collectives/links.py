@@ -3,10 +3,9 @@ torch."""
 
 import csv
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_section
@@ -213,19 +212,12 @@ ASSUMED_CONTENTION, ASSUMED_ERROR = NVLINK_CONTENTION, 0.15
 def known_interconnects() -> dict[str, Interconnect]:
     """The links of links.csv by name, and ``nvlink``, whose latency and bandwidth in use were fitted to published
     speeds of whole models."""
-    interconnects: dict[str, Interconnect] = {}
+    by_path: dict[str, list[dict[str, str]]] = {}
     with LINK_TABLE.open(encoding="utf-8") as file:
-        published = sorted(csv.DictReader(line for line in file if not line.startswith("#")), key=_ranks_of)
-    for one in published:
-        bus = float(one["beta_gb_s"]) * ring_share(_ranks_of(one)) if one["beta_gb_s"] else None
-        row = InterconnectRow(_ranks_of(one), float(one["alpha_us"]), bus, int(one["min_bytes"]), int(one["max_bytes"]))
-        about: dict[str, Any] = {"medium": one["medium"], "vllm_ranks": [row.ranks] * (one["vllm"] == "yes")}
-        new = Interconnect(one["path"], [row], ASSUMED_CONTENTION, ASSUMED_ERROR, False, one["source"], **about)
-        if (known := interconnects.get(new.name)) is not None:
-            source = new.source if new.source == known.source else f"{known.source}; {new.source}"
-            more: dict[str, Any] = {key: [*getattr(known, key), *getattr(new, key)] for key in ("rows", "vllm_ranks")}
-            new = replace(known, source=source, **more)
-        interconnects[new.name] = new
+        table = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    for one in sorted(table, key=lambda one: int(one["ranks"])):
+        by_path.setdefault(one["path"], []).append(one)
+    interconnects = {name: _of_table(name, published) for name, published in by_path.items()}
     rows = [
         InterconnectRow(n, NVLINK_ALPHA_US + NVLINK_ALPHA_PER_RANK_US * (n - 2), NVLINK_BUS_GB_S, *NVLINK_BYTES)
         for n in (2, 4, 8)
@@ -251,8 +243,23 @@ def other_all_reduces(link: Interconnect, ranks: int) -> list[Interconnect]:
     return [one for one in alike if any(row.ranks == ranks for row in one.rows)]
 
 
-def _ranks_of(published: Mapping[str, str]) -> int:
-    return int(published["ranks"])
+def _of_table(name: str, published: list[dict[str, str]]) -> Interconnect:
+    """Of the lines of links.csv that have this name, ascending by ranks."""
+    rows = []
+    for one in published:
+        ranks, beta = int(one["ranks"]), one["beta_gb_s"]
+        bus = float(beta) * ring_share(ranks) if beta else None
+        rows.append(InterconnectRow(ranks, float(one["alpha_us"]), bus, int(one["min_bytes"]), int(one["max_bytes"])))
+    return Interconnect(
+        name,
+        rows,
+        ASSUMED_CONTENTION,
+        ASSUMED_ERROR,
+        False,
+        "; ".join(dict.fromkeys(one["source"] for one in published)),
+        medium=published[0]["medium"],
+        vllm_ranks=[int(one["ranks"]) for one in published if one["vllm"] == "yes"],
+    )
 
 
 def _check_message(where: str, known: Link | InterconnectRow, bandwidth: str, fastest: float) -> None:

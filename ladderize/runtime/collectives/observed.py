@@ -68,9 +68,6 @@ class Recording(Observed):
         self.gathered.append(x.nbytes)
         return self.inner.all_gather(x)
 
-    def close(self) -> None:
-        self.inner.close()
-
 
 TRACED_START, TRACED_WAIT = "all-reduce: start", "all-reduce: wait"
 
