@@ -26,11 +26,20 @@ class Operations:
         """x [..., width], normed."""
         return norm(x)
 
+    @staticmethod
     def project(
-        self, weights: AttentionWeights, x: Tensor, rope_factors: Tensor | None, shape: Shape
+        weights: AttentionWeights, x: Tensor, rope_factors: Tensor | None, shape: Shape
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``project``."""
-        return project(weights, x, rope_factors, shape)
+        """Queries, keys and values [batch, own heads, tokens, head_dim], float32, of the residual stream [batch,
+        tokens, hidden]. rope_factors: None in a layer without rope."""
+        fused = weights.qkv(weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))
+        query_key, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
+        if weights.head_norms is not None:
+            query_key = weights.head_norms(query_key)
+        if rope_factors is not None:
+            query_key = rotate(query_key, rope_factors)
+        query, key = query_key.split((shape.own_heads, shape.own_kv_heads), 2)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def attention(
         self, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, index: int, shape: Shape
@@ -47,10 +56,14 @@ class Operations:
         seen = step.seen(decoder.windows[index])
         return attend(query.to(key.dtype), key, value, *seen, scale=decoder.attention_scale).to(x.dtype)
 
-    def mlp(self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:
+    @staticmethod
+    def mlp(weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:
         """What down_proj reads [batch, tokens, own inner], of the virtual ranks side by side: rank k reads x +
         carry[k]."""
-        return mlp_inner(weights, x, carry)
+        if carry is None:
+            return gated(weights.gate_up[0](weights.norm(x)))
+        inner = [gated(gate_up(weights.norm(x + own))) for gate_up, own in zip(weights.gate_up, carry, strict=True)]
+        return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
 
 
 class CompiledOperations(Operations):
@@ -60,8 +73,8 @@ class CompiledOperations(Operations):
 
     def __init__(self) -> None:
         super().__init__()
-        self.project = compiled(project)  # type: ignore[method-assign]
-        self.mlp = compiled(mlp_inner)  # type: ignore[method-assign]
+        self.project = compiled(self.project)  # type: ignore[method-assign]
+        self.mlp = compiled(self.mlp)  # type: ignore[method-assign]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,21 +83,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(function, dynamic=False)
-
-
-def project(
-    weights: AttentionWeights, x: Tensor, rope_factors: Tensor | None, shape: Shape
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [batch, own heads, tokens, head_dim], float32, of the residual stream [batch, tokens,
-    hidden]. rope_factors: None in a layer without rope."""
-    fused = weights.qkv(weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))
-    query_key, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
-    if weights.head_norms is not None:
-        query_key = weights.head_norms(query_key)
-    if rope_factors is not None:
-        query_key = rotate(query_key, rope_factors)
-    query, key = query_key.split((shape.own_heads, shape.own_kv_heads), 2)
-    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
 def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
@@ -114,14 +112,6 @@ def attend(
         query, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=keys.shape[1] != heads
     )
     return output.transpose(1, 2).reshape(batch, tokens, -1)
-
-
-def mlp_inner(weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:
-    """See ``Operations.mlp``."""
-    if carry is None:
-        return gated(weights.gate_up[0](weights.norm(x)))
-    inner = [gated(gate_up(weights.norm(x + own))) for gate_up, own in zip(weights.gate_up, carry, strict=True)]
-    return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
 
 
 def gated(gate_up: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """What is to be run: a checkpoint or a bare shape, checked as a whole before any process starts."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,16 +112,15 @@ class WeightCache:
     ) -> tuple[Shape, Weights]:
         shape = Shape.from_config(spec.config, tp_size=tp_size, rank=rank, replicate_vocab=self.replicate_vocab)
         apart = tuple(virtual_ranks(spec.layout, layer, tp_size) for layer in range(shape.layers))
-        load = functools.partial(
-            load_weights, shape=shape, layout=spec.layout, pack=self.pack, columns=self.columns, advance=advance
-        )
         checkpoint = read_checkpoint(spec.folder) if spec.folder is not None else None
         key = (files_identity(checkpoint) if checkpoint is not None else None, shape, apart, spec.dtype)
         if key not in self.loaded:
             source: Source = RandomSource(expected_tensors(spec.config), spec.torch_dtype, self.device)
             if checkpoint is not None:
                 source = CheckpointSource(checkpoint, spec.torch_dtype, self.device)
-            self.loaded[key] = load(source)
+            self.loaded[key] = load_weights(
+                source, shape, spec.layout, pack=self.pack, columns=self.columns, advance=advance
+            )
         return shape, self.loaded[key]
 
 

@@ -90,6 +90,8 @@ class WithLora:
         return self.linear.nbytes
 
 
+# the whole matrix that an adapter's file has, or would have, under a name: rows x columns
+Matrices = Callable[[str, tuple[int, int]], Tensor]
 ATTENTION, MLP = "self_attn", "mlp"
 # projection -> its sub-module, whether it is split by outputs (else by inputs), whether rope turns its rows
 PROJECTIONS = {
@@ -118,32 +120,25 @@ class ProjectionLora(nn.Module):
     """
 
     def __init__(
-        self,
-        layer: int,
-        projection: str,
-        plan: LoraPlan,
-        shape: Shape,
-        values: Callable[[str, tuple[int, int]], Tensor],
-        device: torch.device,
+        self, layer: int, projection: str, plan: LoraPlan, shape: Shape, values: Matrices, device: torch.device
     ) -> None:
         super().__init__()
         module, self.by_outputs, turned = PROJECTIONS[projection]
         start, stop, width = _bounds(projection, shape)
         self.scaling, self.probability = plan.scaling, plan.dropout
         self.inputs = (0, shape.hidden, shape.hidden) if self.by_outputs else (start, stop, width)
-        own = stop - start
-        copies = shape.kv_copies if projection in ("k_proj", "v_proj") else 1
-        a = (plan.rank, shape.hidden if self.by_outputs else own)
-        b = (own if self.by_outputs else shape.hidden, plan.rank)
-        self.a, self.b = (nn.Parameter(torch.empty(size, device=device, dtype=torch.float32)) for size in (a, b))
-        whole_a, whole_b = (plan.rank, self.inputs[2]), (width if self.by_outputs else shape.hidden, plan.rank)
-        parts_a, parts_b = ((self.a, slice(None)),), ((self.b, slice(None)),)
+        inputs, outputs = (shape.hidden, stop - start) if self.by_outputs else (stop - start, shape.hidden)
+        self.a = nn.Parameter(torch.empty(plan.rank, inputs, device=device, dtype=torch.float32))
+        self.b = nn.Parameter(torch.empty(outputs, plan.rank, device=device, dtype=torch.float32))
+        # no parts yet: ``pieces`` puts in the parameters as they are
         if self.by_outputs:
+            copies = shape.kv_copies if projection in ("k_proj", "v_proj") else 1
             head_dim = shape.head_dim if turned else 0
-            first = Piece(whole_a, parts_a)
-            second = Piece(whole_b, parts_b, dim=0, start=start, copies=copies, head_dim=head_dim)
+            first = Piece((plan.rank, shape.hidden), ())
+            second = Piece((width, plan.rank), (), dim=0, start=start, copies=copies, head_dim=head_dim)
         else:
-            first, second = Piece(whole_a, parts_a, dim=1, start=start), Piece(whole_b, parts_b)
+            first = Piece((plan.rank, width), (), dim=1, start=start)
+            second = Piece((shape.hidden, plan.rank), ())
         name = f"base_model.model.model.layers.{layer}.{module}.{projection}.lora_"
         self._pieces = {f"{name}A.weight": ("a", first), f"{name}B.weight": ("b", second)}
         for name, piece in self.pieces().items():
@@ -169,19 +164,9 @@ class ProjectionLora(nn.Module):
 
 
 class TrainedLora(nn.Module):
-    """LoRA of one rank's part of a model.
+    """LoRA of one rank's part of a model. values: is asked for every matrix on every rank."""
 
-    values: the whole matrix that an adapter's file has, or would have, under a name: rows x columns. It is asked for
-    every matrix on every rank.
-    """
-
-    def __init__(
-        self,
-        plan: LoraPlan,
-        shape: Shape,
-        values: Callable[[str, tuple[int, int]], Tensor],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: LoraPlan, shape: Shape, values: Matrices, device: torch.device) -> None:
         super().__init__()
         self.shape = shape
         self.projections = {
