@@ -134,20 +134,12 @@ class ContinuousBatch:
 
     def _read(self, group: list[_Row], length: int, cache: KVCache) -> Tensor:
         """The states after the last token of each prompt [prompts, hidden]."""
-        device, rope = self.reader.device, self.reader.rope(length)
+        device = self.reader.device
         ids = torch.tensor([row.prompt.ids + [0] * (length - len(row.prompt.ids)) for row in group], device=device)
         last = torch.tensor([len(row.prompt.ids) - 1 for row in group], device=device)
-        columns = torch.arange(length, device=device)
         found = None
-        step_tokens = length if len(group) > 1 else min(length, self.reader.budget)
-        for start in range(0, length, step_tokens):
-            end = min(start + step_tokens, length)
-            factors = rope[columns[start:end].clamp(max=len(rope) - 1)][None, :, None]
-            if end - start == length:
-                step = Step(factors, 0, 0, causal=True)
-            else:
-                step = Step(factors, start, end, (columns[None, :end] <= columns[start:end, None])[None, None])
-            hidden = self.reader.forward(ids[:, start:end], step, cache)
+        for start, hidden in self.reader.pieces(ids, cache, length if len(group) > 1 else self.reader.budget):
+            end = start + hidden.shape[1]
             here = hidden[torch.arange(len(group), device=device), (last - start).clamp(0, end - start - 1)]
             found = here if found is None else torch.where(((last >= start) & (last < end))[:, None], here, found)
         assert found is not None

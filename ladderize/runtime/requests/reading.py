@@ -144,17 +144,25 @@ class TextReader:
         return self.forward(ids, Step(factors, 0, 0, seen[:, None].to(self.device), depths=depths))
 
     def _chunked(self, row: TreeRow) -> Tensor:
-        """A text that is longer than the budget, piece by piece, with a cache for what was read."""
+        """A text that is longer than the budget."""
         ids = self._table([row.tokens], len(row.tokens))
         cache = KVCache.allocate(self.model.shape, 1, ids.shape[1], self.dtype, self.device)
-        columns = torch.arange(ids.shape[1], device=self.device)
-        parts = []
-        for first in range(0, ids.shape[1], self.budget):
-            end = min(first + self.budget, ids.shape[1])
-            mask = (columns[None, :end] <= columns[first:end, None])[None, None]
-            step = Step(self.rope(end)[None, first:end, None], first, end, mask)
-            parts.append(self.forward(ids[:, first:end], step, cache))
-        return torch.cat(parts, 1)
+        return torch.cat([hidden for _, hidden in self.pieces(ids, cache, self.budget)], 1)
+
+    def pieces(self, ids: Tensor, cache: KVCache, at_once: int) -> Iterator[tuple[int, Tensor]]:
+        """Read ids [rows, tokens] into ``cache``, ``at_once`` tokens of each row at a time. Yields the number of the
+        first of these, and their states [rows, at_once, hidden]."""
+        tokens = ids.shape[1]
+        rope, columns = self.rope(tokens), torch.arange(tokens, device=self.device)
+        for first in range(0, tokens, at_once):
+            end = min(first + at_once, tokens)
+            # padding may stand behind the last position that there is
+            factors = rope[columns[first:end].clamp(max=len(rope) - 1)][None, :, None]
+            if end - first == tokens:
+                step = Step(factors, 0, 0, causal=True)
+            else:
+                step = Step(factors, first, end, (columns[None, :end] <= columns[first:end, None])[None, None])
+            yield first, self.forward(ids[:, first:end], step, cache)
 
     def forward(self, ids: Tensor, step: Step, cache: KVCache | None = None) -> Tensor:
         """The model's forward; without a cache for what is read once."""
