@@ -10,9 +10,10 @@ import torch
 from ladderize.adapt.blockwise import measures
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
 from ladderize.ranks.threads import cores
 from ladderize.runtime.bench.trace import trace
-from ladderize.runtime.collectives.base import Handle
+from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.gloo import MOST_SIZES, Gloo
 from ladderize.runtime.collectives.observed import Observed, Traced
@@ -21,6 +22,7 @@ from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 
 MAX_BYTES = 1 << 18
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class Counting(Observed):
@@ -42,16 +44,21 @@ class Counting(Observed):
         return Handle(finish)
 
 
-def make_generator(folder, group, collectives, batch, columns, *, pack=True, replicate_vocab=False, compile=False):
+def make_generator(folder, batch, columns, group=ALONE, collectives=None, *, pack=True, replicate_vocab=False, **more):
+    collectives = collectives or Collectives()
     spec = checkpoint_spec(str(folder), tp_size=collectives.ranks)
     weights = WeightCache(group.device, pack=pack, replicate_vocab=replicate_vocab)
-    generator = open_generator(spec, collectives, weights, group, batch, columns, compile=compile)
+    generator = open_generator(spec, collectives, weights, group, batch, columns, **more)
     return Generator(generator.model, generator.rope, generator.cache)  # eager, also on a GPU
 
 
-def generated(generator, prompts, steps, sampling):
+def generated(generator, prompts, steps, sampling, eos=()):
     """The new tokens of each prompt."""
-    chunks = generate_tokens(generator, prompts, max_new_tokens=steps, sampling=sampling)
+    return by_row(generate_tokens(generator, prompts, max_new_tokens=steps, sampling=sampling, eos=eos))
+
+
+def by_row(chunks):
+    """What ``generate_tokens`` yields, joined."""
     return [list(chain.from_iterable(row)) for row in zip(*chunks, strict=True)]
 
 
@@ -63,7 +70,7 @@ def run_models(group, items, backend, replicate_vocab=False):
     with torch.inference_mode():
         for name, (folder, ids, prompts, steps) in items.items():
             counting = Counting(collectives)
-            generator = make_generator(folder, group, counting, ids.shape[0], 96, replicate_vocab=replicate_vocab)
+            generator = make_generator(folder, ids.shape[0], 96, group, counting, replicate_vocab=replicate_vocab)
             logits = generator.model.logits(generator.read(ids))
             passes = counting.started
             generator.read(ids[:, :4])
@@ -94,7 +101,7 @@ def run_all_models(group, jobs, backend):
 def sampled(group, folder, prompts, sampling, steps, backend="auto"):
     collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
     with torch.inference_mode():
-        rows = generated(make_generator(folder, group, collectives, len(prompts), 96), prompts, steps, sampling)
+        rows = generated(make_generator(folder, len(prompts), 96, group, collectives), prompts, steps, sampling)
     collectives.close()
     return rows
 

@@ -1,6 +1,5 @@
 """``ladderize generate --prompt-file``: answers are those of one prompt at a time, in a file that survives anything."""
 
-import errno
 import itertools
 import json
 import random
@@ -27,6 +26,7 @@ from ladderize.runtime.texts.answers import AnswerEnds, AnswersDocument, encode_
 from ladderize.runtime.texts.samples import SampleFile
 from tests.adapt_data.rows import MARKED, PLAIN, TURNS, scored_text, write_jsonl
 from tests.helpers import clearly_chosen, invoke, listing, make_model, one_sentence
+from tests.test_corpus import failure, stop_after, work_of
 
 LENGTH, LONG = 12, 8  # the most new tokens; letters of an answer from which stop strings are taken
 
@@ -68,10 +68,6 @@ def answer(*arguments, **options):
 
 def answer_of(row):
     return row["completion"] if "completion" in row else row["messages"][-1]["content"]
-
-
-def failure(arguments):
-    return one_sentence(invoke(*arguments))
 
 
 def prompt_ids(tokenizer, row):
@@ -333,10 +329,6 @@ def test_the_space_that_an_answer_begins_with_is_kept(stories):
 # ---- unfinished work ----
 
 
-def work_of(out):
-    return out.with_name(out.name + ".ladderize-work")
-
-
 @pytest.fixture
 def lines(tmp_path):
     """20 texts to continue."""
@@ -348,16 +340,9 @@ def lines(tmp_path):
 def unfinished(model, lines, tmp_path, monkeypatch):
     """OUT of a run that was stopped after the first 16 of 20 answers, and what it would have been."""
     answer(model, lines, tmp_path / "whole.jsonl")
-    append = SampleFile.append
-
-    def append_or_fail(self, records):
-        if self.samples >= 16:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        append(self, records)
-
     out = tmp_path / "out.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr(SampleFile, "append", append_or_fail)
+        stop_after(patch, 16)
         assert "no space left on device" in failure(command(model, lines, out))
     assert listing(tmp_path) == ["lines.jsonl", "out.jsonl.ladderize-work", "whole.jsonl", "whole.jsonl.run.json"]
     assert len(rows_of(work_of(out) / "samples.jsonl")) == 16

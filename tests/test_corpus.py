@@ -127,12 +127,12 @@ def test_a_batch_ends_when_all_that_is_wanted_of_it_has(model, tmp_path, monkeyp
 # ---- unfinished work ----
 
 
-def stop_after(monkeypatch, batches):
-    """Let a run fail like a full disk once so many batches are written."""
+def stop_after(monkeypatch, samples):
+    """Let a run fail like a full disk once so many samples are written."""
     append = SampleFile.append
 
     def append_or_fail(self, rows):
-        if self.samples >= batches * 4:
+        if self.samples >= samples:
             raise OSError(errno.ENOSPC, "No space left on device")
         append(self, rows)
 
@@ -148,7 +148,7 @@ def unfinished(model, tmp_path, monkeypatch):
     """OUT of a run that was stopped after 8 of 10 samples, and what it would have been."""
     whole = write(model, tmp_path / "whole.jsonl")
     with monkeypatch.context() as patch:
-        stop_after(patch, 2)
+        stop_after(patch, 8)
         assert "no space left on device" in failure(command(model, tmp_path / "self.jsonl"))
     assert listing(tmp_path) == ["self.jsonl.ladderize-work", "whole.jsonl", "whole.jsonl.run.json"]
     assert listing(work_of(tmp_path / "self.jsonl")) == ["run.json", "samples.jsonl"]

@@ -13,7 +13,6 @@ import torch
 
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.cpu_operations import CpuOperations, choose_operations
 from ladderize.runtime.decode import rope_table
 from ladderize.runtime.kv_cache import CacheRows, KVCache, NoCache, PartsCache
@@ -22,13 +21,12 @@ from ladderize.runtime.native import library
 from ladderize.runtime.native.library import TYPES, kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.step import Step
-from tests.groups import make_generator
+from tests.groups import ALONE, make_generator
 from tests.helpers import FAMILIES, LAYOUTS, ROOT, all_gone, invoke, make_model, random_ids
 from tests.warm import PATIENCE, wait_until
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
-ALONE = Ranks(0, 1, CPU)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
@@ -319,7 +317,7 @@ def test_models(tmp_path, name, family):
     found = []
     with torch.inference_mode():
         for operations in (Operations(), CpuOperations(kernels())):
-            generator = make_generator(tmp_path, ALONE, Collectives(), 2, 96)
+            generator = make_generator(tmp_path, 2, 96)
             assert isinstance(generator.model.operations, CpuOperations)
             generator.model.operations = operations
             found.append(

@@ -16,13 +16,12 @@ import torch
 from ladderize import load
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UserError
-from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.decode import Sampling, generate_tokens, sample
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from ladderize.runtime.texts.prompts import GenerateDocument, TextStream
 from tests import warm
-from tests.groups import make_generator, sampled
+from tests.groups import generated, make_generator, sampled
 from tests.helpers import (
     ROOT,
     all_gone,
@@ -116,15 +115,11 @@ def test_sampling_is_reproducible_and_the_same_across_tp_sizes(tmp_path):
 def test_a_row_stops_at_any_eos_and_the_others_go_on(tmp_path):
     make_model("ladder all", max_position_embeddings=128).save_pretrained(tmp_path / "m")
     prompts = [random_ids(5).tolist(), random_ids(3).tolist()]
-    group = Ranks(0, 1, torch.device("cpu"))
-    from ladderize.runtime.collectives.base import Collectives
-
-    generator = make_generator(tmp_path / "m", group, Collectives(), 2, 64)
+    generator = make_generator(tmp_path / "m", 2, 64)
 
     def rows_until(*eos):
         with torch.inference_mode():
-            parts = list(generate_tokens(generator, prompts, max_new_tokens=24, sampling=Sampling(), eos=eos))
-        return [[token for made in parts for token in made[row]] for row in range(2)]
+            return generated(generator, prompts, 24, Sampling(), eos)
 
     free = rows_until()
     stop = free[0][6]
@@ -172,10 +167,7 @@ def test_weights_that_are_no_numbers(tmp_path, value, options):
 
 
 def test_logits_that_become_nan_later():
-    group = Ranks(0, 1, torch.device("cpu"))
-    from ladderize.runtime.collectives.base import Collectives
-
-    generator = make_generator(MODEL, group, Collectives(), 1, 64)
+    generator = make_generator(MODEL, 1, 64)
     decode, steps = generator.decode_one_token, []
 
     def overflows(tokens):

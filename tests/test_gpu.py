@@ -7,15 +7,14 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.bench.training.check import outcome_of
 from ladderize.runtime.bench.training.steps import step_opener
-from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.collectives.observed import Traced
-from ladderize.runtime.decode import Generator, Sampling, generate_tokens
+from ladderize.runtime.decode import Generator, Sampling
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.spec import checkpoint_spec
 from ladderize.runtime.training.batch import Batch
-from tests.groups import make_generator
+from tests.groups import ALONE, generated, make_generator
 from tests.helpers import LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle, assert_likeliest
 
@@ -74,7 +73,7 @@ def test_runtime_equals_the_oracle(tmp_path, name, graphs):
     model.save_pretrained(tmp_path / "m")
     ids = random_ids(2, 12)
     exact, _ = Oracle(model.state_dict(), model.config)(ids)
-    generator = make_generator(tmp_path / "m", gpu_group(), Collectives(), 2, 40)
+    generator = make_generator(tmp_path / "m", 2, 40, gpu_group())
     generator.graphs = graphs
     with torch.inference_mode():
         logits = generator.model.logits(generator.read(ids.cuda())).cpu()
@@ -84,10 +83,7 @@ def test_runtime_equals_the_oracle(tmp_path, name, graphs):
             step = generator.decode_one_token(ids[:, position].cuda()).cpu()
             torch.testing.assert_close(step, exact[:, position], rtol=1e-3, atol=1e-3)
         prompts = [ids[0].tolist(), ids[1, :7].tolist()]
-        rows = [[], []]
-        for made in generate_tokens(generator, prompts, max_new_tokens=20, sampling=Sampling()):
-            for row, more in zip(rows, made, strict=True):
-                row += more
+        rows = generated(generator, prompts, 20, Sampling())
     for prompt, tokens in zip(prompts, rows, strict=True):
         assert len(tokens) == 20
         with torch.no_grad():
@@ -99,7 +95,7 @@ def test_compiled_sub_modules_on_a_gpu(tmp_path):
     model.save_pretrained(tmp_path / "m")
     ids = random_ids(2, 9)
     exact, _ = Oracle(model.state_dict(), model.config)(ids)
-    generator = make_generator(tmp_path / "m", gpu_group(), Collectives(), 2, 40, compile=True)
+    generator = make_generator(tmp_path / "m", 2, 40, gpu_group(), compile=True)
     generator.graphs = True
     with torch.inference_mode():
         generator.read(ids[:, :-1].cuda())
@@ -124,7 +120,7 @@ def test_an_emulated_all_reduce_takes_its_time_and_runs_under_compute(tmp_path):
     torch.cuda.synchronize()
     assert 4.5 < begin.elapsed_time(end) < 6.5  # ten delays of 0.5 ms
     traced = Traced(collectives)
-    generator = make_generator(tmp_path / "m", group, traced, 1, 128)
+    generator = make_generator(tmp_path / "m", 1, 128, group, traced)
     ids = random_ids(1, 64).cuda()
 
     def run() -> None:
@@ -150,7 +146,7 @@ def training_outcome(folder, group, schedule):
 @pytest.mark.parametrize("schedule", [SEQUENTIAL, Schedule("domino"), Schedule("domino", 3, 2)])
 def test_gradients_are_those_of_the_cpu(tmp_path, name, schedule):
     make_model(name).save_pretrained(tmp_path / "m")
-    expected = training_outcome(tmp_path / "m", Ranks(0, 1, torch.device("cpu")), SEQUENTIAL)
+    expected = training_outcome(tmp_path / "m", ALONE, SEQUENTIAL)
     found = training_outcome(tmp_path / "m", gpu_group(), schedule)
     assert found.loss == pytest.approx(expected.loss, rel=1e-4)
     for key, gradient in expected.gradients.items():

@@ -10,6 +10,7 @@ import pytest
 from tests import warm
 from tests.helpers import invoke, listing, one_sentence, save_llama, training_command
 from tests.test_convert import fingerprint
+from tests.test_corpus import work_of
 
 # Runs ladderize, and is killed when it calls the function that argv names.
 KILLED_AT = """
@@ -35,10 +36,6 @@ def kill(moment, *arguments):
     process = warm.WarmProcess([sys.executable, "-c", KILLED_AT, moment, *map(str, arguments)])
     _, stderr = process.communicate()
     assert process.returncode == -signal.SIGKILL, stderr
-
-
-def work_of(out):
-    return out.with_name(f"{out.name}.ladderize-work")
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "align", "blocks", "spd"])

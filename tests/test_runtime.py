@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from ladderize.errors import UserError
-from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
-from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import FixedStep
 from tests.groups import make_generator, run_all_models, run_models
 from tests.helpers import LAYOUTS, make_model, random_ids
@@ -134,9 +132,8 @@ def test_compiled_sub_modules(tmp_path):
     model.save_pretrained(tmp_path / "m")
     ids = random_ids(2, 9)
     exact, _ = Oracle(model.state_dict(), model.config)(ids)
-    group = Ranks(0, 1, torch.device("cpu"))
     with torch.inference_mode():
-        generator = make_generator(tmp_path / "m", group, Collectives(), 2, 16, pack=False, compile=True)
+        generator = make_generator(tmp_path / "m", 2, 16, pack=False, compile=True)
         found = generator.model.logits(generator.read(ids))
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
         generator.read(ids[:, :-1])
@@ -147,8 +144,7 @@ def test_the_step_that_cuda_graphs_capture(tmp_path):
     """Positions and padding from buffers, a fixed number of columns in view: the same logits as the step that knows
     them."""
     make_model("mixed", max_position_embeddings=128).save_pretrained(tmp_path / "m")
-    group = Ranks(0, 1, torch.device("cpu"))
-    known, fixed = (make_generator(tmp_path / "m", group, Collectives(), 2, 24) for _ in range(2))
+    known, fixed = (make_generator(tmp_path / "m", 2, 24) for _ in range(2))
     prompts = [random_ids(6).tolist(), random_ids(3).tolist()]
     with torch.inference_mode():
         for rows in (prompts, [prompts[0], prompts[0]]):  # with padding and without
@@ -162,7 +158,7 @@ def test_the_step_that_cuda_graphs_capture(tmp_path):
 
 def test_a_batch_of_another_size_than_the_cache(tmp_path):
     make_model("dense").save_pretrained(tmp_path / "m")
-    generator = make_generator(tmp_path / "m", Ranks(0, 1, torch.device("cpu")), Collectives(), 2, 8)
+    generator = make_generator(tmp_path / "m", 2, 8)
     with pytest.raises(ValueError, match="1 prompts for a cache of 2 rows"):
         generator.prefill([[3, 4]])
     with pytest.raises(UserError, match="a prompt of 9 tokens does not fit a cache of 8"):

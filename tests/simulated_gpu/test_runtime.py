@@ -5,7 +5,6 @@ import json
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +22,7 @@ from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.decode import BUCKET, are_sound, generate_tokens
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
-from tests.groups import make_generator
+from tests.groups import by_row, make_generator
 from tests.helpers import SHAPE, random_ids
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
 from tests.simulated_gpu.groups import Alike, AlikeRanks, Store, collectives, process_group
@@ -59,7 +58,7 @@ def flights(gpu):
 
 
 def opened(folder, device, backend, batch, columns, schedule=SEQUENTIAL):
-    generator = make_generator(folder, Ranks(0, 1, device), backend, batch, columns, pack=False)
+    generator = make_generator(folder, batch, columns, Ranks(0, 1, device), backend, pack=False)
     generator.schedule = schedule
     return generator
 
@@ -232,16 +231,13 @@ def test_no_graph_is_captured_between_tokens(folders):
         generator.graphs = device == DEVICE
         return generate_tokens(generator, prompts, max_new_tokens=12, sampling=Sampling())
 
-    def joined(chunks):
-        return [list(chain.from_iterable(row)) for row in zip(*chunks, strict=True)]
-
     with torch.inference_mode():
-        expected = joined(tokens(torch.device("cpu"), Alike(RANKS)))
+        expected = by_row(tokens(torch.device("cpu"), Alike(RANKS)))
         with SimulatedGpu(seed(), RANKS) as gpu:
             chunks = tokens(DEVICE, collectives("one-shot", gpu))
             first = next(chunks)
             assert (gpu.captures, gpu.replays) == (2, 0)
-            found = joined([first, *chunks])
+            found = by_row([first, *chunks])
             assert (gpu.captures, gpu.replays) == (2, 11)
         assert found == expected
         assert not gpu.problems, gpu.problems[0]
