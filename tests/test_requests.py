@@ -259,7 +259,7 @@ def test_ctrl_c_during_a_job_ends_the_ranks(plain, request):
 
 
 PARENT = """
-import sys, time
+import sys
 sys.path.insert(0, {root!r})
 from ladderize.runtime.requests.service import check_request, open_service
 from ladderize.runtime.requests.options import RequestOptions
@@ -267,21 +267,15 @@ if __name__ == "__main__":
     options = RequestOptions(tp_size=2, threads=1)
     service = open_service(check_request({model!r}, options), options)
     print(*(process.pid for process in service.ranks.processes), flush=True)
-    {then}
 """
 
 
-@pytest.mark.parametrize("then", ["pass", "time.sleep(3600)"])
-def test_a_parent_that_forgets_to_close_or_is_killed_leaves_no_rank(plain, tmp_path, then):
+def test_a_parent_that_forgets_to_close_leaves_no_rank(plain, tmp_path):
     script = tmp_path / "parent.py"
-    script.write_text(PARENT.format(root=str(ROOT), model=str(plain), then=then))
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        pids = [int(word) for word in process.stdout.readline().split()]
-        assert len(pids) == 2
-        if then != "pass":
-            process.kill()
-        assert process.wait(PATIENCE) == (0 if then == "pass" else -signal.SIGKILL)
+    script.write_text(PARENT.format(root=str(ROOT), model=str(plain)))
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True)
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2
     assert all_gone(pids)
 
 
