@@ -48,39 +48,34 @@ def vocab_parallel_losses(
     tokens has from a hidden size of 7 on (14 in 16 bits). Without tokens nothing is sent: all ranks of a group see the
     same targets. In fp32 there are never more than LOGITS_AT_ONCE numbers of the logits at once.
     """
-    entropy, divergence = _VocabParallelLosses.apply(
-        logits, targets, teacher_logits, temperature, collectives, vocab_start, vocab
-    )
-    return entropy, divergence
-
-
-class _VocabParallelLosses(torch.autograd.Function):
-    """The gradients, of sums: softmax(s) - one-hot(y), and (softmax(s / T) - softmax(t / T)) / T."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        teacher_logits: Tensor | None,
-        temperature: float,
-        collectives: Collectives,
-        vocab_start: int,
-        vocab: int,
-    ) -> tuple[Tensor, Tensor]:
-        own = max(0, min(vocab - vocab_start, logits.shape[1]))
-        place, here = _own_targets(targets, vocab_start, own)
-        ctx.own, ctx.temperature, ctx.with_teacher = own, temperature, teacher_logits is not None
-        statistics = logits.new_empty((len(logits), 7 if ctx.with_teacher else 3), dtype=torch.float32)
+    own = max(0, min(vocab - vocab_start, logits.shape[1]))
+    place = targets - vocab_start
+    here = (place >= 0) & (place < own)
+    place = place * here  # 0 where a target is another rank's
+    with_teacher = teacher_logits is not None
+    with torch.no_grad():
+        statistics = logits.new_empty((len(logits), 7 if with_teacher else 3), dtype=torch.float32)
         for part in _parts(logits):
             teacher = None if teacher_logits is None else teacher_logits[part, :own]
             _measure(statistics[part], logits[part, :own], place[part], here[part], teacher, temperature)
         if len(logits):  # all ranks have the same tokens, so all come here or none
             statistics = collectives.all_gather(statistics)
         known = (targets >= 0) & (targets < vocab)
-        losses, scales = _combined(statistics, known, temperature, with_teacher=ctx.with_teacher)
-        ctx.save_for_backward(logits, teacher_logits, place, here, scales)
-        return losses[0], losses[1]
+        losses, scales = _combined(statistics, known, temperature, with_teacher=with_teacher)
+    entropy, divergence = _WithGradient.apply(logits, losses, own, temperature, teacher_logits, place, here, scales)
+    return entropy, divergence
+
+
+class _WithGradient(torch.autograd.Function):
+    """The losses, with the gradients of sums: softmax(s) - one-hot(y), and (softmax(s / T) - softmax(t / T)) / T."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, losses: tuple[Tensor, Tensor], own: int, temperature: float, *known: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.own, ctx.temperature = own, temperature
+        ctx.save_for_backward(logits, *known)
+        return losses
 
     @staticmethod
     @once_differentiable
@@ -94,7 +89,7 @@ class _VocabParallelLosses(torch.autograd.Function):
                 maximum, inverse, warm_inverse, teacher_maximum, teacher_inverse = scales[part].unbind(-1)
                 weight = divergence_grad / temperature
                 centred = logits[part, :own].float() - maximum[:, None]
-                warm = weight * warm_inverse if ctx.with_teacher else None
+                warm = None if teacher_logits is None else weight * warm_inverse
                 if warm is not None and temperature == 1:
                     result = centred.exp_().mul_((entropy_grad * inverse + warm)[:, None])
                 else:
@@ -107,21 +102,13 @@ class _VocabParallelLosses(torch.autograd.Function):
                 column = place[part, None]
                 result.scatter_(1, column, result.gather(1, column) - entropy_grad * here[part, None])
                 grad[part, :own] = result
-        return grad, None, None, None, None, None, None
+        return (grad, *[None] * 7)
 
 
 def _parts(logits: Tensor) -> Iterator[slice]:
     """Tokens whose fp32 copies are held at once."""
     at_once = max(1, LOGITS_AT_ONCE // max(1, logits.shape[1]))
     return (slice(start, start + at_once) for start in range(0, len(logits), at_once))
-
-
-def _own_targets(targets: Tensor, vocab_start: int, own: int) -> tuple[Tensor, Tensor]:
-    """The targets' places among this rank's ``own`` columns, 0 where a target is another rank's, and where they are
-    here."""
-    place = targets - vocab_start
-    here = (place >= 0) & (place < own)
-    return place * here, here
 
 
 def _measure(
