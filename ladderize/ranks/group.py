@@ -279,12 +279,12 @@ class Ranks:
             )
         return self.size // tp_size
 
-    def split(self, tp_size: int, *, timeout: timedelta = TRAINING_TIMEOUT) -> tuple["Ranks", "Ranks"]:
+    def split(self, tp_size: int) -> tuple["Ranks", "Ranks"]:
         """These ranks as a table of ``size / tp_size`` rows and ``tp_size`` columns; returns (data, tensor).
 
         tensor: this rank's row, ``tp_size`` neighbours that share one model. data: its column, the ranks that hold the
-        same part of the model and read different data. All ranks call it. timeout: of the new groups' operations.
-        Raises UserError where ``tp_size`` does not divide the ranks.
+        same part of the model and read different data. All ranks call it. Raises UserError where ``tp_size`` does not
+        divide the ranks.
         """
         self.groups_of(tp_size)
         alone = replace(self, rank=0, size=1, local_size=1, group=None, others=self.others + self.local_size - 1)
@@ -296,7 +296,8 @@ class Ranks:
         hosts = self.gather(host_id())
 
         def subgroup(lines: list[list[int]]) -> Ranks:
-            groups = [dist.new_group([_global(self.group, rank) for rank in line], timeout=timeout) for line in lines]
+            members = [[_global(self.group, rank) for rank in line] for line in lines]
+            groups = [dist.new_group(line, timeout=TRAINING_TIMEOUT) for line in members]
             own, line = next((group, line) for group, line in zip(groups, lines, strict=True) if self.rank in line)
             _limit_nccl(own, self.device)
             here = sum(hosts[rank] == hosts[self.rank] for rank in line)

@@ -12,6 +12,7 @@ from ladderize.ranks.threads import cores
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.gloo import Gloo
 from ladderize.runtime.collectives.gpu import ONE_SHOT_BYTES, Nccl, SymmetricMemory
+from ladderize.runtime.collectives.shm import LEAST_SLOTS, SharedMemory
 
 BACKENDS = get_args(BackendName)
 
@@ -34,8 +35,6 @@ def choose(backend: str, group: Ranks, *, max_bytes: int, in_flight: int = 1) ->
 
     max_bytes: the largest message that will be sent. in_flight: how many at most are started before one is waited for.
     """
-    from ladderize.runtime.collectives.shm import LEAST_SLOTS, SharedMemory
-
     check_backend(backend, group.size, group.device.type)
     if group.size == 1:
         return Collectives(), "one rank: no communication"
