@@ -139,7 +139,7 @@ class Generator:
     position: int = 0  # columns written so far, in every row
     padding: Tensor | None = None  # [batch] columns of padding on the left, None where there are none
     schedule: Schedule = SEQUENTIAL  # of reading prompts; a decode step is always one part
-    _captured: "dict[int, CapturedStep]" = field(default_factory=dict)
+    _captured: "dict[int, FixedStep]" = field(default_factory=dict)
     _pool: Any = None
 
     @property
@@ -203,10 +203,12 @@ class Generator:
             for length in lengths[:GRAPHS_AHEAD]:
                 self._graph(length)
 
-    def _graph(self, length: int) -> "CapturedStep":
+    def _graph(self, length: int) -> "FixedStep":
         if length not in self._captured:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._captured[length] = CapturedStep(self, length, self._pool)
+            step = FixedStep(self, length)
+            step.capture(self._pool)
+            self._captured[length] = step
         return self._captured[length]
 
     def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling, sound: Tensor | None = None) -> Tensor:
@@ -256,13 +258,9 @@ class FixedStep:
         step = Step(_rope_factors(self.rope, positions), self.position, self.length, seen[:, None, None])
         return self.model.logits(self.model.forward(self.tokens, step, self.cache))[:, 0]
 
-
-class CapturedStep(FixedStep):
-    """The same as a CUDA graph. Graphs of one generator share a pool of memory: each one's output is read before the
-    next is replayed."""
-
-    def __init__(self, generator: Generator, length: int, pool: Any) -> None:
-        super().__init__(generator, length)
+    def capture(self, pool: Any) -> None:
+        """As a CUDA graph. Those of one generator share a pool of memory: each one's output is read before the next is
+        replayed."""
         self.graph, self.logits = captured_step(self.run, self.cache, pool)
 
     def replay(self, tokens: Tensor, position: int, padding: Tensor | None) -> Tensor:

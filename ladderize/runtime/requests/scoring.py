@@ -174,7 +174,7 @@ class KeptReference:
         return self.kept.states(window, self.device)
 
 
-class WindowScorer:
+class WindowScorer(ExitStack):
     """Scores windows one after the other, keeps their states, and compares them with a reference's; a context.
 
     keep: a folder for the states, None on ranks that write none; window_tokens: the scored tokens of all windows that
@@ -191,20 +191,15 @@ class WindowScorer:
         keep: Path | None,
         reference: Path | None,
     ) -> None:
+        super().__init__()
         self.layer, self.found = layer, dict[int, tuple[float, np.ndarray, np.ndarray]]()
         self.writer = self.reference = None
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # closed where the reference does not open
             if keep is not None:
                 self.writer = stack.enter_context(StatesWriter(keep, window_tokens, hidden_size, dtype))
             if reference is not None:
                 self.reference = KeptReference(stack.enter_context(PredictionsReader(reference)), layer, device)
-            self.stack = stack.pop_all()
-
-    def __enter__(self) -> "WindowScorer":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.__exit__(*error)  # type: ignore[arg-type]
+            self.push(stack.pop_all())
 
     def add(self, window: int, states: Tensor, targets: Tensor) -> None:
         """states: what the output layer reads [n, hidden]; targets: the tokens that follow [n]."""
