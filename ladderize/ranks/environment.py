@@ -165,16 +165,29 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def hidden_launcher() -> Iterator[None]:
+def hidden_launcher() -> contextlib.AbstractContextManager[None]:
     """Around work that this process does as if it had been started alone."""
-    before = dict(os.environ)
-    for name in before.keys() - without_launcher(before).keys():
-        del os.environ[name]
+    return environment_with(dict.fromkeys(os.environ.keys() - without_launcher(os.environ).keys()))
+
+
+@contextlib.contextmanager
+def environment_with(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """A process that is started inside has these variables, from its first instruction; None: it has none of the
+    name."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set_variables(variables)
     try:
         yield
     finally:
-        os.environ.update(before)
+        _set_variables(before)
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 # ---- places ----
@@ -223,18 +236,3 @@ def started_rank_variables(place: Place) -> dict[str, str]:
         LOCAL_RANK: str(place.local_rank),
         LOCAL_WORLD_SIZE: str(place.local_size),
     }
-
-
-@contextlib.contextmanager
-def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
-    """A process that is started inside has these variables, from its first instruction."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
