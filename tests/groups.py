@@ -191,6 +191,11 @@ def fail(group, rank):
     group.barrier()
 
 
+def in_turn(group, calls):
+    """What each of ``calls``, (function, *arguments), returned, one after the other in one group."""
+    return [function(group, *arguments) for function, *arguments in calls]
+
+
 def values(group, factor):
     return [
         group.rank * factor,

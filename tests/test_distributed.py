@@ -21,6 +21,7 @@ from tests.groups import (
     cores_of_all,
     die,
     fail,
+    in_turn,
     many_in_flight,
     measured_windows,
     reduce_long,
@@ -39,19 +40,24 @@ def segments():
     return sorted(Path("/dev/shm").glob(f"ladderize-{os.getpid()}-*"))
 
 
-def test_values_come_back_from_rank_0():
+@pytest.fixture(scope="module")
+def of_two():
+    """What two ranks, which are started once, say of all that ends well."""
+    seed = int(torch.randint(1 << 30, ()))
+    calls = {"values": (values, 3), "long": (reduce_long, 1 << 24), "in flight": (many_in_flight, 6, 6)}
+    for backend in ("shm", "gloo"):
+        calls["random", backend] = reduce_randomly, backend, 60, seed
+        calls["twice", backend] = wait_twice, backend
+    found = distributed.run(in_turn, list(calls.values()), tp_size=2, device="cpu")
+    return dict(zip(calls, found, strict=True))
+
+
+def test_values_come_back_from_rank_0(of_two):
     assert distributed.run(values, 3, tp_size=1, device="cpu", threads=1) == [0, 1, [0], 5, 1]
-    assert distributed.run(values, 3, tp_size=2, device="cpu") == [
-        0,
-        2,
-        [0, 1],
-        5,
-        max(1, len(cores()) // 2),
-    ]
+    assert of_two["values"] == [0, 2, [0, 1], 5, max(1, len(cores()) // 2)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("more_than_a_share", [False, True])
+@pytest.mark.parametrize(("ranks", "more_than_a_share"), [(1, False), (2, False), (2, True), (3, False)])
 def test_ranks_that_are_started_keep_to_cores_of_their_own(ranks, more_than_a_share):
     before = cores()
     share = len(before) // ranks
@@ -67,16 +73,15 @@ def test_ranks_that_are_started_keep_to_cores_of_their_own(ranks, more_than_a_sh
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_of_any_rank_is_one_sentence(rank):
+def test_an_exception_of_any_rank_is_one_sentence(monkeypatch, capfd, rank):
+    monkeypatch.setenv(DEBUG, "")
     with pytest.raises(UserError, match=f"rank {rank} failed: ValueError: this rank has had enough"):
         distributed.run(fail, rank, tp_size=2, device="cpu")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_debug_shows_the_traceback_of_a_rank(monkeypatch, capfd):
     monkeypatch.setenv(DEBUG, "")
-    with pytest.raises(UserError):
-        distributed.run(fail, 1, tp_size=2, device="cpu")
-    assert "Traceback" not in capfd.readouterr().err
     with pytest.raises(UserError):
         invoke("--debug", "inspect", "/no/such/folder")  # a command's --debug is what its ranks read
     with pytest.raises(UserError):
@@ -101,30 +106,24 @@ def test_a_rank_that_aborts_shows_where(capfd):
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_sums_of_random_messages(backend):
-    assert distributed.run(reduce_randomly, backend, 60, int(torch.randint(1 << 30, ())), tp_size=2, device="cpu") <= 1
+def test_sums_of_random_messages(of_two, backend):
+    assert of_two["random", backend] <= 1
     assert not segments()
 
 
-def test_a_long_message_is_not_summed_before_it_has_left():
+def test_a_long_message_is_not_summed_before_it_has_left(of_two):
     """The early rank has its peer's message long before its own, too long for any socket buffer, is gone."""
-    assert distributed.run(reduce_long, 1 << 24, tp_size=2, device="cpu") == 0
+    assert of_two["long"] == 0
 
 
 def test_more_than_two_ranks_sum_over_gloo():
-    assert (
-        distributed.run(
-            reduce_randomly, "gloo", 10, int(torch.randint(1 << 30, ())), tp_size=3, device="cpu", threads=1
-        )
-        <= 1
-    )
+    seed = int(torch.randint(1 << 30, ()))
+    assert distributed.run(reduce_randomly, "gloo", 10, seed, tp_size=3, device="cpu", threads=1) <= 1
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_handle_is_waited_for_once(backend):
-    assert (
-        distributed.run(wait_twice, backend, tp_size=2, device="cpu") == "this all-reduce has been waited for already"
-    )
+def test_a_handle_is_waited_for_once(of_two, backend):
+    assert of_two["twice", backend] == "this all-reduce has been waited for already"
 
 
 def test_a_message_over_the_announced_size_is_an_error():
@@ -132,11 +131,11 @@ def test_a_message_over_the_announced_size_is_an_error():
         distributed.run(too_large, tp_size=2, device="cpu")
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_four_ranks_as_two_by_two(backend):
+def test_four_ranks_as_two_by_two():
     seed = int(torch.randint(1 << 30, ()))
-    seen = distributed.run(split_sums, backend, seed, tp_size=4, device="cpu", threads=1)
-    assert seen == [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+    calls = [(split_sums, backend, seed) for backend in ("shm", "gloo")]
+    seen = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+    assert distributed.run(in_turn, calls, tp_size=4, device="cpu", threads=1) == [seen, seen]
     assert not segments()
 
 
@@ -153,8 +152,8 @@ def test_a_split_into_one_row_or_one_column():
     assert (data.rank, data.size, data.local_size, tensor) == (0, 1, 1, pair)
 
 
-def test_as_many_messages_in_flight_as_there_are_slots():
-    assert distributed.run(many_in_flight, 6, 6, tp_size=2, device="cpu") == 0
+def test_as_many_messages_in_flight_as_there_are_slots(of_two):
+    assert of_two["in flight"] == 0
     with pytest.raises(UserError, match="more than 6 messages are in flight"):
         distributed.run(many_in_flight, 6, 7, tp_size=2, device="cpu")
 
@@ -206,11 +205,12 @@ def test_single_and_none_keep_shapes():
     assert NoCommunication(4).all_gather(x).shape == (2, 12)
 
 
-@pytest.mark.parametrize(("windows", "ranks"), [(7, 2), (8, 3), (3, 3)])
-def test_ranks_share_held_out_windows_and_find_what_one_process_finds(llama, windows, ranks):
+@pytest.mark.parametrize(("ranks", "windows"), [(2, [7]), (3, [8, 3])])
+def test_ranks_share_held_out_windows_and_find_what_one_process_finds(llama, ranks, windows):
     """Bit by bit. 7 windows: the last batch has one; 3 windows: the third rank has none."""
-    arguments = measured_windows, llama, torch.randint(SHAPE["vocab_size"], (windows, 16)), 2
-    alone = distributed.run(*arguments, tp_size=1, device="cpu", threads=1)
-    assert alone == distributed.run(*arguments, tp_size=ranks, device="cpu", threads=1)
-    assert len(set(alone[0].values())) == 2
-    assert alone[1]["dropped"] > 0
+    calls = [(measured_windows, llama, torch.randint(SHAPE["vocab_size"], (count, 16)), 2) for count in windows]
+    alone = distributed.run(in_turn, calls, tp_size=1, device="cpu", threads=1)
+    assert alone == distributed.run(in_turn, calls, tp_size=ranks, device="cpu", threads=1)
+    for perplexity, divergence in alone:
+        assert len(set(perplexity.values())) == 2
+        assert divergence["dropped"] > 0
