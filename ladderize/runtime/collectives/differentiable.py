@@ -104,7 +104,8 @@ class _Hold(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         link: _Link = ctx.link
-        for number in sorted({*link.direct, *link.handles}):  # of products without a gradient: they have no backward
+        # of products without a gradient: they have no backward; as they were sent, the last product's first
+        for number in sorted({*link.direct, *link.handles}, reverse=True):
             total = link.total(number)
             assert total is not None
             link.totals[number] = total
