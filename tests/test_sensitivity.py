@@ -13,11 +13,17 @@ import torch
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.console import Console
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
-from ladderize.convert.sensitivity_file import MODES, SensitivityDocument, block_sensitivities, classify, default_tau1
+from ladderize.convert.sensitivity_file import (
+    MODES,
+    SensitivityDocument,
+    block_sensitivities,
+    classify,
+    column_layouts,
+    default_tau1,
+)
 from ladderize.errors import UserError
 from ladderize.eval.backends.hf import score_windows
 from ladderize.eval.options import SensitivityOptions
-from ladderize.eval.sensitivity import column_layouts
 from ladderize.eval.sensitivity_plot import draw_sensitivity, value_ticks
 from ladderize.eval.suffixes import Suffixes
 from ladderize.workflows.sensitivity import SensitivityFolder, measure_sensitivity
