@@ -263,21 +263,22 @@ def with_schema(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    """A result document as strict JSON: arrays' scalars become numbers, NaN and infinity null, anything else its
-    text."""
+    """A result document as strict JSON."""
+    return json.dumps(strict_json(with_schema(value)), indent=2, allow_nan=False)
 
-    def plain(item: Any) -> Any:
-        if isinstance(item, Mapping):
-            return {str(key): plain(entry) for key, entry in item.items()}
-        if isinstance(item, list | tuple):
-            return [plain(entry) for entry in item]
-        if callable(getattr(item, "item", None)) and getattr(item, "size", 1) == 1:
-            return plain(item.item())
-        if isinstance(item, float):
-            return item if math.isfinite(item) else None
-        return item if item is None or isinstance(item, str | int | bool) else str(item)
 
-    return json.dumps(plain(with_schema(value)), indent=2, allow_nan=False)
+def strict_json(value: Any) -> Any:
+    """A value as strict JSON holds it: arrays' scalars become numbers, NaN and infinity null, sets lists, anything else
+    its text."""
+    if isinstance(value, Mapping):
+        return {str(key): strict_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [strict_json(item) for item in value]
+    if callable(getattr(value, "item", None)) and getattr(value, "size", 1) == 1:
+        return strict_json(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int | bool) else str(value)
 
 
 def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = (), width: int | None = None) -> str:

@@ -211,8 +211,8 @@ def _no_weights(folder: Path) -> UserError:
         "convert them first with AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(NEW), which writes"
         " safetensors; pickle can run code when opened, so it is not read here"
     )
-    pickles = sorted(path.name.removesuffix(".index.json") for path in folder.iterdir() if _is_pickle(path.name))
-    if pickles:
+    names = (path.name.removesuffix(".index.json") for path in folder.iterdir())
+    if pickles := sorted(name for name in names if name.lower().endswith(PICKLES)):
         return UserError(f"{folder} has only pickle weights ({', '.join(pickles[:3])}); {advice}")
     return UserError(
         f"{folder} holds neither {WEIGHTS} nor {INDEX} (`ladderize plan --shape {folder}/config.json` needs none);"
@@ -220,21 +220,10 @@ def _no_weights(folder: Path) -> UserError:
     )
 
 
-def _is_pickle(name: str) -> bool:
-    return name.removesuffix(".index.json").lower().endswith(PICKLES)
-
-
 def fetch_weights(repo: str, revision: str | None) -> Path:
     """The snapshot of a hub id with its weights, downloaded if need be; never pickle and other foreign weights."""
-    unwanted = [
-        "original/*",
-        "*.gguf",
-        "*.h5",
-        "*.msgpack",
-        "*.onnx",
-        "consolidated*",
-        *(f"*{suffix}" for suffix in PICKLES),
-    ]
+    foreign = [f"*{suffix}" for suffix in (".gguf", ".h5", ".msgpack", ".onnx", *PICKLES)]
+    unwanted = ["original/*", "consolidated*", *foreign]
     return _snapshot(repo, revision, ignore_patterns=unwanted)
 
 
