@@ -49,6 +49,7 @@ CAST_DTYPES = ("float32", "float16", "bfloat16")  # what weights may be stored a
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+OTHER_WEIGHTS = (*PICKLES, ".gguf", ".h5", ".msgpack", ".onnx")  # neither downloaded nor carried over
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,7 @@ def _no_weights(folder: Path) -> UserError:
 
 def fetch_weights(repo: str, revision: str | None) -> Path:
     """The snapshot of a hub id with its weights, downloaded if need be; never pickle and other foreign weights."""
-    foreign = [f"*{suffix}" for suffix in (".gguf", ".h5", ".msgpack", ".onnx", *PICKLES)]
-    unwanted = ["original/*", "consolidated*", *foreign]
+    unwanted = ["original/*", "consolidated*", *(f"*{suffix}" for suffix in OTHER_WEIGHTS)]
     return _snapshot(repo, revision, ignore_patterns=unwanted)
 
 
