@@ -23,6 +23,7 @@ from tests.helpers import (
     BIASES,
     SHAPE,
     STORIES,
+    all_tensors,
     edit_json,
     edit_tensors,
     fresh_rng,
@@ -38,10 +39,6 @@ LLAMA_3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-
-
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def fingerprint(folder: Path) -> dict[str, str]:

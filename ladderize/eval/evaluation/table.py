@@ -6,7 +6,7 @@ from pathlib import Path
 from ladderize.eval.paired.document import ComparisonDocument
 from ladderize.eval.paired.samples import leaf_tasks
 from ladderize.eval.paired.tasks import MAIN_METRICS
-from ladderize.eval.paired.words import interval_text, metric_name, verdict_sentence
+from ladderize.eval.paired.words import interval_words, metric_name, verdict_sentence
 from ladderize.eval.results import EvalResults, ModelResult
 
 
@@ -55,14 +55,14 @@ def _differences(document: ComparisonDocument) -> dict[tuple[str, str], dict[str
     for one in document.tasks:
         found[one.task, metric_name(one.metric, one.filter)] = {
             "difference": f"{one.difference:+.4f}",
-            "interval": interval_text(one.low, one.high, "+.4f"),
+            "interval": interval_words(one.low, one.high, "+.4f"),
             "flips": "" if one.right_to_wrong is None else f"-{one.right_to_wrong} +{one.wrong_to_right}",
         }
     if (text := document.perplexity) is not None:
         stderr = "" if text.stderr is None else f" ±{text.stderr:.4f}"
         found["perplexity", "perplexity"] = {
             "difference": f"{text.difference:+.4f}{stderr}",
-            "interval": interval_text(text.low, text.high, "+.4f"),
+            "interval": interval_words(text.low, text.high, "+.4f"),
         }
     return found
 
@@ -81,7 +81,7 @@ def prediction_rows(results: EvalResults) -> list[dict[str, str]]:
             continue
         interval = ""
         if (paired := compared.get(entry.model.model)) is not None:
-            interval = interval_text(paired.low, paired.high, ".4g")
+            interval = interval_words(paired.low, paired.high, ".4g")
         rows.append(
             {
                 "model": name,

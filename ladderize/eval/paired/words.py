@@ -29,7 +29,7 @@ def difference_rows(document: ComparisonDocument) -> list[dict[str, str]]:
                 "ref.": f"{one.reference_value / POINT:.1f}",
                 "other": f"{one.value / POINT:.1f}",
                 "points": f"{one.difference / POINT:+.1f}",
-                "interval": interval_text(one.low, one.high, "+.1f", unit=POINT),
+                "interval": interval_words(one.low, one.high, "+.1f", unit=POINT),
                 margin: one.verdict.removesuffix(" samples"),
             }
         )
@@ -45,7 +45,7 @@ def other_rows(document: ComparisonDocument) -> list[dict[str, str]]:
             "ref.": f"{one.reference_value:.4g}",
             "other": f"{one.value:.4g}",
             "difference": f"{one.difference:+.4g}",
-            "interval": interval_text(one.low, one.high, "+.4g"),
+            "interval": interval_words(one.low, one.high, "+.4g"),
         }
         for one in document.tasks
         if one.verdict is None
@@ -130,13 +130,13 @@ def metric_name(metric: str, filtered: str) -> str:
     return metric if filtered == "none" else f"{metric} ({filtered})"
 
 
-def interval_text(low: float | None, high: float | None, digits: str, *, unit: float = 1.0) -> str:
+def interval_words(low: float | None, high: float | None, digits: str, *, unit: float = 1.0) -> str:
     """``-0.1 to +0.2``. digits: how the ends are written, as for ``format``."""
     return "none" if low is None or high is None else f"{low / unit:{digits}} to {high / unit:{digits}}"
 
 
 def _from_to(low: float | None, high: float | None, digits: str = "+.4f", *, unit: float = 1.0) -> str:
-    return ", no interval" if low is None or high is None else f", {interval_text(low, high, digits, unit=unit)}"
+    return ", no interval" if low is None or high is None else f", {interval_words(low, high, digits, unit=unit)}"
 
 
 def _answers(count: int) -> str:
