@@ -25,8 +25,7 @@ from ladderize.adapt.align.layer import Streams
 from ladderize.adapt.blockwise.layer_files import StudentBlocks
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
-from ladderize.convert.sensitivity_file import perplexity_increases
-from ladderize.eval.sensitivity import column_layouts
+from ladderize.convert.sensitivity_file import column_layouts, perplexity_increases
 from ladderize.eval.suffixes import Suffixes
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks

@@ -27,7 +27,7 @@ from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
-from ladderize.eval.sensitivity import column_layouts
+from ladderize.convert.sensitivity_file import column_layouts
 from ladderize.eval.suffixes import LayoutTree, Suffixes
 from ladderize.layout import Layout
 from ladderize.memory import PeakMemory

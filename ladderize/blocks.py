@@ -134,8 +134,7 @@ class Blocks:
     def run(self, layer: torch.nn.Module, state: State) -> State:
         """The state that leaves ``layer``; every row is a full window, attended to causally, as far back as the layer's
         own window."""
-        complete = state[0] if isinstance(state, tuple) else state
-        tokens = complete.shape[1]
+        tokens = complete(state).shape[1]
         positions = torch.arange(tokens, device=self.device)[None]
         return cast(
             State,
@@ -224,12 +223,7 @@ class Blocks:
 
 
 def window_streams(
-    blocks: Blocks,
-    layer_at: Callable[[int], torch.nn.Module],
-    windows: Tensor,
-    *,
-    batch_size: int,
-    advance: Callable[[int], None] = lambda n: None,
+    blocks: Blocks, layer_at: Callable[[int], torch.nn.Module], windows: Tensor, *, batch_size: int
 ) -> list[Tensor]:
     """The complete streams that leave the last layer, a batch of windows each, on the CPU; one layer in memory at once.
 
@@ -242,17 +236,11 @@ def window_streams(
             layer = layer_at(index)
             for number, state in enumerate(states):
                 states[number] = to_device(blocks.run(layer, to_device(state, blocks.device)), host)
-            advance(1)
     return [complete(state) for state in states]
 
 
 def window_nlls(
-    blocks: Blocks,
-    layer_at: Callable[[int], torch.nn.Module],
-    windows: Tensor,
-    *,
-    batch_size: int,
-    advance: Callable[[int], None] = lambda n: None,
+    blocks: Blocks, layer_at: Callable[[int], torch.nn.Module], windows: Tensor, *, batch_size: int
 ) -> Tensor:
     """Summed negative log-likelihood of each window, layer by layer with one layer in memory at a time: float64
     [windows] in nats.
@@ -260,7 +248,7 @@ def window_nlls(
     windows: [windows, tokens]. ``layer_at(i)`` makes layer i. ``eval.backends.hf.score_windows`` takes a whole
     model.
     """
-    streams = window_streams(blocks, layer_at, windows, batch_size=batch_size, advance=advance)
+    streams = window_streams(blocks, layer_at, windows, batch_size=batch_size)
     with torch.no_grad():
         batches = zip(streams, windows.split(batch_size), strict=True)
         return torch.cat([blocks.nll(stream.to(blocks.device), batch) for stream, batch in batches]).cpu()

@@ -263,21 +263,22 @@ def with_schema(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    """A result document as strict JSON: arrays' scalars become numbers, NaN and infinity null, anything else its
-    text."""
+    """A result document as strict JSON."""
+    return json.dumps(strict_json(with_schema(value)), indent=2, allow_nan=False)
 
-    def plain(item: Any) -> Any:
-        if isinstance(item, Mapping):
-            return {str(key): plain(entry) for key, entry in item.items()}
-        if isinstance(item, list | tuple):
-            return [plain(entry) for entry in item]
-        if callable(getattr(item, "item", None)) and getattr(item, "size", 1) == 1:
-            return plain(item.item())
-        if isinstance(item, float):
-            return item if math.isfinite(item) else None
-        return item if item is None or isinstance(item, str | int | bool) else str(item)
 
-    return json.dumps(plain(with_schema(value)), indent=2, allow_nan=False)
+def strict_json(value: Any) -> Any:
+    """A value as strict JSON holds it: arrays' scalars become numbers, NaN and infinity null, sets lists, anything else
+    its text."""
+    if isinstance(value, Mapping):
+        return {str(key): strict_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [strict_json(item) for item in value]
+    if callable(getattr(value, "item", None)) and getattr(value, "size", 1) == 1:
+        return strict_json(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int | bool) else str(value)
 
 
 def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = (), width: int | None = None) -> str:
@@ -358,7 +359,7 @@ def error_boundary(debug: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
-        with _deaf():
+        with _handled(signal.SIGINT, signal.SIG_IGN):  # nothing interrupts the last words
             if is_main_rank():  # Ctrl-C reaches all of them
                 _say("Stopped by SIGTERM." if terminated else "Interrupted.")
         sys.exit(TERMINATED if terminated else INTERRUPTED)
@@ -376,36 +377,39 @@ def error_boundary(debug: bool) -> Iterator[None]:
             raise
         if is_lost_rank(error):
             time.sleep(LAST_S)
-            _say_error("another process of the group has ended; see what it said")
-            sys.exit(1)
-        if is_out_of_memory(error):
-            _say_error(
-                f"the memory is exhausted ({sentence(error)[:200]}); give fewer or shorter rows at a time, or a"
-                " smaller model"
-            )
-            sys.exit(1)
-        if type(error).__name__ == "StrictDataclassFieldValidationError":  # transformers' check of a config's types
-            _say_error(f"config.json: {sentence(error)}; repair the file")
-            sys.exit(1)
-        what = f"{type(error).__name__}: {sentence(error)}"
-        _say_error(f"unexpected error: {what} (run again with --debug for the traceback)")
+        _say_error(_unplanned(error))
         sys.exit(1)
     finally:
         # as an exception, Ctrl-C while libraries tidy up after all would show as a traceback of theirs
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
+def _unplanned(error: Exception) -> str:
+    """What is said of an error that ladderize did not raise."""
+    if is_lost_rank(error):
+        return "another process of the group has ended; see what it said"
+    if is_out_of_memory(error):
+        return (
+            f"the memory is exhausted ({sentence(error)[:200]}); give fewer or shorter rows at a time, or a smaller"
+            " model"
+        )
+    if type(error).__name__ == "StrictDataclassFieldValidationError":  # transformers' check of a config's types
+        return f"config.json: {sentence(error)}; repair the file"
+    what = f"{type(error).__name__}: {sentence(error)}"
+    return f"unexpected error: {what} (run again with --debug for the traceback)"
+
+
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Nothing interrupts the last words."""
+def _handled(number: int, handler: Any) -> Iterator[None]:
+    """Within the block a signal is handled so, where Python lets us: in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -425,14 +429,11 @@ def _terminable(received: list[int]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise _Terminated
 
-    if os.environ.get(WORLD_SIZE, "") not in ("", "1") or threading.current_thread() is not threading.main_thread():
+    if os.environ.get(WORLD_SIZE, "") not in ("", "1"):
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with _handled(signal.SIGTERM, interrupt):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _say_error(text: str) -> None:

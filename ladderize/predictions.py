@@ -93,7 +93,7 @@ class StatesWriter:
     def __init__(self, folder: Path, window_tokens: Sequence[int], hidden_size: int, dtype: "torch.dtype") -> None:
         self.path, self.dtype, self.hidden_size = folder / KEPT_STATES, dtype, hidden_size
         self.starts = [0, *accumulate(window_tokens)]
-        header = encode_header([("states", stored_dtype_name(dtype), (self.starts[-1], hidden_size))], {"format": "pt"})
+        header = encode_header([("states", stored_dtype_name(dtype), (self.starts[-1], hidden_size))])
         self.offset, self.row_bytes = len(header), hidden_size * dtype.itemsize
         try:
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

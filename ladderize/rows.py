@@ -15,6 +15,7 @@ import numpy as np
 
 from ladderize.data import as_ids, parse_line
 from ladderize.errors import UserError
+from ladderize.files.records import Record
 from ladderize.files.regular import MAX_LINE_BYTES, read_lines
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -35,7 +36,7 @@ class Row:
 
 
 @dataclass
-class BadRows:
+class BadRows(Record):
     """The rows that were left out: how many, and what was wrong with the first of them."""
 
     count: int = 0

@@ -6,13 +6,14 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ladderize.checkpoint.config import expected_tensors
@@ -144,6 +145,20 @@ def save_sparse(folder: Path, config: dict[str, object], layout: Layout | None =
 
 def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> dict[str, torch.Tensor]:
+    """Write the weights of ``folder`` anew as ``change`` has edited them in place; returns them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    path.unlink()  # it may be linked
+    save_file(tensors, path, {"format": "pt"})
+    return tensors
 
 
 def fresh_rng() -> np.random.Generator:

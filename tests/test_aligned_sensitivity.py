@@ -16,10 +16,10 @@ from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import open_checkpoint, read_windows
 from ladderize.convert.read_sensitivity import read_point_sensitivity, read_sensitivity
 from ladderize.convert.recipe import Recipe
+from ladderize.convert.sensitivity_file import column_layouts
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import EvalResults
-from ladderize.eval.sensitivity import column_layouts
 from ladderize.eval.sensitivity_plot import sensitivity_picture
 from ladderize.layout import Layout
 from ladderize.planning.plans.measure import LayoutMeasurer, layout_key

@@ -20,10 +20,13 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{{ '' }}{% endfor 
 RECURSION = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """A second instead of five."""
-    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+@pytest.fixture(scope="module")
+def renderer():
+    """With a second instead of five. One for all: its process, which imports transformers, starts again where it
+    ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template, "CPU_SECONDS", 1)
+        yield ChatRenderer("", TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -48,26 +51,22 @@ def quick(monkeypatch):
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", False, "nested too deeply"),
     ],
 )
-def test_templates_that_go_wrong(quick, template, refused, message):
-    renderer = ChatRenderer(template, TOKENS)
+def test_templates_that_go_wrong(renderer, template, refused, message):
+    renderer.template = template
     with pytest.raises(UserError, match=message) as error:
         renderer.render(TURNS)
     assert isinstance(error.value, RefusedConversation) == refused
     assert "\n" not in str(error.value)
 
 
-def test_a_renderer_goes_on_after_an_error(quick):
-    template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ bos_token }}{{ messages[0].content }}"
-    renderer = ChatRenderer(template, TOKENS)
+def test_a_renderer_goes_on_after_an_error(renderer):
+    renderer.template = "{% if messages[0].content == 'loop' %}" + LOOP
+    renderer.template += "{% endif %}{{ bos_token }}{{ messages[0].content }}"
     for _ in range(2):
         assert renderer.render(TURNS) == ("<s>Hello", [])
         with pytest.raises(UserError, match="runs for more than"):
             renderer.render([{"role": "user", "content": "loop"}])
     assert renderer.render([{"role": "user", "content": "\ud800"}]) == ("<s>\ud800", [])
-    pid = renderer._process.pid
-    del renderer
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
 
 
 def test_the_same_text_as_transformers():
@@ -89,9 +88,14 @@ def test_the_same_text_as_transformers():
 
 
 def test_the_day_that_a_template_is_told():
-    template = "{{ strftime_now('%d %b %Y') }}"
-    assert ChatRenderer(template, {}, date=datetime(2024, 7, 26)).render(TURNS)[0] == "26 Jul 2024"
-    assert ChatRenderer(template, {}).render(TURNS)[0].endswith(str(datetime.now().year))
+    renderer = ChatRenderer("{{ strftime_now('%d %b %Y') }}", {})
+    assert renderer.render(TURNS)[0].endswith(str(datetime.now().year))
+    renderer.date = datetime(2024, 7, 26)
+    assert renderer.render(TURNS)[0] == "26 Jul 2024"
+    pid = renderer._process.pid
+    del renderer
+    with pytest.raises(ProcessLookupError):  # its process ends with it
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_generate_with_a_template(tmp_path):

@@ -38,32 +38,23 @@ def test_a_table_of_any_width_is_not_wrapped():
     assert len(table(rows, right=["value"]).splitlines()) == 3
 
 
-def test_progress_is_a_line_a_minute_where_there_is_no_terminal(monkeypatch):
+@pytest.mark.parametrize(
+    ("done", "steps", "detail", "first", "lines"),
+    [
+        (0, 100, "loss 3.5", "steps: 8 of 100, 3.1 min left, loss 3.5", 4),
+        (60, 10, "", "steps: 68 of 100, 64 s left", 1),  # what an earlier run did does not count for the time left
+        (0, 3, "", "", 0),  # short work
+    ],
+)
+def test_progress_is_a_line_a_minute_where_there_is_no_terminal(monkeypatch, done, steps, detail, first, lines):
     now = 0.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().progress("steps", 100) as advance:
-        for _ in range(100):
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().progress("steps", 100, done=done) as advance:
+        for _ in range(steps):
             now += 2
-            advance(1, "loss 3.5")
-    lines = stderr.getvalue().splitlines()
-    assert lines[0] == "steps: 8 of 100, 3.1 min left, loss 3.5"
-    assert len(lines) == 4
-
-
-def test_what_an_earlier_run_did_does_not_count_for_the_time_left(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().progress("steps", 100, done=60) as advance:
-        for _ in range(10):
-            now += 2
-            advance()
-    assert stderr.getvalue().splitlines() == ["steps: 68 of 100, 64 s left"]
-
-
-def test_short_progress_says_nothing_where_there_is_no_terminal():
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().progress("steps", 3) as advance:
-        advance(3)
-    assert stderr.getvalue() == ""
+            advance(1, detail)
+    assert stderr.getvalue().partition("\n")[0] == first
+    assert len(stderr.getvalue().splitlines()) == lines
 
 
 def test_a_library_is_silent_but_for_its_progress_now_and_then(monkeypatch):

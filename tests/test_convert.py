@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ladderize import convert_checkpoint, load
 from ladderize.checkpoint.reading import read_checkpoint
@@ -19,7 +19,19 @@ from ladderize.convert.card import split_front_matter
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UserError
 from ladderize.files.parsing import MAX_YAML_BYTES
-from tests.helpers import BIASES, STORIES, edit_json, fresh_rng, invoke, listing, random_ids, save_llama
+from tests.helpers import (
+    BIASES,
+    SHAPE,
+    STORIES,
+    all_tensors,
+    edit_json,
+    edit_tensors,
+    fresh_rng,
+    invoke,
+    listing,
+    random_ids,
+    save_llama,
+)
 from tests.oracle import Oracle
 
 LADDER = Recipe(ladder="2:")
@@ -27,10 +39,6 @@ LLAMA_3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-
-
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
@@ -126,9 +134,8 @@ def test_weights_are_rewritten(tmp_path, shards, size, dtype):
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 1e5), ("bfloat16", -3.4e38)])
 def test_values_too_large_for_the_dtype(llama, tmp_path, dtype, value):
-    tensors = load_file(llama / "model.safetensors")
-    tensors["model.norm.weight"][3:6] = torch.tensor([value, float("nan"), float("inf")])
-    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    values = torch.tensor([value, float("nan"), float("inf")])
+    edit_tensors(llama, lambda tensors: tensors["model.norm.weight"][3:6].copy_(values))
     with pytest.raises(UserError, match=f"model.norm.weight has values too large for {dtype}"):
         convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype=dtype), verify=False)
     assert listing(tmp_path) == ["src"]
@@ -137,14 +144,12 @@ def test_values_too_large_for_the_dtype(llama, tmp_path, dtype, value):
 def test_bfloat16_has_the_bits_of_torch(llama, tmp_path):
     """For any bits but those of values that would overflow. Of NaN only that it stays one: torch's own bits depend on
     the processor."""
-    tensors = load_file(llama / "model.safetensors")
     name = "model.embed_tokens.weight"
     ends = [0, 1, 0x8000, 0x8001, 0x18000, 0x7FFFFF, 0x7F7F7FFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
-    bits = fresh_rng().integers(0, 1 << 32, tensors[name].numel(), dtype=np.uint32)
-    bits[: 2 * len(ends)] = [*ends, *(1 << 31 | end for end in ends)]
+    bits = fresh_rng().integers(0, 1 << 32, (SHAPE["vocab_size"], SHAPE["hidden_size"]), dtype=np.uint32)
+    bits.flat[: 2 * len(ends)] = [*ends, *(1 << 31 | end for end in ends)]
     bits[(bits & 0x7FFFFFFF >= 0x7F7F8000) & (bits & 0x7FFFFFFF < 0x7F800000)] = 0
-    tensors[name] = torch.from_numpy(bits.view(np.float32)).reshape(tensors[name].shape)
-    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    tensors = edit_tensors(llama, lambda tensors: tensors.update({name: torch.from_numpy(bits.view(np.float32))}))
     convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="bfloat16"), verify=False)
     found, expected = all_tensors(tmp_path / "out")[name], tensors[name].to(torch.bfloat16)
     numbers = ~expected.isnan()
@@ -154,9 +159,8 @@ def test_bfloat16_has_the_bits_of_torch(llama, tmp_path):
 
 def test_mixed_dtypes_stay_aligned(llama, tmp_path):
     """A 2-byte tensor with an odd number of elements before 4-byte ones must not shift them off their boundary."""
-    tensors = load_file(llama / "model.safetensors")
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].half()
-    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    name = "model.embed_tokens.weight"
+    tensors = edit_tensors(llama, lambda tensors: tensors.update({name: tensors[name].half()}))
     report = convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", max_shard_size="1GB"), verify=False)
     assert "float16 and float32" in report.remarks[0]
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -211,9 +215,8 @@ def test_a_config_in_the_style_of_transformers_4(llama, tmp_path):
 
 
 def test_llama_1_buffers_are_ignored_and_kept(llama, tmp_path):
-    tensors = load_file(llama / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
-    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    tensors = edit_tensors(llama, lambda tensors: tensors.update(buffer))
     report = convert_checkpoint(llama, tmp_path / "out", LADDER)
     assert report.verified.tensors == len(tensors)
 

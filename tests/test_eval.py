@@ -22,7 +22,7 @@ from ladderize.errors import UserError
 from ladderize.eval.backends.hf import HFModel, score_windows
 from ladderize.eval.evaluation import run
 from ladderize.eval.evaluation.table import comparison_rows, prediction_rows, short_names
-from ladderize.eval.evaluation.tasks import load_tasks
+from ladderize.eval.evaluation.tasks import open_tasks
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
@@ -495,7 +495,7 @@ def test_tasks_of_lm_eval_are_read_where_they_matter(tmp_path):
     (folder / "mixed.yaml").write_text("group: mixed\ntask: [demo_copying, theirs]\n")
 
     def known(*tasks, **more):
-        return load_tasks(EvalOptions(tasks=tasks, include_path=str(folder), **more)).all_tasks
+        return open_tasks(EvalOptions(tasks=tasks, include_path=str(folder), **more))[0].all_tasks
 
     assert "theirs" not in known("demo_copying", "demo_agreement")
     assert {"theirs", "demo_copying"} <= {*known("demo_copying", "theirs")}

@@ -14,7 +14,7 @@ from ladderize import EvalOptions, UsageError, UserError, convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.eval.evaluation import run
-from ladderize.eval.evaluation.tasks import load_tasks
+from ladderize.eval.evaluation.tasks import open_tasks
 from ladderize.ranks.environment import Place, started_rank_variables
 from tests.helpers import ROOT, fresh_rng, invoke, listing
 from tests.warm import PATIENCE, free_port
@@ -109,9 +109,9 @@ def test_accelerate_launch(workplace, alone):
 
 def test_a_task_with_fewer_samples_than_processes():
     options = EvalOptions(tasks=("demo_agreement",), include_path=str(TASKS), include_default_tasks=False, limit=2)
-    load_tasks(options, 2)
+    open_tasks(options, 2)
     with pytest.raises(UserError) as error:
-        load_tasks(options, 3)
+        open_tasks(options, 3)
     assert str(error.value) == (
         "the task 'demo_agreement' has 2 samples, fewer than the 3 processes that share them; start fewer processes, or"
         " raise --limit"

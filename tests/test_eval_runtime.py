@@ -73,13 +73,15 @@ def test_the_same_results(pair, ids, by_hf, tp_size):
 @pytest.mark.parametrize("backends", [("hf", "runtime"), ("runtime", "hf")])
 def test_one_backend_compares_with_what_the_other_has_kept(pair, ids, by_hf, backends, tmp_path):
     """A vocabulary of 768 rows split over two ranks, against the whole head that transformers multiplies with."""
-    shared = {"perplexity": str(ids), "seq_len": 33, "dtype": "float32"}
-    more = {"hf": {}, "runtime": {"backend": "runtime", "tp_size": 2}}
-    kept = tmp_path / "kept"
-    evaluate([pair[0]], EvalOptions(**shared, **more[backends[0]]), keep_predictions=kept)
-    found = evaluate([pair[1]], EvalOptions(**shared, **more[backends[1]]), reference=kept)
+    text, out = ("--perplexity", ids, "--seq-len", 33, "--dtype", "float32"), tmp_path / "results.json"
+    more = {"hf": (), "runtime": ("--backend", "runtime", "--tp-size", 2)}
+    for model, backend, option in zip(pair, backends, ("--keep-predictions", "--reference"), strict=True):
+        outcome = invoke("eval", model, *text, *more[backend], option, tmp_path / "kept", "--out", out)
+        assert outcome.code == 0, outcome.stderr
+    (found,) = json.loads(out.read_text())["models"]
+    assert found["ladderize"]["tp_size"] == (2 if backends[1] == "runtime" else 1)
     expected = by_hf.models[1].model.predictions
-    assert found.models[0].model.predictions.mean_kl == pytest.approx(expected.mean_kl, rel=1e-3)
+    assert found["ladderize"]["predictions"]["mean_kl"] == pytest.approx(expected.mean_kl, rel=1e-3)
 
 
 def test_a_vocabulary_that_the_ranks_do_not_divide(tmp_path):
@@ -93,15 +95,6 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(tmp_path):
     found = evaluate(models, EvalOptions(**shared, backend="runtime", tp_size=2)).models[1].model.predictions
     assert found.mean_kl == pytest.approx(expected.mean_kl, rel=1e-3)
     assert_same_top(found, expected)
-
-
-def test_the_command(pair, ids, tmp_path):
-    out = tmp_path / "results.json"
-    text = ("--perplexity", ids, "--seq-len", 33, "--windows", 2)
-    outcome = invoke("eval", *pair, *text, "--backend", "runtime", "--tp-size", 2, "--out", out)
-    assert outcome.code == 0, outcome.stderr
-    written = json.loads(out.read_text())
-    assert [model["ladderize"]["tp_size"] for model in written["models"]] == [2, 2]
 
 
 def test_what_the_runtime_cannot_do_is_one_sentence(pair, ids, tmp_path):

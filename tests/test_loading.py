@@ -16,7 +16,7 @@ from ladderize import convert_checkpoint, load, register
 from ladderize.convert.recipe import Recipe
 from ladderize.layout import LayoutError
 from tests import warm
-from tests.helpers import LAYOUTS, listing, make_model, random_ids, save_llama
+from tests.helpers import LAYOUTS, edit_json, listing, make_model, random_ids, save_llama
 from tests.oracle import Oracle
 
 BOTH = Recipe(ladder="1:", spd="2:", sync_tp_size=4)
@@ -49,14 +49,7 @@ print(json.dumps(logits.tolist()))
 
 def as_a_stranger(path, ids, cache, save_to=None):
     """Logits of a checkpoint in a process that cannot import ladderize."""
-    command = [
-        sys.executable,
-        "-c",
-        STRANGER,
-        str(path),
-        json.dumps(ids.tolist()),
-        *([str(save_to)] if save_to else []),
-    ]
+    command = [sys.executable, "-c", STRANGER, path, json.dumps(ids.tolist()), *([save_to] if save_to else [])]
     environment = {**os.environ, "HF_MODULES_CACHE": str(cache)}
     result = warm.run(command, env=environment, cwd=cache.parent)
     assert result.returncode == 0, result.stderr
@@ -121,10 +114,9 @@ def test_a_loaded_model_runs_our_code_not_the_folders(converted, trust):
 
 
 def test_a_strangers_code_is_never_run_unasked(converted):
-    config = json.loads((converted / "config.json").read_text())
     (converted / "evil.py").write_text("raise SystemExit('a stranger ran')\n")
-    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.A", "AutoModelForCausalLM": "evil.B"}}
-    (converted / "config.json").write_text(json.dumps(config))
+    auto_map = {"AutoConfig": "evil.A", "AutoModelForCausalLM": "evil.B"}
+    edit_json(converted / "config.json", model_type="evil", auto_map=auto_map)
     with pytest.raises(ValueError, match="trust_remote_code"):
         load(converted)
 
@@ -152,8 +144,7 @@ def test_register_is_explicit_and_repeatable(converted):
     ],
 )
 def test_an_impossible_layout_does_not_load(converted, changes):
-    config = json.loads((converted / "config.json").read_text())
-    (converted / "config.json").write_text(json.dumps(config | changes))
+    edit_json(converted / "config.json", **changes)
     with pytest.raises(LayoutError, match="attention_sync|mlp_sync|sync_tp_size|sync-tp-size|MLP sync point"):
         load(converted)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ladderize import convert_checkpoint, load
 from ladderize.checkpoint.quantised import quantisation_of
@@ -20,7 +20,7 @@ from ladderize.convert.heads import HeadMap
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from tests.helpers import FAMILIES, edit_json, invoke, listing, random_ids, save_llama
+from tests.helpers import FAMILIES, edit_json, edit_tensors, invoke, listing, random_ids, save_llama
 from tests.oracle import Oracle
 from tests.quantised import FORMATS, SIZES, dequantised, save_quantised
 
@@ -40,14 +40,6 @@ def sources(tmp_path_factory):
         return made[name]
 
     return source
-
-
-def edit_tensors(folder, change):
-    """A copy of ``folder`` whose tensors ``change`` has edited in place."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    (folder / "model.safetensors").unlink()  # it may be linked
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -272,11 +264,9 @@ def quantised(**changes):
     """Change quantization_config; None removes a key."""
 
     def change(folder):
-        config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] = {
-            key: value for key, value in (config["quantization_config"] | changes).items() if value is not None
-        }
-        (folder / "config.json").write_text(json.dumps(config))
+        stated = json.loads((folder / "config.json").read_text())["quantization_config"] | changes
+        kept = {key: value for key, value in stated.items() if value is not None}
+        edit_json(folder / "config.json", quantization_config=kept)
 
     return change
 
@@ -285,9 +275,8 @@ def group(**changes):
     """Change the one group of compressed-tensors."""
 
     def change(folder):
-        config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"]["config_groups"]["group_0"] |= changes
-        (folder / "config.json").write_text(json.dumps(config))
+        stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+        quantised(config_groups={"group_0": stated["config_groups"]["group_0"] | changes})(folder)
 
     return change
 

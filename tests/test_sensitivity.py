@@ -13,11 +13,17 @@ import torch
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.console import Console
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
-from ladderize.convert.sensitivity_file import MODES, SensitivityDocument, block_sensitivities, classify, default_tau1
+from ladderize.convert.sensitivity_file import (
+    MODES,
+    SensitivityDocument,
+    block_sensitivities,
+    classify,
+    column_layouts,
+    default_tau1,
+)
 from ladderize.errors import UserError
 from ladderize.eval.backends.hf import score_windows
 from ladderize.eval.options import SensitivityOptions
-from ladderize.eval.sensitivity import column_layouts
 from ladderize.eval.sensitivity_plot import draw_sensitivity, value_ticks
 from ladderize.eval.suffixes import Suffixes
 from ladderize.workflows.sensitivity import SensitivityFolder, measure_sensitivity
@@ -216,15 +222,13 @@ def test_the_figures_of_the_design(stories, tmp_path):
     assert [ladder[4], ladder[2], ladder[0]] == pytest.approx([4.176, 5.761, 13.40], abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "rows", [None, [[1.0] * 4], [[1.0] * 5] * 13, [["1"] * 5], [[1.0, None, 1.0, 1.0, 1.0]], {"a": 1}]
-)
-def test_a_table_that_is_none_is_not_gone_on_from(llama, ids, tmp_path, rows):
+def test_a_table_that_is_none_is_not_gone_on_from(llama, ids, tmp_path):
     out = tmp_path / "s.json"
     command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 12, "--out", out]
     assert invoke(*command).code == 0
-    edit_json(out, nll=rows)
-    assert "--out holds no table of at most 12 rows of 5" in one_sentence(invoke(*command))
+    for rows in (None, [[1.0] * 4], [[1.0] * 5] * 13, [["1"] * 5], [[1.0, None, 1.0, 1.0, 1.0]], {"a": 1}):
+        edit_json(out, nll=rows)
+        assert "--out holds no table of at most 12 rows of 5" in one_sentence(invoke(*command)), rows
     out.write_text("{cut off")
     assert "name another file, or pass --overwrite" in one_sentence(invoke(*command))
 

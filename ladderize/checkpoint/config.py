@@ -16,6 +16,7 @@ from ladderize.checkpoint.reading import (
     resolve_json,
 )
 from ladderize.errors import UserError
+from ladderize.families.refused import unlike_a_llama
 from ladderize.families.registry import complete_config, family_of, find_family, known_family
 from ladderize.files.documents import read_json
 from ladderize.files.records import shown
@@ -83,6 +84,26 @@ def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> N
     check_sizes(config, model)
     check_rope(config)
     family.describe(config)
+
+
+def check_decoder(config: Mapping[str, Any]) -> str | None:
+    """Raise UserError unless this is the config of a dense, unquantised decoder whose sizes alone tell times and
+    messages, as a Llama's do: attention with heads, then an MLP with a gate, an all-reduce behind each. Of another
+    family, a remark that says so."""
+    model_type = config.get("model_type")
+    if model_type is None or find_family(config) is not None:
+        check_config(config)
+        return None
+    if (problem := next(unlike_a_llama(config), None)) is not None:
+        raise UserError(
+            f"this is a {model_type}, which ladderize does not convert, and its times cannot be told from its sizes:"
+            f" {problem}; name a dense decoder whose layers are like a Llama's"
+        )
+    check_sizes(config)
+    return (
+        f"{model_type}: taken for a Llama of the same sizes (attention, then an MLP with a gate; an all-reduce behind"
+        " each); `ladderize convert` refuses this family"
+    )
 
 
 def check_sizes(config: Mapping[str, Any], model: str = "this checkpoint") -> None:

@@ -177,15 +177,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
             _refuse(
                 f"has the group {name!r} with {bits} bits of the type {kind[:60]!r}, which a conversion does not know"
             )
-        scheme = Scheme(
-            stored_as,
-            bits,
-            kind,
-            rows,
-            columns,
-            _activations(group.get("input_activations"), name),
-            frozenset(marks),
-        )
+        activations = _activations(group.get("input_activations"), name)
+        scheme = Scheme(stored_as, bits, kind, rows, columns, activations, frozenset(marks))
         schemes |= dict.fromkeys(_names(group.get("targets"), "targets"), scheme)
     # whatever the order of groups, names come before regular expressions, and these before classes
     order = sorted(schemes, key=lambda target: (target in LINEAR_CLASSES, target.startswith("re:"), target))
@@ -201,8 +194,7 @@ def _compressed_parts(weights: Mapping[str, Any], group: str) -> tuple[int | Non
     if strategy == "group":
         return 1, _integer(size, "group_size")
     if strategy == "block":
-        rows, columns = _block(block, "block_structure")
-        return rows, columns
+        return _block(block, "block_structure")
     if strategy not in ("tensor", "channel"):
         _refuse(f"has the group {group!r} with the strategy {str(strategy)[:60]!r}, which a conversion does not know")
     return (None if strategy == "tensor" else 1), None
@@ -349,13 +341,12 @@ def plain_view(
     """
     if quantisation is None:
         return checkpoint
-    own: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
-    for name, info in checkpoint.tensors.items():
-        module, _, last = name.rpartition(".")
-        if not KV_SCALE.fullmatch(name):
-            own[module][last] = info
-    tensors = {name: info for name, info in checkpoint.tensors.items() if not KV_SCALE.fullmatch(name)}
     _check_kv_scales(checkpoint, quantisation)
+    tensors = {name: info for name, info in checkpoint.tensors.items() if not KV_SCALE.fullmatch(name)}
+    own: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    for name, info in tensors.items():
+        module, _, last = name.rpartition(".")
+        own[module][last] = info
     stored = next((info.dtype for name, info in tensors.items() if name.endswith("norm.weight")), "BF16")
     quantised = 0
     for name, shape in expected.items():
@@ -364,7 +355,11 @@ def plain_view(
             continue
         scheme = quantisation.scheme_of(module)
         if scheme is None:
-            _check_plain(checkpoint.folder, module, own[module], quantisation)
+            if strange := sorted(own[module].keys() - {"weight", "bias"}):
+                raise UserError(
+                    f"{checkpoint.folder}: {module} has the tensor {strange[0]}, but {STATED_IN} leaves it unquantised;"
+                    " one of them is another model's"
+                )
             continue
         quantised += 1
         has_bias = f"{module}.bias" in expected
@@ -378,15 +373,6 @@ def plain_view(
             f"config.json: {STATED_IN} names no projection of this model; its targets are wrong, or another model's"
         )
     return dataclasses.replace(checkpoint, config=plain_config(checkpoint.config), tensors=tensors)
-
-
-def _check_plain(folder: Path, module: str, found: Mapping[str, TensorInfo], quantisation: Quantisation) -> None:
-    strange = sorted(found.keys() - {"weight", "bias"})
-    if strange:
-        raise UserError(
-            f"{folder}: {module} has the tensor {strange[0]}, but {STATED_IN} leaves it unquantised; one of them is"
-            " another model's"
-        )
 
 
 def _check_companions(

@@ -49,6 +49,7 @@ CAST_DTYPES = ("float32", "float16", "bfloat16")  # what weights may be stored a
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+OTHER_WEIGHTS = (*PICKLES, ".gguf", ".h5", ".msgpack", ".onnx")  # neither downloaded nor carried over
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,8 @@ def _no_weights(folder: Path) -> UserError:
         "convert them first with AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(NEW), which writes"
         " safetensors; pickle can run code when opened, so it is not read here"
     )
-    pickles = sorted(path.name.removesuffix(".index.json") for path in folder.iterdir() if _is_pickle(path.name))
-    if pickles:
+    names = (path.name.removesuffix(".index.json") for path in folder.iterdir())
+    if pickles := sorted(name for name in names if name.lower().endswith(PICKLES)):
         return UserError(f"{folder} has only pickle weights ({', '.join(pickles[:3])}); {advice}")
     return UserError(
         f"{folder} holds neither {WEIGHTS} nor {INDEX} (`ladderize plan --shape {folder}/config.json` needs none);"
@@ -220,21 +221,9 @@ def _no_weights(folder: Path) -> UserError:
     )
 
 
-def _is_pickle(name: str) -> bool:
-    return name.removesuffix(".index.json").lower().endswith(PICKLES)
-
-
 def fetch_weights(repo: str, revision: str | None) -> Path:
     """The snapshot of a hub id with its weights, downloaded if need be; never pickle and other foreign weights."""
-    unwanted = [
-        "original/*",
-        "*.gguf",
-        "*.h5",
-        "*.msgpack",
-        "*.onnx",
-        "consolidated*",
-        *(f"*{suffix}" for suffix in PICKLES),
-    ]
+    unwanted = ["original/*", "consolidated*", *(f"*{suffix}" for suffix in OTHER_WEIGHTS)]
     return _snapshot(repo, revision, ignore_patterns=unwanted)
 
 

@@ -188,12 +188,12 @@ def infos_of(tensors: "Mapping[str, Tensor]") -> "dict[str, tuple[torch.dtype, t
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
     """What a safetensors file begins with: the length of its header, and the header.
 
     tensors: (name, safetensors dtype, shape), in the order in which their values will follow.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + math.prod(shape) * DTYPE_BYTES[dtype]
@@ -208,22 +208,20 @@ def write_tensors(
     infos: "Mapping[str, tuple[torch.dtype, Sequence[int]]]",
     produce: "Callable[[str], Tensor]",
     *,
-    metadata: Mapping[str, str] | None = None,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Write ``path`` anew, with the tensors that ``produce(name)`` returns one after the other, and fsync it.
 
     infos: name -> (dtype, shape) of each, floats and integers of any shape, 0-d too. A produced tensor may lie on any
-    device and need not be contiguous; ValueError if it is not as announced. metadata: strings for the header; "format":
-    "pt" is always among them. Raises UserError where the system cannot write, for example on a full disk; then, as with
-    any error, no file is left. (safetensors' own save_file wants all tensors in memory at once.)
+    device and need not be contiguous; ValueError if it is not as announced. Raises UserError where the system cannot
+    write, for example on a full disk; then, as with any error, no file is left. (safetensors' own save_file wants all
+    tensors in memory at once.)
     """
     import torch
 
     # wide elements first, so that each tensor is aligned
     ordered = sorted(infos, key=lambda name: -infos[name][0].itemsize)
-    described = ((name, stored_dtype_name(infos[name][0]), infos[name][1]) for name in ordered)
-    header = encode_header(described, {"format": "pt", **(metadata or {})})
+    header = encode_header((name, stored_dtype_name(infos[name][0]), infos[name][1]) for name in ordered)
     try:
         with path.open("wb") as file:
             file.write(header)

@@ -82,7 +82,7 @@ def _check_effect(given: GivenOptions, mode: str) -> None:
 
 
 def _blocks(own: SensitivityArguments, options: SensitivityOptions, console: Console) -> None:
-    from ladderize.eval.sensitivity import sensitivity_rows
+    from ladderize.eval.sensitivity_plot import draw_sensitivity, sensitivity_rows
     from ladderize.workflows.sensitivity import write_sensitivity
 
     document = write_sensitivity(own.model, own.out, options, overwrite=own.overwrite, console=console)
@@ -95,8 +95,6 @@ def _blocks(own: SensitivityArguments, options: SensitivityOptions, console: Con
     kind = kind_of(options.mode)
     target, step = _conversion(own, kind, options.sync_tp_size)
     if own.plot is not None:
-        from ladderize.eval.sensitivity_plot import draw_sensitivity
-
         console.note(f"wrote {' and '.join(map(str, draw_sensitivity(document, own.plot)))}")
     steps = [step]
     if options.align:

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ladderize.checkpoint.config import check_quantised, parameter_count
-from ladderize.checkpoint.decoder import check_decoder
+from ladderize.checkpoint.config import check_decoder, check_quantised, parameter_count
 from ladderize.checkpoint.quantised import plain_config, quantisation_of
 from ladderize.checkpoint.reading import (
     DTYPE_BYTES,
@@ -109,7 +108,10 @@ def inspect_checkpoint(
     if is_local:
         tensors = read_tensors(folder)
         if remark is None:
-            refusal = refusal_of(Checkpoint(folder, config, tensors))
+            try:
+                check_quantised(Checkpoint(folder, config, tensors))
+            except UserError as error:
+                refusal = str(error)
         dtype = FLOAT_DTYPES.get(tensors["model.norm.weight"].dtype, dtype) if "model.norm.weight" in tensors else dtype
         if quantisation is None:
             parameters = sum(tensor.numel for tensor in tensors.values())
@@ -130,12 +132,3 @@ def inspect_checkpoint(
         quantisation=quantisation.words if quantisation is not None else None,
         refusal=refusal,
     )
-
-
-def refusal_of(checkpoint: Checkpoint) -> str | None:
-    """Why a conversion would refuse the checkpoint's tensors; None where it would not."""
-    try:
-        check_quantised(checkpoint)
-    except UserError as error:
-        return str(error)
-    return None

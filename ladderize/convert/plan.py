@@ -18,7 +18,7 @@ from ladderize.checkpoint.quantised import (
 )
 from ladderize.checkpoint.reading import (
     INDEX,
-    PICKLES,
+    OTHER_WEIGHTS,
     Checkpoint,
     TensorInfo,
     fetch_weights,
@@ -64,10 +64,7 @@ CARDS = ("README.md", "README.source.md")
 MADE_HERE = {"config.json", "ladderize.yaml", *CARDS, INDEX}
 CLOSED = ("original", "__pycache__")  # and hidden folders: nothing in them is carried over
 # weights that are not the ones converted, their indices, and code
-FOREIGN = (
-    *(*PICKLES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json"),
-    *(".py", ".pyc", ".so", ".dll"),
-)
+FOREIGN = (*OTHER_WEIGHTS, ".safetensors", ".npz", ".index.json", ".py", ".pyc", ".so", ".dll")
 
 
 @dataclass(frozen=True)

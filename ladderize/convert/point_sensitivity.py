@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ladderize.convert.sensitivity_file import INTERVAL, RESAMPLES, SensitivityRun
+from ladderize.convert.sensitivity_file import INTERVAL, SensitivityRun, interval_ends, window_resamples
 from ladderize.files.records import Record
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, format_ranges
 
@@ -110,17 +110,12 @@ def point_costs(changes: Sequence[PointChange], table: "np.ndarray", tokens: int
 
     table: [windows, changes + 1] in nats, summed over a window's ``tokens`` scored tokens; the dense model is last.
     """
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    counts = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES)
     increases = (table[:, :-1] - table[:, -1:]) / tokens
-    low, high = np.quantile(counts @ increases / len(table), [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0)
+    ends = interval_ends(window_resamples(increases))
     dense = float(table[:, -1].mean() / tokens)
-    means = increases.mean(0).tolist()
     return dense, [
-        PointCost(**vars(change), nats=nats, low=least, high=most, perplexity=math.exp(dense + nats))
-        for change, nats, least, most in zip(changes, means, low.tolist(), high.tolist(), strict=True)
+        PointCost(**vars(change), nats=nats, low=low, high=high, perplexity=math.exp(dense + nats))
+        for change, nats, low, high in zip(changes, increases.mean(0).tolist(), *ends, strict=True)
     ]
 
 

@@ -1,5 +1,9 @@
 """sensitivity.json: what ``ladderize sensitivity`` writes, and ``--spd auto`` and ``--ladder auto`` read. Imports no
-torch."""
+torch.
+
+S[i] = PPL(changed: blocks i..L-1) - PPL(changed: blocks i+1..L-1), arXiv 2502.20727: one sweep from the last block
+backwards. A table of negative log-likelihoods, windows x (L + 1), is what everything follows from.
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 from ladderize.errors import UserError
 from ladderize.files.records import Record
+from ladderize.layout import Layout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -135,6 +140,18 @@ def kind_of(mode: str) -> str:
     return LADDER if changes_to_ladder(mode) else SPD
 
 
+def column_layouts(mode: str, num_layers: int, sync_tp_size: int | None) -> list[Layout]:
+    """The L + 1 models of the table: column k < L changes blocks k..L-1 (or, with each, block k alone), column L is
+    dense."""
+    kind = kind_of(mode)
+    ranks = sync_tp_size if kind == SPD else None
+    layouts = []
+    for first in range(num_layers):
+        changed = [first] if mode.startswith("each") else list(range(first, num_layers))
+        layouts.append(Layout.from_layers(num_layers, **{kind: changed}, sync_tp_size=ranks))
+    return [*layouts, Layout.dense(num_layers)]
+
+
 def perplexity_increases(perplexities: "np.ndarray", mode: str) -> "np.ndarray":
     """S of perplexities [..., L + 1]: against the next column in a sweep, against the dense one for each block
     alone."""
@@ -215,16 +232,30 @@ def block_sensitivities(
     import numpy as np
 
     perplexities = np.exp(table.mean(0) / tokens)
-    rng = np.random.default_rng(0)
-    counts = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES)
-    resampled = perplexity_increases(np.exp(counts @ table / len(table) / tokens), mode)
-    low, high = np.quantile(resampled, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0)
+    resampled = perplexity_increases(np.exp(window_resamples(table) / tokens), mode)
     values = perplexity_increases(perplexities, mode).tolist()
     blocks = [
-        BlockSensitivity(block, value, low=least, high=most, sensitivity_class=classify(value, tau1, tau2))
-        for block, (value, least, most) in enumerate(zip(values, low.tolist(), high.tolist(), strict=True))
+        BlockSensitivity(block, value, low=low, high=high, sensitivity_class=classify(value, tau1, tau2))
+        for block, (value, low, high) in enumerate(zip(values, *interval_ends(resampled), strict=True))
     ]
     return perplexities.tolist(), blocks
+
+
+def window_resamples(table: "np.ndarray") -> "np.ndarray":
+    """The mean of each column [windows, K] in each bootstrap resample of the windows: [RESAMPLES, K]."""
+    import numpy as np
+
+    count = len(table)
+    counts = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    return counts @ table / count
+
+
+def interval_ends(resampled: "np.ndarray") -> tuple[list[float], list[float]]:
+    """The lower and the upper end of each column's interval [RESAMPLES, K]."""
+    import numpy as np
+
+    low, high = np.quantile(resampled, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0)
+    return low.tolist(), high.tolist()
 
 
 def default_tau1(parameters: int) -> float:

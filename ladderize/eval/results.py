@@ -106,7 +106,7 @@ class EvaluatedModel(Record):
 
 
 @dataclass(frozen=True)
-class ModelResult:
+class ModelResult(Record):
     """One model's entry: ``harness`` is lm-eval's own schema as it is, to which ``model`` is added under a key.
 
     samples: task -> the .jsonl file of its samples in lm-eval's layout, relative to the folder of results.json.
@@ -136,31 +136,12 @@ class ModelResult:
         samples = {SAMPLES_KEY: dict(self.samples)} if self.samples else {}
         return {OWN_KEY: self.model.to_dict(), **samples, **self.harness}
 
-
-@dataclass(frozen=True)
-class EvalResults:
-    """options: what was the same for all models. comparisons: each later model against the first, as the JSON of
-    ``eval.paired.document.ComparisonDocument``; none where there is one model only, or the run was cut off."""
-
-    options: EvalOptions
-    models: list[ModelResult]
-    comparisons: list[dict[str, Any]] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The content of results.json; ``from_dict`` reads it back."""
-        compared = {"comparisons": self.comparisons} if self.comparisons else {}
-        return {"options": self.options.to_dict(), "models": [model.to_dict() for model in self.models], **compared}
-
     @classmethod
-    def from_dict(cls, value: object, where: str | Path) -> "EvalResults":
-        """Raises UserError, which begins with ``where``, for a malformed document."""
-        content = _ResultsContent.from_dict(value, where)
-        models = []
-        for number, entry in enumerate(content.models):
-            own = _OwnPart.from_dict(entry, f"{where}: models[{number}]")
-            harness = {key: part for key, part in entry.items() if key not in (OWN_KEY, SAMPLES_KEY)}
-            models.append(ModelResult(own.ladderize, harness, own.samples))
-        return cls(content.options, models, content.comparisons)
+    def from_dict(cls, value: object, where: str | Path) -> "ModelResult":
+        own = _OwnPart.from_dict(value, where)
+        assert isinstance(value, Mapping)
+        harness = {key: part for key, part in value.items() if key not in (OWN_KEY, SAMPLES_KEY)}
+        return cls(own.ladderize, harness, own.samples)
 
 
 @dataclass(frozen=True)
@@ -170,7 +151,15 @@ class _OwnPart(Record):
 
 
 @dataclass(frozen=True)
-class _ResultsContent(Record):
+class EvalResults(Record):
+    """options: what was the same for all models. comparisons: each later model against the first, as the JSON of
+    ``eval.paired.document.ComparisonDocument``; none where there is one model only, or the run was cut off."""
+
     options: EvalOptions
-    models: list[dict[str, Any]]
+    models: list[ModelResult]
     comparisons: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of results.json; ``from_dict`` reads it back."""
+        content = super().to_dict()
+        return content if self.comparisons else {key: part for key, part in content.items() if key != "comparisons"}

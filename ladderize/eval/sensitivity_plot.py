@@ -1,5 +1,5 @@
-"""Sensitivities for people: the picture of S of each block, which reports show too; and tables and a picture of what
-single sync points cost."""
+"""Sensitivities for people: tables and pictures of S of each block, and of what single sync points cost. Reports show
+the pictures too."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ from ladderize.figure import (
     quantitative,
     save_pictures,
 )
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, format_ranges
+from ladderize.layout import format_ranges
 
 CLASS_LOOKS = dict(zip(CLASSES, (("good", "circle"), ("spd", "square"), ("bad", "triangle-up")), strict=True))
 TITLES = {
@@ -31,6 +31,18 @@ TITLES = {
     "each-ladder": "Increase of perplexity when block i alone is a ladder block",
 }
 WIDE_RANGE = 20  # times the threshold: where the highest value is above, the scale is logarithmic away from 0
+
+
+def sensitivity_rows(document: SensitivityDocument) -> Iterator[dict[str, str]]:
+    """One row per block for people."""
+    for entry, perplexity in zip(document.blocks, document.perplexity, strict=False):
+        yield {
+            "block": str(entry.block),
+            "S": f"{entry.sensitivity:+.4f}",
+            f"{document.interval:.0%} interval": f"{entry.low:+.4f} to {entry.high:+.4f}",
+            "class": entry.sensitivity_class,
+            "perplexity": f"{perplexity:.4f}",
+        }
 
 
 def sensitivity_picture(document: SensitivityDocument) -> Spec:
@@ -102,25 +114,24 @@ def value_ticks(lowest: float, highest: float, threshold: float) -> list[float]:
 
 # ---- single sync points ----
 
-# name -> what changes in a layer: the mode of the MLP sync point that enters it, and of its attention's; and its look
-CHANGES_OF_A_LAYER = {
-    "attention overlapped": (BLOCKING, OVERLAPPED, ("ladder", "circle")),
-    "entering MLP overlapped": (OVERLAPPED, BLOCKING, ("both", "square")),
-    "ladder": (OVERLAPPED, OVERLAPPED, ("baseline", "triangle-up")),
-    "attention dropped": (BLOCKING, DROPPED, ("spd", "diamond")),
-    "both": (OVERLAPPED, DROPPED, ("bad", "triangle-down")),
+# how the kinds of change of a layer look (``PointChange.kind``)
+KIND_LOOKS = {
+    "attention overlapped": ("ladder", "circle"),
+    "entering MLP overlapped": ("both", "square"),
+    "ladder": ("baseline", "triangle-up"),
+    "attention dropped": ("spd", "diamond"),
+    "both": ("bad", "triangle-down"),
 }
 
 
 def costs_by_kind(document: PointSensitivity) -> dict[str, dict[tuple[int, ...], PointCost]]:
     """The kinds of change that a file has costs of -> layers -> the cost; of neighbours those that are changed
     alike."""
-    found = {}
-    for name, (entering, attention, _) in CHANGES_OF_A_LAYER.items():
-        alike = [cost for cost in document.costs if (cost.entering, cost.attention) == (entering, attention)]
-        if alike:
-            found[name] = {cost.layers: cost for cost in alike if not cost.before}
-    return found
+    found: dict[str, dict[tuple[int, ...], PointCost]] = {kind: {} for kind in KIND_LOOKS}
+    for cost in document.costs:
+        if not cost.before:
+            found[cost.kind][cost.layers] = cost
+    return {kind: costs for kind, costs in found.items() if costs}
 
 
 def beyond_sum(document: PointSensitivity, pair: PointCost) -> float:
@@ -184,7 +195,7 @@ def _points_panel(document: PointSensitivity, rows: list[dict[str, Any]], place:
     kinds = list(costs_by_kind(document))
     x: Spec = {"field": "place", "type": "ordinal", "title": place, "sort": None}
     x["axis"] = {"labelAngle": 0, "labelOverlap": True}
-    look = looks("kind", {kind: CHANGES_OF_A_LAYER[kind][2] for kind in kinds})
+    look = looks("kind", {kind: KIND_LOOKS[kind] for kind in kinds})
     encoding = {"x": x, "y": y, "xOffset": {"field": "kind", "type": "nominal", "sort": kinds}}
     layers = [
         level("y", 0),

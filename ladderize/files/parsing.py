@@ -131,11 +131,11 @@ def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
     return value
 
 
-def read_yaml(path: Path, loader: type[Yaml12Loader] = StrictLoader, *, what: str = "", advice: str = "") -> Any:
+def read_yaml(path: Path, *, what: str = "", advice: str = "") -> Any:
     """The document of a file; raises UserError for what is no YAML. what: precedes the path in the message; advice:
     follows "not valid YAML"."""
     text = read_text(path, MAX_YAML_BYTES)
     try:
-        return parse_yaml(text, loader)
+        return parse_yaml(text, StrictLoader)
     except ValueError as error:
         raise UserError(f"{what}{path} is not valid YAML{advice}: {error}") from None

@@ -103,13 +103,6 @@ def read_value(kind: Any, value: Any, where: str) -> Any:
         }
     if isinstance(kind, type) and issubclass(kind, Record):
         return kind.from_dict(value, where)
-    if isinstance(kind, type) and is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise UserError(f"{where} is {shown(value)}, but must be an object")
-        hints = get_type_hints(kind)
-        return kind(
-            **{name: read_value(hints[name], item, f"{where}: {name}") for name, item in value.items() if name in hints}
-        )
     if kind is float and type(value) is int:
         try:
             return float(value)

@@ -29,10 +29,10 @@ from ladderize.convert.sensitivity_file import (
     SensitivityRun,
     UnfinishedSensitivity,
     block_document,
+    column_layouts,
 )
 from ladderize.errors import UserError
 from ladderize.eval.options import PointOptions, SensitivityOptions
-from ladderize.eval.sensitivity import column_layouts
 from ladderize.eval.suffixes import fill_table, is_table
 from ladderize.files.documents import check_writable, read_json, write_json
 from ladderize.files.work import WorkFolder, differences, work_folder

@@ -6,7 +6,6 @@ the files too.
 
 import contextlib
 import json
-import math
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from ladderize.console import strict_json
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
@@ -148,7 +148,7 @@ def as_logged(sample: Mapping[str, Any]) -> dict[str, Any]:
         for number, given in enumerate(sample["arguments"])
     }
     answers = {key: _as_text(sample[key]) for key in ("resps", "filtered_resps")}
-    logged: dict[str, Any] = _plain({**sample, "arguments": arguments, **answers, "target": str(sample["target"])})
+    logged: dict[str, Any] = strict_json({**sample, "arguments": arguments, **answers, "target": str(sample["target"])})
     return logged
 
 
@@ -181,16 +181,3 @@ def _as_name(text: str) -> str:
 
 def _as_text(value: Any) -> Any:
     return [_as_text(item) for item in value] if isinstance(value, list | tuple) else str(value)
-
-
-def _plain(value: Any) -> Any:
-    """As strict JSON holds it; arrays' scalars become numbers, sets lists, what JSON does not know its text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(item) for item in value]
-    if callable(getattr(value, "item", None)) and getattr(value, "size", 1) == 1:
-        return _plain(value.item())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int | bool) else str(value)

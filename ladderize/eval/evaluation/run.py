@@ -18,7 +18,7 @@ from ladderize.eval.backends.hf import HFModel
 from ladderize.eval.backends.runtime import RuntimeModel
 from ladderize.eval.evaluation.baseline import open_baseline
 from ladderize.eval.evaluation.output import Output, open_output, read_samples
-from ladderize.eval.evaluation.tasks import load_tasks, run_task
+from ladderize.eval.evaluation.tasks import open_tasks, run_task
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
@@ -113,7 +113,7 @@ def evaluate(
         if options.tasks:
             # rank 0 first: what it downloads, the others find
             with console.stage("reading the tasks of lm-eval"), console.contained(), ranks.main_first():
-                manager = load_tasks(options, ranks.size if options.backend == "hf" else 1)
+                manager, _ = open_tasks(options, ranks.size if options.backend == "hf" else 1)
         add_bos: bool | None = None
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():

@@ -6,7 +6,7 @@ from pathlib import Path
 from ladderize.eval.paired.document import ComparisonDocument
 from ladderize.eval.paired.samples import leaf_tasks
 from ladderize.eval.paired.tasks import MAIN_METRICS
-from ladderize.eval.paired.words import metric_name, verdict_sentence
+from ladderize.eval.paired.words import interval_words, metric_name, verdict_sentence
 from ladderize.eval.results import EvalResults, ModelResult
 
 
@@ -55,14 +55,14 @@ def _differences(document: ComparisonDocument) -> dict[tuple[str, str], dict[str
     for one in document.tasks:
         found[one.task, metric_name(one.metric, one.filter)] = {
             "difference": f"{one.difference:+.4f}",
-            "interval": _interval(one.low, one.high),
+            "interval": interval_words(one.low, one.high, "+.4f"),
             "flips": "" if one.right_to_wrong is None else f"-{one.right_to_wrong} +{one.wrong_to_right}",
         }
     if (text := document.perplexity) is not None:
         stderr = "" if text.stderr is None else f" ±{text.stderr:.4f}"
         found["perplexity", "perplexity"] = {
             "difference": f"{text.difference:+.4f}{stderr}",
-            "interval": _interval(text.low, text.high),
+            "interval": interval_words(text.low, text.high, "+.4f"),
         }
     return found
 
@@ -81,8 +81,7 @@ def prediction_rows(results: EvalResults) -> list[dict[str, str]]:
             continue
         interval = ""
         if (paired := compared.get(entry.model.model)) is not None:
-            unknown = paired.low is None or paired.high is None
-            interval = "none" if unknown else f"{paired.low:.4g} to {paired.high:.4g}"
+            interval = interval_words(paired.low, paired.high, ".4g")
         rows.append(
             {
                 "model": name,
@@ -117,10 +116,6 @@ def table_words(rows: list[dict[str, str]]) -> str:
     if any(row.get("flips") for row in rows):
         words.append("flips: answers that became wrong (-) and right (+)")
     return "; ".join(words)
-
-
-def _interval(low: float | None, high: float | None) -> str:
-    return "none" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
 
 
 def short_names(models: list[str]) -> list[str]:

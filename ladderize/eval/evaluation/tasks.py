@@ -19,13 +19,9 @@ if TYPE_CHECKING:
 _environment = cache(get_pretty_env_info)
 
 
-def load_tasks(options: EvalOptions, processes: int = 1) -> "TaskManager":
-    """lm-eval's task manager, after every task was found and its data opened. processes: that share each task."""
-    return open_tasks(options, processes)[0]
-
-
 def open_tasks(options: EvalOptions, processes: int = 1) -> tuple["TaskManager", dict[str, dict[str, Any]]]:
-    """The same, and what each task or group of ``options.tasks`` holds: lm-eval's tasks by their names."""
+    """lm-eval's task manager, after every task was found and its data opened, and what each task or group of
+    ``options.tasks`` holds: lm-eval's tasks by their names. processes: that share each task."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"--include-path {options.include_path} is not a folder")

@@ -1,16 +1,9 @@
 """A comparison for people: tables, and sentences that say as much as the intervals show. Imports no torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import PurePath
 
-from ladderize.eval.paired.document import ALL, POINT, ComparisonDocument, PooledComparison, TaskComparison, Verdict
-
-SHORT_VERDICTS: Mapping[Verdict, str] = {
-    "shown": "shown",
-    "not shown": "not shown",
-    "too few samples": "too few",
-    "worse": "worse",
-}
+from ladderize.eval.paired.document import ALL, POINT, ComparisonDocument, PooledComparison, TaskComparison
 
 
 def heading(document: ComparisonDocument) -> str:
@@ -36,8 +29,8 @@ def difference_rows(document: ComparisonDocument) -> list[dict[str, str]]:
                 "ref.": f"{one.reference_value / POINT:.1f}",
                 "other": f"{one.value / POINT:.1f}",
                 "points": f"{one.difference / POINT:+.1f}",
-                "interval": points_interval(one.low, one.high),
-                margin: SHORT_VERDICTS[one.verdict],
+                "interval": interval_words(one.low, one.high, "+.1f", unit=POINT),
+                margin: one.verdict.removesuffix(" samples"),
             }
         )
     return rows
@@ -52,7 +45,7 @@ def other_rows(document: ComparisonDocument) -> list[dict[str, str]]:
             "ref.": f"{one.reference_value:.4g}",
             "other": f"{one.value:.4g}",
             "difference": f"{one.difference:+.4g}",
-            "interval": "none" if one.low is None or one.high is None else f"{one.low:+.4g} to {one.high:+.4g}",
+            "interval": interval_words(one.low, one.high, "+.4g"),
         }
         for one in document.tasks
         if one.verdict is None
@@ -88,12 +81,12 @@ def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
         yield (
             f"Perplexity {perplexity.reference_value:.4f} to {perplexity.value:.4f}, a difference of"
             f" {perplexity.difference:+.4f}{stderr}{_from_to(perplexity.low, perplexity.high)}; a factor of"
-            f" {perplexity.ratio:.4f}{_from_to(perplexity.ratio_low, perplexity.ratio_high, sign='')}."
+            f" {perplexity.ratio:.4f}{_from_to(perplexity.ratio_low, perplexity.ratio_high, '.4f')}."
         )
     if (predictions := document.predictions) is not None:
         yield (
             f"Predictions: mean KL divergence {predictions.mean_kl:.4g} nats per token"
-            f"{_from_to(predictions.low, predictions.high, sign='')}, 99th percentile {predictions.p99_kl:.4g}; the"
+            f"{_from_to(predictions.low, predictions.high, '.4f')}, 99th percentile {predictions.p99_kl:.4g}; the"
             f" same most likely next token in {predictions.same_top_share:.1%} of {predictions.tokens:,} tokens."
         )
     clusters = [one for one in document.tasks if one.main and one.clusters < one.samples]
@@ -109,7 +102,8 @@ def verdict_sentence(one: PooledComparison | TaskComparison, margin: float) -> s
     """Whether the other model is at most the margin worse, in words that claim no more than the interval shows."""
     where = f"over {pooled_name(one)}" if isinstance(one, PooledComparison) else f"in {one.task}"
     points = margin_text(margin)
-    found = f"{one.difference / POINT:+.2f} points{_from_to(one.low, one.high, unit=POINT)}, {one.samples:,} samples"
+    interval = _from_to(one.low, one.high, "+.2f", unit=POINT)
+    found = f"{one.difference / POINT:+.2f} points{interval}, {one.samples:,} samples"
     if one.verdict == "too few samples":
         return (
             f"At most {points} worse {where}: too few samples ({found}); about {one.samples_needed:,} would be needed"
@@ -136,15 +130,13 @@ def metric_name(metric: str, filtered: str) -> str:
     return metric if filtered == "none" else f"{metric} ({filtered})"
 
 
-def points_interval(low: float | None, high: float | None) -> str:
-    return "none" if low is None or high is None else f"{low / POINT:+.1f} to {high / POINT:+.1f}"
+def interval_words(low: float | None, high: float | None, digits: str, *, unit: float = 1.0) -> str:
+    """``-0.1 to +0.2``. digits: how the ends are written, as for ``format``."""
+    return "none" if low is None or high is None else f"{low / unit:{digits}} to {high / unit:{digits}}"
 
 
-def _from_to(low: float | None, high: float | None, *, unit: float = 1.0, sign: str = "+") -> str:
-    if low is None or high is None:
-        return ", no interval"
-    digits = ".2f" if unit == POINT else ".4f"
-    return f", {low / unit:{sign}{digits}} to {high / unit:{sign}{digits}}"
+def _from_to(low: float | None, high: float | None, digits: str = "+.4f", *, unit: float = 1.0) -> str:
+    return ", no interval" if low is None or high is None else f", {interval_words(low, high, digits, unit=unit)}"
 
 
 def _answers(count: int) -> str:

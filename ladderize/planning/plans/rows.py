@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.checkpoint.config import check_quantised, most_positions, parameter_count
-from ladderize.checkpoint.decoder import check_decoder
+from ladderize.checkpoint.config import check_decoder, check_quantised, most_positions, parameter_count
 from ladderize.checkpoint.quantised import Quantisation, plain_config, quantisation_of
 from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, read_checkpoint, read_config, resolve_json
 from ladderize.errors import UsageError, UserError

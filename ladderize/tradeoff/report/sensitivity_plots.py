@@ -7,8 +7,8 @@ from pathlib import Path
 from ladderize.convert.point_sensitivity import PointSensitivity
 from ladderize.convert.sensitivity_file import CLASSES, SensitivityDocument
 from ladderize.eval.sensitivity_plot import (
-    CHANGES_OF_A_LAYER,
     CLASS_LOOKS,
+    KIND_LOOKS,
     beyond_sum,
     costs_by_kind,
     dense_line,
@@ -94,6 +94,6 @@ def _point_plot(document: PointSensitivity, name: str, commands: list[str]) -> R
         summary=f"The cost of {len(kinds)} changes of each of {document.num_layers} layers, with its interval.",
         panels=point_panels(document),
         table=make_table("Changes of single sync points: the data", rows),
-        legend=[(kind, *CHANGES_OF_A_LAYER[kind][2]) for kind in kinds],
+        legend=[(kind, *KIND_LOOKS[kind]) for kind in kinds],
         commands=commands,
     )
