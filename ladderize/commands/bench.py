@@ -8,7 +8,7 @@ from pathlib import Path
 import ladderize
 from ladderize.choices import AS_JSON, DRAW, EngineName, flag, option
 from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command, names_of
-from ladderize.commands.options import runtime_device, start_server
+from ladderize.commands.shared import runtime_device, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.documents import check_writable

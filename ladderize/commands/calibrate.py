@@ -6,8 +6,7 @@ from pathlib import Path
 import ladderize
 from ladderize.choices import AS_JSON, flag, option
 from ladderize.commands.builder import ADVANCED, DATA, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
-from ladderize.commands.next_steps import command_line, show_next
-from ladderize.commands.options import LOADING, runtime_device, start_server
+from ladderize.commands.shared import LOADING, command_line, runtime_device, show_next, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions

@@ -7,8 +7,7 @@ from pathlib import Path
 import ladderize
 from ladderize.choices import AS_JSON, DRAW, flag, option
 from ladderize.commands.builder import LAYOUT, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command, names_of
-from ladderize.commands.next_steps import align_command, command_line, retrain_command, show_next
-from ladderize.commands.options import LOADING, compute_options
+from ladderize.commands.shared import LOADING, align_command, command_line, compute_options, retrain_command, show_next
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.regular import resolved

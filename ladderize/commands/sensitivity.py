@@ -6,8 +6,7 @@ from typing import Literal
 
 from ladderize.choices import AS_JSON, DRAW, THREADS, argument, flag, option
 from ladderize.commands.builder import DATA, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command, names_of
-from ladderize.commands.next_steps import align_command, command_line, show_next
-from ladderize.commands.options import LOADING, start_on
+from ladderize.commands.shared import LOADING, align_command, command_line, show_next, start_on
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import LADDER, POINTS, SPD, Mode, alignment_words, kind_of
 from ladderize.errors import UsageError

@@ -17,8 +17,7 @@ from ladderize.commands.builder import (
     GivenOptions,
     command,
 )
-from ladderize.commands.next_steps import command_line, retrain_command, scoring_file, show_next
-from ladderize.commands.options import LOADING, start_on
+from ladderize.commands.shared import LOADING, command_line, retrain_command, scoring_file, show_next, start_on
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.workflows.spd_options import SpdOptions
