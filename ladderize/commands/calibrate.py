@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ladderize
-from ladderize.choices import AS_JSON, flag, option
+from ladderize.choices import AS_JSON, option
 from ladderize.commands.builder import ADVANCED, DATA, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING, command_line, runtime_device, show_next, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
 
-ONLY_TIMINGS = ("link", "engine", "fit")
-FOR_BOTH = ("timings", "hardware", "shape", "name", "out", "json", "config", "print_config")
+ONLY_TIMINGS = {"link", "engine", "fit"}
+FOR_BOTH = {"timings", "hardware", "shape", "name", "out", "json", "config", "print_config"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def calibrate(given: GivenOptions) -> None:
     own, shapes = given.fill(CalibrateArguments), given.params["shape"] or ()
     console = Console(own.as_json)
     if given.params["timings"]:
-        _check_given(given.names, [*ONLY_TIMINGS, *FOR_BOTH], "with --timings, which times nothing")
+        idle = given.params.keys() - ONLY_TIMINGS - FOR_BOTH
+        given.refuse(idle, "with --timings, which times nothing; leave it out")
         if given.params["hardware"] is None:
             raise UsageError("--timings needs --hardware: the device that the timings were made on, or a file with it")
         if len(shapes) > 1:
@@ -54,7 +55,7 @@ def calibrate(given: GivenOptions) -> None:
         with console.stage("fitting"):
             document = ladderize.calibrate(fitted, out=own.out)
     else:
-        _check_given(given.names, [name for name in given.names if name not in ONLY_TIMINGS], "without --timings")
+        given.refuse(ONLY_TIMINGS, "without --timings; leave it out")
         options = given.fill(CalibrateOptions, device=given.params["device"] or "cpu")
         options.check()
         with console.stage(LOADING):
@@ -71,10 +72,3 @@ def calibrate(given: GivenOptions) -> None:
         ranks = document.link.rows[-1].ranks
         predict = command_line("plan", "--hardware", own.out, "--link", own.out, "--tp-size", ranks, "--shape", "8b")
         show_next(console, ("predict with it", predict))
-
-
-def _check_given(given: list[str], known: list[str], when: str) -> None:
-    """Raise UsageError for options that take no effect."""
-    for name in given:
-        if name not in known:
-            raise UsageError(f"{flag(name)} has no effect {when}; leave it out")

@@ -48,8 +48,7 @@ def plan(given: GivenOptions) -> None:
     own = given.fill(PlanArguments)
     console = Console(own.as_json)
     if own.show_list:
-        if others := [name for name in given.names if name not in ("list", "json")]:
-            raise UsageError(f"{flag(others[0])} has no effect with --list")
+        given.refuse(given.params.keys() - {"list", "json"}, "with --list")
         from ladderize.planning.plans.show import KnownHardware, show_known
 
         show_known(KnownHardware.read(), console)
@@ -91,12 +90,11 @@ def _options(given: GivenOptions, own: PlanArguments) -> PlanOptions:
 
 def _goal(given: GivenOptions) -> PlanGoal | None:
     """None where no layout is to be chosen."""
-    names = [name for name in given.names if name in names_of(PlanGoal)]
-    if names and not {"sensitivity", "sweep", "max_ppl_increase", "min_speedup"} & set(names):
-        raise UsageError(
-            f"{flag(names[0])} has no effect where no layout is chosen; give --max-ppl-increase or --min-speedup"
-        )
-    return given.fill(PlanGoal) if names else None
+    of_goal = names_of(PlanGoal)
+    if {"sensitivity", "sweep", "max_ppl_increase", "min_speedup"}.isdisjoint(given.names):
+        given.refuse(of_goal, "where no layout is chosen; give --max-ppl-increase or --min-speedup")
+        return None
+    return given.fill(PlanGoal)
 
 
 def _show_next(console: Console, choice: PlanModel, options: PlanOptions, result: PlanResult) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import ladderize
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, THREADS, argument, flag, option
+from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, THREADS, argument, option
 from ladderize.commands.builder import (
     DATA,
     LAYOUT,
@@ -19,7 +19,6 @@ from ladderize.commands.builder import (
 )
 from ladderize.commands.shared import LOADING, command_line, retrain_command, scoring_file, show_next, start_on
 from ladderize.console import Console
-from ladderize.errors import UsageError
 from ladderize.workflows.spd_options import SpdOptions
 
 
@@ -54,9 +53,8 @@ def spd(given: GivenOptions) -> None:
     """Sync-Point Drop in one command: measure sensitivity, drop, regroup heads, repair, and show what each step won."""
     own = given.fill(SpdArguments)
     console = Console(own.as_json)
-    for name in ("epochs", "patience", "lr", "batch_size"):
-        if given.params["repair"] == "align" and name in given.names:
-            raise UsageError(f"{flag(name)} has no effect with --repair align, which trains nothing")
+    if given.params["repair"] == "align":
+        given.refuse(("epochs", "patience", "lr", "batch_size"), "with --repair align, which trains nothing")
     with console.stage(LOADING):
         device = start_on(given.params["device"], own.threads)
         from ladderize.adapt.blockwise.distill import BLOCK_ERROR
