@@ -74,8 +74,8 @@ from ladderize.workflows.sensitivity import measure_points as measure_points
 from ladderize.workflows.sensitivity import measure_sensitivity as measure_sensitivity
 from ladderize.workflows.sensitivity import write_points as write_points
 from ladderize.workflows.sensitivity import write_sensitivity as write_sensitivity
+from ladderize.workflows.spd import SpdDocument as SpdDocument
 from ladderize.workflows.spd import spd as spd
-from ladderize.workflows.spd_document import SpdDocument as SpdDocument
 from ladderize.workflows.spd_options import SpdOptions as SpdOptions
 from ladderize.workflows.sweep_document import SweepDocument as SweepDocument
 

@@ -21,7 +21,7 @@ from ladderize.eval.results import Perplexity
 from ladderize.eval.suffixes import Suffixes
 from ladderize.files.parsing import parse_yaml
 from ladderize.workflows import spd
-from ladderize.workflows.spd_document import SpdDocument
+from ladderize.workflows.spd import SpdDocument
 from ladderize.workflows.spd_options import SpdOptions
 from tests import warm
 from tests.helpers import invoke, listing, one_sentence
