@@ -49,9 +49,9 @@ def plan(given: GivenOptions) -> None:
     console = Console(own.as_json)
     if own.show_list:
         given.refuse(given.params.keys() - {"list", "json"}, "with --list")
-        from ladderize.planning.plans.show import KnownHardware, show_known
+        from ladderize.planning.plans.show import show_known
 
-        show_known(KnownHardware.read(), console)
+        show_known(console)
         return
     choice = given.fill(PlanModel)
     options = _options(given, own)

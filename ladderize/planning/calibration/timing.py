@@ -10,8 +10,13 @@ import torch
 from ladderize.checkpoint.config import check_config
 from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.planning.calibration.document import RankTimings, TimedGroup
-from ladderize.planning.calibration.observations import RUNTIME_ENGINES, Observation, layout_observation
+from ladderize.planning.calibration.observations import (
+    RUNTIME_ENGINES,
+    Observation,
+    RankTimings,
+    TimedGroup,
+    layout_observation,
+)
 from ladderize.planning.calibration.options import CalibrateOptions
 from ladderize.planning.passes import Workload
 from ladderize.ranks.group import Ranks

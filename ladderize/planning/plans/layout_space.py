@@ -81,9 +81,7 @@ class LayoutSpace:
         layout, (seconds, nats) = self.layout(chosen), self.totals(chosen)
         return PlannedLayout(
             layout=str(layout),
-            attention_sync=list(layout.attention_sync),
-            mlp_sync=list(layout.mlp_sync),
-            sync_tp_size=layout.sync_tp_size,
+            **layout.to_config(),
             ms=1000 * float(seconds),
             speedup=float(self.speedups(chosen)),
             estimated_nats=float(nats),

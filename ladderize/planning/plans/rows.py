@@ -173,21 +173,24 @@ def band_cases(parts: Parts, device: DeviceSpec, interconnect: Interconnect | No
     The errors are of all compute, of all messages, and of contention. interconnect: None where nothing is sent.
     """
 
-    def changed(change: Mapping[str, Any], one: PassParts) -> PassParts:
-        return dataclasses.replace(one, **{name: how(getattr(one, name)) for name, how in change.items()})
+    def scaled(names: Sequence[str], factor: float) -> Parts:
+        return {
+            phase: dataclasses.replace(one, **{name: factor * getattr(one, name) for name in names})
+            for phase, one in parts.items()
+        }
 
-    def scaled(names: Sequence[str], factor: float) -> dict[str, Any]:
-        return dict.fromkeys(names, lambda value: factor * value)
+    def contending(more: float) -> Parts:
+        return {
+            phase: dataclasses.replace(one, contention=min(0.99, max(0.0, one.contention + more)))
+            for phase, one in parts.items()
+        }
 
-    def shifted(change: float) -> dict[str, Any]:
-        return {"contention": lambda value: min(0.99, max(0.0, value + change))}
-
-    changes: list[dict[str, Any]] = [scaled(COMPUTE_PARTS, 1 + sign * device.relative_error) for sign in (1, -1)]
+    cases = [parts, *(scaled(COMPUTE_PARTS, 1 + sign * device.relative_error) for sign in (1, -1))]
     if interconnect is not None:
-        changes += [scaled(MESSAGE_PARTS, 1 + sign * interconnect.relative_error) for sign in (1, -1)]
+        cases += [scaled(MESSAGE_PARTS, 1 + sign * interconnect.relative_error) for sign in (1, -1)]
         error = CALIBRATED_CONTENTION_ERROR if interconnect.calibrated else OTHER_CONTENTION_ERROR
-        changes += [shifted(sign * error) for sign in (1, -1)]
-    return [parts, *({phase: changed(change, one) for phase, one in parts.items()} for change in changes)]
+        cases += [contending(sign * error) for sign in (1, -1)]
+    return cases
 
 
 def relative_band(values: Sequence[float], *, runs: int = 1) -> float:
@@ -278,9 +281,7 @@ def planned_rows(
             model=variant.name,
             kind=MODEL_ROW if variant.bound is None else BASELINE_ROW,
             layout=str(layout),
-            attention_sync=list(layout.attention_sync),
-            mlp_sync=list(layout.mlp_sync),
-            sync_tp_size=layout.sync_tp_size,
+            **layout.to_config(),
             weights=str(model.folder) if variant.own and model.folder is not None else NO_WEIGHTS,
             dtype=model.dtype,
             checked=False,
