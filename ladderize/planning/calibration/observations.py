@@ -11,7 +11,6 @@ from ladderize.files.records import Record
 from ladderize.layout import BLOCKING, Layout
 from ladderize.planning.hardware import DeviceSpec, known_engines
 from ladderize.planning.passes import PassParts, Workload, pass_parts, point_seconds, predict_parallel
-from ladderize.runtime.bench.document import Environment
 from ladderize.runtime.collectives.links import Interconnect
 
 Variant = Literal["layout", "no-comm", "parallel"]
@@ -59,25 +58,6 @@ class Observation(Record):
         if self.attention_sync is None or self.mlp_sync is None:
             return Counter({(BLOCKING, BLOCKING): self.config["num_hidden_layers"]})
         return Counter(zip((BLOCKING, *self.mlp_sync[:-1]), self.attention_sync, strict=True))
-
-
-@dataclass(frozen=True)
-class TimedGroup(Record):
-    """A group of ranks that was timed. weight_bytes: of its smallest model, one rank's part."""
-
-    ranks: int
-    backend: str
-    environment: Environment
-    weight_bytes: int
-
-
-@dataclass(frozen=True)
-class RankTimings(Record):
-    """What one group has timed. samples_ms: of each observation, every round; empty where the median alone is kept."""
-
-    group: TimedGroup
-    observations: list[Observation]
-    samples_ms: list[list[float]]
 
 
 def layout_observation(

@@ -11,9 +11,15 @@ from ladderize.files.documents import check_writable, read_document, write_json
 from ladderize.files.work import ABOUT, WorkFolder, work_folder
 from ladderize.layout import OVERLAPPED
 from ladderize.planning.calibration.fit import FITTED, OF_A_LINK, FitResult, Residual, figure_kind, fit, frees_device
-from ladderize.planning.calibration.observations import RUNTIME_ENGINES, Observation, Quantity, RankTimings, TimedGroup
+from ladderize.planning.calibration.observations import RUNTIME_ENGINES, Observation, Quantity
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
-from ladderize.planning.calibration.timing import CalibrationJob, calibration_jobs, measure_jobs
+from ladderize.planning.calibration.timing import (
+    CalibrationJob,
+    RankTimings,
+    TimedGroup,
+    calibration_jobs,
+    measure_jobs,
+)
 from ladderize.planning.calibration.timings import read_timings
 from ladderize.planning.hardware import DeviceSpec, known_engines, read_device
 from ladderize.planning.passes import THIN_ROWS
