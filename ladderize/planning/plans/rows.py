@@ -258,12 +258,17 @@ class PlannedGroup:
             prefill_bytes(shape, batch, workload.prompt_len, width),
         )
 
+    def fits(self, need_bytes: int) -> bool | None:
+        """Whether a rank's device has so much memory; None where that is unknown."""
+        memory = self.device.memory_gib
+        return None if memory is None else need_bytes <= memory * GIB
+
 
 def planned_rows(
     model: ModelToPlan, group: PlannedGroup, workload: Workload, variants: Sequence[RowVariant]
 ) -> Iterator[PlannedRow]:
     """Speed-ups are over the first variant, the dense layout."""
-    need, memory = group.memory_need(model, workload), group.device.memory_gib
+    need = group.memory_need(model, workload)
     batch, new = workload.batch_size, workload.output_len
     sizes = {variant.layout.sync_tp_size for variant in variants}
     parts_of = {size: group.parts(model, workload, size) for size in sizes}  # by the number of virtual ranks
@@ -310,7 +315,7 @@ def planned_rows(
             decode_ms_per_token_interval=band_of(ms["decode"]),
             exposed_end_to_end_ms=1e3 * passes["end_to_end"][0].exposed,
             memory_need_bytes=need.total,
-            fits=None if memory is None else need.total <= memory * GIB,
+            fits=group.fits(need.total),
             communication=communication,
             prefill_start_ms=1e3 * communication["prefill"].all_reduces * parts["prefill"].message_start,
         )
