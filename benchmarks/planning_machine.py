@@ -21,10 +21,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from ladderize.planning.calibration.document import CalibrationDocument
 from ladderize.planning.calibration.fit import fit
 from ladderize.planning.calibration.observations import Observation, expected_seconds
-from ladderize.planning.calibration.run import UNFITTED_OF_RUN, begin_device, free_of_run
+from ladderize.planning.calibration.run import UNFITTED_OF_RUN, CalibrationDocument, begin_device, free_of_run
 from ladderize.planning.calibration.timings import read_timings
 
 FOLDER = Path(__file__).parent

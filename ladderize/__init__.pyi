@@ -39,9 +39,9 @@ from ladderize.layout import LayoutError as LayoutError
 from ladderize.modeling import load as load
 from ladderize.modeling import load_tokenizer as load_tokenizer
 from ladderize.modeling import register as register
-from ladderize.planning.calibration.document import CalibrationDocument as CalibrationDocument
 from ladderize.planning.calibration.options import CalibrateOptions as CalibrateOptions
 from ladderize.planning.calibration.options import TimingsOptions as TimingsOptions
+from ladderize.planning.calibration.run import CalibrationDocument as CalibrationDocument
 from ladderize.planning.calibration.run import calibrate as calibrate
 from ladderize.planning.plans.document import PlanResult as PlanResult
 from ladderize.planning.plans.options import PlanGoal as PlanGoal
@@ -74,8 +74,8 @@ from ladderize.workflows.sensitivity import measure_points as measure_points
 from ladderize.workflows.sensitivity import measure_sensitivity as measure_sensitivity
 from ladderize.workflows.sensitivity import write_points as write_points
 from ladderize.workflows.sensitivity import write_sensitivity as write_sensitivity
+from ladderize.workflows.spd import SpdDocument as SpdDocument
 from ladderize.workflows.spd import spd as spd
-from ladderize.workflows.spd_document import SpdDocument as SpdDocument
 from ladderize.workflows.spd_options import SpdOptions as SpdOptions
 from ladderize.workflows.sweep_document import SweepDocument as SweepDocument
 

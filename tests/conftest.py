@@ -144,6 +144,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def ids(tmp_path: Path) -> Path:
+    """Windows of random ids as a file: 12 x 16."""
+    path = tmp_path / "ids.npy"
+    np.save(path, np.random.randint(3, SHAPE["vocab_size"], (12, 16)))
+    return path
+
+
+@pytest.fixture
 def shape(tmp_path: Path) -> Path:
     """The config.json of a small Llama, for --random-weights."""
     path = tmp_path / "config.json"

@@ -7,11 +7,13 @@ import numpy as np
 
 from ladderize.convert.point_sensitivity import PointCost, PointSensitivity, point_changes
 from ladderize.convert.sensitivity_file import CalibrationData
+from ladderize.files.documents import write_json
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.planning.passes import PointSeconds
 from ladderize.planning.plans.document import LayoutNll
 from ladderize.planning.plans.layout_space import LAYER_OPTIONS, LayoutSpace, chosen_options
 from ladderize.planning.plans.options import ChoiceTarget
+from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
 
 NATS = np.array([0, 0.4, 1.0, 0.3, 0.8, 1.5])  # of the options, about, next to each other
 
@@ -90,6 +92,37 @@ def sensitivity_of(layers, *, sync_tp_size, pairs):
         costs=costs,
         nll=[[15 * (dense_nll + nats) for nats in (*(cost.nats for cost in costs), 0.0)]] * 8,
     )
+
+
+def sweep_point(name, layout, *, model, results, adapted="none"):
+    """A point of a sweep that was evaluated."""
+    return SweepPoint(
+        name=name,
+        layout=str(layout),
+        **layout.to_config(),
+        adapted=adapted,
+        tokens=None,
+        model=model,
+        results=results,
+        adaptation=None,
+        stages=[],
+    )
+
+
+def write_sweep_document(folder, model, points):
+    """sweep.json of a sweep that is done."""
+    document = SweepDocument(
+        model=str(model),
+        command="ladderize sweep",
+        complete=True,
+        margin=1.0,
+        points=points,
+        stages=[],
+        sensitivities=[],
+        benches=[],
+    )
+    write_json(folder / "sweep.json", document.to_dict())
+    return document
 
 
 class FakeMeasurer:

@@ -30,6 +30,7 @@ from ladderize import (
     data_sources,
 )
 from ladderize.errors import LadderizeError
+from tests import warm
 from tests.helpers import LAYOUTS, ROOT, make_layout, save_llama
 
 PACKAGE = ROOT / "ladderize"
@@ -215,14 +216,8 @@ def ladder(tmp_path_factory):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tokenizer_loads_without_a_question_or_a_warning(ladder, tmp_path, way):
     code = f"OUT = {str(ladder)!r}\n{WAYS[way]}\nprint(tokenizer('a b')['input_ids'], type(model).__name__)"
-    outcome = subprocess.run(
-        [sys.executable, "-c", code],
-        stdin=subprocess.DEVNULL,  # no terminal: a question would fail
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path)},
-        cwd=ROOT,
-    )
+    # no terminal: a question would fail
+    outcome = warm.run([sys.executable, "-c", code], env={**os.environ, "HF_MODULES_CACHE": str(tmp_path)}, cwd=ROOT)
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout.endswith("LadderizedLlamaForCausalLM\n")
     assert "[y/N]" not in outcome.stdout

@@ -70,8 +70,8 @@ def test_killed_before_it_says_so(place, tmp_path, name):
     if name == "merge":
         assert invoke(*training_command("lora", place, adapter)).code == 0
     arguments = {
-        "convert": ["convert", place / "dense", out, "--ladder", "1:"],
-        "merge": ["merge", adapter, out],
+        "convert": ["convert", place / "dense", out, "--ladder", "1:", "--no-verify"],
+        "merge": ["merge", adapter, out, "--no-verify"],
         "corpus": ["generate", place / "dense", "--from-bos", "--num-samples", 4, "--max-new-tokens", 4, "--out"],
     }[name]
     if name == "corpus":

@@ -24,14 +24,6 @@ SAMPLES, OTHERS = 7, 5  # windows that the sensitivity was measured on, and the 
 
 
 @pytest.fixture
-def ids(tmp_path):
-    """A file of 12 windows of 16 random ids."""
-    path = tmp_path / "ids.npy"
-    np.save(path, fresh_rng().integers(3, SHAPE["vocab_size"], (SAMPLES + OTHERS, 16)))
-    return path
-
-
-@pytest.fixture
 def points(llama, ids, tmp_path):
     """A sensitivity file."""
     out = tmp_path / "p.json"

@@ -20,9 +20,17 @@ from ladderize.planning.plans.costs import PlanCosts, estimate_costs, read_plan_
 from ladderize.planning.plans.document import PlanChoice
 from ladderize.planning.plans.layout_choice import plan_layout
 from ladderize.planning.plans.layout_space import chosen_options, option_seconds
-from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
 from tests.helpers import save_llama
-from tests.planner_toys import FakeMeasurer, all_options, pass_seconds, random_space, sensitivity_of, target_of
+from tests.planner_toys import (
+    FakeMeasurer,
+    all_options,
+    pass_seconds,
+    random_space,
+    sensitivity_of,
+    sweep_point,
+    target_of,
+    write_sweep_document,
+)
 
 LAYERS = 4
 RETRAINED = {
@@ -74,31 +82,9 @@ def write_sweep(folder, model):
         layout = Layout.from_layers(LAYERS, **layers)
         differences[name] = nats * (1 + np.random.uniform(-0.2, 0.2, 4)) if nats else np.zeros(4)
         write_json(folder / f"{name}.json", results(layout, dense_nll + differences[name]))
-        points.append(
-            SweepPoint(
-                name=name,
-                layout=str(layout),
-                **layout.to_config(),
-                adapted=adapted,
-                tokens=None,
-                model=str(model) if name == "dense" else f"models/{name}",
-                results=f"{name}.json",
-                adaptation=None,
-                stages=[],
-            )
-        )
-    document = SweepDocument(
-        model=str(model),
-        command="ladderize sweep",
-        complete=True,
-        margin=1.0,
-        points=points,
-        stages=[],
-        sensitivities=[],
-        benches=[],
-    )
-    write_json(folder / "sweep.json", document.to_dict())
-    return document, differences
+        place = str(model) if name == "dense" else f"models/{name}"
+        points.append(sweep_point(name, layout, model=place, results=f"{name}.json", adapted=adapted))
+    return write_sweep_document(folder, model, points), differences
 
 
 @pytest.fixture

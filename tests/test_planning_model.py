@@ -45,28 +45,8 @@ from ladderize.runtime.shards import Shape
 from tests.helpers import ROOT, invoke, one_sentence
 
 # an engine that does nothing but its products
-BARE = EngineFacts(
-    "bare",
-    0,
-    0,
-    0,
-    0,
-    0,
-    0,
-    False,
-    0,
-    0,
-    0,
-    0,
-    0,
-    kv_per_query_head=False,
-    whole_cache=False,
-    masked_prefill=False,
-    windowed=False,
-    all_logits=False,
-    replicate_vocab=False,
-    source="a test",
-)
+NOTHING = {field.name: 0 for field in dataclasses.fields(EngineFacts) if field.name != "cache_bytes"}
+BARE = EngineFacts(**{**NOTHING, "name": "bare", "source": "a test"})
 INSTANT = 1e30  # of a rate: whatever needs it takes no time
 
 
@@ -105,6 +85,14 @@ def only(**rates: float) -> DeviceSpec:
     """A device of whose limits only the given ones hold."""
     gb_s, tflop_s = rates.get("gb_s", INSTANT), rates.get("tflop_s", INSTANT)
     return DeviceSpec("only", gb_s, {"bfloat16": tflop_s}, None, 1, 1, 0, 0, 0, "published", False, "a test")
+
+
+def device_file(folder, device, **changes):
+    """A device as --hardware reads it. changes: of its keys; ``...`` leaves one out."""
+    content = {key: value for key, value in {**device.to_dict(), **changes}.items() if value is not ...}
+    path = folder / "device.json"
+    path.write_text(json.dumps({"device": content}))
+    return str(path)
 
 
 def parts_of(config, device, engine=BARE, link=NO_LINK, ranks=1, workload=None, virtual=None, contention=0.0):
@@ -599,21 +587,16 @@ def test_files_of_devices_and_links_are_read(tmp_path):
 
 
 def test_a_device_may_be_like_a_known_one(tmp_path):
-    known = known_devices()["h100-sxm"]
-    own = {key: value for key, value in a_device().to_dict().items() if key not in LIKE_ANOTHER}
-    path = tmp_path / "device.json"
-    path.write_text(json.dumps({"device": {**own, "like": known.name, "thin_us": 7.5}}))
-    found = read_device(str(path))
-    for key in LIKE_ANOTHER:
-        assert getattr(found, key) == (7.5 if key == "thin_us" else getattr(known, key))
-    assert {key: found.to_dict()[key] for key in own} == own
-    path.write_text(json.dumps({"device": {**own, "like": "h1000"}}))
+    known, device = known_devices()["h100-sxm"], a_device()
+    left_out = {**dict.fromkeys(LIKE_ANOTHER, ...), "like": known.name}
+    found = read_device(device_file(tmp_path, device, **left_out | {"thin_us": 7.5}))
+    for key, value in device.to_dict().items():
+        expected = getattr(known, key) if key in LIKE_ANOTHER else value
+        assert getattr(found, key) == (7.5 if key == "thin_us" else expected)
     with pytest.raises(UserError, match="device: like h1000 is not one of h100-sxm, h200"):
-        read_device(str(path))
-    del own["relative_error"]  # no other device's error
-    path.write_text(json.dumps({"device": {**own, "like": known.name}}))
-    with pytest.raises(UserError, match="device has no relative_error"):
-        read_device(str(path))
+        read_device(device_file(tmp_path, device, **left_out | {"like": "h1000"}))
+    with pytest.raises(UserError, match="device has no relative_error"):  # no other device's error
+        read_device(device_file(tmp_path, device, **left_out | {"relative_error": ...}))
 
 
 @pytest.mark.parametrize(
@@ -628,27 +611,20 @@ def test_a_device_may_be_like_a_known_one(tmp_path):
         ({"engine": "mine"}, "engine 'mine' is not one of"),
         ({"name": 3}, "name is 3"),
         ({"matmul_share": None}, "matmul_share is None"),
+        ({"matmul_share": ...}, "device has no matmul_share"),
     ],
 )
 def test_absurd_devices_are_refused(changes, message, tmp_path):
-    path = tmp_path / "device.json"
-    path.write_text(json.dumps({"device": {**a_device().to_dict(), **changes}}))
     with pytest.raises(UserError, match=message):
-        read_device(str(path))
+        read_device(device_file(tmp_path, a_device(), **changes))
 
 
-def test_a_device_without_a_figure_is_refused(tmp_path):
-    path = tmp_path / "device.json"
-    document = a_device().to_dict()
-    del document["matmul_share"]
-    path.write_text(json.dumps({"device": document}))
-    with pytest.raises(UserError, match="device has no matmul_share"):
-        read_device(str(path))
+def test_what_is_no_device_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"neither one of h100-sxm.* nor a file"):
         read_device(str(tmp_path / "nothing.json"))
-    path.write_text("[1]")
+    (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(UserError, match="object is expected"):
-        read_device(str(path))
+        read_device(str(tmp_path / "list.json"))
 
 
 @pytest.mark.parametrize(

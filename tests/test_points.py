@@ -28,14 +28,6 @@ from tests.oracle import Oracle
 LAYERS = SHAPE["num_hidden_layers"]
 
 
-@pytest.fixture
-def ids(tmp_path):
-    """Windows of random ids as a file: 12 x 16."""
-    path = tmp_path / "ids.npy"
-    np.save(path, fresh_rng().integers(3, SHAPE["vocab_size"], (12, 16)))
-    return path
-
-
 def measuring(llama, ids, out, *more):
     arguments = ("sensitivity", llama, "--data", ids, "--mode", "points", "--samples", 12, "--out", out)
     return invoke(*arguments, *more)
@@ -178,17 +170,8 @@ def test_one_measurement_tells_what_blocks_and_points_cost(llama, ids, tmp_path)
             for name in ("block", "sensitivity", "low", "high"):
                 assert getattr(own, name) == pytest.approx(getattr(block, name), rel=1e-4, abs=1e-3)
         count = int(fresh_rng().integers(1, LAYERS))
-        convert = (
-            "convert",
-            llama,
-            tmp_path / "x",
-            f"--{kind}",
-            "auto",
-            f"--{kind}-fraction",
-            count / LAYERS,
-            "--json",
-        )
-        told = json.loads(invoke(*convert, "--dry-run", "--sensitivity", tmp_path / "p.json").stdout)
+        words = (f"--{kind}", "auto", f"--{kind}-fraction", count / LAYERS, "--sensitivity", tmp_path / "p.json")
+        told = json.loads(invoke("convert", llama, tmp_path / "x", *words, "--dry-run", "--json").stdout)
         least = sorted(range(LAYERS), key=lambda block: measured[block].sensitivity)[:count]
         assert [row["block"] for row in told["selection"]["blocks"] if row["selected"]] == sorted(least)
         edit_json(out, nll=[[1.0, 2.0]])
@@ -267,22 +250,6 @@ def test_the_picture_of_costs_that_dwarf_others(llama, ids, tmp_path):
     values = [9.0, -1.0] + [0.001] * (len(document.costs) - 2)
     costs = [replace(c, nats=v, low=v - 0.1, high=v) for c, v in zip(document.costs, values, strict=True)]
     assert all(path.stat().st_size for path in draw_points(replace(document, costs=costs), tmp_path / "p"))
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "message"),
-    [
-        (["--mode", "points", "--tau1", "0.1"], 2, "--tau1 has no effect with --mode points"),
-        (["--mode", "points", "--tau2", "10"], 2, "--tau2 has no effect with --mode points"),
-        (["--mode", "each-ladder", "--pairs"], 2, "--pairs has no effect without --mode points"),
-        (["--mode", "points", "--sync-tp-size", "3"], 1, "sync-tp-size 3 does not divide the 8 attention heads"),
-    ],
-)
-def test_what_is_refused(llama, ids, tmp_path, options, code, message):
-    outcome = invoke("sensitivity", llama, "--data", ids, "--out", tmp_path / "s.json", "--samples", 4, *options)
-    assert message in one_sentence(outcome)
-    assert outcome.code == code
-    assert not (tmp_path / "s.json").exists()
 
 
 def test_the_trained_model_minds_neighbours_more_than_each_alone(stories, tmp_path):

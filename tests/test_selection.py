@@ -55,6 +55,11 @@ def measured(llama, tmp_path):
     return tmp_path / "s.json"
 
 
+def converting(source, tmp_path, *options):
+    """Drop what s.json selects."""
+    return invoke("convert", source, tmp_path / "out", "--spd", "auto", "--sensitivity", tmp_path / "s.json", *options)
+
+
 def chosen(tmp_path, values, **how):
     (tmp_path / "s.json").write_text(to_json(document(values=values)))
     return select(read_sensitivity(tmp_path / "s.json"), tmp_path / "s.json", **how)
@@ -136,11 +141,9 @@ def test_nothing_selected_names_the_smallest(tmp_path, how):
     ],
 )
 def test_convert(llama, tmp_path, measured, options, spd):
-    outcome = invoke(
-        "convert", llama, tmp_path / "a", "--spd", "auto", "--sensitivity", measured, *options, "--no-verify", "--json"
-    )
+    outcome, made = converting(llama, tmp_path, *options, "--no-verify", "--json"), tmp_path / "out"
     assert outcome.code == 0, outcome.stderr
-    report, record = json.loads(outcome.stdout), yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())
+    report, record = json.loads(outcome.stdout), yaml.safe_load((made / "ladderize.yaml").read_text())
     assert (record["recipe"]["spd"], record["recipe"]["sync_tp_size"]) == (spd, 4)
     assert set(record["recipe"]) <= {"ladder", "spd", "sync_tp_size", "dtype"}
     dropped = [row["block"] for row in report["selection"]["blocks"] if row["selected"]]
@@ -148,20 +151,16 @@ def test_convert(llama, tmp_path, measured, options, spd):
     assert record["selection"] == report["selection"]
     assert record["selection"]["sensitivity"]["data"] == DATA
     measured.unlink()
-    again = invoke(
-        "convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify", "--json"
-    )
+    again = invoke("convert", llama, tmp_path / "b", "--recipe", made / "ladderize.yaml", "--no-verify", "--json")
     assert again.code == 0, again.stderr
     assert json.loads(again.stdout)["selection"] is None
     for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        assert (made / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 @pytest.mark.parametrize("more", [["--dry-run"], ["--no-verify"]])
 def test_the_table(llama, tmp_path, measured, more):
-    outcome = invoke(
-        "convert", llama, tmp_path / "out", "--spd", "auto", "--sensitivity", measured, "--no-verify", *more
-    )
+    outcome = converting(llama, tmp_path, "--no-verify", *more)
     assert outcome.code == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
     assert lines[0].split() == ["block", "sensitivity", "class", "selected", "why"]
@@ -317,7 +316,7 @@ def block(**changes):
 )
 def test_files_that_do_not_fit(llama, tmp_path, changes, message):
     (tmp_path / "s.json").write_text(json.dumps({"schema_version": 1} | document(llama) | changes))
-    outcome = invoke("convert", llama, tmp_path / "out", "--spd", "auto", "--sensitivity", tmp_path / "s.json")
+    outcome = converting(llama, tmp_path)
     assert (outcome.code, message in one_sentence(outcome)) == (1, True), outcome.stderr
     assert listing(tmp_path) == ["s.json", "src"]
 
@@ -344,20 +343,18 @@ def test_infinity_by_overflow(llama, tmp_path, measured):
 
 
 def test_another_sync_tp_size(llama, tmp_path, measured):
-    outcome = invoke(
-        "convert", llama, tmp_path / "out", "--spd", "auto", "--sensitivity", measured, "--sync-tp-size", "2"
-    )
+    outcome = converting(llama, tmp_path, "--sync-tp-size", "2")
     assert "was measured with sync_tp_size 4, so it does not apply to --sync-tp-size 2" in one_sentence(outcome)
     assert outcome.code == 1
 
 
 def test_a_source_that_is_not_dense(llama, tmp_path, measured):
     convert_checkpoint(llama, tmp_path / "ladder", Recipe(ladder="2:"), verify=False)
-    outcome = invoke("convert", tmp_path / "ladder", tmp_path / "out", "--spd", "auto", "--sensitivity", measured)
+    outcome = converting(tmp_path / "ladder", tmp_path)
     assert "the source is not dense (4 layers: ladder 2:4)" in one_sentence(outcome)
 
 
 def test_another_fine_tune(tmp_path, llama, measured):
     other = save_llama(tmp_path / "other", seed=5)
-    outcome = invoke("convert", other, tmp_path / "out", "--spd", "auto", "--sensitivity", measured)
+    outcome = converting(other, tmp_path)
     assert f"was measured on another model than {other}" in one_sentence(outcome)

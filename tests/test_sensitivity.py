@@ -34,14 +34,6 @@ LAYERS = SHAPE["num_hidden_layers"]
 RANKS = {"spd": 4, "each": 4, "ladder": None, "each-ladder": None}
 
 
-@pytest.fixture
-def ids(tmp_path):
-    """Windows of random ids as a file: 12 x 16."""
-    path = tmp_path / "ids.npy"
-    np.save(path, fresh_rng().integers(3, SHAPE["vocab_size"], (12, 16)))
-    return path
-
-
 def whole_model_table(folder, layouts, windows):
     """Every column by loading weights into a whole model of that layout."""
     blocks = Blocks(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
@@ -169,11 +161,14 @@ def test_fewer_windows_than_asked_for_are_all_taken(llama, ids, tmp_path):
         (["--sync-tp-size", "2", "--tau1", "3", "--tau2", "1"], 2, "--tau1 3 is above --tau2 1"),
         (["--sync-tp-size", "2", "--tau1", "-inf"], 2, "--tau1 must be a finite number, not -inf"),
         (["--sync-tp-size", "2", "--dtype", "int8"], 2, "'int8' is not one of"),
+        (["--mode", "points", "--tau1", "0.1"], 2, "--tau1 has no effect with --mode points"),
+        (["--mode", "points", "--tau2", "10"], 2, "--tau2 has no effect with --mode points"),
+        (["--mode", "each-ladder", "--pairs"], 2, "--pairs has no effect without --mode points"),
+        (["--mode", "points", "--sync-tp-size", "3"], 1, "sync-tp-size 3 does not divide the 8 attention heads"),
     ],
 )
 def test_what_is_refused(llama, ids, tmp_path, options, code, message):
-    arguments = [] if "--samples" in options else ["--samples", "4"]
-    outcome = invoke("sensitivity", llama, "--data", ids, "--out", tmp_path / "s.json", *arguments, *options)
+    outcome = invoke("sensitivity", llama, "--data", ids, "--out", tmp_path / "s.json", "--samples", 4, *options)
     assert message in one_sentence(outcome)
     assert outcome.code == code
     assert not (tmp_path / "s.json").exists()
@@ -198,19 +193,8 @@ def test_data_that_tokenises_to_nothing_and_a_model_of_nan(llama, ids, tmp_path)
 
 def test_a_converted_model_has_no_sensitivity(llama, ids, tmp_path):
     assert invoke("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify").code == 0
-    outcome = invoke(
-        "sensitivity",
-        tmp_path / "ladder",
-        "--data",
-        ids,
-        "--out",
-        tmp_path / "s.json",
-        "--mode",
-        "ladder",
-        "--samples",
-        4,
-    )
-    assert "is not dense" in one_sentence(outcome)
+    how = ("--data", ids, "--out", tmp_path / "s.json", "--mode", "ladder", "--samples", 4)
+    assert "is not dense" in one_sentence(invoke("sensitivity", tmp_path / "ladder", *how))
 
 
 def test_the_figures_of_the_design(stories, tmp_path):

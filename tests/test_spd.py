@@ -11,18 +11,16 @@ from safetensors.torch import load_file
 from ladderize import load
 from ladderize.adapt.blockwise import rewrite
 from ladderize.adapt.blockwise.layer_files import LayerFiles
-from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.convert.retraining import read_retrainings
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity
 from ladderize.eval.suffixes import Suffixes
 from ladderize.files.parsing import parse_yaml
 from ladderize.workflows import spd
-from ladderize.workflows.spd_document import SpdDocument
-from ladderize.workflows.spd_options import SpdOptions
+from ladderize.workflows.spd import SpdDocument
 from tests import warm
 from tests.helpers import invoke, listing, one_sentence
 
@@ -122,22 +120,22 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
     def document(name, *options):
         return json.loads(run(tmp_path / name, text, "--json", *options).stdout)
 
-    alone = document("a", "--head-grouping", "none", "--distill", "sensitive", "--tau1", 100, "--tau2", 200)
-    assert list(alone["perplexity"]) == ["dense", "sync points dropped"]
-    assert all(row["grouping"] is row["distillation"] is None for row in alone["blocks"])
-    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (MODEL / "model.safetensors").read_bytes()
-    every = document("d", "--tau1", 100, "--tau2", 200)
+    every = document("a", "--tau1", 100, "--tau2", 200)
     assert all(
         (row["grouping"] is not None) == (row["distillation"] is not None) == row["selected"] for row in every["blocks"]
     )
-    shown = run(tmp_path / "e", text, "--distill", "sensitive", "--tau1", 100, "--tau2", 200)
+    shown = run(tmp_path / "b", text, "--distill", "sensitive", "--tau1", 100, "--tau2", 200)
     assert "nothing to repair: all 7 dropped blocks are insensitive (S at most tau1 = 100)" in shown.stderr
     assert "distilling" not in shown.stderr
     assert "grouping the heads" not in shown.stderr
     assert shown.stdout.splitlines()[0].split() == ["block", "S", "class", "attention", "sync"]
-    papers = document("b", "--head-grouping", "paper", "--tau1", -100, "--tau2", -100)
+    alone = json.loads((tmp_path / "b" / "spd.json").read_text())
+    assert list(alone["perplexity"]) == ["dense", "sync points dropped"]
+    assert all(row["grouping"] is row["distillation"] is None for row in alone["blocks"])
+    assert (tmp_path / "b" / "model.safetensors").read_bytes() == (MODEL / "model.safetensors").read_bytes()
+    papers = document("c", "--head-grouping", "paper", "--tau1", -100, "--tau2", -100)
     assert [row["grouping"]["criterion"] for row in papers["blocks"] if row["selected"]] == ["paper"] * 7
-    sensitive = document("c", "--head-grouping", "paper", "--tau1", -100)
+    sensitive = document("d", "--head-grouping", "paper", "--tau1", -100)
     assert [row["grouping"] for row in sensitive["blocks"]] == [None] * 8
     assert all(row["distillation"] for row in sensitive["blocks"] if row["selected"])
 
@@ -168,22 +166,8 @@ def test_what_is_refused(tmp_path, text, options, code, message):
 
 
 def test_a_budget_takes_the_least_sensitive(tmp_path, text):
-    arguments = [
-        "--sync-tp-size",
-        2,
-        "--data",
-        text,
-        "--seq-len",
-        64,
-        "--calibration-samples",
-        8,
-        "--tau1",
-        9,
-        "--distill",
-        "sensitive",
-        "--no-verify",
-        "--json",
-    ]
+    arguments = ["--sync-tp-size", 2, "--data", text, "--seq-len", 64, "--calibration-samples", 8]
+    arguments += ["--tau1", 9, "--distill", "sensitive", "--no-verify", "--json"]
     rows = json.loads(invoke("spd", MODEL, tmp_path / "out", *arguments, "--max-ppl-increase", 0.1).stdout)["blocks"]
     dropped = [row["sensitivity"] for row in rows if row["selected"]]
     kept = [row["sensitivity"] for row in rows if not row["selected"]]
@@ -223,16 +207,11 @@ def test_another_models_work_is_refused(tmp_path, text, monkeypatch):
     assert listing(tmp_path) == ["out.ladderize-work"]
 
 
-@pytest.mark.parametrize("wrong", [{"distill": "some"}, {"head_grouping": "magic"}])
-def test_options_from_python_are_checked_too(wrong):
-    (name, value), *_ = wrong.items()
-    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} {value} is not one of"):
-        SpdOptions(sync_tp_size=2, training=BlockwiseOptions(data="a.txt"), **wrong)
-
-
 def test_a_document_of_an_earlier_version_is_read(tmp_path, text):
     assert run(tmp_path / "out", text, "--head-grouping", "none").code == 0
     content = json.loads((tmp_path / "out" / "spd.json").read_text())
+    assert list(content["perplexity"]) == ["dense", "sync points dropped", "+ distillation"]
+    assert [row["grouping"] for row in content["blocks"]] == [None] * 8
     former = json.loads(
         json.dumps(content).replace('"selection"', '"spd_selection"').replace('"selected"', '"dropped"')
     )
@@ -262,7 +241,7 @@ def test_alignment_repairs_in_the_place_of_distillation_or_before_it(tmp_path, t
     perplexities = {}
     for repair in ("align", "align+blocks"):
         out = tmp_path / repair
-        shown = run(out, text, samples=48, heldout=16, calibration=4, repair=repair)
+        shown = run(out, text, samples=24, heldout=8, calibration=4, repair=repair)
         assert shown.code == 0, shown.stderr
         document = SpdDocument.from_dict(json.loads((out / "spd.json").read_text()), "spd.json")
         perplexities[repair] = {name: value.perplexity for name, value in document.perplexity.items()}

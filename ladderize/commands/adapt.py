@@ -28,8 +28,15 @@ from ladderize.commands.builder import (
     command,
     names_of,
 )
-from ladderize.commands.next_steps import command_line, retrain_command, scoring_file, show_next
-from ladderize.commands.options import LOADING, start_on, start_server
+from ladderize.commands.shared import (
+    LOADING,
+    command_line,
+    retrain_command,
+    scoring_file,
+    show_next,
+    start_on,
+    start_server,
+)
 from ladderize.console import Console
 from ladderize.convert.weights import parse_size
 from ladderize.errors import UsageError

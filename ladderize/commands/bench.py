@@ -1,16 +1,14 @@
 """``bench``."""
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ladderize
-from ladderize.choices import AS_JSON, DRAW, EngineName, flag, option
+from ladderize.choices import AS_JSON, DRAW, EngineName, option
 from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command, names_of
-from ladderize.commands.options import runtime_device, start_server
+from ladderize.commands.shared import runtime_device, start_server
 from ladderize.console import Console
-from ladderize.errors import UsageError
 from ladderize.files.documents import check_writable
 from ladderize.runtime.bench.options import (
     BenchOptions,
@@ -74,7 +72,7 @@ def bench(given: GivenOptions) -> None:
     """Time layouts and schedules against each other on ladderize's tensor-parallel runtime, and show what they wait
     for."""
     own = given.fill(BenchArguments)
-    check_way(given.names, own)
+    check_way(given, own)
     choice, console = given.fill(ModelChoice), Console(own.as_json)
     if own.out is not None:
         check_writable(own.out, inputs=[choice.random_weights, own.link])
@@ -96,20 +94,16 @@ def bench(given: GivenOptions) -> None:
         ladderize.bench(choice, options, own.link, console=console, out=own.out, plot=own.plot)
 
 
-def check_way(given: Sequence[str], own: BenchArguments) -> None:
+def check_way(given: GivenOptions, own: BenchArguments) -> None:
     """Raise UsageError for options that were given and have no effect on inference, on training, or on vLLM."""
-    if own.engine == "vllm":
-        known = names_of(VllmBenchOptions) | names_of(ModelChoice) | FOR_VLLM
-        for name in given:
-            if name not in known:
-                raise UsageError(f"{flag(name)} has no effect with --engine vllm{INSTEAD_FOR_VLLM.get(name, '')}")
-        return
     inference, training = names_of(BenchOptions) | {"plot"}, names_of(TrainingBenchOptions)
-    for name in given:
-        if own.train and name in inference - training:
-            raise UsageError(f"{flag(name)} has no effect with --train{INSTEAD_IN_TRAINING.get(name, '')}")
-        if not own.train and name in training - inference:
-            raise UsageError(f"{flag(name)} has no effect without --train")
+    if own.engine == "vllm":
+        heeded = names_of(VllmBenchOptions) | names_of(ModelChoice) | FOR_VLLM
+        given.refuse(given.params.keys() - heeded, "with --engine vllm", INSTEAD_FOR_VLLM)
+    elif own.train:
+        given.refuse(inference - training, "with --train", INSTEAD_IN_TRAINING)
+    else:
+        given.refuse(training - inference, "without --train")
 
 
 def start_bench(module: str, options: GroupOptions, given: GivenOptions, console: Console) -> str:

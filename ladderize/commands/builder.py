@@ -3,7 +3,7 @@
 import difflib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -132,6 +132,12 @@ class GivenOptions:
             if field.name not in more and value is not None:
                 values[field.name] = _field_value(field, value)
         return kind(**values, **more)
+
+    def refuse(self, idle: Collection[str], why: str, instead: Mapping[str, str] | None = None) -> None:
+        """Raise UsageError if one of ``idle`` was given. why: it has no effect; instead: of some, what follows that."""
+        for name in self.names:
+            if name in idle:
+                raise UsageError(f"{flag(name)} has no effect {why}{(instead or {}).get(name, '')}")
 
 
 def names_of(kind: type, prefix: str = "") -> set[str]:

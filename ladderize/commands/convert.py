@@ -8,7 +8,7 @@ from ladderize.checkpoint.quantised import QUANTISE_LAST, quantisation_of
 from ladderize.checkpoint.reading import read_config
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, flag, option
 from ladderize.commands.builder import LAYOUT, MODELS, OUTPUT, GivenOptions, command, names_of
-from ladderize.commands.next_steps import FILE, align_command, command_line, retrain_command, show_next
+from ladderize.commands.shared import FILE, align_command, command_line, retrain_command, show_next
 from ladderize.console import Console, human_bytes
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.convert.retraining import read_retrainings

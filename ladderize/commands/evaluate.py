@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ladderize.choices import AS_JSON, argument, check_options, option
 from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
-from ladderize.commands.options import LOADING, start_server
+from ladderize.commands.shared import LOADING, start_server
 from ladderize.console import Console
 from ladderize.eval.options import EvalOptions
 

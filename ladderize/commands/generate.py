@@ -6,7 +6,7 @@ from typing import Any
 
 from ladderize.choices import AS_JSON, MAX_SEED, argument, flag, option
 from ladderize.commands.builder import ADVANCED, MEMORY, MODELS, OUTPUT, GivenOptions, command
-from ladderize.commands.options import LOADING, compute_options, start_server
+from ladderize.commands.shared import LOADING, compute_options, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.records import Record

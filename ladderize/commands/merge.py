@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, option
 from ladderize.commands.builder import MODELS, OUTPUT, GivenOptions, command
-from ladderize.commands.next_steps import FILE, command_line, show_next
-from ladderize.commands.options import LOADING
+from ladderize.commands.shared import FILE, LOADING, command_line, show_next
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UsageError
 from ladderize.layout import format_ranges

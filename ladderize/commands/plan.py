@@ -7,8 +7,7 @@ from pathlib import Path
 import ladderize
 from ladderize.choices import AS_JSON, DRAW, flag, option
 from ladderize.commands.builder import LAYOUT, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command, names_of
-from ladderize.commands.next_steps import align_command, command_line, retrain_command, show_next
-from ladderize.commands.options import LOADING, compute_options
+from ladderize.commands.shared import LOADING, align_command, command_line, compute_options, retrain_command, show_next
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.regular import resolved
@@ -49,11 +48,10 @@ def plan(given: GivenOptions) -> None:
     own = given.fill(PlanArguments)
     console = Console(own.as_json)
     if own.show_list:
-        if others := [name for name in given.names if name not in ("list", "json")]:
-            raise UsageError(f"{flag(others[0])} has no effect with --list")
-        from ladderize.planning.plans.show import KnownHardware, show_known
+        given.refuse(given.params.keys() - {"list", "json"}, "with --list")
+        from ladderize.planning.plans.show import show_known
 
-        show_known(KnownHardware.read(), console)
+        show_known(console)
         return
     choice = given.fill(PlanModel)
     options = _options(given, own)
@@ -92,12 +90,11 @@ def _options(given: GivenOptions, own: PlanArguments) -> PlanOptions:
 
 def _goal(given: GivenOptions) -> PlanGoal | None:
     """None where no layout is to be chosen."""
-    names = [name for name in given.names if name in names_of(PlanGoal)]
-    if names and not {"sensitivity", "sweep", "max_ppl_increase", "min_speedup"} & set(names):
-        raise UsageError(
-            f"{flag(names[0])} has no effect where no layout is chosen; give --max-ppl-increase or --min-speedup"
-        )
-    return given.fill(PlanGoal) if names else None
+    of_goal = names_of(PlanGoal)
+    if {"sensitivity", "sweep", "max_ppl_increase", "min_speedup"}.isdisjoint(given.names):
+        given.refuse(of_goal, "where no layout is chosen; give --max-ppl-increase or --min-speedup")
+        return None
+    return given.fill(PlanGoal)
 
 
 def _show_next(console: Console, choice: PlanModel, options: PlanOptions, result: PlanResult) -> None:

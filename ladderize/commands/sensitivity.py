@@ -4,13 +4,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ladderize.choices import AS_JSON, DRAW, THREADS, argument, flag, option
+from ladderize.choices import AS_JSON, DRAW, THREADS, argument, option
 from ladderize.commands.builder import DATA, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command, names_of
-from ladderize.commands.next_steps import align_command, command_line, show_next
-from ladderize.commands.options import LOADING, start_on
+from ladderize.commands.shared import LOADING, align_command, command_line, show_next, start_on
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import LADDER, POINTS, SPD, Mode, alignment_words, kind_of
-from ladderize.errors import UsageError
 from ladderize.eval.options import PointOptions, SensitivityOptions
 from ladderize.files.regular import resolved
 from ladderize.layout import DEFAULT_RANKS
@@ -59,7 +57,11 @@ def sensitivity(given: GivenOptions) -> None:
         device = start_on(given.params["device"], own.threads)
         import ladderize.workflows.sensitivity  # noqa: F401  # which takes seconds
 
-    _check_effect(given, own.mode)
+    of_points, of_blocks = names_of(PointOptions), names_of(SensitivityOptions) - {"mode"}
+    if own.mode == POINTS:
+        given.refuse(of_blocks - of_points, f"with --mode {POINTS}")
+    else:
+        given.refuse(of_points - of_blocks, f"without --mode {POINTS}")
     if own.plot is not None:
         from ladderize.figure import check_plot
 
@@ -70,15 +72,6 @@ def sensitivity(given: GivenOptions) -> None:
         _points(own, given.fill(PointOptions, device=device), console)
     else:
         _blocks(own, given.fill(SensitivityOptions, device=device), console)
-
-
-def _check_effect(given: GivenOptions, mode: str) -> None:
-    """Raise UsageError for options that say something of another mode only."""
-    of_points, of_blocks = names_of(PointOptions), names_of(SensitivityOptions) - {"mode"}
-    idle, when = (of_blocks - of_points, "with") if mode == POINTS else (of_points - of_blocks, "without")
-    for name in given.names:
-        if name in idle:
-            raise UsageError(f"{flag(name)} has no effect {when} --mode {POINTS}")
 
 
 def _blocks(own: SensitivityArguments, options: SensitivityOptions, console: Console) -> None:

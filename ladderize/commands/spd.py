@@ -1,10 +1,12 @@
 """``spd``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import ladderize
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, THREADS, argument, flag, option
+from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, THREADS, argument, option
 from ladderize.commands.builder import (
     DATA,
     LAYOUT,
@@ -17,11 +19,12 @@ from ladderize.commands.builder import (
     GivenOptions,
     command,
 )
-from ladderize.commands.next_steps import command_line, retrain_command, scoring_file, show_next
-from ladderize.commands.options import LOADING, start_on
+from ladderize.commands.shared import LOADING, command_line, retrain_command, scoring_file, show_next, start_on
 from ladderize.console import Console
-from ladderize.errors import UsageError
 from ladderize.workflows.spd_options import SpdOptions
+
+if TYPE_CHECKING:
+    from ladderize.workflows.spd import SpdBlock, SpdDocument
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,12 @@ def spd(given: GivenOptions) -> None:
     """Sync-Point Drop in one command: measure sensitivity, drop, regroup heads, repair, and show what each step won."""
     own = given.fill(SpdArguments)
     console = Console(own.as_json)
-    for name in ("epochs", "patience", "lr", "batch_size"):
-        if given.params["repair"] == "align" and name in given.names:
-            raise UsageError(f"{flag(name)} has no effect with --repair align, which trains nothing")
+    if given.params["repair"] == "align":
+        given.refuse(("epochs", "patience", "lr", "batch_size"), "with --repair align, which trains nothing")
     with console.stage(LOADING):
         device = start_on(given.params["device"], own.threads)
         from ladderize.adapt.blockwise.distill import BLOCK_ERROR
         from ladderize.adapt.blockwise.rewrite import perplexity_rows
-        from ladderize.workflows.spd_document import spd_rows
 
     training = given.fill(BlockwiseOptions, distill=given.fill(DistillOptions), device=device)
     options = given.fill(SpdOptions, training=training)
@@ -85,3 +86,29 @@ def spd(given: GivenOptions) -> None:
         ("measure it", command_line("eval", own.model, own.out, "--perplexity", scoring_file([]))),
         ("retrain it", retrain_command(own.out, adapted, own.model, options.training.data, align=False)),
     )
+
+
+def spd_rows(document: "SpdDocument") -> list[dict[str, str]]:
+    """What each block got, for people; steps that no block got have no column."""
+    columns: dict[str, Callable[[SpdBlock], str]] = {
+        "block": lambda row: str(row.block),
+        "S": lambda row: f"{row.sensitivity:+.4f}",
+        "class": lambda row: row.sensitivity_class,
+        "attention sync": lambda row: "dropped" if row.selected else "kept",
+        "head grouping: error": lambda row: (
+            f"{row.grouping.error_before:.2e} to {row.grouping.error_after:.2e}" if row.grouping else ""
+        ),
+        "alignment: error of the MLP's writes": lambda row: (
+            "{error_before:.1%} to {error_after:.1%}".format(**vars(row.alignment.projections[-1]))
+            if row.alignment
+            else ""
+        ),
+        "distillation: block error": lambda row: (
+            f"{row.distillation.share_lost_before:.2%} to {row.distillation.share_lost_after:.2%}"
+            if row.distillation
+            else ""
+        ),
+    }
+    cells = {name: [text(row) for row in document.blocks] for name, text in columns.items()}
+    shown = {name: texts for name, texts in cells.items() if any(texts)}
+    return [{name: texts[number] for name, texts in shown.items()} for number in range(len(document.blocks))]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ladderize.choices import AS_JSON, option
 from ladderize.commands.builder import OUTPUT, GivenOptions, command
-from ladderize.commands.options import LOADING
+from ladderize.commands.shared import LOADING
 from ladderize.console import Console
 
 

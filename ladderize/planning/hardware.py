@@ -82,15 +82,13 @@ class DeviceSpec(Record):
     engine: str  # whose timings the figures were fitted to
     calibrated: bool  # on this device itself, by ``ladderize calibrate``
     source: str
-    launch_us: float = field(
-        default=0.0, metadata=_within(0.0, 1e5)
-    )  # of the host, for each operation that it starts one by one
+    # of the host, for each operation that it starts one by one
+    launch_us: float = field(default=0.0, metadata=_within(0.0, 1e5))
     # how far a product's arithmetic and memory traffic add up: 0, the longer of both (a GPU), to 1, their sum; about a
     # half on a CPU's core
     serial_share: float = field(default=0.0, metadata=_within(0.0, 1.0))
-    thin_share: float = field(
-        default=0.0, metadata=_within(0.0, 1.0)
-    )  # what a product of 2 to 256 rows takes more, of its time
+    # what a product of 2 to 256 rows takes more, of its time
+    thin_share: float = field(default=0.0, metadata=_within(0.0, 1.0))
     # of its NVLink, to all others, in one direction; 0 where it has none, None where it is unknown
     nvlink_gb_s: float | None = field(default=None, metadata=_within(0.0, 1e6))
     uncertain: list[str] = field(default_factory=list)  # fitted figures that are uncertain by more than their size

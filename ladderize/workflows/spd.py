@@ -7,11 +7,11 @@ the other.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -25,27 +25,28 @@ from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds
 from ladderize.adapt.blockwise.layer_files import BlockFolder, StudentBlocks
 from ladderize.adapt.blockwise.measures import HeldoutMeasures, LayerAt, heldout_measures, loaded
-from ladderize.adapt.blockwise.rewrite import CheckpointRun, MethodRecord
+from ladderize.adapt.blockwise.options import DistillSettings
+from ladderize.adapt.blockwise.rewrite import CheckpointRun, MethodRecord, WindowData, measured_note
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console, human_seconds
-from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
+from ladderize.convert.heads import HEAD_MAP, GroupingReport, HeadMap, permute_heads, read_head_map
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.selection import Selection
+from ladderize.convert.selection import SelectedBlock, Selection
 from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import Perplexity
 from ladderize.files.documents import read_json, write_json
+from ladderize.files.records import Record
 from ladderize.layout import Layout, check_split, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 from ladderize.workflows.sensitivity import measure_sensitivity
-from ladderize.workflows.spd_document import SpdBlock, SpdDocument
 from ladderize.workflows.spd_options import SpdOptions
 
 SPD_FILE = "spd.json"
@@ -56,6 +57,41 @@ ADVICE_AFTER = {
     "distillation": "a lower --lr, or more --samples",
 }
 SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
+
+
+@dataclass(frozen=True)
+class SpdBlock(SelectedBlock):
+    """A block of the selection with what it got; None where it got none."""
+
+    grouping: GroupingReport | None
+    distillation: BlockReport | None
+    alignment: LayerReport | None = None
+
+
+@dataclass(frozen=True)
+class SpdDocument(Record):
+    """spd.json: what each block got and why, with the figures of each step; docs/files.md says what the keys mean."""
+
+    FORMER: ClassVar = {"selection": "spd_selection"}
+
+    model: str
+    out: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    selection: Selection
+    perplexity: dict[str, Perplexity]
+    blocks: list[SpdBlock]
+    data: WindowData
+    options: DistillSettings
+    dtype: str
+    divergence: dict[str, float] = field(default_factory=dict)
+    repair: str = "blocks"  # as SpdOptions has it; before there was a choice blocks were distilled
+
+    def card_note(self) -> str:
+        """What was measured, for the model card."""
+        return measured_note(self.perplexity, self.data)
 
 
 def spd(

@@ -85,9 +85,7 @@ def layout_observation(
         workload=workload,
         engine=engine,
         variant=variant,
-        attention_sync=list(layout.attention_sync),
-        mlp_sync=list(layout.mlp_sync),
-        sync_tp_size=layout.sync_tp_size,
+        **layout.to_config(),
     )
 
 

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ladderize.console import SILENT, Console, human_bytes
@@ -10,11 +10,16 @@ from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable, read_document, write_json
 from ladderize.files.work import ABOUT, WorkFolder, work_folder
 from ladderize.layout import OVERLAPPED
-from ladderize.planning.calibration.document import CalibrationDocument, RankTimings
-from ladderize.planning.calibration.fit import FITTED, OF_A_LINK, Residual, figure_kind, fit, frees_device
+from ladderize.planning.calibration.fit import FITTED, OF_A_LINK, FitResult, Residual, figure_kind, fit, frees_device
 from ladderize.planning.calibration.observations import RUNTIME_ENGINES, Observation, Quantity
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
-from ladderize.planning.calibration.timing import CalibrationJob, calibration_jobs, measure_jobs
+from ladderize.planning.calibration.timing import (
+    CalibrationJob,
+    RankTimings,
+    TimedGroup,
+    calibration_jobs,
+    measure_jobs,
+)
 from ladderize.planning.calibration.timings import read_timings
 from ladderize.planning.hardware import DeviceSpec, known_engines, read_device
 from ladderize.planning.passes import THIN_ROWS
@@ -39,6 +44,19 @@ UNEVEN = 0.1  # of a time: as much as groups may differ before it is said
 RATES = "matmul_tflop_s"  # of products; its name has a dtype behind it
 SHARES = {"bandwidth_share", "matmul_share"}  # with both fitted, a device of a data sheet counts as calibrated
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+@dataclass(frozen=True)
+class CalibrationDocument(FitResult):
+    """What ``ladderize calibrate`` writes. ``--hardware`` reads ``device`` of it, ``--link`` reads ``link``, which is
+    None where one rank was timed. options: of a run that timed; timings: of one that read timings which were there."""
+
+    notes: list[str]
+    observations: list[Observation]
+    options: CalibrateOptions | None = None
+    timings: TimingsOptions | None = None
+    groups: list[TimedGroup] = field(default_factory=list)
+    samples_ms: list[list[float]] = field(default_factory=list)
 
 
 class CalibrationFolder(WorkFolder):

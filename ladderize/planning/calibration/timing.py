@@ -10,12 +10,12 @@ import torch
 from ladderize.checkpoint.config import check_config
 from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.planning.calibration.document import RankTimings, TimedGroup
+from ladderize.files.records import Record
 from ladderize.planning.calibration.observations import RUNTIME_ENGINES, Observation, layout_observation
 from ladderize.planning.calibration.options import CalibrateOptions
 from ladderize.planning.passes import Workload
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import environment
+from ladderize.runtime.bench.document import Environment, environment
 from ladderize.runtime.bench.harness import time_rounds
 from ladderize.runtime.bench.inference import TimedGenerator
 from ladderize.runtime.bench.messages import AloneTimes
@@ -35,6 +35,25 @@ MADE_SHAPES = {
 PREFILL_TOKENS = {"cpu": 256, "cuda": 8192}  # of all rows of a batch together
 MOST_PROMPT_TOKENS = 1024
 LAYOUTS = ("dense", "ladder")  # the second tells how much a message in flight slows the compute beside it
+
+
+@dataclass(frozen=True)
+class TimedGroup(Record):
+    """A group of ranks that was timed. weight_bytes: of its smallest model, one rank's part."""
+
+    ranks: int
+    backend: str
+    environment: Environment
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class RankTimings(Record):
+    """What one group has timed. samples_ms: of each observation, every round; empty where the median alone is kept."""
+
+    group: TimedGroup
+    observations: list[Observation]
+    samples_ms: list[list[float]]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Timings that are there already, as observations: bench.json files, and tables of any engine. Imports no torch."""
+"""Timings that are there already, as observations: bench.json files, and tables of any engine."""
 
 import csv
 import io

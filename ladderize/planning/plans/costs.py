@@ -153,7 +153,7 @@ def _paired_stderr(own: Perplexity, base: Perplexity) -> float | None:
 @dataclass(frozen=True)
 class AccuracyCosts:
     """Estimated costs in nats per token: nats [L, 6], inf where an option was not measured and is not offered, and
-    pairs [L - 1, 6, 6], as ``OptionCosts`` has them. dense_nll: of the dense model, on the same windows. aligned: on
+    pairs [L - 1, 6, 6], as ``LayoutSpace`` has them. dense_nll: of the dense model, on the same windows. aligned: on
     what each changed model was aligned before."""
 
     file: str

@@ -13,8 +13,7 @@ from ladderize.errors import LadderizeError
 from ladderize.layout import Layout
 from ladderize.planning.passes import PassParts, Workload, predict_pass
 from ladderize.planning.plans.document import ExactStack
-from ladderize.planning.plans.rows import GIB, PlannedGroup, band_cases, band_of
-from ladderize.planning.plans.rows import ModelToPlan as Model
+from ladderize.planning.plans.rows import ModelToPlan, PlannedGroup, band_cases, band_of
 from ladderize.runtime.bench.rows import END_TO_END, PHASES
 from ladderize.runtime.collectives.links import Interconnect, known_interconnects
 from ladderize.runtime.shards import check_runnable
@@ -26,7 +25,7 @@ MIB = 2**20
 Ms = dict[str, list[float]]  # by phase, and end to end: in each of band_cases, then with more and with less gain
 
 
-def exact_stacks(model: Model, group: PlannedGroup, workload: Workload) -> Iterator[ExactStack]:
+def exact_stacks(model: ModelToPlan, group: PlannedGroup, workload: Workload) -> Iterator[ExactStack]:
     """Those that there are: ``fused`` where vLLM fuses messages of such a size on such a device, ``replicas`` unless
     ``no_replicas`` has a reason. None of one rank."""
     if group.ranks == 1:
@@ -43,7 +42,7 @@ def exact_stacks(model: Model, group: PlannedGroup, workload: Workload) -> Itera
         yield _stack("replicas", model, group, half, workload, replica, dense, runs=2)
 
 
-def no_replicas(model: Model, group: PlannedGroup, workloads: Sequence[Workload]) -> str | None:
+def no_replicas(model: ModelToPlan, group: PlannedGroup, workloads: Sequence[Workload]) -> str | None:
     """Why two replicas of half the ranks cannot be predicted."""
     if group.ranks == 1:
         return None
@@ -87,7 +86,7 @@ def _may_be_nvlink(interconnect: Interconnect | None) -> bool:
 
 
 def _dense_ms(
-    model: Model, group: PlannedGroup, workload: Workload, interconnect: Interconnect | None, *, fused: bool
+    model: ModelToPlan, group: PlannedGroup, workload: Workload, interconnect: Interconnect | None, *, fused: bool
 ) -> Ms:
     """interconnect: whose errors are looked at, so that cases are the same ones for a group and its half."""
     layout = Layout.dense(model.layout.num_layers)
@@ -106,7 +105,7 @@ def _dense_ms(
 
 def _stack(
     name: Literal["fused", "replicas"],
-    model: Model,
+    model: ModelToPlan,
     group: PlannedGroup,
     serving: PlannedGroup,
     workload: Workload,
@@ -119,7 +118,7 @@ def _stack(
     own = workload if serving is group else _half_batch(workload)
     tokens_per_s = [1e3 * workload.batch_size * workload.output_len / whole for whole in ms[END_TO_END]]
     speedups = [a / b for a, b in zip(dense[END_TO_END], ms[END_TO_END], strict=True)]
-    need, memory = serving.memory_need(model, own).total, group.device.memory_gib
+    need = serving.memory_need(model, own).total
     return ExactStack(
         name=name,
         ranks=group.ranks,
@@ -131,5 +130,5 @@ def _stack(
         speedup_end_to_end=speedups[0],
         speedup_end_to_end_interval=band_of(speedups, runs=runs),
         memory_need_bytes=need,
-        fits=None if memory is None else need <= memory * GIB,
+        fits=group.fits(need),
     )

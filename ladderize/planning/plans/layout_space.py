@@ -22,9 +22,8 @@ from ladderize.planning.passes import PointSeconds
 from ladderize.planning.plans.document import FrontPoint, LayoutNll, PlannedLayout
 from ladderize.planning.plans.options import ChoiceTarget, TimedPhase
 
-LAYER_OPTIONS = tuple(
-    (entering, attention) for entering in MLP_MODES for attention in ATTENTION_MODES
-)  # the first is dense
+# the first is dense
+LAYER_OPTIONS = tuple((entering, attention) for entering in MLP_MODES for attention in ATTENTION_MODES)
 # Times and costs are added as whole numbers of the most there can be over this, so that sums that are equal compare as
 # equal: layers are alike, and rounding would make many labels out of one.
 RESOLUTION = 2**40
@@ -81,9 +80,7 @@ class LayoutSpace:
         layout, (seconds, nats) = self.layout(chosen), self.totals(chosen)
         return PlannedLayout(
             layout=str(layout),
-            attention_sync=list(layout.attention_sync),
-            mlp_sync=list(layout.mlp_sync),
-            sync_tp_size=layout.sync_tp_size,
+            **layout.to_config(),
             ms=1000 * float(seconds),
             speedup=float(self.speedups(chosen)),
             estimated_nats=float(nats),

@@ -172,21 +172,24 @@ def band_cases(parts: Parts, device: DeviceSpec, interconnect: Interconnect | No
     The errors are of all compute, of all messages, and of contention. interconnect: None where nothing is sent.
     """
 
-    def changed(change: Mapping[str, Any], one: PassParts) -> PassParts:
-        return dataclasses.replace(one, **{name: how(getattr(one, name)) for name, how in change.items()})
+    def scaled(names: Sequence[str], factor: float) -> Parts:
+        return {
+            phase: dataclasses.replace(one, **{name: factor * getattr(one, name) for name in names})
+            for phase, one in parts.items()
+        }
 
-    def scaled(names: Sequence[str], factor: float) -> dict[str, Any]:
-        return dict.fromkeys(names, lambda value: factor * value)
+    def contending(more: float) -> Parts:
+        return {
+            phase: dataclasses.replace(one, contention=min(0.99, max(0.0, one.contention + more)))
+            for phase, one in parts.items()
+        }
 
-    def shifted(change: float) -> dict[str, Any]:
-        return {"contention": lambda value: min(0.99, max(0.0, value + change))}
-
-    changes: list[dict[str, Any]] = [scaled(COMPUTE_PARTS, 1 + sign * device.relative_error) for sign in (1, -1)]
+    cases = [parts, *(scaled(COMPUTE_PARTS, 1 + sign * device.relative_error) for sign in (1, -1))]
     if interconnect is not None:
-        changes += [scaled(MESSAGE_PARTS, 1 + sign * interconnect.relative_error) for sign in (1, -1)]
+        cases += [scaled(MESSAGE_PARTS, 1 + sign * interconnect.relative_error) for sign in (1, -1)]
         error = CALIBRATED_CONTENTION_ERROR if interconnect.calibrated else OTHER_CONTENTION_ERROR
-        changes += [shifted(sign * error) for sign in (1, -1)]
-    return [parts, *({phase: changed(change, one) for phase, one in parts.items()} for change in changes)]
+        cases += [contending(sign * error) for sign in (1, -1)]
+    return cases
 
 
 def relative_band(values: Sequence[float], *, runs: int = 1) -> float:
@@ -254,12 +257,17 @@ class PlannedGroup:
             prefill_bytes(shape, batch, workload.prompt_len, width),
         )
 
+    def fits(self, need_bytes: int) -> bool | None:
+        """Whether a rank's device has so much memory; None where that is unknown."""
+        memory = self.device.memory_gib
+        return None if memory is None else need_bytes <= memory * GIB
+
 
 def planned_rows(
     model: ModelToPlan, group: PlannedGroup, workload: Workload, variants: Sequence[RowVariant]
 ) -> Iterator[PlannedRow]:
     """Speed-ups are over the first variant, the dense layout."""
-    need, memory = group.memory_need(model, workload), group.device.memory_gib
+    need = group.memory_need(model, workload)
     batch, new = workload.batch_size, workload.output_len
     sizes = {variant.layout.sync_tp_size for variant in variants}
     parts_of = {size: group.parts(model, workload, size) for size in sizes}  # by the number of virtual ranks
@@ -277,9 +285,7 @@ def planned_rows(
             model=variant.name,
             kind=MODEL_ROW if variant.bound is None else BASELINE_ROW,
             layout=str(layout),
-            attention_sync=list(layout.attention_sync),
-            mlp_sync=list(layout.mlp_sync),
-            sync_tp_size=layout.sync_tp_size,
+            **layout.to_config(),
             weights=str(model.folder) if variant.own and model.folder is not None else NO_WEIGHTS,
             dtype=model.dtype,
             checked=False,
@@ -308,7 +314,7 @@ def planned_rows(
             decode_ms_per_token_interval=band_of(ms["decode"]),
             exposed_end_to_end_ms=1e3 * passes["end_to_end"][0].exposed,
             memory_need_bytes=need.total,
-            fits=None if memory is None else need.total <= memory * GIB,
+            fits=group.fits(need.total),
             communication=communication,
             prefill_start_ms=1e3 * communication["prefill"].all_reduces * parts["prefill"].message_start,
         )

@@ -2,13 +2,11 @@
 ``ladderize plan`` knows. Imports no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.checkpoint.config import parameter_count
 from ladderize.console import Console, human_bytes, human_count
 from ladderize.convert.sensitivity_file import alignment_words
-from ladderize.files.records import Record
 from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_devices, known_engines
 from ladderize.planning.passes import FP8
 from ladderize.planning.plans.chosen_files import cost_words, shown_increase
@@ -374,42 +372,31 @@ def _measured_line(one: PlannedLayout) -> dict[str, str]:
 # ---- what is known ----
 
 
-@dataclass(frozen=True)
-class KnownHardware(Record):
-    """All that is known by name. shapes: parameters of each."""
-
-    devices: list[DeviceSpec]
-    links: list[Interconnect]
-    engines: list[EngineFacts]
-    shapes: dict[str, int]
-
-    @classmethod
-    def read(cls) -> "KnownHardware":
-        return cls(
-            list(known_devices().values()),
-            list(known_interconnects().values()),
-            list(known_engines().values()),
-            {name: parameter_count(config) for name, config in known_shapes().items()},
-        )
-
-
-def show_known(known: KnownHardware, console: Console) -> None:
+def show_known(console: Console) -> None:
     """Tables of what --hardware, --link, --engine and --shape take."""
-    console.document(known.to_dict())
-    devices = [
-        _device(device, {dtype: "" for one in known.devices for dtype in one.matmul_tflop_s})
-        for device in known.devices
-    ]
+    known = list(known_devices().values())
+    interconnects, engines = list(known_interconnects().values()), list(known_engines().values())
+    parameters = {name: parameter_count(config) for name, config in known_shapes().items()}
+    console.document(
+        {
+            "devices": [device.to_dict() for device in known],
+            "links": [link.to_dict() for link in interconnects],
+            "engines": [engine.to_dict() for engine in engines],
+            "shapes": parameters,
+        }
+    )
+    no_rates = {dtype: "" for device in known for dtype in device.matmul_tflop_s}
+    devices = [_device(device, no_rates) for device in known]
     console.result("Devices (--hardware): GB/s of memory, TFLOP/s by dtype")
     console.table(devices, right=[key for key in devices[0] if key not in ("name", "engine")])
     console.result("\nLinks (--link): an all-reduce takes latency, and its bytes over GB/s of the bus")
-    links = [line for link in known.links for line in _link(link)]
+    links = [line for link in interconnects for line in _link(link)]
     console.table(links, right=list(links[0])[1:])
     console.result("\nShapes (--shape)")
-    shapes = [{"name": name, "parameters": human_count(count)} for name, count in known.shapes.items()]
+    shapes = [{"name": name, "parameters": human_count(count)} for name, count in parameters.items()]
     console.table(shapes, right=["parameters"])
     console.result("\nEngines (--engine), and where the figures are from")
-    named: list[EngineFacts | DeviceSpec | Interconnect] = [*known.engines, *known.devices, *known.links]
+    named: list[EngineFacts | DeviceSpec | Interconnect] = [*engines, *known, *interconnects]
     for one in named:
         console.prose(f"{one.name}: {one.source}", indent=2)
     console.result("")

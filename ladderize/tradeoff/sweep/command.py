@@ -8,8 +8,7 @@ from pathlib import Path
 import ladderize
 from ladderize.choices import AS_JSON, argument, option
 from ladderize.commands.builder import OUTPUT, PLAIN_OPTIONS, GivenOptions, command
-from ladderize.commands.next_steps import command_line, show_next
-from ladderize.commands.options import LOADING
+from ladderize.commands.shared import LOADING, command_line, show_next
 from ladderize.console import Console
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.environment import is_main_rank, set_by_srun

@@ -1,0 +1,100 @@
+"""What several commands share: where to compute, with checks of it, and the next command to try, with which an output
+ends."""
+
+import os
+import shlex
+from collections.abc import Sequence
+
+from ladderize.choices import BackendName, DeviceName
+from ladderize.console import Console
+from ladderize.errors import UserError
+from ladderize.ranks.environment import WORLD_SIZE
+
+LOADING = "loading torch and transformers"  # the first line of a command that computes
+FILE = "FILE"  # of a next command: stands for what was not named yet
+
+
+# ---- where to compute ----
+
+
+def start_server(ranks: int) -> None:
+    """Before the imports of a command that starts so many processes: what forks them imports the same meanwhile."""
+    if ranks > 1 and not os.environ.get(WORLD_SIZE):
+        from ladderize.ranks.server import start_context
+
+        start_context()
+
+
+def compute_options(device: DeviceName | None, threads: int | None) -> DeviceName:
+    """Check where and how to compute; returns the device."""
+    from ladderize.ranks.device import check_device, default_device
+    from ladderize.ranks.threads import cores
+
+    if device is not None:
+        check_device(device)
+    if threads is not None and threads > len(cores()):
+        raise UserError(f"--threads {threads} is more than the {len(cores())} cores that this process may use")
+    return device or default_device()
+
+
+def runtime_device(device: DeviceName | None, backend: BackendName, threads: int | None, ranks: int) -> DeviceName:
+    """The same for what the runtime's ranks compute."""
+    from ladderize.runtime.collectives.choose import check_backend
+
+    device = compute_options(device, threads)
+    check_backend(backend, ranks, device)
+    return device
+
+
+def start_on(device: DeviceName | None, threads: int | None) -> DeviceName:
+    """Check where to compute, and share the cores out among the processes of this machine; returns the device."""
+    device = compute_options(device, threads)
+    from ladderize.ranks.environment import launched
+    from ladderize.ranks.threads import set_threads
+
+    set_threads(threads, launched().local_size)
+    return device
+
+
+# ---- the next command ----
+
+
+def command_line(*words: object) -> str:
+    """A command line of ``ladderize`` as a shell takes it."""
+    return shlex.join(["ladderize", *map(str, words)])
+
+
+def align_command(converted: str, dense: str, data: str = FILE) -> str:
+    """The command that aligns a converted checkpoint."""
+    aligned = f"{converted.rstrip('/')}-aligned"
+    return command_line("adapt", converted, aligned, "--method", "align", "--distill-from", dense, "--data", data)
+
+
+def retrain_command(converted: str, out: str, dense: str, data: str = FILE, *, align: bool) -> str:
+    """The command that retrains a converted checkpoint as docs/results.md found best for short runs. align: first,
+    which is for checkpoints that were neither aligned nor retrained."""
+    first = ["--align"] if align else []
+    what = ["--distill-from", dense, *first, "--hidden-weight", 1, "--data", data, "--max-tokens", "20M"]
+    return command_line("adapt", converted, out, *what)
+
+
+def show_next(console: Console, *steps: tuple[str, str]) -> None:
+    """steps: what for, and the command."""
+    if not steps:
+        return
+    wide = max(len(purpose) for purpose, _ in steps)
+    console.result("\nnext:")
+    for purpose, line in steps:
+        console.result(f"  {purpose:{wide}}  {line}")
+
+
+def scoring_file(*files: Sequence[str]) -> str:
+    """The first of the files that ``eval --perplexity`` reads, or a word that stands for one."""
+    from ladderize.data import SUFFIXES
+    from ladderize.files.regular import split_name
+
+    for name in (name for names in files for name in names):
+        path, _ = split_name(name)
+        if path.suffix in SUFFIXES and path.is_file():
+            return name
+    return FILE
