@@ -326,7 +326,7 @@ def bench(
     """
     check_device(options.device)
     kept = KeptDocument(out, plot, console, show_bench, plot_bench)
-    document = kept.measured(measure_inference, plan_bench(choice, options, link), options, device=options.device)
+    document = kept.measured(measure_inference, plan_bench(choice, options, link), device=options.device)
     domino = options.schedule != "sequential"
     check_overlaps(document.disproved, f"--schedule {options.schedule}" if domino else "the layout")
     return document

@@ -7,7 +7,7 @@ from typing import Any
 from ladderize.console import Console, human_bytes
 from ladderize.runtime.bench.document import BenchDocument, BenchRow, RuntimeDocument, TimedDocument
 from ladderize.runtime.bench.options import RoundsOptions
-from ladderize.runtime.bench.rows import LEAST_ROUNDS, PHASES, PassCommunication, few_rounds
+from ladderize.runtime.bench.rows import PHASES, PassCommunication, few_rounds
 from ladderize.runtime.schedule import Schedule
 
 LEFT_COLUMNS = ("model", "class", "schedule")
@@ -30,6 +30,8 @@ def show_document(
     console.result("")
     for line in explanations:
         console.prose(line)
+    if any(row.is_random for row in document.rows):
+        console.prose("Weights are random: only the times are meaningful.")
     for warning in warnings:
         console.warn(warning)
 
@@ -147,7 +149,7 @@ def show_bench(document: BenchDocument, console: Console) -> None:
         warnings=runtime_warnings(
             document,
             "models",
-            [(name, row.speedup_interval(phase)) for row, name, phase in cases if _has_interval(row, document)],
+            [(name, row.speedup_interval(phase)) for row, name, phase in cases if document.has_interval(row)],
             [(name, row.communication[phase]) for row, name, phase in cases if row.communication is not None],
         ),
     )
@@ -159,7 +161,7 @@ def _line(row: BenchRow, label: str, phase: str, document: BenchDocument) -> dic
         line["tokens/s"] = f"{row.output_tokens_per_s:.1f}"
     line |= {
         "speed-up": f"{row.speedup(phase):.2f}x",
-        "95 % interval": bounds_text(row.speedup_interval(phase)) if _has_interval(row, document) else "",
+        "95 % interval": bounds_text(row.speedup_interval(phase)) if document.has_interval(row) else "",
         "waited ms": "",
         "hidden ms": "",
         "comm. alone ms": "",
@@ -170,10 +172,6 @@ def _line(row: BenchRow, label: str, phase: str, document: BenchDocument) -> dic
         if row.overlaps(phase):
             line["hidden ms"] = hidden_text(communication)
     return line
-
-
-def _has_interval(row: BenchRow, document: BenchDocument) -> bool:
-    return document.options.repeat >= LEAST_ROUNDS and row.model != document.rows[0].model
 
 
 def _explanations(document: BenchDocument) -> Iterator[str]:
@@ -193,8 +191,6 @@ def _explanations(document: BenchDocument) -> Iterator[str]:
     yield f"All-reduces of the layers in one pass: {counted}."
     if shares:
         yield f"Of the communication, under compute in the traces: {', '.join(shares)}."
-    if any(row.is_random for row in document.rows):
-        yield "Weights are random: only the times are meaningful."
 
 
 def _verdict(document: BenchDocument) -> Iterator[str]:
