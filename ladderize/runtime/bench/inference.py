@@ -32,9 +32,8 @@ from ladderize.runtime.bench.messages import (
 )
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, plan_bench
-from ladderize.runtime.bench.plot import plot_bench
 from ladderize.runtime.bench.reference_check import ReferenceAgreement
-from ladderize.runtime.bench.report import show_bench
+from ladderize.runtime.bench.report import plot_bench, show_bench
 from ladderize.runtime.bench.rows import (
     BASELINE_ROW,
     MODEL_ROW,

@@ -10,8 +10,15 @@ from ladderize.console import Console
 from ladderize.figure import PlotPanel, picture_spec, save_pictures
 from ladderize.runtime.bench.document import TimedDocument
 from ladderize.runtime.bench.harness import TimedVariant
-from ladderize.runtime.bench.plot import bar_panel
-from ladderize.runtime.bench.report import bounds_text, labelled, rounds_text, short_ms, show_document
+from ladderize.runtime.bench.report import (
+    PHASE_TITLES,
+    bar_panel,
+    bounds_text,
+    labelled,
+    rounds_text,
+    short_ms,
+    show_document,
+)
 from ladderize.runtime.bench.rows import PHASES, InferenceRow, few_rounds, inference_figures, quartiles
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.serving.vllm.bench.options import VllmBenchOptions
@@ -121,8 +128,7 @@ def show_vllm_bench(document: VllmBenchDocument, console: Console) -> None:
         heading=f"{document.group_text}; prompt {options.prompt_len}, output {options.output_len},"
         f" {rounds_text(options, complete=document.complete)}",
         tables={
-            title: [_line(row, label, phase, document) for row, label in rows]
-            for title, phase in zip(("Prefill", "Decode, one step"), PHASES, strict=True)
+            title: [_line(row, label, phase, document) for row, label in rows] for phase, title in PHASE_TITLES.items()
         },
         explanations=_explanations(document),
         warnings=list(filter(None, [few_rounds(options.repeat)])),
