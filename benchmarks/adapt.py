@@ -35,6 +35,7 @@ from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
+from ladderize.runtime.bench.messages import synchronize
 
 LAYOUTS = {"ladder": Recipe(ladder="all"), "spd": Recipe(spd="all", sync_tp_size=4)}
 STEPS, LR = 4, 1e-4
@@ -77,7 +78,7 @@ class Ours:
     """`ladderize adapt`, step by step."""
 
     def __init__(
-        self, model: Path, data: Path, work: Path, args: argparse.Namespace, *, rows: int, micro: int, packing: bool
+        self, model: Path, data: Path, work: Path, args: argparse.Namespace, *, rows: int, packing: bool = True
     ) -> None:
         ranks = Ranks(0, 1, torch.device(args.device))
         options = RetrainOptions(
@@ -88,7 +89,7 @@ class Ours:
             packing=packing,
             budget=Budget(steps=10**6),
             batch_size=rows,
-            micro_batch_size=micro,
+            micro_batch_size=rows,
             lr=LR,
             lr_schedule="constant",
             warmup_steps=0,
@@ -135,9 +136,9 @@ class Theirs:
     """transformers' Trainer with its own loop; every round is a `train()` of a few steps that goes on with the
     model."""
 
-    def __init__(self, model: Path, examples, work: Path, args: argparse.Namespace, *, rows: int, micro: int) -> None:
+    def __init__(self, model: Path, examples, work: Path, args: argparse.Namespace, *, rows: int) -> None:
         self.model = ladderize.load(model, dtype="float32").to(args.device).train()
-        self.examples, self.rows, self.micro, self.work, self.args, self.taken = examples, rows, micro, work, args, 0
+        self.examples, self.rows, self.work, self.args, self.taken = examples, rows, work, args, 0
 
     def steps(self, count: int) -> tuple[int, float, float]:
         examples = [self.examples[(self.taken + i) % len(self.examples)] for i in range(count * self.rows)]
@@ -145,11 +146,10 @@ class Theirs:
         settings = TrainingArguments(
             output_dir=str(self.work),
             max_steps=count,
-            per_device_train_batch_size=self.micro,
+            per_device_train_batch_size=self.rows,
             learning_rate=LR,
             weight_decay=0.0,
             lr_scheduler_type="constant",
-            gradient_accumulation_steps=self.rows // self.micro,
             bf16=self.args.dtype == "bfloat16",
             use_cpu=self.args.device == "cpu",
             report_to=[],
@@ -179,11 +179,6 @@ def pad(examples):
     if all(all(row) for row in batch["attention_mask"]):
         del batch["attention_mask"]  # nothing is padded
     return {name: torch.tensor(value) for name, value in batch.items()}
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def read_examples(stream, count: int):
@@ -242,35 +237,15 @@ def main() -> None:
         for layout in args.layouts.split(","):
             model, many = folder / layout, args.rows * 6
             variants = {
-                ("full", "ladderize"): Ours(
-                    model,
-                    folder / "full.npy",
-                    folder / f"{layout}-1",
-                    args,
-                    rows=args.rows,
-                    micro=args.rows,
-                    packing=True,
-                ),
-                ("chat", "ladderize"): Ours(
-                    model,
-                    folder / "chat.jsonl",
-                    folder / f"{layout}-2",
-                    args,
-                    rows=args.rows,
-                    micro=args.rows,
-                    packing=True,
-                ),
+                ("full", "ladderize"): Ours(model, folder / "full.npy", folder / f"{layout}-1", args, rows=args.rows),
+                ("chat", "ladderize"): Ours(model, folder / "chat.jsonl", folder / f"{layout}-2", args, rows=args.rows),
                 ("chat", "unpacked"): Ours(
-                    model, folder / "chat.jsonl", folder / f"{layout}-3", args, rows=many, micro=many, packing=False
+                    model, folder / "chat.jsonl", folder / f"{layout}-3", args, rows=many, packing=False
                 ),
             }
             full, chat = variants["full", "ladderize"], variants["chat", "unpacked"]
-            variants["full", "Trainer"] = Theirs(
-                model, read_examples(full.stream, 256), folder, args, rows=args.rows, micro=args.rows
-            )
-            variants["chat", "Trainer"] = Theirs(
-                model, read_examples(chat.stream, 1024), folder, args, rows=many, micro=many
-            )
+            variants["full", "Trainer"] = Theirs(model, read_examples(full.stream, 256), folder, args, rows=args.rows)
+            variants["chat", "Trainer"] = Theirs(model, read_examples(chat.stream, 1024), folder, args, rows=many)
             differences = {
                 "full": same_loss(full, variants["full", "Trainer"]),
                 "chat": same_loss(variants["chat", "ladderize"], variants["chat", "Trainer"]),

@@ -21,12 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPE = ROOT / "benchmarks" / "shapes" / "200m.json"
 PYTHONS = {"ladderize": ROOT / ".venv" / "bin" / "python", "vllm": ROOT / ".venv-vllm" / "bin" / "python"}
 PHASES = ("prefill", "decode")
-MAKE = """
-import json, sys, torch, transformers
-config = transformers.LlamaConfig(**json.load(open(sys.argv[1])), bos_token_id=1, eos_token_id=None, pad_token_id=0)
-torch.manual_seed(0)
-transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[2])
-"""
+MAKE = "import sys; sys.path.insert(0, sys.argv[1]); from decode_cpu import make_model; make_model('model')"
 # one rank each: a split changes tokens by rounding alone
 TOKENS = {
     "ladderize": """
@@ -97,7 +92,7 @@ def main() -> None:
         raise SystemExit(f"{', '.join(missing)} is missing: make .venv/.installed .venv-vllm/.installed")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        run("ladderize", ["-c", MAKE, str(SHAPE), "model"], work)
+        run("ladderize", ["-c", MAKE, str(SHAPE.parent.parent)], work)
         prompts = [[3 + (7919 * row + 31 * place * (row + 1)) % 8000 for place in range(64)] for row in range(4)]
         made = {engine: tokens(engine, prompts, 32, work) for engine in PYTHONS}
         if made["ladderize"] != made["vllm"]:

@@ -18,13 +18,14 @@ import torch
 
 from ladderize.adapt.align.align import align_checkpoint
 from ladderize.adapt.align.options import AlignOptions
-from ladderize.adapt.blockwise.rewrite import heldout_measures
+from ladderize.adapt.blockwise.measures import heldout_measures
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import GENRE_WEIGHTS
 from ladderize.demo.inputs import MODEL, write_documents
 from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
 
 KINDS = ("stories", "arithmetic", "agreement", "copying")
 LAYOUTS = {"ladder 4:8": "4:8", "ladder all": "all"}
@@ -32,6 +33,7 @@ ALL_BUT_ARITHMETIC = ("stories", "agreement", "copying")
 DATA = {"all kinds": KINDS, "all but arithmetic": ALL_BUT_ARITHMETIC, "agreement": ("agreement",)}
 OWN = "agreement, and 600 texts of the model's own"
 SEQ_LEN, SAMPLES, JUDGED = 128, 256, 100
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def write_kinds(path: Path, kinds: Sequence[str], count: int, *, test: bool) -> Path:
@@ -49,7 +51,7 @@ def divergences(model: Path, heldout: Mapping[str, Path]) -> dict[str, float]:
             "dense": (dense, lambda layer: dense.layer(layer, plain)),
             "model": (own, lambda layer: own.layer(layer, own.layout)),
         }
-        found[kind] = heldout_measures(models, torch.from_numpy(ids)).divergence["model"]
+        found[kind] = heldout_measures(models, torch.from_numpy(ids), ALONE).divergence["model"]
     return found
 
 

@@ -114,7 +114,7 @@ def main() -> None:
                 print(mode, found["chosen"][-1], flush=True)
         modes[mode] = found
     known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    known["environment"] = environment(Ranks(0, 1, torch.device("cpu")))
+    known["environment"] = environment(Ranks(0, 1, torch.device("cpu"))).to_dict()
     known[args.name] = {"model": args.model, "sync_tp_size": args.sync_tp_size, "seq_len": tokens, "modes": modes}
     RESULTS.write_text(json.dumps(known, indent=1) + "\n")
 

@@ -32,6 +32,17 @@ def serve(pipe, prepare, *args) -> None:
     os._exit(0)
 
 
+def make_model(folder: str) -> None:
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        **json.loads(SHAPE.read_text()), bos_token_id=1, eos_token_id=None, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
 def in_group(rank: int, store: str) -> None:
     import torch
     import torch.distributed as dist
@@ -138,11 +149,7 @@ def main() -> None:
 
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        config = transformers.LlamaConfig(
-            **json.loads(SHAPE.read_text()), bos_token_id=1, eos_token_id=None, pad_token_id=0
-        )
-        torch.manual_seed(0)
-        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        make_model(folder)
         contestants = {
             "ladderize TP2 shm": [(runtime, folder, r, f"{folder}/a", "shm") for r in range(2)],
             "ladderize TP2 gloo": [(runtime, folder, r, f"{folder}/b", "gloo") for r in range(2)],

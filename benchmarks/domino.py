@@ -21,6 +21,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -244,11 +245,6 @@ def prefill(rounds: int, quick: bool) -> dict[str, Any]:
     return found
 
 
-def median(values: list[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="ddp,bound,grid,prefill")
@@ -259,15 +255,9 @@ def main() -> None:
     record: dict[str, Any] = {"schema_version": 1, "torch": torch.__version__, "shape": SHAPE.name}
     if args.out.is_file():  # parts that were measured before stay
         record = {**json.loads(args.out.read_text()), **record}
+    parts = {"ddp": ddp, "bound": bound, "grid": grid, "prefill": prefill}
     for part in args.only.split(","):
-        if part == "ddp":
-            record[part] = ddp(args.repeat, args.quick)
-        elif part == "bound":
-            record[part] = bound(args.repeat, args.quick)
-        elif part == "grid":
-            record[part] = grid(args.repeat, args.quick)
-        else:
-            record[part] = prefill(args.repeat, args.quick)
+        record[part] = parts[part](args.repeat, args.quick)
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -22,29 +22,16 @@ import transformers
 from ladderize.convert.remote_code import modeling_ladderized_llama as modeling
 from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 from ladderize.layout import Layout
+from ladderize.runtime.bench.messages import synchronize
 
+FIGURES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SHAPES = {
-    "small": {
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-    },
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+    name: dict(zip(FIGURES, values, strict=True))
+    for name, values in {
+        "small": (512, 1408, 4, 8, 8),
+        "1b": (2048, 8192, 16, 32, 8),
+        "8b": (4096, 14336, 32, 32, 8),
+    }.items()
 }
 
 
@@ -85,15 +72,8 @@ def check(shape: str, device: str, dtype: torch.dtype) -> dict[str, float]:
     errors = {}
     for name, layout in layouts(2).items():
         model, weights = build(shape, layout, 2, device, dtype)
-        reference, _ = build(
-            shape,
-            layout,
-            2,
-            device,
-            torch.float32,
-            {k: w.float() for k, w in weights.items()},
-            attn_implementation="eager",
-        )
+        exact_weights = {name: weight.float() for name, weight in weights.items()}
+        reference, _ = build(shape, layout, 2, device, torch.float32, exact_weights, attn_implementation="eager")
         for module in reference.modules():
             if isinstance(module, torch.nn.Linear):
                 module.register_forward_hook(lambda *_: None)  # hooked modules are called whole, once for each rank
@@ -105,20 +85,15 @@ def check(shape: str, device: str, dtype: torch.dtype) -> dict[str, float]:
     return errors
 
 
-def synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
 def timed(model, ids, repeat: int, device: str) -> float:
     """Milliseconds of one forward pass without a cache; of a single token it reads every weight once, as decoding
     does."""
-    synchronize(device)
+    synchronize(torch.device(device))
     start = time.perf_counter()
     for _ in range(repeat):
         with torch.inference_mode():
             model(ids, use_cache=False)
-    synchronize(device)
+    synchronize(torch.device(device))
     return (time.perf_counter() - start) / repeat * 1e3
 
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from decode_cpu import SHAPE, in_group
+from decode_cpu import in_group, make_model
 
 PROMPT, STEPS = 128, 16
 NAMES = {"rms_norm": "norms", "gated": "silu * up", "rotate": "rope, KV cache", "attend": "attention"}
@@ -88,13 +88,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     import torch
-    import transformers
 
     table: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        config = transformers.LlamaConfig(**json.loads(SHAPE.read_text()), bos_token_id=1, eos_token_id=None)
-        torch.manual_seed(0)
-        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        make_model(folder)
         for batch in (1, 8):
             arguments = f"{folder}/store{batch}", folder, batch, args.rounds, f"{folder}/medians"
             torch.multiprocessing.spawn(profiled, arguments, nprocs=2)

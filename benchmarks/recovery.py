@@ -201,9 +201,10 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     """KL(dense || model) in nats per token and perplexity, in float32."""
     import torch
 
-    from ladderize.adapt.blockwise.rewrite import heldout_measures
+    from ladderize.adapt.blockwise.measures import heldout_measures
     from ladderize.blocks import Blocks, open_checkpoint, read_windows
     from ladderize.layout import Layout
+    from ladderize.ranks.group import Ranks
 
     dense, own = (
         Blocks(open_checkpoint(str(path)), torch.float32, torch.device("cpu")) for path in (bench.model, model)
@@ -216,6 +217,7 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
             "model": (own, lambda layer: own.layer(layer, own.layout)),
         },
         torch.from_numpy(ids),
+        Ranks(0, 1, torch.device("cpu")),
     )
     return {
         "kl": measured.divergence["model"],

@@ -25,8 +25,8 @@ from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.head_grouping import group_heads
 from ladderize.adapt.blockwise.layer_files import BlockFolder, StudentBlocks
+from ladderize.adapt.blockwise.measures import loaded
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-from ladderize.adapt.blockwise.rewrite import loaded
 from ladderize.adapt.blockwise.windows import training_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console

@@ -9,8 +9,8 @@ window after window) and ``head.safetensors`` (``weight`` [vocabulary, hidden] a
 
 import os
 import shutil
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -95,12 +95,10 @@ class StatesWriter:
         self.starts = [0, *accumulate(window_tokens)]
         header = encode_header([("states", stored_dtype_name(dtype), (self.starts[-1], hidden_size))])
         self.offset, self.row_bytes = len(header), hidden_size * dtype.itemsize
-        try:
+        with self._kept():
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             self._write(header, 0)
             os.ftruncate(self.descriptor, self.offset + self.starts[-1] * self.row_bytes)
-        except OSError as error:
-            raise self._refusal(error) from error
 
     def write(self, window: int, states: "Tensor") -> None:
         """Keep the states [scored tokens, hidden] of a window."""
@@ -110,10 +108,8 @@ class StatesWriter:
         if tuple(states.shape) != (count, self.hidden_size) or states.dtype != self.dtype:
             raise ValueError(f"window {window} was declared as {self.dtype} {[count, self.hidden_size]}")
         raw = states.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        try:
+        with self._kept():
             self._write(raw, self.offset + self.starts[window] * self.row_bytes)
-        except OSError as error:
-            raise self._refusal(error) from error
 
     def _write(self, raw: "bytes | memoryview", offset: int) -> None:
         left = memoryview(raw)
@@ -121,8 +117,13 @@ class StatesWriter:
             count = os.pwrite(self.descriptor, left, offset)
             left, offset = left[count:], offset + count
 
-    def _refusal(self, error: OSError) -> UserError:
-        return UserError(f"{self.path}: the predictions cannot be kept ({sentence(error)}); name another folder")
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            message = f"{self.path}: the predictions cannot be kept ({sentence(error)}); name another folder"
+            raise UserError(message) from error
 
     def __enter__(self) -> "StatesWriter":
         return self
@@ -132,9 +133,8 @@ class StatesWriter:
     ) -> None:
         try:
             if kind is None:
-                os.fsync(self.descriptor)
-        except OSError as failed:
-            raise self._refusal(failed) from failed
+                with self._kept():
+                    os.fsync(self.descriptor)
         finally:
             os.close(self.descriptor)
 
@@ -150,34 +150,30 @@ def write_about(folder: Path, about: KeptPredictions) -> None:
     write_json(folder / KEPT_ABOUT, about.to_dict())
 
 
-class PredictionsReader:
+class PredictionsReader(TensorReader):
     """Reads a folder of predictions; a context. Raises UserError for files that do not fit each other."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.about = folder, read_about(folder)
-        self.starts = [0, *accumulate(self.about.window_tokens)]
-        about = self.about
+        super().__init__(folder)
+        self.about = about = read_about(folder)
+        self.starts = [0, *accumulate(about.window_tokens)]
         self._states = self._tensor(KEPT_STATES, "states", (self.starts[-1], about.hidden_size))
         self._weight = self._tensor(KEPT_HEAD, "weight", (about.vocab_size, about.hidden_size))
-        self._has_bias = "bias" in read_header(folder, KEPT_HEAD)
-        self._bias = self._tensor(KEPT_HEAD, "bias", (about.vocab_size,)) if self._has_bias else None
-        self._stack = ExitStack()
-        self._reader = self._stack.enter_context(TensorReader(folder))
+        has_bias = "bias" in read_header(folder, KEPT_HEAD)
+        self._bias = self._tensor(KEPT_HEAD, "bias", (about.vocab_size,)) if has_bias else None
 
-    def states(self, window: int, device: "torch.device | str" = "cpu") -> "Tensor":
+    def states(self, window: int, device: "torch.device") -> "Tensor":
         """The states [scored tokens, hidden] of a window."""
         start, stop = self.starts[window], self.starts[window + 1]
-        return self._reader.read(self._states, dim=0, start=start, stop=stop, device=device)
+        return self.read(self._states, dim=0, start=start, stop=stop, device=device)
 
-    def head(
-        self, device: "torch.device | str" = "cpu", *, start: int = 0, stop: int | None = None
-    ) -> "tuple[Tensor, Tensor | None]":
+    def head(self, device: "torch.device", start: int, stop: int) -> "tuple[Tensor, Tensor | None]":
         """Weight [rows, hidden] and bias [rows] of the output layer, for the ids from ``start`` to ``stop``."""
-        span = {"dim": 0, "start": start, "stop": self.about.vocab_size if stop is None else stop}
-        weight = self._reader.read(self._weight, device=device, **span)  # type: ignore[arg-type]
-        if self._bias is None:
-            return weight, None
-        return weight, self._reader.read(self._bias, device=device, **span)  # type: ignore[arg-type]
+
+        def rows(info: TensorInfo) -> "Tensor":
+            return self.read(info, dim=0, start=start, stop=stop, device=device)
+
+        return rows(self._weight), None if self._bias is None else rows(self._bias)
 
     def _tensor(self, file: str, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = read_header(self.folder, file).get(name)
@@ -186,14 +182,6 @@ class PredictionsReader:
                 f"{self.folder / file} does not fit {self.folder / KEPT_ABOUT}; evaluate the reference again"
             )
         return info
-
-    def __enter__(self) -> "PredictionsReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
 
 def read_about(folder: Path) -> KeptPredictions:

@@ -21,6 +21,7 @@ from ladderize.cli import main
 from ladderize.console import printable
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.families.registry import family_of
+from ladderize.files.records import Record
 from ladderize.layout import Layout, parse_ranges
 from ladderize.modeling import ladderized_class
 from ladderize.runtime.decode import Sampling, sample
@@ -202,6 +203,12 @@ def training_command(name: str, place: Path, out: Path) -> list[object]:
         "blocks": [*taught, "blocks", "--epochs", 1],
         "spd": [*spd, "--epochs", 1],
     }[name]
+
+
+def assert_there_and_back(kind: type[Record], document: dict[str, object]) -> None:
+    """A document is read as ``kind``, and written as it was."""
+    rest = {key: value for key, value in document.items() if key not in ("schema_version", "ladderize_version")}
+    assert kind.from_dict(document, "a document").to_dict() == rest
 
 
 class Outcome(NamedTuple):

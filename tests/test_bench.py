@@ -31,8 +31,17 @@ from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.step import Step
 from tests.groups import report_and_die, report_once
-from tests.helpers import FAMILIES, ROOT, invoke, listing, make_model, one_sentence, save_llama
-from tests.warm import PATIENCE
+from tests.helpers import (
+    FAMILIES,
+    ROOT,
+    SHAPE,
+    assert_there_and_back,
+    invoke,
+    listing,
+    make_model,
+    one_sentence,
+    save_llama,
+)
 
 QUICK = ["--prompt-len", "8", "--output-len", "4", "--repeat", "2", "--warmup", "1", "--threads", "1"]
 EMULATED = "--emulate-tp 2 --link 1,1"
@@ -48,13 +57,8 @@ def timed(*arguments, text=""):
     outcome = bench(*arguments, "--json", text=text)
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
-    assert_there_and_back(document)
+    assert_there_and_back(BenchDocument, document)
     return document
-
-
-def assert_there_and_back(document):
-    rest = {key: value for key, value in document.items() if key not in ("schema_version", "ladderize_version")}
-    assert BenchDocument.from_dict(document, "bench.json").to_dict() == rest
 
 
 # ---- whole runs ----
@@ -93,15 +97,18 @@ def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatc
 
 
 def test_two_real_ranks_on_checkpoints(tmp_path):
-    for name, layout in (("ladder", "--ladder all"), ("both", "--ladder all --spd all --sync-tp-size 4")):
-        assert invoke("convert", MODEL, tmp_path / name, "--no-verify", *layout.split()).code == 0
-    out, models = tmp_path / "bench.json", [MODEL, tmp_path / "ladder", tmp_path / "both"]
+    models = [tmp_path / name for name in ("dense", "ladder", "both")]
+    seed = int(torch.randint(1 << 30, ()))
+    save_llama(models[0], dtype=torch.bfloat16, seed=seed, max_position_embeddings=24)
+    for out, layout in zip(models[1:], ("--ladder all", "--ladder all --spd all --sync-tp-size 4"), strict=True):
+        assert invoke("convert", models[0], out, "--no-verify", *layout.split()).code == 0
+    out = tmp_path / "bench.json"
     text = "--tp-size 2 --batch-size 1,2 --baselines parallel,no-comm"
     outcome = bench(*models, "--out", out, "--plot", tmp_path / "picture", text=text)
     assert outcome.code == 0, outcome.stderr
     assert "both" in outcome.stdout
     document = json.loads(out.read_text())
-    assert_there_and_back(document)
+    assert_there_and_back(BenchDocument, document)
     assert document["emulated"] is False
     assert document["backend"].startswith("shm")
     assert set(document["checks"]) == set(map(str, models))
@@ -109,7 +116,7 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
     rows = document["rows"]
     assert [row["batch_size"] for row in rows] == [1] * 5 + [2] * 5
     assert [row["kind"] == "model" for row in rows[:5]] == [True, False, True, True, False]
-    layers, hidden = 8, 128
+    layers, hidden = SHAPE["num_hidden_layers"], SHAPE["hidden_size"]
     for row, reduces in zip(rows[:5], (2 * layers, None, 2 * layers, layers, layers), strict=True):
         assert row["speedup_decode"] > 0
         assert len(row["samples_ms"]["prefill"]) == 2
@@ -162,8 +169,9 @@ def test_a_domino_prefill_is_checked_and_counted(checked_model, batch):
     assert own["communication"]["prefill"]["hideable_ms"] > 0
 
 
-def test_domino_on_two_real_ranks(checked_model):
-    outcome = bench(checked_model, text="--tp-size 2 --schedule domino --repeat 1")
+def test_domino_on_two_real_ranks(tmp_path):
+    make_model("mixed", max_position_embeddings=24).save_pretrained(tmp_path / "m")
+    outcome = bench(tmp_path / "m", text="--tp-size 2 --schedule domino --repeat 1")
     assert outcome.code == 0, outcome.stderr
     assert "prefill by domino (2 chunks)" in outcome.stdout
     assert "Reference check of m: passed" in outcome.stdout
@@ -416,7 +424,7 @@ def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch
     assert outcome.code == 1
     assert outcome.stderr.splitlines()[-1] == "Error: the disk is full"
     document = json.loads((tmp_path / "bench.json").read_text())
-    assert_there_and_back(document)
+    assert_there_and_back(BenchDocument, document)
     assert document == seen[0]
     assert document["complete"] is False
     assert [(row["model"], row["batch_size"]) for row in document["rows"]] == [("dense", 1), ("ladder", 1)]
@@ -434,7 +442,7 @@ def test_what_a_rank_reports_is_heard_before_it_dies():
     assert heard[2:] == ["alone"]
 
 
-def test_first_words_come_before_torch(tmp_path):
+def test_first_words_come_before_torch():
     """What argv alone decides is said without seconds of imports, and other runs begin with a line."""
     script = (
         "import sys\nfrom ladderize.cli import main\nimport ladderize.console as c\n"
@@ -445,8 +453,11 @@ def test_first_words_come_before_torch(tmp_path):
 
     def first(*arguments):
         command = [sys.executable, "-c", script, "bench", *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE, check=False)
-        return done.stdout.splitlines()[0]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(command, **pipes, text=True, cwd=ROOT) as process:
+            line = process.stdout.readline()
+            process.kill()  # the rest takes seconds
+        return line.rstrip()
 
     assert first(MODEL, "--batch-size", "1,x").startswith("False Error: --batch-size '1,x'")
     assert first(MODEL, "--layout", "dense").startswith("False Error: --layout goes with --random-weights")

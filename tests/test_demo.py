@@ -4,7 +4,6 @@ import random
 import subprocess
 import sys
 import venv
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from tests.helpers import ROOT, invoke
 def test_the_corpus_is_deterministic():
     assert list(documents(20, test=False, seed=4)) == list(documents(20, test=False, seed=4))
     assert list(documents(20, test=False, seed=4)) != list(documents(20, test=False, seed=5))
-    assert next(iter(documents(1, test=False, seed=0))) == next(iter(documents(1, test=False, seed=0)))
 
 
 @pytest.mark.parametrize("genre", GENRES)
@@ -43,7 +41,7 @@ def test_answers_are_right_and_among_the_choices(genre):
 
 def test_too_many_items_are_refused_not_waited_for():
     with pytest.raises(ValueError, match="different items"):
-        list(islice(items("arithmetic", 5000, test=True), 5000))
+        list(items("arithmetic", 400, test=True))
 
 
 def test_bundled_model_is_small():
@@ -60,18 +58,8 @@ def test_the_quick_demo_of_the_wheel(tmp_path):
     venv.create(tmp_path / "venv", with_pip=False)
     binaries = tmp_path / "venv" / "bin"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        binaries / "python",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        wheel,
-    ]
+    pip = [sys.executable, "-m", "pip", "--python", binaries / "python"]
+    install = [*pip, "install", "-q", "--no-deps", "--no-index", wheel]
     subprocess.run(install, check=True, capture_output=True, env=environment)
     # Plain path lines come after the venv's own folder, and no .pth in the borrowed folders is processed, so that an
     # editable install of ladderize there stays out of sight.
@@ -90,12 +78,7 @@ def test_the_quick_demo_of_the_wheel(tmp_path):
     assert demo.returncode == 0, demo.stderr
     document = json.loads(demo.stdout)
     points = {point["name"]: point for point in document["sweep"]["points"]}
-    assert list(points) == [
-        "dense",
-        "ladder-all",
-        "ladder-all, full 20k tokens",
-        "spd-all",
-    ]
+    assert list(points) == ["dense", "ladder-all", "ladder-all, full 20k tokens", "spd-all"]
     folder = tmp_path / "demo"
     results = [json.loads((folder / "sweep" / point["results"]).read_text()) for point in points.values()]
     models = [result["models"][0]["ladderize"] for result in results]
@@ -129,23 +112,17 @@ def test_the_demo_takes_no_other_folder(tmp_path):
 
 
 def test_an_earlier_demo_goes_on_with_what_it_has(tmp_path):
-    """What is there is kept, also where a killed run left a part of it; the sweep.yaml is that of this run."""
+    """What is there is kept, also where a killed run left a part of it; the sweep.yaml is that of this run. Two
+    processes run each of its layouts, so that nobody meets one first that is slower for a reason of this machine."""
     (tmp_path / "sweep.yaml").write_text("# ladderize demo\n")
     (tmp_path / ".dense.unfinished").mkdir()
     for quick in (True, False):
-        yaml = write_inputs(demo_folder(tmp_path), quick=quick)
-        assert read_sweep(yaml).model == str(tmp_path / "dense")
+        spec = read_sweep(write_inputs(demo_folder(tmp_path), quick=quick))
+        assert spec.model == str(tmp_path / "dense")
+        assert {layout.sync_tp_size for layout in spec.layouts} <= {None, 2}
+        assert [(choice.options.tp_size, choice.options.emulate_tp) for choice in spec.bench] == [(1, 2), (2, None)]
         if quick:
             (tmp_path / "dense" / "mine").touch()
     assert (tmp_path / "dense" / "mine").exists()
-    assert len(read_sweep(yaml).layouts) == 4
+    assert len(spec.layouts) == 4
     assert not list(tmp_path.glob(".*"))
-
-
-def test_the_demo_times_layouts_that_two_processes_run(tmp_path, monkeypatch):
-    """So that nobody meets a layout first that is slower for a reason of this machine."""
-    monkeypatch.chdir(tmp_path)
-    for quick in (True, False):
-        spec = read_sweep(write_inputs(demo_folder(tmp_path), quick=quick))
-        assert {layout.sync_tp_size for layout in spec.layouts} <= {None, 2}
-        assert [(choice.options.tp_size, choice.options.emulate_tp) for choice in spec.bench] == [(1, 2), (2, None)]

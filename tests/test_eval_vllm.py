@@ -13,7 +13,7 @@ from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvaluatedModel
 from ladderize.serving.vllm import environment
-from ladderize.serving.vllm.eval_model import check_vllm
+from ladderize.serving.vllm.environment import check_vllm
 from tests.helpers import ROOT, fresh_rng, invoke, one_sentence
 
 TASK = ("--tasks", "demo_copying", "--include-path", TASKS)

@@ -45,9 +45,11 @@ def logits_of(model: Path, windows: list[np.ndarray], dtype: torch.dtype) -> lis
         return [loaded(input_ids=torch.from_numpy(w)[None]).logits[0, :-1].float().log_softmax(-1) for w in windows]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 5e-2)])
-@pytest.mark.parametrize("tokens_at_once", [1, 5, 1000])
-def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, dtype, tolerance, tokens_at_once):
+@pytest.mark.parametrize(
+    ("tokens_at_once", "dtype", "tolerance"),
+    [(1, torch.float32, 2e-4), (5, torch.float32, 2e-4), (1000, torch.float32, 2e-4), (5, torch.bfloat16, 5e-2)],
+)
+def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, tokens_at_once, dtype, tolerance):
     monkeypatch.setattr(scoring, "COMPARED_AT_ONCE", tokens_at_once * SHAPE["vocab_size"])
     ids = np.load(tmp_path / "ids.npy")
     windows = [ids[start : start + SEQ_LEN] for start in range(0, len(ids), SEQ_LEN)]

@@ -45,16 +45,17 @@ def _is_demo(folder: Path) -> bool:
         return False
 
 
-def write_inputs(folder: Path, *, quick: bool) -> Path:
-    """Put the sweep.yaml into the folder, and beside it what it names where that is not there yet; returns its path.
+def as_typed(path: Path) -> str:
+    """A path as a user types it: relative to the current folder where it lies below that."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
-    Its paths are relative to the current folder where that is possible, as a user would write them.
-    """
+
+def write_inputs(folder: Path, *, quick: bool) -> Path:
+    """Put the sweep.yaml into the folder, and beside it what it names where that is not there yet; returns its path."""
     template = (HERE / ("quick.yaml" if quick else DEMO_YAML)).read_text(encoding="utf-8")
     named = {name: folder / file for name, file in _FILES.items()}
-    here = Path.cwd()
-    shown = {name: path.relative_to(here) if path.is_relative_to(here) else path for name, path in named.items()}
-    places = {name: json.dumps(str(path)) for name, path in shown.items()}
+    places = {name: json.dumps(as_typed(path)) for name, path in named.items()}
     yaml = folder / DEMO_YAML
     with replacement(yaml) as file:  # first: what a killed demo leaves is then known as a demo's
         file.write(Template(template).substitute(places, tasks=json.dumps(str(TASKS))))

@@ -1,13 +1,13 @@
 """``ladderize demo``: a sweep of the bundled model, from conversion to accuracy and speed, and the report about it."""
 
-import shlex
 import webbrowser
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ladderize.console import Console
-from ladderize.demo.inputs import MEASURED, demo_folder, write_inputs
+from ladderize.demo.inputs import MEASURED, as_typed, demo_folder, write_inputs
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.runtime.bench.document import BenchDocument
@@ -30,7 +30,7 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
     folder = demo_folder(out)
     yaml = write_inputs(folder, quick=quick)
     root, page = folder / MEASURED, folder / REPORT
-    console.note(f"$ ladderize sweep {_typed(yaml)}")
+    console.note(f"$ ladderize sweep {quote(as_typed(yaml))}")
     document = sweep(yaml, console=console)
     _link_models(document, folder)
     for name in document.benches:
@@ -40,7 +40,7 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
     rows = sweep_rows(document, root)
     console.result("")
     console.table(rows, right=[key for key in rows[0] if key not in TEXT_COLUMNS])
-    console.note(f"$ ladderize report {_typed(root)} --out {_typed(page)}")
+    console.note(f"$ ladderize report {quote(as_typed(root))} --out {quote(as_typed(page))}")
     summary = report([root], page, console=console)
     console.result("")
     console.prose(summary.headline)
@@ -61,12 +61,6 @@ def _named(bench: BenchDocument, document: SweepDocument) -> BenchDocument:
     names = {point.timed: point.name.partition(",")[0] for point in reversed(document.points)}
     rows = [replace(row, model=names.get(row.model, row.model)) for row in bench.rows]
     return replace(bench, rows=rows, checks={names.get(model, model): check for model, check in bench.checks.items()})
-
-
-def _typed(path: Path) -> str:
-    """A path as a user types it: relative to the current folder where it lies below that."""
-    here = Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def _link_models(document: SweepDocument, folder: Path) -> None:

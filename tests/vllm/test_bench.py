@@ -109,7 +109,7 @@ def test_a_replica_has_its_own_group_and_buffers_while_it_runs():
     from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators import flashinfer_all_reduce
 
-    from ladderize.serving.vllm.bench.replicas import GROUP, MADE_LATER, ReplicaGroup
+    from ladderize.serving.vllm.bench.groups import GROUP, MADE_LATER, ReplicaGroup
 
     held = {name: value for name, value in vars(flashinfer_all_reduce).items() if name.startswith("_fi_ar_")}
     of_one = {name for name, value in held.items() if value is None or value is False}  # others: by group, a lock

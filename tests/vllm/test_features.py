@@ -1,4 +1,5 @@
-"""What vLLM does beside plain reading and decoding: in pieces, from its cache, with drafts, with adapters.
+"""What vLLM does beside plain reading and decoding: in pieces, from its cache, with drafts, with adapters, in stages,
+with what it compiled before.
 
 Every answer is compared with transformers, which does nothing of this.
 """
@@ -10,6 +11,8 @@ from peft import LoraConfig, get_peft_model
 from tests.helpers import randomise
 from tests.vllm.jobs import Generate
 from tests.vllm.models import check, make, random_prompts
+
+SMALLER = {"num_hidden_layers": 2, "intermediate_size": 160}  # a shape of its own: its cache is empty at first
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(1, "spd and ladder"), (2, "mixed"), (2, "spd 4")])
@@ -91,3 +94,31 @@ def test_adapters(engines, tmp_path, ranks, name):
     adapted.set_adapter("second")
     with pytest.raises(AssertionError):  # the adapters matter
         check(adapted, prompts[:1], {"completions": result["completions"][:1]})
+
+
+# compiled: an eager engine of vLLM on a CPU never makes the tensors in which a second stage receives
+@pytest.mark.parametrize("name", ["ladder all", "ladder upper half", "spd 2", "spd and ladder"])
+def test_two_stages(engines, tmp_path, name):
+    """Pipeline parallelism: the second process gets what the first one still waits for."""
+    model = make(name, tmp_path)
+    prompts = random_prompts(3, 40, 70)
+    (result,) = engines(2).run(tmp_path, Generate(prompts), pipeline_parallel_size=2)
+    check(model, prompts, result)
+
+
+def test_layouts_have_compiled_models_of_their_own(engines, tmp_path):
+    """One after the other in one folder, as converted anew, with the same cache: models of one shape that differ in
+    their layout must not be taken for each other. The first layout again, with other weights, finds its own there."""
+    group = engines(1)
+    compiled = []
+    for name in ("spd 2", "ladder all", "spd 2"):
+        model = make(name, tmp_path, **SMALLER)
+        prompts = random_prompts(3, 40)
+        (result,) = group.run(tmp_path, Generate(prompts))
+        check(model, prompts, result)
+        compiled.append(
+            {path.name for path in (group.folder / "cache").glob("torch_compile_cache/torch_aot_compile/*")}
+        )
+    first, second, again = compiled
+    assert first < second
+    assert again == second

@@ -14,7 +14,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.ranks.threads import cores
 from ladderize.runtime.bench.options import BenchOptions, GroupOptions, RoundsOptions
 from ladderize.runtime.bench.reference_check import ReferenceAgreement
-from ladderize.runtime.bench.rows import PhaseCommunication, SpeedRow, VariantRow
+from ladderize.runtime.bench.rows import LEAST_ROUNDS, PhaseCommunication, SpeedRow, VariantRow
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.schedule import ScheduleName
@@ -100,6 +100,11 @@ class TimedDocument(Record):
     backend: str
     environment: Environment
     rows: Sequence[VariantRow]
+
+    def has_interval(self, row: VariantRow) -> bool:
+        """Whether the rounds say how far a row is off the first of its batch size; that one is not off itself."""
+        first = next(one for one in self.rows if one.batch_size == row.batch_size)
+        return self.options.repeat >= LEAST_ROUNDS and row is not first
 
 
 @dataclass(frozen=True)

@@ -125,14 +125,18 @@ class TimedVariant:
 
 _Variant = TypeVar("_Variant", bound=TimedVariant)
 _Document = TypeVar("_Document", bound=TimedDocument)
+_Options = TypeVar("_Options", bound=RoundsOptions)
 
 
-class Bench(ABC, Generic[_Variant, _Document]):
-    """One rank's part of a benchmark."""
+class Bench(ABC, Generic[_Variant, _Document, _Options]):
+    """One rank's part of a benchmark. backend: what carries all-reduces; emulated: they are delays."""
 
-    def __init__(self, group: Ranks, options: RoundsOptions, console: Console, settings: tuple[str, ...] = ()) -> None:
+    backend: str
+    emulated: bool
+
+    def __init__(self, group: Ranks, options: _Options, console: Console, settings: tuple[str, ...] = ()) -> None:
         """settings: see ``environment``."""
-        self.group, self.rounds, self.console = group, options, console
+        self.group, self.options, self.console = group, options, console
         self.environment = environment(group, settings=settings)
 
     @abstractmethod
@@ -149,6 +153,17 @@ class Bench(ABC, Generic[_Variant, _Document]):
     @abstractmethod
     def document(self, rows: list[Any], *, complete: bool) -> _Document: ...
 
+    def document_figures(self, rows: list[Any], *, complete: bool) -> dict[str, Any]:
+        """The fields of a ``TimedDocument``."""
+        return {
+            "complete": complete,
+            "emulated": self.emulated,
+            "options": self.options,
+            "backend": self.backend,
+            "environment": self.environment,
+            "rows": rows,
+        }
+
     def timed_of(self, variants: list[_Variant]) -> list[Timed]:
         """What is timed in each round."""
         return [variant.timed for variant in variants]
@@ -159,19 +174,19 @@ class Bench(ABC, Generic[_Variant, _Document]):
     def measure(self) -> _Document:
         """Time everything; reports the document as often as there is more of it. All ranks call it."""
         rows: list[Any] = []
-        for batch in self.rounds.batch_sizes:
+        for batch in self.options.batch_sizes:
             variants = self.open(batch)
-            time_rounds(self.group, self.timed_of(variants), self.rounds, self.console, f"timing, batch {batch}")
+            time_rounds(self.group, self.timed_of(variants), self.options, self.console, f"timing, batch {batch}")
             self.after_timing(variants)
             done = len(rows)
             rows[done:] = self.rows(variants, batch)
             self.group.report(self.document(rows, complete=False))
-            if self.rounds.profile is not None:
-                with self.console.stage(f"profiling, traces in {self.rounds.profile}"):
+            if self.options.profile is not None:
+                with self.console.stage(f"profiling, traces in {self.options.profile}"):
                     for number, variant in enumerate(variants):
                         self.group.barrier()
                         name = f"{number}-{variant.stem}-batch{batch}-rank{self.group.rank}.json"
-                        variant.overlap = self.trace(variant, self.rounds.profile / name)
+                        variant.overlap = self.trace(variant, self.options.profile / name)
                 rows[done:] = self.rows(variants, batch)
                 self.group.report(self.document(rows, complete=False))
         return self.document(rows, complete=True)
@@ -212,12 +227,13 @@ class RuntimeVariant(TimedVariant):
 _RuntimeVariant = TypeVar("_RuntimeVariant", bound=RuntimeVariant)
 
 
-class RuntimeBench(Bench[_RuntimeVariant, _Document], Generic[_RuntimeVariant, _Document, Asked]):
+class RuntimeBench(Bench[_RuntimeVariant, _Document, Asked]):
     """A benchmark of models whose messages go through ``collectives``, and of the same models in ``silence``."""
 
     def __init__(self, group: Ranks, plan: BenchPlan[Asked], console: Console) -> None:
         super().__init__(group, plan.options, console)
-        self.plan, self.options, link = plan, plan.options, plan.link
+        self.plan, link = plan, plan.link
+        self.emulated = link is not None
         if self.options.emulate_tp is not None:
             assert link is not None
             self.collectives = emulate(self.options.emulate_tp, link, group.device)
@@ -253,17 +269,12 @@ class RuntimeBench(Bench[_RuntimeVariant, _Document], Generic[_RuntimeVariant, _
         return dataclasses.replace(overlap, proven=overlap.under_compute_ms > MIN_OVERLAP * overlap.in_flight_ms)
 
     def document_figures(self, rows: list[Any], *, complete: bool) -> dict[str, Any]:
-        """The fields of a ``RuntimeDocument``, and its options and rows."""
+        """The fields of a ``RuntimeDocument``."""
         return {
-            "complete": complete,
-            "emulated": self.options.emulate_tp is not None,
-            "options": self.options,
+            **super().document_figures(rows, complete=complete),
             "link": self.plan.link,
             "message_bytes_outside_link_range": self.alone.sizes_outside_range(),
-            "backend": self.backend,
-            "environment": self.environment,
             "alone_ms": self.alone.milliseconds(),
-            "rows": rows,
         }
 
     def measure(self) -> _Document:
@@ -317,7 +328,6 @@ class KeptDocument(Generic[_Document]):
         self,
         measure: Callable[[Ranks, Any, Console], Any],
         plan: Any,
-        options: RoundsOptions,
         *,
         device: str,
         start: Callable[..., Any] = run,
@@ -327,6 +337,7 @@ class KeptDocument(Generic[_Document]):
 
         start: starts the ranks, as ``run`` does.
         """
+        options: RoundsOptions = plan.options
         if (options.tp_size > 1 or of_engine) and not already_started():
             self.console.note(f"starting {options.tp_size} rank{'s' * (options.tp_size > 1)}{of_engine}")
         ranks = {"tp_size": options.tp_size, "device": device, "threads": options.threads}

@@ -32,9 +32,8 @@ from ladderize.runtime.bench.messages import (
 )
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, plan_bench
-from ladderize.runtime.bench.plot import plot_bench
 from ladderize.runtime.bench.reference_check import ReferenceAgreement
-from ladderize.runtime.bench.report import show_bench
+from ladderize.runtime.bench.report import plot_bench, show_bench
 from ladderize.runtime.bench.rows import (
     BASELINE_ROW,
     MODEL_ROW,
@@ -326,7 +325,7 @@ def bench(
     """
     check_device(options.device)
     kept = KeptDocument(out, plot, console, show_bench, plot_bench)
-    document = kept.measured(measure_inference, plan_bench(choice, options, link), options, device=options.device)
+    document = kept.measured(measure_inference, plan_bench(choice, options, link), device=options.device)
     domino = options.schedule != "sequential"
     check_overlaps(document.disproved, f"--schedule {options.schedule}" if domino else "the layout")
     return document

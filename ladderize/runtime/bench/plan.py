@@ -132,6 +132,13 @@ def chosen_models(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]
 # ---- memory ----
 
 
+def weights_key(spec: ModelSpec, shape: Shape) -> tuple[object, ...]:
+    """Equal for models that share their weights, as in ``WeightCache``: the same tensors, cut into the same pieces."""
+    apart = tuple(virtual_ranks(spec.layout, layer, shape.tp_size) for layer in range(shape.layers))
+    files = None if spec.folder is None else files_identity(read_checkpoint(spec.folder))
+    return files, shape, apart, spec.dtype
+
+
 def memory_need(specs: Iterable[ModelSpec], options: BenchOptions, device: torch.device) -> MemoryNeed:
     """Of the largest batch. Weights that layouts share are counted once; what is not known is left out."""
     weights: dict[object, int] = {}
@@ -140,9 +147,7 @@ def memory_need(specs: Iterable[ModelSpec], options: BenchOptions, device: torch
     for spec in specs:
         shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0, replicate_vocab=options.replicate_vocab)
         width = spec.torch_dtype.itemsize
-        apart = tuple(virtual_ranks(spec.layout, layer, options.ranks) for layer in range(shape.layers))
-        files = files_identity(read_checkpoint(spec.folder)) if spec.folder is not None else None
-        weights[files, apart, spec.dtype] = weight_bytes(shape, width, packed=device.type == "cpu")  # as WeightCache's
+        weights[weights_key(spec, shape)] = weight_bytes(shape, width, packed=device.type == "cpu")
         stored = 4 if device.type == "cpu" else width  # see KVCache
         cache = max(cache, cache_bytes(shape, batch, columns, stored))
         prefill = max(prefill, prefill_bytes(shape, batch, options.prompt_len, width))

@@ -1,16 +1,19 @@
-"""bench.json for a person: tables, and what to know when reading them. The first half serves all benchmarks."""
+"""bench.json for a person: tables, what to know when reading them, a picture. The first half serves all benchmarks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ladderize.console import Console, human_bytes
+from ladderize.figure import PlotPanel, Spec, make_spec, nominal, picture_spec, quantitative, rule, save_pictures
 from ladderize.runtime.bench.document import BenchDocument, BenchRow, RuntimeDocument, TimedDocument
 from ladderize.runtime.bench.options import RoundsOptions
-from ladderize.runtime.bench.rows import LEAST_ROUNDS, PHASES, PassCommunication, few_rounds
+from ladderize.runtime.bench.rows import PHASES, PassCommunication, few_rounds, quartiles
 from ladderize.runtime.schedule import Schedule
 
 LEFT_COLUMNS = ("model", "class", "schedule")
+PHASE_TITLES = {"prefill": "Prefill", "decode": "Decode, one step"}  # of the tables of inference, by phase
+BAR_HEIGHT = 26  # pixels, with the space between bars
 
 
 def show_document(
@@ -30,6 +33,8 @@ def show_document(
     console.result("")
     for line in explanations:
         console.prose(line)
+    if any(row.is_random for row in document.rows):
+        console.prose("Weights are random: only the times are meaningful.")
     for warning in warnings:
         console.warn(warning)
 
@@ -126,7 +131,48 @@ def runtime_warnings(
         )
 
 
+def bar_panel(title: str, bars: Sequence[dict[str, Any]], colours: dict[str, str]) -> PlotPanel:
+    """Stacked bars with error bars. Each has ``row``, its name; ``parts``: (part, start, stop); ``spread``, and maybe
+    ``lower``, which is drawn below it: (median, low, high); ``text`` behind its end. colours: of the parts."""
+    y: Spec = {"field": "row", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 300}}
+    stop = max((end for bar in bars for end in (*bar["spread"], bar["parts"][-1][2])), default=1.0)
+    x = quantitative("ms", "ms", scale={"domain": [0, 1.25 * stop], "nice": False})  # with room for the text
+    parts = [
+        {"row": bar["row"], "part": part, "ms": start, "stop": end}
+        for bar in bars
+        for part, start, end in bar["parts"]
+        if end > start
+    ]
+    layers: list[Spec] = [
+        {
+            "data": {"values": parts},
+            "mark": {"type": "bar", "height": {"band": 0.74}},
+            "encoding": {"y": y, "x": x, "x2": {"field": "stop"}, "color": nominal("part", colours, colours=True)},
+        }
+    ]
+    for key, offset in (("lower", 6), ("spread", 0)):
+        spreads = [
+            {"row": bar["row"], "ms": median, "low": low, "high": high, "text": bar["text"], "end": max(median, high)}
+            for bar in bars
+            if key in bar
+            for median, low, high in [bar[key]]
+        ]
+        place: Spec = {"data": {"values": spreads}}
+        error = rule({"y": y, "x": {**x, "field": "low"}, "x2": {"field": "high"}}, color="var(--ink)", yOffset=offset)
+        tick = {"type": "tick", "color": "var(--ink)", "thickness": 1.5, "height": 8, "yOffset": offset}
+        layers += [{**place, **error}, {**place, "mark": tick, "encoding": {"y": y, "x": x}}]
+    text = {"y": y, "x": {**x, "field": "end"}, "text": {"field": "text"}}
+    layers.append({**place, "mark": {"type": "text", "align": "left", "dx": 6}, "encoding": text})
+    return PlotPanel(make_spec(title, BAR_HEIGHT * max(1, len(bars)), [], layers), picture_title=title)
+
+
 # ---- inference ----
+
+PART_COLOURS = {
+    "compute": "compute",
+    "communication hidden under compute": "hidden",
+    "communication waited for": "waited",
+}
 
 
 def show_bench(document: BenchDocument, console: Console) -> None:
@@ -136,18 +182,19 @@ def show_bench(document: BenchDocument, console: Console) -> None:
     options, rows = document.options, labelled(document.rows)
     schedule = f", prefill by {schedule_text(options.prefill_schedule)}" if options.schedule != "sequential" else ""
     cases = [(row, f"{label} (batch {row.batch_size}, {phase})", phase) for row, label in rows for phase in PHASES]
-    titles = zip(("Prefill", "Decode, one step"), PHASES, strict=True)
     show_document(
         document,
         console,
         heading=f"{group_text(document)}; prompt {options.prompt_len}, output {options.output_len}{schedule},"
         f" {rounds_text(options, complete=document.complete)}",
-        tables={title: [_line(row, label, phase, document) for row, label in rows] for title, phase in titles},
+        tables={
+            title: [_line(row, label, phase, document) for row, label in rows] for phase, title in PHASE_TITLES.items()
+        },
         explanations=(*_explanations(document), *_verdict(document)),
         warnings=runtime_warnings(
             document,
             "models",
-            [(name, row.speedup_interval(phase)) for row, name, phase in cases if _has_interval(row, document)],
+            [(name, row.speedup_interval(phase)) for row, name, phase in cases if document.has_interval(row)],
             [(name, row.communication[phase]) for row, name, phase in cases if row.communication is not None],
         ),
     )
@@ -159,7 +206,7 @@ def _line(row: BenchRow, label: str, phase: str, document: BenchDocument) -> dic
         line["tokens/s"] = f"{row.output_tokens_per_s:.1f}"
     line |= {
         "speed-up": f"{row.speedup(phase):.2f}x",
-        "95 % interval": bounds_text(row.speedup_interval(phase)) if _has_interval(row, document) else "",
+        "95 % interval": bounds_text(row.speedup_interval(phase)) if document.has_interval(row) else "",
         "waited ms": "",
         "hidden ms": "",
         "comm. alone ms": "",
@@ -170,10 +217,6 @@ def _line(row: BenchRow, label: str, phase: str, document: BenchDocument) -> dic
         if row.overlaps(phase):
             line["hidden ms"] = hidden_text(communication)
     return line
-
-
-def _has_interval(row: BenchRow, document: BenchDocument) -> bool:
-    return document.options.repeat >= LEAST_ROUNDS and row.model != document.rows[0].model
 
 
 def _explanations(document: BenchDocument) -> Iterator[str]:
@@ -193,8 +236,6 @@ def _explanations(document: BenchDocument) -> Iterator[str]:
     yield f"All-reduces of the layers in one pass: {counted}."
     if shares:
         yield f"Of the communication, under compute in the traces: {', '.join(shares)}."
-    if any(row.is_random for row in document.rows):
-        yield "Weights are random: only the times are meaningful."
 
 
 def _verdict(document: BenchDocument) -> Iterator[str]:
@@ -213,3 +254,33 @@ def _verdict(document: BenchDocument) -> Iterator[str]:
         )
     if unchecked := sorted({row.model for row in document.rows if row.is_model and not (row.is_random or row.checked)}):
         yield f"Not checked against a reference: {', '.join(unchecked)}."
+
+
+def plot_bench(document: BenchDocument, stem: Path) -> list[Path]:
+    """Write ``stem``.png and ``stem``.svg; returns their paths."""
+    rows = [row for row in document.rows if row.communication is not None]  # no-comm is the compute of the first
+    ordered = sorted(labelled(rows), key=lambda one: one[0].batch_size)
+    panels = []
+    for phase, title in zip(PHASES, ("Prefill", "Decode, per step"), strict=True):
+        bars = [_bar(row, phase, label) for row, label in ordered]
+        panels.append(bar_panel(f"{title}; lines: medians and quartiles (below: of compute)", bars, PART_COLOURS))
+    about = f"{group_text(document)}; medians of {document.options.repeat} interleaved rounds"
+    return save_pictures(picture_spec(panels, title=about, columns=2, width=420), stem)
+
+
+def _bar(row: BenchRow, phase: str, label: str) -> dict[str, Any]:
+    """Compute, of which communication hides under the last part, then what is waited for, each with its spread."""
+    assert row.communication is not None
+    assert row.no_communication_samples_ms is not None
+    total, communication = row.total_ms(phase), row.communication[phase]
+    compute = communication.no_communication_ms
+    # where noise makes the whole shorter than its compute, no more than all communication is hidden
+    hidden = max(0.0, min(communication.hidden_ms, communication.alone_ms)) if row.overlaps(phase) else 0.0
+    ends = (0.0, compute - hidden, compute, max(total, compute))
+    return {
+        "row": f"{label}, batch {row.batch_size}",
+        "parts": list(zip(PART_COLOURS, ends, ends[1:], strict=False)),
+        "spread": (total, *quartiles(row.samples_ms[phase])),
+        "lower": (compute, *quartiles(row.no_communication_samples_ms[phase])),
+        "text": f"{total:.3g} ms",
+    }

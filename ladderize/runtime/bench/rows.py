@@ -148,10 +148,7 @@ def inference_figures(seconds: Seconds, first: Seconds, decode_steps: int, batch
     series = [rounds[phase] for rounds in (first, seconds) for phase in PHASES]
     medians, drawn = [statistics.median(one) for one in series], _drawn_medians(*series)
     reference, own = times(*medians[:2]), times(*medians[2:])
-    before, after = (
-        times(*drawn[:2]),
-        times(*drawn[2:]),
-    )  # in each resample
+    before, after = times(*drawn[:2]), times(*drawn[2:])  # in each resample
     return {
         "prefill_ms": 1e3 * own["prefill"],
         "decode_ms_per_token": 1e3 * own["decode"],

@@ -162,7 +162,7 @@ class KeptReference:
         start, stop = (min(end, layer.vocab_size) for end in (layer.start, layer.start + layer.tokens))
         nbytes = (stop - start) * kept.about.hidden_size * (4 if kept.about.dtype == "F32" else 2)
         check_room(nbytes, device, "the reference's output layer", "use a device with more memory")
-        weight, bias = kept.head(device, start=start, stop=stop)
+        weight, bias = kept.head(device, start, stop)
         padding = layer.tokens - (stop - start)
         weight, bias = F.pad(weight, (0, 0, 0, padding)), None if bias is None else F.pad(bias, (0, padding))
         self.kept, self.device = kept, device
@@ -198,7 +198,9 @@ class WindowScorer(ExitStack):
             if keep is not None:
                 self.writer = stack.enter_context(StatesWriter(keep, window_tokens, hidden_size, dtype))
             if reference is not None:
-                self.reference = KeptReference(stack.enter_context(PredictionsReader(reference)), layer, device)
+                kept = PredictionsReader(reference)
+                stack.enter_context(kept)
+                self.reference = KeptReference(kept, layer, device)
             self.push(stack.pop_all())
 
     def add(self, window: int, states: Tensor, targets: Tensor) -> None:

@@ -57,21 +57,24 @@ def installed_version() -> str | None:
     return None
 
 
-def version_problem(found: str | None) -> str | None:
-    """Why ladderize cannot run in vLLM ``found``, in one sentence, or None."""
+def version_problem() -> str | None:
+    """Why ladderize cannot run in the vLLM that is installed, in one sentence, or None."""
+    found = installed_version()
     if found is None:
         return 'vLLM is not installed; pip install "ladderize[vllm]"'
     if found == TESTED or found.startswith(f"{TESTED}."):
         return None
+    major, minor = TESTED.split(".")
     return (
         f"ladderize's layers were tested in vLLM {TESTED}, and this is vLLM {found};"
-        f' pip install "vllm>={TESTED},<{_next(TESTED)}", or a ladderize that knows this one'
+        f' pip install "vllm>={TESTED},<{major}.{int(minor) + 1}", or a ladderize that knows this one'
     )
 
 
-def _next(release: str) -> str:
-    major, minor = release.split(".")
-    return f"{major}.{int(minor) + 1}"
+def check_vllm() -> None:
+    """Raise UserError unless a vLLM that was tested is installed."""
+    if problem := version_problem():
+        raise UserError(problem)
 
 
 # ---- variables ----

@@ -18,18 +18,11 @@ from ladderize.runtime.requests.continuous import Prompt
 from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores
 from ladderize.runtime.shards import check_runnable
 from ladderize.serving.vllm.engine import VLLMEngine, start_engine
-from ladderize.serving.vllm.environment import installed_version, version_problem
+from ladderize.serving.vllm.environment import check_vllm, installed_version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import RequestOutput
-
-
-def check_vllm() -> None:
-    """Raise UserError unless a vLLM that was tested is installed."""
-    problem = version_problem(installed_version())
-    if problem is not None:
-        raise UserError(problem)
 
 
 def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VLLMModel":

@@ -14,15 +14,9 @@ def register_plugin() -> None:
 
     from ladderize.families.registry import SUPPORTED
     from ladderize.modeling import ladderized_class
-    from ladderize.serving.vllm.environment import (
-        STOCK_ALIASES,
-        architecture,
-        installed_version,
-        stock,
-        version_problem,
-    )
+    from ladderize.serving.vllm.environment import STOCK_ALIASES, architecture, stock, version_problem
 
-    problem = version_problem(installed_version())
+    problem = version_problem()
     for family in SUPPORTED:
         own = ladderized_class(family, "Config")
         known = own if problem is None else _refusing(own, problem)

@@ -224,7 +224,6 @@ def bench_training(
     """
     check_device(options.device)
     kept = KeptDocument(out, None, console, show_training_bench)
-    plan = plan_training_bench(choice, options, link)
-    document = kept.measured(measure_training, plan, options, device=options.device)
+    document = kept.measured(measure_training, plan_training_bench(choice, options, link), device=options.device)
     check_overlaps(document.disproved, "the schedule")
     return document

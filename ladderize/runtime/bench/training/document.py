@@ -18,7 +18,7 @@ from ladderize.runtime.bench.report import (
     show_document,
     waited_text,
 )
-from ladderize.runtime.bench.rows import LEAST_ROUNDS, PassCommunication, VariantRow
+from ladderize.runtime.bench.rows import PassCommunication, VariantRow
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.runtime.bench.training.check import GradientAgreement
 from ladderize.runtime.bench.training.steps import STEP_PASSES
@@ -82,15 +82,13 @@ class TrainingBenchDocument(RuntimeDocument):
 
 def show_training_bench(document: TrainingBenchDocument, console: Console) -> None:
     """Print the result of ``ladderize bench --train``."""
-    if not document.rows:
-        return
     options, rows = document.options, labelled(document.rows)
     schedules = [f"{schedule_text(schedule)}; " for schedule in options.timed_schedules if schedule.is_domino]
     names = [(row, f"{label}, {row.schedule.name}") for row, label in rows]
     show_document(
         document,
         console,
-        heading=f"{group_text(document)}; {document.rows[0].seq_len} tokens in each row; {''.join(schedules)}"
+        heading=f"{group_text(document)}; {options.seq_len} tokens in each row; {''.join(schedules)}"
         f"{rounds_text(options, complete=document.complete)}",
         tables={
             "Training step": [_step_line(row, label, document) for row, label in rows],
@@ -103,7 +101,7 @@ def show_training_bench(document: TrainingBenchDocument, console: Console) -> No
             [
                 (f"{name} ({row.batch_size} rows)", row.speedup_interval)
                 for row, name in names
-                if _has_interval(row, document)
+                if document.has_interval(row)
             ],
             [(f"{name} ({part})", row.communication[part]) for row, name in names for part in STEP_PASSES],
         ),
@@ -116,7 +114,7 @@ def _step_line(row: TrainingBenchRow, label: str, document: TrainingBenchDocumen
         "ms": short_ms(row.step_ms),
         "tokens/s": f"{row.tokens_per_s:.0f}",
         "speed-up": f"{row.speedup:.2f}x",
-        "95 % interval": bounds_text(row.speedup_interval) if _has_interval(row, document) else "",
+        "95 % interval": bounds_text(row.speedup_interval) if document.has_interval(row) else "",
         "of no-comm": f"{row.bound_share:.2f}",
         "peak memory": "" if row.peak_memory_bytes is None else human_bytes(row.peak_memory_bytes),
     }
@@ -136,11 +134,6 @@ def _passes_line(row: TrainingBenchRow, label: str, document: TrainingBenchDocum
 
 def _variant_columns(row: TrainingBenchRow, label: str) -> dict[str, str]:
     return {"model": label, "schedule": row.schedule.name, "rows": str(row.batch_size)}
-
-
-def _has_interval(row: TrainingBenchRow, document: TrainingBenchDocument) -> bool:
-    first = next(one for one in document.rows if one.batch_size == row.batch_size)
-    return document.options.repeat >= LEAST_ROUNDS and row is not first
 
 
 def _explanations(document: TrainingBenchDocument) -> Iterator[str]:
@@ -168,5 +161,3 @@ def _explanations(document: TrainingBenchDocument) -> Iterator[str]:
         )
     if not document.checked:
         yield "Not checked: whether the schedules give the same gradients."
-    if any(row.is_random for row in document.rows):
-        yield "Weights are random: only the times are meaningful."

@@ -19,10 +19,11 @@ from ladderize.runtime.bench.cost_model import weight_bytes
 from ladderize.runtime.bench.harness import Timed
 from ladderize.runtime.bench.messages import expected_messages, read_sums, sent_sums, synchronize
 from ladderize.runtime.bench.options import TrainingBenchOptions
+from ladderize.runtime.bench.plan import weights_key
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.loader import CheckpointSource, RandomSource, Source, files_identity
+from ladderize.runtime.loader import CheckpointSource, RandomSource, Source
 from ladderize.runtime.schedule import Schedule
-from ladderize.runtime.shards import Shape, virtual_ranks
+from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.model import TPTraining
@@ -136,7 +137,7 @@ def step_opener(group: Ranks, ranks: int) -> OpenStep:
 
     def open_step(spec: ModelSpec, schedule: Schedule, collectives: Collectives, batch: Batch) -> ModelStep:
         shape = Shape.from_config(spec.config, tp_size=ranks, rank=group.rank)
-        key = weights_key(spec, shape)
+        key = trained_key(spec, shape)
         if key not in loaded:
             loaded[key] = _load(spec, shape, group.device)
         return ModelStep(spec, loaded[key], schedule, collectives, batch, group)
@@ -144,13 +145,11 @@ def step_opener(group: Ranks, ranks: int) -> OpenStep:
     return open_step
 
 
-def weights_key(spec: ModelSpec, shape: Shape) -> tuple[object, ...]:
-    """Equal for models that share their weights: the same tensors, cut into the same pieces."""
-    apart = tuple(virtual_ranks(spec.layout, layer, shape.tp_size) for layer in range(shape.layers))
+def trained_key(spec: ModelSpec, shape: Shape) -> tuple[object, ...]:
+    """Equal for models that share their weights and how their gradients are summed."""
     # where a sum is dropped, ranks know only parts of the gradient of its bias
     dropped = spec.layout.attention_sync if shape.decoder.o_bias else ()
-    files = None if spec.folder is None else files_identity(read_checkpoint(spec.folder))
-    return files, shape, apart, dropped, spec.dtype
+    return *weights_key(spec, shape), dropped
 
 
 def _load(spec: ModelSpec, shape: Shape, device: torch.device) -> TrainedWeights:
@@ -173,12 +172,12 @@ def training_bytes(specs: Iterable[ModelSpec], options: TrainingBenchOptions) ->
     work = 0
     for spec in specs:
         shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0)
-        weights[weights_key(spec, shape)] = weight_bytes(shape, 4, packed=False)
+        own = weights[trained_key(spec, shape)] = weight_bytes(shape, 4, packed=False)
         width = spec.torch_dtype.itemsize
         converted = weight_bytes(shape, width, packed=False) if width < 4 else 0
         heads = (shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim
         # of a layer: both streams and what their norms give; q, k and v in fp32; what the MLP's products read and give
         token = shape.layers * (width * (4 * shape.hidden + 4 * shape.own_inner) + 4 * heads)
         token += (4 + width) * shape.own_vocab
-        work = max(work, weight_bytes(shape, 4, packed=False) + converted + tokens * token)
+        work = max(work, own + converted + tokens * token)
     return sum(weights.values()), work

@@ -17,7 +17,7 @@ from ladderize.serving.vllm.bench.document import VllmBenchDocument, plot_vllm_b
 from ladderize.serving.vllm.bench.options import VllmBenchOptions, check_vllm_usage
 from ladderize.serving.vllm.bench.processes import run_ranks
 from ladderize.serving.vllm.bench.served import VllmPlan, served_models
-from ladderize.serving.vllm.environment import installed_version, version_problem
+from ladderize.serving.vllm.environment import check_vllm
 
 
 def bench_vllm(
@@ -34,8 +34,7 @@ def bench_vllm(
     size. plot: draws ``plot``.png and ``plot``.svg. Raises UsageError or UserError for what cannot be measured.
     """
     check_vllm_usage(choice, options)
-    if problem := version_problem(installed_version()):
-        raise UserError(problem)
+    check_vllm()
     device = default_device()
     check_group_size(options.tp_size, device)
     kept = KeptDocument(out, plot, console, show_vllm_bench, plot_vllm_bench)
@@ -48,7 +47,7 @@ def bench_vllm(
     with temporary_folder("vllm") as work:
         plan = VllmPlan(served_models(specs, options, work), options)
         start = functools.partial(run_ranks, work=work)
-        return kept.measured(_measure, plan, options, device=device, start=start, of_engine=" of vLLM")
+        return kept.measured(_measure, plan, device=device, start=start, of_engine=" of vLLM")
 
 
 def _measure(ranks: Ranks, plan: VllmPlan, console: Console) -> tuple[VllmBenchDocument, Any]:

@@ -10,9 +10,16 @@ from ladderize.console import Console
 from ladderize.figure import PlotPanel, picture_spec, save_pictures
 from ladderize.runtime.bench.document import TimedDocument
 from ladderize.runtime.bench.harness import TimedVariant
-from ladderize.runtime.bench.plot import bar_panel
-from ladderize.runtime.bench.report import bounds_text, labelled, rounds_text, short_ms, show_document
-from ladderize.runtime.bench.rows import LEAST_ROUNDS, PHASES, InferenceRow, few_rounds, inference_figures, quartiles
+from ladderize.runtime.bench.report import (
+    PHASE_TITLES,
+    bar_panel,
+    bounds_text,
+    labelled,
+    rounds_text,
+    short_ms,
+    show_document,
+)
+from ladderize.runtime.bench.rows import PHASES, InferenceRow, few_rounds, inference_figures, quartiles
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.serving.vllm.bench.options import VllmBenchOptions
 
@@ -114,8 +121,6 @@ class VllmBenchDocument(TimedDocument):
 
 def show_vllm_bench(document: VllmBenchDocument, console: Console) -> None:
     """Print the result of ``ladderize bench --engine vllm``."""
-    if not document.rows:
-        return
     options, rows = document.options, labelled(document.rows)
     show_document(
         document,
@@ -123,8 +128,7 @@ def show_vllm_bench(document: VllmBenchDocument, console: Console) -> None:
         heading=f"{document.group_text}; prompt {options.prompt_len}, output {options.output_len},"
         f" {rounds_text(options, complete=document.complete)}",
         tables={
-            title: [_line(row, label, phase, document) for row, label in rows]
-            for title, phase in zip(("Prefill", "Decode, one step"), PHASES, strict=True)
+            title: [_line(row, label, phase, document) for row, label in rows] for phase, title in PHASE_TITLES.items()
         },
         explanations=_explanations(document),
         warnings=list(filter(None, [few_rounds(options.repeat)])),
@@ -140,8 +144,7 @@ def _line(row: VllmBenchRow, label: str, phase: str, document: VllmBenchDocument
     }
     if phase == "decode":
         line["tokens/s"] = f"{row.output_tokens_per_s:.1f}"
-    has_spread = row.model != document.rows[0].model and document.options.repeat >= LEAST_ROUNDS
-    spread = bounds_text(row.ratio_quartiles(phase), digits=3) if has_spread else ""
+    spread = bounds_text(row.ratio_quartiles(phase), digits=3) if document.has_interval(row) else ""
     return line | {"of first": f"{row.ratio(phase):.3f}x", "quartiles": spread}
 
 
@@ -166,8 +169,6 @@ def _explanations(document: VllmBenchDocument) -> Iterator[str]:
         )
     if any(row.tp_size < document.options.tp_size for row in document.rows):
         yield "2 replicas: on half of the ranks each, at the same time, each with half of the batch."
-    if any(row.is_random for row in document.rows):
-        yield "Weights are random: only the times are meaningful."
 
 
 BAR_COLOURS = {"reference": "waited", "others": "compute"}

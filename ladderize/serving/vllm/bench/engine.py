@@ -1,7 +1,6 @@
 """One rank's part of the benchmark: vLLM's engines of all rows in one process, timed in turn."""
 
 import contextlib
-import hashlib
 import os
 import time
 from contextlib import AbstractContextManager
@@ -16,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.ranks.group import Ranks, host_id
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.cost_model import cache_bytes, weight_bytes
 from ladderize.runtime.bench.harness import Bench, Timed
 from ladderize.runtime.bench.inference import TRACED_STEPS, random_prompts
@@ -34,16 +33,14 @@ from ladderize.serving.vllm.bench.document import (
     VllmBenchRow,
     vllm_rows,
 )
+from ladderize.serving.vllm.bench.groups import ReplicaGroup, identify
 from ladderize.serving.vllm.bench.options import UNFUSED, VllmBenchOptions
-from ladderize.serving.vllm.bench.replicas import ReplicaGroup
 from ladderize.serving.vllm.bench.served import Served, VllmPlan
-from ladderize.serving.vllm.bench.worker import IDENTITY
 from ladderize.serving.vllm.environment import MessageBackend, installed_version
 from ladderize.serving.vllm.messages import Messages
 from ladderize.serving.vllm.plugin import register_plugin
 
 KV_BLOCK = 128  # tokens: vLLM's blocks on a CPU; those of GPUs are smaller
-NETWORK = "/proc/self/ns/net"  # a link, whose target names the network namespace
 
 
 class ServingEngine:
@@ -61,7 +58,7 @@ class ServingEngine:
         if ranks.size > 1:
             placement = {"distributed_executor_backend": "external_launcher"}
             if ranks.device.type == "cpu":
-                placement["worker_cls"] = "ladderize.serving.vllm.bench.worker.IdentifiedWorker"
+                placement["worker_cls"] = "ladderize.serving.vllm.bench.groups.IdentifiedWorker"
         with self.group():
             self.llm = LLM(
                 model=str(served.folder),
@@ -212,16 +209,6 @@ def communicator() -> str:
     return "gloo" + (f" over {interface}" if interface else "")
 
 
-def identify(ranks: Ranks) -> None:
-    """Let vLLM see which ranks share memory (``IdentifiedWorker``). Rank 0's starter removes what has these names."""
-    namespace = os.readlink(NETWORK) if os.path.islink(NETWORK) else ""
-    os.environ[IDENTITY] = ranks.broadcast(f"ladderize-{os.getppid()}") + "-" + _digest(host_id() + namespace)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
 def _shape(served: Served, options: VllmBenchOptions) -> Shape:
     """Of one rank's part of the model."""
     return Shape.from_config(served.spec.config, tp_size=options.tp_size // served.replicas, rank=0)
@@ -268,12 +255,11 @@ class EngineVariant(ServedVariant):
     timed: TimedEngine
 
 
-class VllmBench(Bench[EngineVariant, VllmBenchDocument]):
+class VllmBench(Bench[EngineVariant, VllmBenchDocument, VllmBenchOptions]):
     """Starts the engines. Where one goes, vLLM ends the group that all share: they live as long as the process."""
 
     def __init__(self, ranks: Ranks, plan: VllmPlan, console: Console) -> None:
         super().__init__(ranks, plan.options, console, settings=("VLLM_", "LADDERIZE_"))
-        self.options = plan.options
         identify(ranks)
         register_plugin()  # also where ladderize runs from a source tree, whose entry points are not installed
         self.engines = []
@@ -287,6 +273,7 @@ class VllmBench(Bench[EngineVariant, VllmBenchDocument]):
             )
         self.backend = communicator()
         self.link = MessageBackend.from_environment(os.environ).link
+        self.emulated = self.link is not None
         carriers = {engine.messages.collectives.name for engine in self.engines if engine.messages is not None}
         self.messages = ", ".join(sorted(carriers)) or None
 
@@ -337,14 +324,7 @@ class VllmBench(Bench[EngineVariant, VllmBenchDocument]):
             return trace_passes(run, PHASES, path, device, traced, lambda size: alone.seconds("all_reduce", size))
 
     def document(self, rows: list[VllmBenchRow], *, complete: bool) -> VllmBenchDocument:
+        figures = self.document_figures(rows, complete=complete)
         return VllmBenchDocument(
-            engine=ENGINE,
-            complete=complete,
-            emulated=self.link is not None,
-            options=self.options,
-            vllm=installed_version() or "unknown",
-            backend=self.backend,
-            messages=self.messages,
-            environment=self.environment,
-            rows=rows,
+            **figures, engine=ENGINE, vllm=installed_version() or "unknown", messages=self.messages
         )
