@@ -6,8 +6,7 @@ from typing import Any
 
 from ladderize.checkpoint.config import check_config, check_sizes
 from ladderize.errors import UserError
-from ladderize.families.refused import unlike_a_llama
-from ladderize.families.registry import find_family
+from ladderize.families.registry import find_family, unlike_a_llama
 
 
 def check_decoder(config: Mapping[str, Any]) -> str | None:
