@@ -18,7 +18,8 @@ from ladderize.checkpoint.quantised import quantisation_of
 from ladderize.checkpoint.reading import read_config
 from ladderize.errors import UserError
 from ladderize.families.base import Family
-from ladderize.families.registry import SUPPORTED, find_family, is_ladderized
+from ladderize.families.registry import find_family, is_ladderized
+from ladderize.families.supported import SUPPORTED
 
 # transformers' Auto classes of models -> what of ours they make
 AUTO_MODELS = {"AutoModel": "Model"} | {

@@ -21,7 +21,8 @@ from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.remote_code import modeling_ladderized_llama as llama_classes
 from ladderize.errors import UserError
-from ladderize.families.registry import SUPPORTED, decoder_of, family_of
+from ladderize.families.registry import decoder_of, family_of
+from ladderize.families.supported import SUPPORTED
 from ladderize.modeling import dense_class, load
 from tests.helpers import FAMILIES, SHAPE, invoke, make_model, one_sentence, random_ids, save_llama, training_command
 from tests.oracle import Oracle, assert_likeliest

@@ -16,8 +16,8 @@ from ladderize.checkpoint.reading import (
     resolve_json,
 )
 from ladderize.errors import UserError
-from ladderize.families.refused import unlike_a_llama
-from ladderize.families.registry import complete_config, family_of, find_family, known_family
+from ladderize.families.base import positive
+from ladderize.families.registry import complete_config, family_of, find_family, known_family, unlike_a_llama
 from ladderize.files.documents import read_json
 from ladderize.files.records import shown
 from ladderize.layout import Layout
@@ -155,9 +155,8 @@ def check_rope(config: Mapping[str, Any]) -> None:
     numbers = {key: rope[key] for key in (*ROPE_NEEDS[kind], "rope_theta") if key in rope and key not in lists}
     numbers |= {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
     numbers |= {"rms_norm_eps": config["rms_norm_eps"]} if "rms_norm_eps" in config else {}
-    for key, value in numbers.items():
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise UserError(f"config.json: {key} is {repr(value)[:60]}, but must be a positive number")
+    for key in numbers:
+        positive(numbers, key)
 
 
 def _numbers(value: Any, key: str = "") -> list[tuple[str, float]]:

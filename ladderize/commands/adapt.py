@@ -1,7 +1,6 @@
 """``adapt``."""
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -43,7 +42,7 @@ from ladderize.errors import UsageError
 from ladderize.runtime.schedule import Schedule, ScheduleName
 
 if TYPE_CHECKING:
-    from ladderize.adapt.blockwise.rewrite import RewrittenLayers
+    from ladderize.adapt.blockwise.rewrite import LayerMethod
 
 SHOWN_ROWS = 4  # of --show-data
 PRESETS: dict[str, dict[str, Any]] = {
@@ -91,6 +90,11 @@ class AdaptArguments:
     verify: bool = option(NO_VERIFY, True)
     revision: str | None = option(REVISION)
     as_json: bool = option(AS_JSON, False)
+
+    @property
+    def writing(self) -> dict[str, Any]:
+        """What every function that writes OUT is asked besides."""
+        return {"overwrite": self.overwrite, "verify": self.verify, "revision": self.revision}
 
 
 @dataclass(frozen=True)
@@ -218,15 +222,8 @@ def _forecast(given: GivenOptions, own: AdaptArguments, console: Console) -> Non
     found: TrainingForecast | LayerForecast
     if isinstance(options, RetrainOptions):
         found = forecast_training(own.model, options, **about)
-    elif isinstance(options, AlignOptions):
-        from ladderize.adapt.align.align import Aligning
-
-        found = forecast_layers(Aligning(), own.model, own.distill_from or "", options, **about)
     else:
-        from ladderize.adapt.blockwise.distill import Distilling
-
-        assert isinstance(options, BlockwiseOptions)
-        found = forecast_layers(Distilling(), own.model, own.distill_from or "", options, **about)
+        found = forecast_layers(_layer_method(own.method), own.model, own.distill_from or "", options, **about)
     console.document(found.to_dict())
     console.prose(found.text())
     if isinstance(found, TrainingForecast):
@@ -234,29 +231,26 @@ def _forecast(given: GivenOptions, own: AdaptArguments, console: Console) -> Non
         console.table(found.rows(), right=["rows at once", "memory of each process", "time"])
 
 
+def _layer_method(method: Method) -> "LayerMethod[Any, Any]":
+    if method == ALIGN:
+        from ladderize.adapt.align.align import Aligning
+
+        return Aligning()
+    from ladderize.adapt.blockwise.distill import Distilling
+
+    return Distilling()
+
+
 def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
     out, dense = own.out, own.distill_from
     options = adapt_options(given)
+    assert isinstance(options, WindowOptions)
     assert out is not None
     assert dense is not None
     start_on(own.device, own.threads)
-    from ladderize.adapt.blockwise.rewrite import perplexity_rows
+    from ladderize.adapt.blockwise.rewrite import perplexity_rows, rewrite
 
-    run: Callable[..., RewrittenLayers | None]
-    if own.method == ALIGN:
-        from ladderize.adapt.align.align import align_checkpoint as run
-    else:
-        from ladderize.adapt.blockwise.distill import adapt_blocks as run
-    document = run(
-        own.model,
-        out,
-        dense,
-        options,
-        console=console,
-        overwrite=own.overwrite,
-        verify=own.verify,
-        revision=own.revision,
-    )
+    document = rewrite(_layer_method(own.method), own.model, out, dense, options, console=console, **own.writing)
     if document is None:
         return
     console.document(document.to_dict())
@@ -288,15 +282,7 @@ def _retrain(given: GivenOptions, own: AdaptArguments, console: Console) -> None
         return
     out = own.out
     assert out is not None
-    adaptation = adapt_checkpoint(
-        own.model,
-        out,
-        options,
-        console=console,
-        overwrite=own.overwrite,
-        verify=own.verify,
-        revision=own.revision,
-    )
+    adaptation = adapt_checkpoint(own.model, out, options, console=console, **own.writing)
     if adaptation is not None:
         console.document(adaptation.to_dict())
         console.result(adaptation.summary())

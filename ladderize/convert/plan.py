@@ -35,7 +35,7 @@ from ladderize.convert.selection import Selection
 from ladderize.convert.verify import Verification
 from ladderize.convert.weights import Shard, parse_size, plan_shards
 from ladderize.errors import UserError
-from ladderize.families.registry import family_of, is_plain
+from ladderize.families.registry import family_of, is_authors, is_ladderized
 from ladderize.files import output
 from ladderize.files.records import Record
 from ladderize.files.regular import check_regular
@@ -122,7 +122,8 @@ def make_plan(
     recipe, selection = recipe.resolve(before)
     after = recipe.layout(before)
     after.check_model(config)
-    if is_plain(config) and after.is_dense and not recipe.dense and not changes.replace:
+    converted = is_ladderized(config) or is_authors(config)
+    if not converted and after.is_dense and not recipe.dense and not changes.replace:
         raise UserError(
             f"nothing to convert: {src} is a dense {family_of(config).class_prefix}; name layers with --ladder or"
             " --spd, or give a --recipe"

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain.memory_estimate import OTHER_BYTES, demand_of
-from ladderize.adapt.retrain.run import RetrainJob, retrain
+from ladderize.adapt.retrain.run import retrain
+from ladderize.adapt.retrain.task import RetrainJob
 from ladderize.adapt.retrain.trainer import Trainer
 from ladderize.console import SILENT
 

@@ -30,7 +30,6 @@ from ladderize.errors import UserError
 from ladderize.layout import Layout, format_ranges, parse_ranges
 from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
-from ladderize.ranks.training import check_launch_of_blocks
 
 BLOCK_ERROR = "block error: error of the block's output on held-out windows, as % of what the dense block adds"
 
@@ -81,7 +80,6 @@ def adapt_blocks(
     Several processes (accelerate launch, torchrun) share the blocks out; rank 0 writes. A killed run goes on where it
     was.
     """
-    check_launch_of_blocks()
     how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision, "console": console}
     return rewrite(Distilling(), model, out, teacher_name, options, **how)
 

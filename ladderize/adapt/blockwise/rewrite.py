@@ -32,7 +32,7 @@ from ladderize.layout import Layout, format_ranges
 from ladderize.memory import available_bytes
 from ladderize.ranks.environment import launched
 from ladderize.ranks.group import Ranks, join_ranks
-from ladderize.ranks.training import compute_dtype
+from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 
 # ---- documents ----
 
@@ -313,12 +313,16 @@ def rewrite(
     verify: bool,
     revision: str | None,
     console: Console,
+    before_training: bool = False,
 ) -> Document | None:
     """Rewrite ``model``'s layers with the dense ``teacher_name`` at hand and write the result to ``out``; returns the
     document, on other ranks than 0 None.
 
     Several processes (accelerate launch, torchrun) share the work; rank 0 writes. A killed run goes on where it was.
+    before_training: whatever a launcher says of FSDP is about the training that follows.
     """
+    if not before_training:
+        check_launch_of_blocks()
     model, out, teacher_name = str(model), str(out), str(teacher_name)
     options.source.files()  # that they are there
     ranks = join_ranks(options.device)

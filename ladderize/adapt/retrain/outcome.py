@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from ladderize.adapt.data.stream import DataCounts
 from ladderize.adapt.lora.config import ADAPTATION, AdapterBase
 from ladderize.adapt.lora.write import adapter_base, check_adapter_target, write_adapter
-from ladderize.adapt.methods import LORA, METRICS, Method
+from ladderize.adapt.methods import LORA, METRICS
 from ladderize.adapt.retrain.memory_estimate import CUT, Cut
 from ladderize.adapt.retrain.options import DecidingOptions
 from ladderize.adapt.retrain.state import load_trained, read_metrics
-from ladderize.adapt.retrain.task import Task, result_digest
+from ladderize.adapt.retrain.task import RetrainJob, Task, result_digest
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.adapt.teacher import check_improved, share_won_back, target_text
 from ladderize.blocks import open_checkpoint, stored_dtype
@@ -157,25 +157,17 @@ class AdapterAdaptation(Adaptation):
     base: AdapterBase
 
 
-def check_out(out: str, sources: Iterable[Checkpoint], method: Method, *, overwrite: bool) -> None:
-    """Raise UserError unless what ``method`` makes may be written to ``out``, which is none of its sources."""
+def check_out(job: RetrainJob, sources: Iterable[Checkpoint]) -> None:
+    """Raise UserError unless what the job makes may be written to its ``out``, which is none of its sources."""
     for source in sources:
-        if method == LORA:
-            check_adapter_target(Path(out), source, overwrite=overwrite)
+        if job.options.method == LORA:
+            check_adapter_target(Path(job.out), source, overwrite=job.overwrite)
         else:
-            output.check_target(Path(out), source.folder, overwrite=overwrite)
+            output.check_target(Path(job.out), source.folder, overwrite=job.overwrite)
 
 
 def write_outcome(
-    trainer: Trainer,
-    task: Task,
-    out: str,
-    identity: Mapping[str, Any],
-    *,
-    console: Console,
-    overwrite: bool,
-    verify: bool,
-    revision: str | None,
+    trainer: Trainer, task: Task, job: RetrainJob, identity: Mapping[str, Any], console: Console
 ) -> Adaptation | None:
     """Choose the state, score it as it will be stored, and write it; returns the document (on the main process). All
     ranks call it."""
@@ -200,7 +192,7 @@ def write_outcome(
         heldout = HeldoutPerplexity(before, after, scores.tokens, dense, won_back)
     adaptation = Adaptation(
         model=task.model,
-        out=out,
+        out=job.out,
         method=task.options.method,
         layout=str(task.layout),
         **task.layout.to_config(),
@@ -222,7 +214,7 @@ def write_outcome(
         criterion=criterion,
     )
     metrics = {METRICS: work.metrics.read_text()}
-    if fingerprint(open_checkpoint(task.model, revision)) != identity["model"]:
+    if fingerprint(open_checkpoint(task.model, job.revision)) != identity["model"]:
         raise UserError(
             f"{task.model} has changed since the training began, and {work.folder} holds its retrained weights; restore"
             " the model"
@@ -232,18 +224,18 @@ def write_outcome(
         **{FINISHED: digest, CUT: Cut.of(task).to_dict()}
     )  # a run that is killed from here on may find OUT complete
     if task.options.method == LORA:
-        base = adapter_base(task.checkpoint, task.model, revision)
+        base = adapter_base(task.checkpoint, task.model, job.revision)
         document = AdapterAdaptation(**vars(adaptation), base=base)
         write_adapter(
-            Path(out),
+            Path(job.out),
             task.lora,
             load_file(work.weights(chosen)),
             base=task.checkpoint,
             base_name=task.model,
-            revision=revision,
+            revision=job.revision,
             document={**document.to_dict(), RUN: digest},
             extra_files=metrics,
-            overwrite=overwrite,
+            overwrite=job.overwrite,
         )
         return document
     replaced = locate_tensors(work.weights(chosen))
@@ -252,11 +244,11 @@ def write_outcome(
     content = adaptation.to_dict()
     convert_checkpoint(
         task.model,
-        out,
+        job.out,
         Recipe(),
-        revision=revision,
-        overwrite=overwrite,
-        verify=verify,
+        revision=job.revision,
+        overwrite=job.overwrite,
+        verify=job.verify,
         console=console,
         changes=Changes(
             replace=replaced,

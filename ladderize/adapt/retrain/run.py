@@ -4,7 +4,7 @@ adapter."""
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,7 @@ from ladderize.adapt.retrain.memory_estimate import CUT, Cut, check_disk, fit_me
 from ladderize.adapt.retrain.options import Budget, RetrainOptions, TrainOptions
 from ladderize.adapt.retrain.outcome import Adaptation, check_out, write_outcome
 from ladderize.adapt.retrain.state import TrainingFolder
-from ladderize.adapt.retrain.task import (
-    Task,
-    check_length,
-    open_task,
-    result_digest,
-    run_identity,
-)
+from ladderize.adapt.retrain.task import RetrainJob, Task, check_length, open_task, result_digest, run_identity
 from ladderize.adapt.retrain.tensor_parallel import build_tp_engine
 from ladderize.adapt.retrain.trainer import Trainer, probe_seconds
 from ladderize.blocks import open_checkpoint
@@ -66,20 +60,12 @@ def check_before_aligning(forecast: TrainingForecast) -> None:
         )
 
 
-def start_aligned(
-    model: str,
-    out: str,
-    options: RetrainOptions,
-    *,
-    overwrite: bool,
-    verify: bool,
-    revision: str | None,
-    console: Console,
-) -> str:
-    """Align ``model`` on the first data of the retraining, unless an earlier run of the same command did; returns the
-    aligned checkpoint beside OUT, which stays: an adapter belongs to it."""
+def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
+    """Align the job's model on the first data of the retraining, unless an earlier run of the same command did; returns
+    the job from there on, with the aligned checkpoint beside OUT as its model. That stays: an adapter belongs to it."""
+    model, out, options = job.model, job.out, job.options
     assert options.distill_from is not None  # options.check()
-    checkpoint = open_checkpoint(model, revision)
+    checkpoint = open_checkpoint(model, job.revision)
     if Layout.from_config(checkpoint.config).is_dense:
         raise UserError(f"{model} is dense; there is nothing to align; leave --align out")
     if found := read_retrainings(checkpoint.folder):
@@ -101,24 +87,25 @@ def start_aligned(
         skipping=options.skip_bad_rows,
     )
     folder = work_folder(out, options.work_dir, checkpoint.folder)
-    if not EarlierRun(resolved(out), ADAPTATION, folder, overwrite=overwrite).may_have_finished():
-        check_out(out, [checkpoint, open_checkpoint(options.distill_from)], options.method, overwrite=overwrite)
-        check_before_aligning(forecast_training(model, options, revision=revision))
+    if not EarlierRun(resolved(out), ADAPTATION, folder, overwrite=job.overwrite).may_have_finished():
+        check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
+        check_before_aligning(forecast_training(model, options, revision=job.revision))
     beside = aligned_path(out)
     console.note(f"aligning first; the result stays in {beside}")
-    rewrite(  # whatever a launcher says of FSDP is about the training that follows
+    rewrite(
         Aligning(),
         model,
         beside,
         options.distill_from,
         asked,
-        overwrite=overwrite,
-        verify=verify,
-        revision=revision,
+        overwrite=job.overwrite,
+        verify=job.verify,
+        revision=job.revision,
         console=console,
+        before_training=True,
     )
     join_ranks(options.device).barrier()  # rank 0 alone writes
-    return beside
+    return replace(job, model=beside, revision=None)
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio")  # also the names of their packages
@@ -203,22 +190,18 @@ def adapt_checkpoint(
     let them save first. A killed run goes on where its last state was saved. Raises UserError, UsageError for options
     that do not go together.
     """
-    model, out = str(model), str(out)
+    job = RetrainJob(str(model), str(out), options, overwrite, verify, revision)
     options.check()
     options.budget.check()
     check_trackers(options.log_with)
-    check_log_dir(out, options.log_dir)
+    check_log_dir(job.out, options.log_dir)
     options.check_data()
     if options.align:
-        model = start_aligned(
-            model, out, options, overwrite=overwrite, verify=verify, revision=revision, console=console
-        )
-        revision = None
-    job = RetrainJob(model, out, options, overwrite, verify, revision)
+        job = start_aligned(job, console)
     if options.tp_size > 1 and not already_started():
         check_group_size(options.tp_size, options.device)
         # what is wrong with the task is said before ranks are started
-        open_task(model, options, Ranks(0, options.tp_size, torch.device(options.device)), revision)
+        open_task(job.model, options, Ranks(0, options.tp_size, torch.device(options.device)), job.revision)
         console.note(f"starting {options.tp_size} ranks")
         document: Adaptation | None = run(
             retrain,
@@ -237,28 +220,16 @@ def adapt_checkpoint(
     return retrain(ranks, job, console)
 
 
-@dataclass(frozen=True)
-class RetrainJob:
-    """What every rank is to do. Its fields are the arguments of ``adapt_checkpoint``."""
-
-    model: str
-    out: str
-    options: RetrainOptions
-    overwrite: bool
-    verify: bool
-    revision: str | None
-
-
 def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
     """One rank's part; returns the document on the main rank, None on the others."""
-    out, options, overwrite = job.out, job.options, job.overwrite
+    out, options = job.out, job.options
     task = open_task(job.model, options, ranks, job.revision)
     folder = work_folder(out, options.work_dir, *(source.folder for source in task.sources))
-    earlier = EarlierRun(resolved(out), ADAPTATION, folder, overwrite=overwrite)
+    earlier = EarlierRun(resolved(out), ADAPTATION, folder, overwrite=job.overwrite)
     done, document = written_before(task, ranks, earlier, console)
     if done:
         return document
-    check_out(out, task.sources, options.method, overwrite=overwrite)
+    check_out(job, task.sources)
     check_length(task, folder)
     task = fit_memory(task, ranks, folder, console)
     with console.stage("reading the data"):
@@ -294,16 +265,7 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
                 ) from None
             finally:
                 trackers.close()
-            document = write_outcome(
-                trainer,
-                task,
-                out,
-                identity,
-                console=console,
-                overwrite=overwrite,
-                verify=job.verify,
-                revision=job.revision,
-            )
+            document = write_outcome(trainer, task, job, identity, console)
             if ranks.is_main:
                 work.remove()
     return document

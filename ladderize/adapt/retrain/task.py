@@ -36,6 +36,18 @@ METRICS_BYTES = 250  # of a step's line in metrics.jsonl
 
 
 @dataclass(frozen=True)
+class RetrainJob:
+    """What every rank is to do. Its fields are the arguments of ``adapt_checkpoint``."""
+
+    model: str
+    out: str
+    options: RetrainOptions
+    overwrite: bool
+    verify: bool
+    revision: str | None
+
+
+@dataclass(frozen=True)
 class Task:
     """What is retrained and how, opened and checked; nothing is loaded yet. everything: embedding, norm and LM head
     too. sharded: over the ``data_ranks``, which read different data, by FSDP2."""

@@ -12,7 +12,7 @@ def register_plugin() -> None:
     """
     from transformers import AutoConfig
 
-    from ladderize.families.registry import SUPPORTED
+    from ladderize.families.supported import SUPPORTED
     from ladderize.modeling import ladderized_class
     from ladderize.serving.vllm.environment import STOCK_ALIASES, architecture, stock, version_problem
 

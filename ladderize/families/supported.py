@@ -1,0 +1,148 @@
+"""The families that ladderize converts, each with what its configs say that computing needs. Imports no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ladderize.errors import UserError
+from ladderize.families.base import Decoder, Family, everywhere, layer_windows, positive, window_of
+
+AUTHORS_TYPE = "llamaLadder"  # of the checkpoints that the authors of Ladder Residual have published
+
+
+def attention_biases(config: Mapping[str, Any]) -> dict[str, bool]:
+    return {"qkv_bias": bool(config["attention_bias"]), "o_bias": bool(config["attention_bias"])}
+
+
+def all_biases(config: Mapping[str, Any]) -> dict[str, bool]:
+    return {**attention_biases(config), "mlp_bias": bool(config["mlp_bias"])}
+
+
+# ---- Llama 1 to 3, and what is published as a Llama ----
+
+
+def read_llama(config: Mapping[str, Any]) -> Decoder:
+    return Decoder(**everywhere(config), **all_biases(config))
+
+
+LLAMA = Family("llama", "Llama", read_llama, other_types=(AUTHORS_TYPE,))
+
+
+# ---- Mistral: all layers have the same window, or none has one ----
+
+
+def read_mistral(config: Mapping[str, Any]) -> Decoder:
+    window = window_of(config)
+    windows = (window,) * config["num_hidden_layers"]
+    if config.get("layer_types") is not None and layer_windows(config, window, lambda layer: True) != windows:
+        raise UserError(
+            "config.json: layer_types names other layers than sliding_window does, and transformers' Mistral heeds"
+            " sliding_window alone; remove layer_types, or name the family that has such layers"
+        )
+    return Decoder(**{**everywhere(config), "windows": windows})
+
+
+MISTRAL = Family(
+    "mistral",
+    "Mistral",
+    read_mistral,
+    {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+)
+
+
+# ---- Qwen2, Qwen2.5: q, k and v have a bias. Qwen3: each query head and key head has a norm before it rotates. Some
+# layers of both may have a window ----
+
+QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+
+def qwen_places(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers from ``max_window_layers`` on have a window, unless ``layer_types`` says which; none has one without
+    ``use_sliding_window``. All rotate."""
+    window, first = window_of(config) if config["use_sliding_window"] else None, config["max_window_layers"]
+    if type(first) is not int:
+        raise UserError(f"config.json: max_window_layers is {repr(first)[:60]}, but must be a number of layers")
+    return {**everywhere(config), "windows": layer_windows(config, window, lambda layer: layer >= first)}
+
+
+def read_qwen2(config: Mapping[str, Any]) -> Decoder:
+    return Decoder(**qwen_places(config), qkv_bias=True)
+
+
+def read_qwen3(config: Mapping[str, Any]) -> Decoder:
+    return Decoder(**qwen_places(config), **attention_biases(config), head_norms=True)
+
+
+QWEN2 = Family("qwen2", "Qwen2", read_qwen2, QWEN_DEFAULTS)
+QWEN3 = Family("qwen3", "Qwen3", read_qwen3, {**QWEN_DEFAULTS, "head_dim": 128})
+
+
+# ---- Granite, dense: factors of the embedding, of the scores, of what a sub-module adds, and of the logits ----
+
+
+def read_granite(config: Mapping[str, Any]) -> Decoder:
+    return Decoder(
+        **everywhere(config),
+        **all_biases(config),
+        embedding_scale=positive(config, "embedding_multiplier"),
+        attention_scale=positive(config, "attention_multiplier"),
+        residual_scale=positive(config, "residual_multiplier"),
+        logits_scale=1 / positive(config, "logits_scaling"),
+    )
+
+
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+GRANITE = Family("granite", "Granite", read_granite, dict.fromkeys(MULTIPLIERS, 1.0))
+
+
+# ---- SmolLM3: some layers do not rotate queries and keys, and of those some may have a window ----
+
+
+def rotating_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """``no_rope_layers`` has a 1 for each layer that rotates and a 0 for each that does not; where there is none, every
+    ``no_rope_layer_interval``-th does not."""
+    layers, stated, interval = (
+        config[key] for key in ("num_hidden_layers", "no_rope_layers", "no_rope_layer_interval")
+    )
+    if stated is None:
+        if type(interval) is not int or interval < 1:
+            raise UserError(
+                f"config.json: no_rope_layer_interval is {repr(interval)[:60]}, but must be a positive integer"
+            )
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if not isinstance(stated, list) or len(stated) != layers or any(flag not in (0, 1) for flag in stated):
+        raise UserError(
+            f"config.json: no_rope_layers must be a list of {layers} numbers, one for each layer: 1 rotates queries and"
+            " keys, 0 does not"
+        )
+    return tuple(map(bool, stated))
+
+
+def read_smollm3(config: Mapping[str, Any]) -> Decoder:
+    rope, window = rotating_layers(config), window_of(config) if config["use_sliding_window"] else None
+    windows = layer_windows(config, window, lambda layer: not rope[layer])
+    return Decoder(windows=windows, rope=rope, **all_biases(config))
+
+
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3",
+    read_smollm3,
+    {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 2000000.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+    },
+)
+
+SUPPORTED = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3)
