@@ -61,7 +61,6 @@ MAY_IMPORT = {
         "eval",
         "adapt",
         "workflows",
-        "tradeoff.front",
         "tradeoff.report",
         "tradeoff.sweep",
         "commands",

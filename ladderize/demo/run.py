@@ -14,7 +14,7 @@ from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.report import show_bench
 from ladderize.tradeoff.report.page import check_libraries, report
 from ladderize.tradeoff.sweep.run import sweep
-from ladderize.tradeoff.sweep.shown import TEXT_COLUMNS, sweep_rows
+from ladderize.tradeoff.sweep.shown import show_points
 from ladderize.workflows.sweep_document import SweepDocument
 
 REPORT = "report.html"
@@ -37,9 +37,7 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
         bench = BenchDocument.from_dict(read_document(root / name, "what bench wrote"), root / name)
         console.result("")
         show_bench(_named(bench, document), console)
-    rows = sweep_rows(document, root)
-    console.result("")
-    console.table(rows, right=[key for key in rows[0] if key not in TEXT_COLUMNS])
+    show_points(document, root, console)
     console.note(f"$ ladderize report {quote(as_typed(root))} --out {quote(as_typed(page))}")
     summary = report([root], page, console=console)
     console.result("")

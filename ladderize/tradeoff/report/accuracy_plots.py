@@ -45,7 +45,7 @@ from ladderize.workflows.sweep_document import AS_CONVERTED, THEN
 MOST_DRAWN = 12  # models in the plot: its table has all
 
 
-def task_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
+def task_plots(content: ReportContent) -> list[ReportPlot]:
     """One plot with a panel for each task; none where nothing was compared."""
     others = [subject for subject in content.models if subject is not content.reference]
     found = [(one, score, score.difference) for one in others for score in one.scores if score.difference is not None]
@@ -82,7 +82,6 @@ def task_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
             panels=[_task_panel(task, [row for row in rows if row["task"] == task], content.margin) for task in tasks],
             table=make_table("Differences task by task: the data", (_task_row(*one) for one in found)),
             legend=family_legend(rows),
-            commands=commands,
         )
     ]
 
@@ -113,10 +112,10 @@ def _task_row(subject: Subject, score: TaskScore, difference: WithInterval) -> d
 # ---- recovery: models of one layout against the tokens that their adaptation read; and the curves of training ----
 
 
-def recovery_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
+def recovery_plots(content: ReportContent) -> list[ReportPlot]:
     """Points of one layout with other tokens, and curves; nothing where no model was adapted."""
     curves = [found for found in content.found.curves if finite_heldout(found.curves)]
-    return [*_points_plot(content, commands), *([_curves_plot(curves, commands)] if curves else [])]
+    return [*_points_plot(content), *([_curves_plot(curves)] if curves else [])]
 
 
 def _adapted(content: ReportContent) -> Iterator[Subject]:
@@ -128,7 +127,7 @@ def _adapted(content: ReportContent) -> Iterator[Subject]:
             yield from sorted(same, key=lambda subject: subject.tokens or 0)
 
 
-def _points_plot(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
+def _points_plot(content: ReportContent) -> list[ReportPlot]:
     adapted = list(_adapted(content))
     measure = BY_ACCURACY if any(subject.difference is not None for subject in adapted) else BY_PERPLEXITY
     found = [(one, value) for one in adapted if (value := measure.value(one, content.reference)) is not None]
@@ -171,7 +170,6 @@ def _points_plot(content: ReportContent, commands: list[str]) -> list[ReportPlot
             panels=[PlotPanel(_points_spec(rows, measure, content.margin))],
             table=table,
             legend=family_legend(rows),
-            commands=commands,
         )
     ]
 
@@ -210,7 +208,7 @@ def _points_spec(rows: list[dict[str, Any]], measure: Measure, margin: float) ->
     return make_spec(f"{measure.title} against tokens read", 300, on_lines, layers)
 
 
-def _curves_plot(found: list[FoundCurves], commands: list[str]) -> ReportPlot:
+def _curves_plot(found: list[FoundCurves]) -> ReportPlot:
     names = [one.name or one.curves.name for one in found]
     if len(set(names)) < len(names):
         names = [f"{one.folder.parent.name}/{one.curves.name}" for one in found]
@@ -237,5 +235,4 @@ def _curves_plot(found: list[FoundCurves], commands: list[str]) -> ReportPlot:
         panels=[heldout_panel(runs)],
         table=table,
         legend=[(name, *line_look(number)) for number, name in enumerate(dict.fromkeys(names))],
-        commands=commands,
     )

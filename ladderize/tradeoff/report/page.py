@@ -39,11 +39,12 @@ RETRAIN = "ladderize adapt MODEL OUT --distill-from DENSE --data FILE --max-toke
 
 @dataclass(frozen=True)
 class PageSection:
-    """missing: where there are no plots, why, and which command makes what they show."""
+    """commands: what made the data of its plots. missing: where there are none, why, and which command makes it."""
 
     name: str
     title: str
     plots: list[ReportPlot]
+    commands: list[str]
     missing: str
 
 
@@ -163,41 +164,51 @@ def build_page(content: ReportContent, answer: Answer, title: str | None) -> Rep
     setting = answer.setting or next(iter(content.real_settings), None)
     reference, found = content.reference, content.found
     lacking = MEASURE_ACCURACY if content.real_settings else MEASURE_SPEED
-    all_commands = found.commands() or found.commands("results", "benches", "plans")
     timing = found.commands("benches", "plans")
-    tradeoff, *sections = (
-        PageSection(
-            "tradeoff",
-            "The trade-off",
-            tradeoff_plots(content, answer, all_commands),
-            f"There is no model with both a score and a time. `{lacking}` measures what is missing.",
-        ),
-        PageSection(
-            "tasks",
-            "Task by task",
-            task_plots(content, found.commands("results")),
-            f"No task was evaluated. `{MEASURE_ACCURACY}` does it.",
-        ),
-        PageSection("speed", "Speed", speed_plots(content, timing), f"Nothing was timed. `{MEASURE_SPEED}` does it."),
-        PageSection(
-            "time",
-            "Where the time goes",
-            time_plots(content, timing),
-            f"The communication was not measured. `{MEASURE_SPEED}` does it.",
-        ),
-        PageSection(
-            "sensitivity",
-            "Sensitivity",
-            sensitivity_plots(found),
-            f"The sensitivity of the blocks was not measured. `{MEASURE_SENSITIVITY}` does it.",
-        ),
-        PageSection(
-            "recovery",
-            "Recovery",
-            recovery_plots(content, found.commands()),
-            f"Nothing was adapted here. `{RETRAIN}` wins accuracy back.",
-        ),
+    tradeoff = PageSection(
+        name="tradeoff",
+        title="The trade-off",
+        plots=tradeoff_plots(content, answer),
+        commands=found.commands() or found.commands("results", "benches", "plans"),
+        missing=f"There is no model with both a score and a time. `{lacking}` measures what is missing.",
     )
+    sections = [
+        PageSection(
+            name="tasks",
+            title="Task by task",
+            plots=task_plots(content),
+            commands=found.commands("results"),
+            missing=f"No task was evaluated. `{MEASURE_ACCURACY}` does it.",
+        ),
+        PageSection(
+            name="speed",
+            title="Speed",
+            plots=speed_plots(content),
+            commands=timing,
+            missing=f"Nothing was timed. `{MEASURE_SPEED}` does it.",
+        ),
+        PageSection(
+            name="time",
+            title="Where the time goes",
+            plots=time_plots(content),
+            commands=timing,
+            missing=f"The communication was not measured. `{MEASURE_SPEED}` does it.",
+        ),
+        PageSection(
+            name="sensitivity",
+            title="Sensitivity",
+            plots=sensitivity_plots(found),
+            commands=found.commands("sensitivities", "points"),
+            missing=f"The sensitivity of the blocks was not measured. `{MEASURE_SENSITIVITY}` does it.",
+        ),
+        PageSection(
+            name="recovery",
+            title="Recovery",
+            plots=recovery_plots(content),
+            commands=found.commands(),
+            missing=f"Nothing was adapted here. `{RETRAIN}` wins accuracy back.",
+        ),
+    ]
     return ReportPage(
         title=title or (f"{TITLE}: {reference.name}" if reference is not None else TITLE),
         answer=answer,

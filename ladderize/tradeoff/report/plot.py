@@ -36,7 +36,6 @@ class ReportPlot:
     table: ReportTable
     legend: list[tuple[str, str, str]] = field(default_factory=list)  # what a swatch shows, its colour, its shape
     choices: list[PlotChoice] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)  # what made the data
     interactive: bool = False  # whether its marks take the focus
 
 

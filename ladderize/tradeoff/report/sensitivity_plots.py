@@ -31,16 +31,15 @@ MEANINGS = {
 
 def sensitivity_plots(found: FoundDocuments) -> list[ReportPlot]:
     """One plot for each file."""
-    commands = found.commands("sensitivities", "points")
     of_blocks = [partial(_block_plot, one.document) for one in found.sensitivities]
     of_points = [partial(_point_plot, one.document) for one in found.points]
     return [
-        plot("sensitivity" if number == 1 else f"sensitivity-{number}", commands)
+        plot("sensitivity" if number == 1 else f"sensitivity-{number}")
         for number, plot in enumerate((*of_blocks, *of_points), 1)
     ]
 
 
-def _block_plot(document: SensitivityDocument, name: str, commands: list[str]) -> ReportPlot:
+def _block_plot(document: SensitivityDocument, name: str) -> ReportPlot:
     meaning = MEANINGS.get(document.mode, "when it is changed")
     ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
     aligned = ", after alignment" if document.aligned is not None else ""
@@ -68,11 +67,10 @@ def _block_plot(document: SensitivityDocument, name: str, commands: list[str]) -
         panels=[sensitivity_panel(document)],
         table=table,
         legend=[(kind, *CLASS_LOOKS[kind]) for kind in CLASSES if kind in classes],
-        commands=commands,
     )
 
 
-def _point_plot(document: PointSensitivity, name: str, commands: list[str]) -> ReportPlot:
+def _point_plot(document: PointSensitivity, name: str) -> ReportPlot:
     kinds = costs_by_kind(document)
     rows: Iterator[dict[str, str | TableCell]] = (
         {
@@ -95,5 +93,4 @@ def _point_plot(document: PointSensitivity, name: str, commands: list[str]) -> R
         panels=point_panels(document),
         table=make_table("Changes of single sync points: the data", rows),
         legend=[(kind, *KIND_LOOKS[kind]) for kind in kinds],
-        commands=commands,
     )

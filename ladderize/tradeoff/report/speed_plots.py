@@ -49,7 +49,7 @@ def _timings(content: ReportContent, settings: list[Setting]) -> list[tuple[Subj
     ]
 
 
-def speed_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
+def speed_plots(content: ReportContent) -> list[ReportPlot]:
     """One plot with a panel for each group of ranks, of all batch sizes; none without times."""
     groups = [list(same) for _, same in groupby(content.settings, key=lambda one: replace(one, batch_size=0))]
     if not groups:
@@ -89,7 +89,6 @@ def speed_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]
             table=table,
             legend=family_legend(looks),
             choices=[PlotChoice("phase", "Time of", list(PHASE_WORDS.items()))],
-            commands=commands,
         )
     ]
 
@@ -142,7 +141,7 @@ def _speed_lines(rows: list[dict[str, Any]], title: str) -> Spec:
 # ---- where the time goes ----
 
 
-def time_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
+def time_plots(content: ReportContent) -> list[ReportPlot]:
     """One plot for each phase, with a panel for each setting; none where communication was not measured."""
     plots = []
     for phase, title in PHASE_TITLES.items():
@@ -153,13 +152,11 @@ def time_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
             if timing.setting.tp_size > 1 and phase in timing.spent
         ]
         if timings:
-            plots.append(_time_plot(timings, phase, title, commands))
+            plots.append(_time_plot(timings, phase, title))
     return plots
 
 
-def _time_plot(
-    timings: list[tuple[Subject, Setting, Spent]], phase: str, title: str, commands: list[str]
-) -> ReportPlot:
+def _time_plot(timings: list[tuple[Subject, Setting, Spent]], phase: str, title: str) -> ReportPlot:
     settings = list(dict.fromkeys(setting for _, setting, _ in timings))
     drawn = settings[: MOST_PANELS["time"]]
     more = f" Drawn are {len(drawn)} of {len(settings)} settings; the table has all." if drawn != settings else ""
@@ -187,7 +184,6 @@ def _time_plot(
         panels=[_time_panel([one for one in timings if one[1] == setting], setting, phase) for setting in drawn],
         table=table,
         legend=[(words, part, "square") for part, words in PARTS.items()],
-        commands=commands,
     )
 
 

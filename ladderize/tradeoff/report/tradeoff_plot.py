@@ -7,7 +7,6 @@ from typing import Any
 
 from ladderize.eval.paired.words import margin_text
 from ladderize.figure import SIGNED_LABEL, PlotPanel, Spec, intervals, level, lines, make_spec, quantitative
-from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.report.answer import Answer
 from ladderize.tradeoff.report.join import ReportContent
 from ladderize.tradeoff.report.plot import (
@@ -20,7 +19,7 @@ from ladderize.tradeoff.report.plot import (
     family_legend,
     kind_shape,
 )
-from ladderize.tradeoff.report.subjects import PHASE_WORDS, WithInterval
+from ladderize.tradeoff.report.subjects import PHASE_WORDS, WithInterval, pareto_front
 from ladderize.tradeoff.report.words import (
     TableCell,
     interval_cell,
@@ -38,14 +37,14 @@ BEYOND = 2  # points from dense, beyond which a wide scale is logarithmic
 WIDE_RATIO = 4  # of the largest perplexity to the least: beyond, the scale is logarithmic
 
 
-def tradeoff_plots(content: ReportContent, answer: Answer, commands: list[str]) -> list[ReportPlot]:
+def tradeoff_plots(content: ReportContent, answer: Answer) -> list[ReportPlot]:
     """One for each measure that was taken; none without times of checkpoints."""
     plots = []
     for measure in (BY_ACCURACY, BY_PERPLEXITY):
         places = itertools.product(range(len(content.real_settings)), PHASE_WORDS)
         rows = [row for number, phase in places for row in _rows(content, measure, number, phase)]
         if content.reference is not None and any(row["name"] != content.reference.name for row in rows):
-            plots.append(_plot(content, answer, measure, rows, commands))
+            plots.append(_plot(content, answer, measure, rows))
     return plots
 
 
@@ -111,9 +110,7 @@ def _shares(estimates: list[WithInterval], stretch: Callable[[float], float] = f
     return [stretch(one.value) / (max(ends) - min(ends) or 1.0) for one in estimates]
 
 
-def _plot(
-    content: ReportContent, answer: Answer, measure: Measure, rows: list[dict[str, Any]], commands: list[str]
-) -> ReportPlot:
+def _plot(content: ReportContent, answer: Answer, measure: Measure, rows: list[dict[str, Any]]) -> ReportPlot:
     what = "accuracy" if measure.more else "perplexity"
     names = {f"s{number}": setting.words for number, setting in enumerate(content.real_settings)}
     used = [name for name in names if any(row["setting"] == name for row in rows)]
@@ -153,7 +150,6 @@ def _plot(
         table=table,
         legend=family_legend(rows),
         choices=[*choices, PlotChoice("phase", "Time of", list(PHASE_WORDS.items()))],
-        commands=commands,
         interactive=True,
     )
 

@@ -59,7 +59,7 @@ def sweep_command(given: GivenOptions) -> None:
     with console.stage(LOADING):
         from ladderize.tradeoff.report.answer import answer_of
         from ladderize.tradeoff.sweep.run import plan_sweep, sweep_folder
-        from ladderize.tradeoff.sweep.shown import TEXT_COLUMNS, sweep_rows
+        from ladderize.tradeoff.sweep.shown import show_points
     if own.dry_run or own.print_commands:
         if not is_main_rank():
             return
@@ -78,9 +78,7 @@ def sweep_command(given: GivenOptions) -> None:
     if not is_main_rank():
         return
     console.document(document.to_dict())
-    rows = sweep_rows(document, root)
-    console.result("")
-    console.table(rows, right=[key for key in rows[0] if key not in TEXT_COLUMNS])
+    show_points(document, root, console)
     console.result("")
     console.prose(answer_of(root).headline)
     console.result(f"\nwrote {root / 'sweep.json'}")

@@ -6,7 +6,7 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,14 @@ from ladderize.files.temporaries import lock_folder, replacement
 from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.environment import hidden_launcher
 from ladderize.ranks.threads import cores
-from ladderize.tradeoff.sweep.board import Board
 from ladderize.tradeoff.sweep.builder import CACHE, Inputs, StageBuilder
-from ladderize.tradeoff.sweep.estimate import Estimator
+from ladderize.tradeoff.sweep.estimate import Estimator, Questions, count_questions, margin_words, questions_needed
 from ladderize.tradeoff.sweep.execute import Execution
 from ladderize.tradeoff.sweep.hosts import HostLink, OtherHost, linked, other_hosts, say_end, started_hosts, take_orders
-from ladderize.tradeoff.sweep.margin import Questions, count_questions, margin_words, questions_needed
 from ladderize.tradeoff.sweep.plan import Planner
 from ladderize.tradeoff.sweep.planned import PlanDocument
 from ladderize.tradeoff.sweep.points import PlannedPoint, SweepPlan, summed
+from ladderize.tradeoff.sweep.shown import Board
 from ladderize.tradeoff.sweep.stages import (
     ADAPTER_FOLDER,
     BENCH_JSON,
@@ -97,7 +96,7 @@ def _lead(
         questions = check_tasks(plan, planner, console)
         if questions and questions_needed(questions, spec.margin) > sum(task.count for task in questions):
             console.note(f"Note: {margin_words(questions, spec.margin)}")
-        document = _Sweep(planner, plan, jobs, tuple(gpus), others, command, console).run()
+        document = _Sweep(planner, plan, jobs, ThisHost(root, tuple(gpus)), others, command, console).run()
         if prune and document.complete:
             kept = {stage.output for point in document.points for stage in point.stages}
             remove_others(root, kept | {stage.output for stage in document.stages})
@@ -110,20 +109,16 @@ def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Cons
     """What ``sweep`` would do: nothing is written. Raises the same errors for what does not fit."""
     hosts = started_hosts().size
     with hidden_launcher():
-        return _plan(file, out, hosts, console)
-
-
-def _plan(file: str | Path, out: str | Path | None, hosts: int, console: Console) -> PlanDocument:
-    spec, root = _asked(file, out)
-    planner = _planner(spec, root, hosts, console)
-    plan, gpus = planner.plan(), visible_gpus()
-    check_gpus(plan, root, gpus)
-    questions = check_tasks(plan, planner, console)
-    with console.stage("measuring this machine"):
-        estimator = Estimator.of(planner.config, check_model(spec.model, spec.revision), questions)
-    document = PlanDocument.of(plan, planner, gpus, estimator)
-    margin = [margin_words(questions, spec.margin)] if questions else []
-    return replace(document, notes=[*document.notes, *margin])
+        spec, root = _asked(file, out)
+        planner = _planner(spec, root, hosts, console)
+        plan, gpus = planner.plan(), visible_gpus()
+        check_gpus(plan, root, gpus)
+        questions = check_tasks(plan, planner, console)
+        with console.stage("measuring this machine"):
+            estimator = Estimator.of(planner.config, check_model(spec.model, spec.revision), questions)
+        document = PlanDocument.of(plan, planner, gpus, estimator)
+        margin = [margin_words(questions, spec.margin)] if questions else []
+        return replace(document, notes=[*document.notes, *margin])
 
 
 def sweep_folder(file: str | Path, out: str | Path | None = None) -> Path:
@@ -214,77 +209,82 @@ def _owned(root: Path) -> Iterator[None]:
             os.close(lock)
 
 
-@dataclass
 class _Sweep:
-    planner: Planner
-    plan: SweepPlan
-    jobs: int
-    gpus: tuple[str, ...]
-    others: Sequence[OtherHost]
-    command: str
-    console: Console
+    """A sweep that runs. plan: is made anew when what decides it was measured."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        plan: SweepPlan,
+        jobs: int,
+        this: ThisHost,
+        others: Sequence[OtherHost],
+        command: str,
+        console: Console,
+    ) -> None:
+        self.planner, self.plan, self.command, self.board = planner, plan, command, Board(console)
+        self.inputs, self.root = planner.builder.inputs, planner.root
+        self.execution = Execution(self.root, self.inputs, jobs, this, others, self._changed, self.board.draw)
 
     def run(self) -> SweepDocument:
-        root, inputs = self.planner.root, self.planner.builder.inputs
-        with Board(self.console) as board:
-
-            def changed(stage: Stage, state: StageState) -> None:
-                self._write(execution)
-                board.changed(stage, state)
-
-            execution = Execution(root, inputs, self.jobs, ThisHost(root, self.gpus), self.others, changed, board.draw)
-            self._show(board, execution, [])
-            inputs.save()
-            with replacement(root / SWEEP_YAML) as kept:
+        with self.board:
+            self._show([])
+            self.inputs.save()
+            with replacement(self.root / SWEEP_YAML) as kept:
                 kept.write(self.planner.spec.text)
             try:
                 if not self.plan.complete:
                     dense = self.plan.points[0]
-                    execution.run([*dense.stages, *self.plan.sensitivities])
-                    self._replan(board, execution, None)
-                usable = self._run_planned(board, execution)
+                    self.execution.run([*dense.stages, *self.plan.sensitivities])
+                    self._replan(None)
+                usable = self._run_planned()
                 while not self.plan.complete:  # what was measured decides who is promoted
                     before = self.plan
-                    self._replan(board, execution, usable)
+                    self._replan(usable)
                     if self.plan == before:  # somebody removed what was measured meanwhile
                         break
-                    usable = self._run_planned(board, execution)
+                    usable = self._run_planned()
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
-                    board.note(f"stopped; complete stages are kept in {root}, and the same command goes on from there")
+                    kept_there = f"complete stages are kept in {self.root}, and the same command goes on from there"
+                    self.board.note(f"stopped; {kept_there}")
                 with contextlib.suppress(OSError):  # of a full disk, which the error speaks of
-                    self._write(execution, over=True)
+                    self._write(over=True)
                 raise
-            return self._write(execution, over=True)
+            return self._write(over=True)
 
-    def _run_planned(self, board: Board, execution: Execution) -> set[str]:
+    def _run_planned(self) -> set[str]:
         """Run all stages that are known, timings last; returns the keys of the conversions that can be timed."""
-        execution.run([stage for stage in self.plan.stages if stage.kind != TIMED])
+        self.execution.run([stage for stage in self.plan.stages if stage.kind != TIMED])
         converted = {stage.key for point in self.plan.points if (stage := point.converting) is not None}
-        usable = {key for key in converted if execution.states[key].status == "done"}
+        usable = {key for key in converted if self.execution.states[key].status == "done"}
         if usable != converted:
-            self._replan(board, execution, usable)
-        execution.run(self.plan.benches)
+            self._replan(usable)
+        self.execution.run(self.plan.benches)
         return usable
 
-    def _show(self, board: Board, execution: Execution, shown: list[str]) -> None:
+    def _replan(self, usable: set[str] | None) -> None:
+        shown = self.plan.notes
+        lost = {key for key, state in self.execution.states.items() if state.status in LOST}
+        self.plan = self.planner.plan(usable, lost)
+        self._show(shown)
+
+    def _show(self, shown: list[str]) -> None:
         for note in self.plan.notes:
             if note not in shown:
-                board.note(f"Note: {note}")
+                self.board.note(f"Note: {note}")
         for stage in self.plan.stages:
-            execution.state(stage)
-        self._write(execution)
-        board.show(self.plan, execution.states)
+            self.execution.state(stage)
+        self._write()
+        self.board.show(self.plan, self.execution.states)
 
-    def _replan(self, board: Board, execution: Execution, usable: set[str] | None) -> None:
-        shown = self.plan.notes
-        lost = {key for key, state in execution.states.items() if state.status in LOST}
-        self.plan = self.planner.plan(usable, lost)
-        self._show(board, execution, shown)
+    def _changed(self, stage: Stage, state: StageState) -> None:
+        self._write()
+        self.board.changed(stage, state)
 
-    def _write(self, execution: Execution, *, over: bool = False) -> SweepDocument:
+    def _write(self, *, over: bool = False) -> SweepDocument:
         """sweep.json, as things stand. over: nothing is to come."""
-        plan, root, state = self.plan, self.planner.root, execution.state
+        plan, execution, state = self.plan, self.execution, self.execution.state
         sensitivities = {stage.key: state(stage) for stage in plan.sensitivities}
         points = [_point(point, execution, sensitivities) for point in plan.points]
         of_all = [*sensitivities.values(), *map(state, plan.benches)]
@@ -299,7 +299,7 @@ class _Sweep:
             sensitivities=[f"{one.output}/{SENSITIVITY_JSON}" for one in plan.sensitivities if execution.is_done(one)],
             benches=[f"{one.output}/{BENCH_JSON}" for one in plan.benches if execution.is_done(one)],
         )
-        write_json(root / SWEEP_JSON, document.to_dict())
+        write_json(self.root / SWEEP_JSON, document.to_dict())
         return document
 
 
