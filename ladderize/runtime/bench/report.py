@@ -12,7 +12,7 @@ from ladderize.runtime.bench.rows import PHASES, PassCommunication, few_rounds, 
 from ladderize.runtime.schedule import Schedule
 
 LEFT_COLUMNS = ("model", "class", "schedule")
-PHASE_TITLES = {"prefill": "Prefill", "decode": "Decode, one step"}  # of the tables of inference, by phase
+TABLE_TITLES = {"prefill": "Prefill", "decode": "Decode, one step"}  # of the tables of inference, by phase
 BAR_HEIGHT = 26  # pixels, with the space between bars
 
 
@@ -188,7 +188,7 @@ def show_bench(document: BenchDocument, console: Console) -> None:
         heading=f"{group_text(document)}; prompt {options.prompt_len}, output {options.output_len}{schedule},"
         f" {rounds_text(options, complete=document.complete)}",
         tables={
-            title: [_line(row, label, phase, document) for row, label in rows] for phase, title in PHASE_TITLES.items()
+            title: [_line(row, label, phase, document) for row, label in rows] for phase, title in TABLE_TITLES.items()
         },
         explanations=(*_explanations(document), *_verdict(document)),
         warnings=runtime_warnings(

@@ -11,7 +11,7 @@ from ladderize.figure import PlotPanel, picture_spec, save_pictures
 from ladderize.runtime.bench.document import TimedDocument
 from ladderize.runtime.bench.harness import TimedVariant
 from ladderize.runtime.bench.report import (
-    PHASE_TITLES,
+    TABLE_TITLES,
     bar_panel,
     bounds_text,
     labelled,
@@ -128,7 +128,7 @@ def show_vllm_bench(document: VllmBenchDocument, console: Console) -> None:
         heading=f"{document.group_text}; prompt {options.prompt_len}, output {options.output_len},"
         f" {rounds_text(options, complete=document.complete)}",
         tables={
-            title: [_line(row, label, phase, document) for row, label in rows] for phase, title in PHASE_TITLES.items()
+            title: [_line(row, label, phase, document) for row, label in rows] for phase, title in TABLE_TITLES.items()
         },
         explanations=_explanations(document),
         warnings=list(filter(None, [few_rounds(options.repeat)])),
