@@ -6,13 +6,14 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ladderize.checkpoint.config import expected_tensors
@@ -146,6 +147,29 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint in one file."""
+    return load_file(folder / "model.safetensors")
+
+
+def change_weights(folder: Path, function: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Write what ``function`` makes of every tensor's name and value."""
+    write_weights(folder, {name: function(name, tensor) for name, tensor in weights_of(folder).items()})
+
+
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path = folder / "model.safetensors"
+    path.unlink()  # it may share its bytes with another checkpoint's
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def changed_tensors(one: Path, other: Path) -> set[str]:
+    """Of two checkpoints with the same tensors, those whose values differ."""
+    before, after = weights_of(one), weights_of(other)
+    assert list(before) == list(after)
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
 def fresh_rng() -> np.random.Generator:
     """A generator of numpy with another seed in every test; torch's has the test's own (conftest.py)."""
     return np.random.default_rng(int(torch.randint(1 << 30, ())))
@@ -189,6 +213,14 @@ def training_command(name: str, place: Path, out: Path) -> list[object]:
     }[name]
 
 
+def save_pair(folder: Path, rng: np.random.Generator) -> Path:
+    """In a folder a dense model, its conversion, and windows of ids; returns the folder."""
+    save_llama(folder / "dense", seed=5)
+    invoke_well("convert", folder / "dense", folder / "spd", "--spd", "1:", "--sync-tp-size", 4, "--no-verify")
+    np.save(folder / "ids.npy", rng.integers(3, SHAPE["vocab_size"], (72, 16)))
+    return folder
+
+
 class Outcome(NamedTuple):
     code: int
     stdout: str
@@ -209,6 +241,13 @@ def invoke(*arguments: object) -> Outcome:
     outcome = Outcome(code, stdout.getvalue(), stderr.getvalue())
     for shown in outcome[1:]:
         assert printable(shown) == shown  # whatever names a stranger's file holds
+    return outcome
+
+
+def invoke_well(*arguments: object) -> Outcome:
+    """The same of a command that must not fail."""
+    outcome = invoke(*arguments)
+    assert outcome.code == 0, outcome.stderr
     return outcome
 
 

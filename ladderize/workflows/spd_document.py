@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ladderize.adapt.align.reports import LayerReport
+from ladderize.adapt.align.options import LayerReport
 from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.options import DistillSettings
 from ladderize.adapt.blockwise.rewrite import WindowData, measured_note
