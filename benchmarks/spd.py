@@ -23,7 +23,7 @@ import torch
 
 from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.head_grouping import group_heads
+from ladderize.adapt.blockwise.head_grouping import group_heads, permuted_weights
 from ladderize.adapt.blockwise.layer_files import BlockFolder, StudentBlocks
 from ladderize.adapt.blockwise.measures import loaded
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
@@ -36,7 +36,7 @@ from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
 from ladderize.workflows.sensitivity import measure_sensitivity
-from ladderize.workflows.spd import permuted, spd
+from ladderize.workflows.spd import orders_of, spd
 from ladderize.workflows.spd_options import SpdOptions
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
@@ -170,7 +170,7 @@ def ablation(args: argparse.Namespace) -> dict:
                 if criterion == "none"
                 else group_heads(blocks, layers, ranks, calibration, criterion=criterion, seed=seed)
             )
-            untrained = {layer: permuted(blocks, layer, head_map) for layer in layers}
+            untrained = {layer: permuted_weights(blocks, orders_of(head_map), layer) for layer in layers}
             with tempfile.TemporaryDirectory() as folder:
                 work = BlockFolder(Path(folder) / "work", {}).distilled
                 begin = time.perf_counter()

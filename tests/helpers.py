@@ -152,14 +152,31 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> dict[str, torch.Tensor]:
-    """Write the weights of ``folder`` anew as ``change`` has edited them in place; returns them."""
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     path = folder / "model.safetensors"
-    tensors = load_file(path)
+    path.unlink()  # it may share its bytes with another checkpoint's
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> dict[str, torch.Tensor]:
+    """Write the weights of ``folder``, which are in one file, anew as ``change`` has edited them in place; returns
+    them."""
+    tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    path.unlink()  # it may be linked
-    save_file(tensors, path, {"format": "pt"})
+    write_weights(folder, tensors)
     return tensors
+
+
+def change_weights(folder: Path, function: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Write what ``function`` makes of every tensor's name and value."""
+    write_weights(folder, {name: function(name, tensor) for name, tensor in all_tensors(folder).items()})
+
+
+def changed_tensors(one: Path, other: Path) -> set[str]:
+    """Of two checkpoints with the same tensors, those whose values differ."""
+    before, after = all_tensors(one), all_tensors(other)
+    assert list(before) == list(after)
+    return {name for name in before if not torch.equal(before[name], after[name])}
 
 
 def fresh_rng() -> np.random.Generator:
@@ -211,6 +228,14 @@ def assert_there_and_back(kind: type[Record], document: dict[str, object]) -> No
     assert kind.from_dict(document, "a document").to_dict() == rest
 
 
+def save_pair(folder: Path, rng: np.random.Generator) -> Path:
+    """In a folder a dense model, its conversion, and windows of ids; returns the folder."""
+    save_llama(folder / "dense", seed=5)
+    invoke_well("convert", folder / "dense", folder / "spd", "--spd", "1:", "--sync-tp-size", 4, "--no-verify")
+    np.save(folder / "ids.npy", rng.integers(3, SHAPE["vocab_size"], (72, 16)))
+    return folder
+
+
 class Outcome(NamedTuple):
     code: int
     stdout: str
@@ -231,6 +256,13 @@ def invoke(*arguments: object) -> Outcome:
     outcome = Outcome(code, stdout.getvalue(), stderr.getvalue())
     for shown in outcome[1:]:
         assert printable(shown) == shown  # whatever names a stranger's file holds
+    return outcome
+
+
+def invoke_well(*arguments: object) -> Outcome:
+    """The same of a command that must not fail."""
+    outcome = invoke(*arguments)
+    assert outcome.code == 0, outcome.stderr
     return outcome
 
 

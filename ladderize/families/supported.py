@@ -9,11 +9,11 @@ from ladderize.families.base import Decoder, Family, everywhere, layer_windows, 
 AUTHORS_TYPE = "llamaLadder"  # of the checkpoints that the authors of Ladder Residual have published
 
 
-def attention_biases(config: Mapping[str, Any]) -> dict[str, bool]:
+def attention_biases(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"qkv_bias": bool(config["attention_bias"]), "o_bias": bool(config["attention_bias"])}
 
 
-def all_biases(config: Mapping[str, Any]) -> dict[str, bool]:
+def all_biases(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**attention_biases(config), "mlp_bias": bool(config["mlp_bias"])}
 
 

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.align.align import align
-from ladderize.adapt.align.options import AlignSettings, default_tokens, layers_to_align
-from ladderize.adapt.align.reports import LayerReport
+from ladderize.adapt.align.options import AlignSettings, LayerReport, default_tokens, layers_to_align
 from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds
+from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds, permuted_weights
 from ladderize.adapt.blockwise.layer_files import BlockFolder, StudentBlocks
 from ladderize.adapt.blockwise.measures import HeldoutMeasures, LayerAt, heldout_measures, loaded
 from ladderize.adapt.blockwise.options import DistillSettings
@@ -33,7 +32,7 @@ from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console, human_seconds
-from ladderize.convert.heads import HEAD_MAP, GroupingReport, HeadMap, permute_heads, read_head_map
+from ladderize.convert.heads import HEAD_MAP, GroupingReport, HeadMap, read_head_map
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import SelectedBlock, Selection
@@ -166,7 +165,7 @@ def spd(
         start = StudentBlocks(
             layout,
             layers_to_align(layout, None) if repaired and options.aligns else (),
-            lambda layer: permuted(stored, layer, head_map),
+            partial(permuted_weights, stored, orders_of(head_map)),
         )
         if start.layers:
             count = max(1, default_tokens(teacher.config) // windows.train.shape[1])
@@ -326,14 +325,9 @@ def to_group(selection: Selection, options: SpdOptions) -> list[int]:
     return [block for block in to_repair(selection, options) if selection.blocks[block].sensitivity_class in classes]
 
 
-def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, Tensor]:
-    """A layer's weights in the head map's order."""
-    weights = blocks.weights(layer)
-    if head_map is None or layer not in head_map.orders:
-        return weights
-    return permute_heads(
-        weights, head_map.orders[layer], blocks.config["num_attention_heads"], kv_head_count(blocks.config)
-    )
+def orders_of(head_map: HeadMap | None) -> Mapping[int, tuple[int, ...]]:
+    """The order of heads in each layer that has another one than the dense model's."""
+    return {} if head_map is None else head_map.orders
 
 
 def measure_steps(
@@ -348,9 +342,7 @@ def measure_steps(
 ) -> HeldoutMeasures:
     """Held-out measures of the dense model and after each step that was taken."""
     dense = Layout.dense(layout.num_layers)
-
-    def grouped(layer: int) -> dict[str, Tensor]:
-        return permuted(blocks, layer, head_map)
+    grouped = partial(permuted_weights, blocks, orders_of(head_map))
 
     def aligned(layer: int) -> dict[str, Tensor]:
         return loaded(work.aligned, layer, blocks) if layer in start.layers else grouped(layer)
@@ -358,7 +350,7 @@ def measure_steps(
     def distilled(layer: int) -> dict[str, Tensor]:
         return loaded(work.distilled, layer, blocks) if layer in student.layers else aligned(layer)
 
-    steps = {"sync points dropped": blocks.weights}
+    steps: dict[str, Callable[[int], dict[str, Tensor]]] = {"sync points dropped": blocks.weights}
     if head_map is not None:
         steps["+ head grouping"] = grouped
     if start.layers:

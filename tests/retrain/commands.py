@@ -39,7 +39,7 @@ def losses_of(folder):
     return read_metrics(folder / "metrics.jsonl", "loss")
 
 
-def weights_of(folder):
+def all_tensors(folder):
     return load_file(folder / "model.safetensors")
 
 

@@ -10,7 +10,7 @@ from ladderize.adapt.retrain import run
 from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.task import left_by_alignment
 from tests.helpers import invoke, listing, one_sentence
-from tests.retrain.commands import adapt, losses_of, same_weights, succeed, weights_of
+from tests.retrain.commands import adapt, all_tensors, losses_of, same_weights, succeed
 
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32}
 
@@ -37,12 +37,12 @@ def test_it_is_an_alignment_and_a_retraining_of_that(place, done, tmp_path):
         "--no-verify",
     )
     assert alone.code == 0, alone.stderr
-    start = weights_of(done / "out-aligned")
-    assert same_weights(weights_of(tmp_path / "beside"), start)
+    start = all_tensors(done / "out-aligned")
+    assert same_weights(all_tensors(tmp_path / "beside"), start)
     succeed(place, tmp_path / "out", "--distill-from", place / "dense", model=tmp_path / "beside", steps=4)
-    assert same_weights(weights_of(tmp_path / "out"), weights_of(done / "out"))
+    assert same_weights(all_tensors(tmp_path / "out"), all_tensors(done / "out"))
     assert losses_of(tmp_path / "out") == losses_of(done / "out")
-    moved = [name for name, tensor in weights_of(done / "out").items() if not torch.equal(tensor, start[name])]
+    moved = [name for name, tensor in all_tensors(done / "out").items() if not torch.equal(tensor, start[name])]
     assert len(moved) > 20
     shown = invoke("inspect", done / "out").stdout
     assert shown.index("align: layers 0:4") < shown.index("full: layers 0:4")
@@ -110,7 +110,7 @@ def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypat
         outcome = aligned(place, tmp_path / "out")
         assert outcome.code == 0, outcome.stderr
         assert said in outcome.stderr
-    assert same_weights(weights_of(tmp_path / "out"), weights_of(done / "out"))
+    assert same_weights(all_tensors(tmp_path / "out"), all_tensors(done / "out"))
 
 
 def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatch):

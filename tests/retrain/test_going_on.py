@@ -19,7 +19,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from tests import warm
 from tests.helpers import SHAPE, listing, one_sentence, save_llama
-from tests.retrain.commands import LENGTH, adapt, arguments, losses_of, same_weights, succeed, weights_of
+from tests.retrain.commands import LENGTH, adapt, all_tensors, arguments, losses_of, same_weights, succeed
 
 # The command, which waits for its end before step 21.
 WAITS = """
@@ -89,7 +89,7 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
     assert "another eval_data; give the old value again" in one_sentence(other)
     assert adapt(place, tmp_path / "out").code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
-    assert same_weights(weights_of(tmp_path / "out"), weights_of(tmp_path / "whole"))
+    assert same_weights(all_tensors(tmp_path / "out"), all_tensors(tmp_path / "whole"))
 
 
 def test_sigterm_in_the_last_step_stops_too(place, tmp_path, monkeypatch):
@@ -204,7 +204,7 @@ def test_a_tied_head_that_the_file_has_twice(place, tmp_path):
     )
     same = {"model": tmp_path / "both", "steps": 2}
     succeed(place, tmp_path / "out", "--train", "all", **same)
-    written = weights_of(tmp_path / "out")
+    written = all_tensors(tmp_path / "out")
     assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
     assert not torch.equal(written["lm_head.weight"], tensors["model.embed_tokens.weight"])
     path.unlink()

@@ -8,7 +8,7 @@ import torch
 from ladderize.adapt.retrain.hf_model import HFEngine
 from tests import warm
 from tests.helpers import CLIPPED, listing
-from tests.retrain.commands import adapt, arguments, losses_of, succeed, weights_of
+from tests.retrain.commands import adapt, all_tensors, arguments, losses_of, succeed
 
 
 def run_group(place, out, *more, **environment):
@@ -21,8 +21,8 @@ def run_group(place, out, *more, **environment):
 
 def check_same_run(ours, theirs):
     assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=1e-4)
-    weights = weights_of(ours)
-    for name, value in weights_of(theirs).items():
+    weights = all_tensors(ours)
+    for name, value in all_tensors(theirs).items():
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 

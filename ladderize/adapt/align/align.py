@@ -23,21 +23,27 @@ from ladderize.adapt.align.cost import (
     warn_of_few,
 )
 from ladderize.adapt.align.layer import LayerAlignment, Side, Streams
-from ladderize.adapt.align.options import AlignOptions, AlignSettings, default_tokens, layers_to_align
-from ladderize.adapt.align.reports import GROUPS, LayerReport, ProjectionReport
+from ladderize.adapt.align.options import (
+    GROUPS,
+    AlignOptions,
+    AlignSettings,
+    LayerReport,
+    ProjectionReport,
+    default_tokens,
+    layers_to_align,
+)
+from ladderize.adapt.blockwise.head_grouping import permuted_weights
 from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.adapt.methods import ALIGN
 from ladderize.blocks import Blocks, stored_dtype
-from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console, code_span, human_bytes, human_seconds
-from ladderize.convert.heads import HEAD_MAP, permute_heads, read_head_map
+from ladderize.convert.heads import HEAD_MAP, read_head_map
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
-from ladderize.ranks.training import check_launch_of_blocks
 
 LayerWeights = Callable[[int], Mapping[str, Tensor]]
 
@@ -92,7 +98,6 @@ def align_checkpoint(
     Several processes (accelerate launch, torchrun) share the windows out; rank 0 writes. A killed run goes on where it
     was.
     """
-    check_launch_of_blocks()
     how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision, "console": console}
     return rewrite(Aligning(), model, out, teacher_name, options, **how)
 
@@ -122,20 +127,13 @@ class Aligning(LayerMethod[AlignOptions, Alignment]):
         return {"weights of a layer": weights, "its products": products}, states_bytes(teacher, every, ranks)
 
     def work(self, job: LayerJob[AlignOptions]) -> None:
-        teacher, config = job.teacher, job.teacher.config
+        teacher = job.teacher
         orders = heads_of(job.own.checkpoint)
         stored = Blocks(teacher.checkpoint, getattr(torch, stored_dtype(teacher.checkpoint)), teacher.device)
-
-        def dense_weights(layer: int) -> dict[str, Tensor]:
-            weights = stored.weights(layer)
-            if layer not in orders:
-                return weights
-            return permute_heads(weights, orders[layer], config["num_attention_heads"], kv_head_count(config))
-
         align(
             teacher,
             job.own,
-            dense_weights,
+            partial(permuted_weights, stored, orders),
             job.student,
             job.windows,
             job.options.settings(),

@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from ladderize.blocks import Blocks
 from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.convert.heads import GroupingReport, HeadMap
+from ladderize.convert.heads import GroupingReport, HeadMap, permute_heads
 from ladderize.layout import Layout, check_split
 
 RESTARTS = 8
@@ -302,6 +302,14 @@ def group_heads(
             states = [blocks.run(layer, state) for state in states]  # type: ignore[misc]
             advance(1)
     return HeadMap(sync_tp_size, orders, fingerprint(blocks.checkpoint), report)
+
+
+def permuted_weights(blocks: Blocks, orders: Mapping[int, Sequence[int]], layer: int) -> dict[str, Tensor]:
+    """A layer's weights, its heads in the order that ``orders`` says; as they are where it says none."""
+    weights, config = blocks.weights(layer), blocks.config
+    if layer not in orders:
+        return weights
+    return permute_heads(weights, orders[layer], config["num_attention_heads"], kv_head_count(config))
 
 
 def _group_layer(

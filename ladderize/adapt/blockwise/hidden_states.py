@@ -1,5 +1,6 @@
 """The states between two layers for all windows: in memory, or in files that the system pages in and out."""
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,9 +47,11 @@ class StateStore:
         mapped = [torch.from_file(str(file), shared=True, size=count, dtype=dtype) for file in self.files]
         self.tensors = [tensor.view(shape) for tensor in mapped]
 
-    def write(self, first: int, state: State) -> None:
+    def write(self, first: int, state: State, model: str = "dense") -> None:
         """Rows from ``first`` on. A state that is no pair leaves the second part as it is: nothing before it was in
-        flight."""
+        flight. model: whose it is. Raises UserError for what is no number."""
+        if not math.isfinite(float(complete(state).sum())):
+            raise UserError(f"the {model} model's states are NaN or infinite; check its weights, or compute in float32")
         parts = state if isinstance(state, tuple) else (state,)
         for tensor, part in zip(self.tensors, parts, strict=False):
             tensor[first : first + len(part)] = part.to(tensor.device)
@@ -118,7 +121,4 @@ def _fill(store: StateStore, states: Callable[[Tensor], State]) -> None:
     """Compute every window's state; in a function, since a generator would leave no_grad on while its caller trains."""
     batch = max(1, 4 * TOKENS_PER_STEP // store.tensors[0].shape[1])
     for rows in torch.arange(store.windows).split(batch):
-        state = states(rows)
-        if not torch.isfinite(complete(state)).all():
-            raise UserError("the dense model's states are NaN or infinite; check its weights, or compute in float32")
-        store.write(int(rows[0]), state)
+        store.write(int(rows[0]), states(rows))

@@ -187,8 +187,9 @@ def _model(
     shape = Shape.from_config(checkpoint.config, tp_size=tensor.size, rank=tensor.rank)
     lora = None
     if task.options.method == LORA and not frozen:
-        start = functools.partial(adapter_start, seed=task.training.seed)
-        lora = TrainedLora(lora_plan(task), shape, start, tensor.device)
+        asked, start = task.options.lora, functools.partial(adapter_start, seed=task.training.seed)
+        plan = LoraPlan(asked.rank, asked.scale / asked.rank, asked.targets, task.layers, asked.dropout)
+        lora = TrainedLora(plan, shape, start, tensor.device)
     weights = build_weights(
         lambda dtype: CheckpointSource(checkpoint, dtype, tensor.device),
         checkpoint.config,
@@ -207,18 +208,6 @@ def _model(
         schedule=task.schedule,
         temperature=task.training.objective.temperature,
         gradient_checkpointing=bool(task.options.gradient_checkpointing) and not frozen,
-    )
-
-
-def lora_plan(task: Task) -> LoraPlan:
-    """LoRA as the task asks for it, on the runtime's projections."""
-    lora = task.options.lora
-    return LoraPlan(
-        rank=lora.rank,
-        scaling=lora.scale / lora.rank,
-        dropout=lora.dropout,
-        targets=lora.targets,
-        layers=tuple(task.layers),
     )
 
 
