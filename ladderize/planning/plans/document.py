@@ -4,7 +4,6 @@ An accuracy cost is how much a layout raises the mean negative log-likelihood of
 nats: its perplexity is exp(cost) times the dense one's.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -19,7 +18,6 @@ from ladderize.runtime.collectives.links import Interconnect, Link
 # predicted: from figures of other machines; calibrated: device and link were timed by `ladderize calibrate`
 Basis = Literal["predicted", "calibrated"]
 NO_WEIGHTS = "none"  # of a row: a layout of a shape, not a checkpoint
-EXP_LIMIT = 700.0  # of which exp is a float still
 
 
 @dataclass(frozen=True)
@@ -138,11 +136,6 @@ class PlannedLayout(Record):
         """The cost that is known best: on held-out windows, measured, or estimated."""
         known = self.held_out or self.measured
         return known.increase if known is not None else self.estimated_nats
-
-    @property
-    def ppl_ratio(self) -> float | None:
-        """Its perplexity over the dense one."""
-        return math.exp(min(self.nats, EXP_LIMIT)) if self.nats is not None else None
 
 
 @dataclass(frozen=True)
