@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from ladderize.adapt.data_specs import data_sources
 from ladderize.adapt.retrain.memory_estimate import Demand
@@ -29,7 +28,8 @@ from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import wants_fsdp
 from ladderize.runtime.schedule import Schedule
 from tests import warm
-from tests.helpers import CLIPPED, SHAPE, all_gone, edit_json, invoke, listing, one_sentence, save_llama
+from tests.helpers import CLIPPED, SHAPE, all_gone, edit_json, invoke, invoke_well, listing, one_sentence, save_llama
+from tests.retrain.commands import check_same_run
 
 LENGTH, ROWS = 16, 32
 
@@ -76,8 +76,6 @@ DOMINO = ["--tp-size", 2, "--schedule", "domino"]
         (["--tp-size", 0], 2, "greater than or equal to 1"),
         (["--tp-size", 3], 1, "--tp-size 3 does not divide the"),
         (["--tp-size", 4], 1, "--tp-size 4 does not divide the 2 virtual ranks (sync_tp_size)"),
-        (["--tp-size", 2, "--method", "blocks"], 2, "--tp-size has no effect with --method blocks"),
-        (["--schedule", "domino", "--method", "blocks"], 2, "--schedule has no effect with --method blocks"),
         (["--tp-size", 2, "--attention", "eager"], 2, "--attention eager has no effect with --tp-size 2"),
         (["--tp-size", 2, "--attention", "flex_attention"], 2, "--attention flex_attention has no effect"),
         (["--tp-size", 2, "--batch-size", 99], 1, "fewer than --batch-size 99"),
@@ -85,10 +83,7 @@ DOMINO = ["--tp-size", 2, "--schedule", "domino"]
     ],
 )  # fmt: skip
 def test_bad_arguments(place, tmp_path, more, code, expected):
-    given = arguments(place, tmp_path / "out", *more)
-    if "blocks" in more:
-        given = ["adapt", place / "both", tmp_path / "out", "--data", place / "ids.npy", *more]
-    outcome = invoke(*given)
+    outcome = invoke(*arguments(place, tmp_path / "out", *more))
     assert outcome.code == code, outcome
     assert expected in one_sentence(outcome)
     assert listing(tmp_path) == []
@@ -237,44 +232,25 @@ def constant(place, out, *more, steps):
     return arguments(place, out, *same, *more, steps=steps)
 
 
-def same_weights(ours, theirs, name="model.safetensors"):
-    written, expected = load_file(ours / name), load_file(theirs / name)
-    assert written.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(written[key], value, rtol=1e-3, atol=1e-4, msg=key)
-
-
 def test_the_command_makes_the_steps_of_one_process(place, tmp_path, capfd):
     """Started here, with --json, and as ranks of a launcher."""
     more = ["--distill-from", place / "dense", "--train", "all"]
-    assert invoke(*arguments(place, tmp_path / "one", *more, steps=4)).code == 0
-    outcome = invoke(*arguments(place, tmp_path / "two", *more, *DOMINO, "--domino-columns", 2, "--json", steps=4))
-    assert outcome.code == 0, outcome.stderr
+    invoke_well(*arguments(place, tmp_path / "one", *more, steps=4))
+    outcome = invoke_well(*arguments(place, tmp_path / "two", *more, *DOMINO, "--domino-columns", 2, "--json", steps=4))
     document = json.loads(outcome.stdout)
     assert document.items() <= json.loads((tmp_path / "two" / "adaptation.json").read_text()).items()
     assert document["options"] == json.loads((tmp_path / "one" / "adaptation.json").read_text())["options"]
     assert "starting 2 ranks" in outcome.stderr
     assert "2 for each copy of the model, schedule domino" in capfd.readouterr().err  # said by a rank
     launched = warm.run_group(
-        [sys.executable, "-m", "ladderize", *arguments(place, tmp_path / "four", *more, "--tp-size", 2, steps=4)],
-        ranks=4,
+        [sys.executable, "-m", "ladderize", *arguments(place, tmp_path / "launched", *more, "--tp-size", 2, steps=4)],
     )
     assert launched.returncode == 0, launched.stderr[-2000:]
     assert launched.stdout.count("wrote ") == 1
-    assert "on 4 processes, 2 for each copy of the model" in launched.stderr
-    for name in ("two", "four"):
-        assert steps_of(tmp_path / name) == pytest.approx(steps_of(tmp_path / "one"), rel=1e-4)
-        same_weights(tmp_path / name, tmp_path / "one")
-    assert listing(tmp_path) == ["four", "one", "two"]
-
-
-def test_lora_by_two_ranks(place, tmp_path):
-    more = ["--method", "lora", "--lora-rank", 3]
-    for name, ranks in (("one", []), ("two", ["--tp-size", 2])):
-        outcome = invoke(*arguments(place, tmp_path / name, *more, *ranks, steps=4))
-        assert outcome.code == 0, outcome.stderr
-    assert steps_of(tmp_path / "two") == pytest.approx(steps_of(tmp_path / "one"), rel=1e-4)
-    same_weights(tmp_path / "two", tmp_path / "one", "adapter_model.safetensors")
+    assert "on 2 processes, 2 for each copy of the model" in launched.stderr
+    for name in ("two", "launched"):
+        check_same_run(tmp_path / name, tmp_path / "one")
+    assert listing(tmp_path) == ["launched", "one", "two"]
 
 
 def begin(place, out, *more):
@@ -296,10 +272,9 @@ def test_sigterm_saves_and_another_number_of_ranks_goes_on(place, tmp_path):
     assert all_gone(ranks)
     assert not out.exists()
     steps = int(found[1]) + 3
-    went_on = invoke(*constant(place, out, steps=steps))
-    assert went_on.code == 0, went_on.stderr
+    went_on = invoke_well(*constant(place, out, steps=steps))
     assert f"resuming after step {found[1]}" in went_on.stderr
-    assert invoke(*constant(place, tmp_path / "one", steps=steps)).code == 0
+    invoke_well(*constant(place, tmp_path / "one", steps=steps))
     assert steps_of(out) == pytest.approx(steps_of(tmp_path / "one"), rel=1e-3)
 
 

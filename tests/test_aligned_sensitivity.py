@@ -28,7 +28,7 @@ from ladderize.workflows import aligned_layouts
 from ladderize.workflows.aligned_layouts import AlignedLayouts
 from ladderize.workflows.sensitivity import SensitivityFolder
 from tests import warm
-from tests.helpers import SHAPE, fresh_rng, invoke, listing, one_sentence, save_llama
+from tests.helpers import SHAPE, fresh_rng, invoke, invoke_well, listing, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 SCORED, ALIGNED, HELD_OUT, TOKENS = 3, 12, 3, 16  # windows of so many tokens
@@ -54,6 +54,12 @@ def measured(model, ids, out, *more, align=("--align", "--align-samples", ALIGNE
     return invoke("sensitivity", model, *where, *align, *more)
 
 
+def well_measured(*arguments, **more):
+    outcome = measured(*arguments, **more)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
 def of_mode(mode, ranks):
     return ("--mode", mode, *(("--sync-tp-size", ranks) if ranks is not None else ()))
 
@@ -72,20 +78,18 @@ def by_commands(model, layout, windows, folder, monkeypatch):
     recipe = {key: value for key, value in Recipe.from_layout(layout).to_dict().items() if value is not None}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(recipe))))
     converted, aligned = folder / "converted", folder / "aligned"
-    assert invoke("convert", model, converted, "--recipe", folder / "recipe.yaml", "--no-verify").code == 0
+    invoke_well("convert", model, converted, "--recipe", folder / "recipe.yaml", "--no-verify")
     monkeypatch.setattr(align_run, "training_windows", lambda *_: own)
     more = ("--distill-from", model, "--data", folder / "own.npy", "--write", "last", "--no-verify")
-    assert invoke("adapt", converted, aligned, "--method", "align", *more).code == 0
-    shown = invoke("eval", aligned, "--perplexity", folder / "scored.npy", "--json")
-    assert shown.code == 0, shown
+    invoke_well("adapt", converted, aligned, "--method", "align", *more)
+    shown = invoke_well("eval", aligned, "--perplexity", folder / "scored.npy", "--json")
     return EvalResults.from_dict(json.loads(shown.stdout), "results").models[0].model.perplexity.window_nll
 
 
 @pytest.mark.parametrize(("mode", "ranks"), MODES.items())
 def test_an_entry_is_what_convert_adapt_and_eval_give(model, ids, tmp_path, mode, ranks, monkeypatch):
     out = tmp_path / "s.json"
-    outcome = measured(model, ids, out, *of_mode(mode, ranks))
-    assert outcome.code == 0, outcome
+    outcome = well_measured(model, ids, out, *of_mode(mode, ranks))
     assert f"each changed model was aligned first, on {ALIGNED} other windows of {TOKENS} tokens" in outcome.stdout
     assert "adapt dense-" in outcome.stdout
     document = read_sensitivity(out, "ladder" if ranks is None else "spd")
@@ -96,7 +100,7 @@ def test_an_entry_is_what_convert_adapt_and_eval_give(model, ids, tmp_path, mode
     table = np.array(document.nll)
     np.testing.assert_allclose(table[:, column], expected, rtol=1e-5)
     plain = tmp_path / "plain.json"
-    assert measured(model, ids, plain, *of_mode(mode, ranks), align=()).code == 0
+    well_measured(model, ids, plain, *of_mode(mode, ranks), align=())
     before = np.array(json.loads(plain.read_text())["nll"])
     np.testing.assert_allclose(table[:, -1], before[:, -1], rtol=1e-5)  # the dense model has nothing to align
     # Every column moved; one window of a random model may hardly move.
@@ -106,7 +110,7 @@ def test_an_entry_is_what_convert_adapt_and_eval_give(model, ids, tmp_path, mode
 
 def test_how_many_windows_are_taken_by_default(model, ids, tmp_path):
     """As many as adapt --align takes of data that are the windows which are not scored."""
-    assert measured(model, ids, tmp_path / "s.json", "--mode", "each-ladder", align=("--align",)).code == 0
+    well_measured(model, ids, tmp_path / "s.json", "--mode", "each-ladder", align=("--align",))
     aligned = json.loads((tmp_path / "s.json").read_text())["aligned"]
     left = 40 - SCORED
     assert short_tokens(SHAPE) > left * TOKENS  # all that are left
@@ -115,8 +119,7 @@ def test_how_many_windows_are_taken_by_default(model, ids, tmp_path):
 
 def test_two_processes_share_the_models(model, ids, tmp_path):
     command = ("sensitivity", model, "--data", ids, "--samples", SCORED, "--align", "--mode", "each-ladder", "--json")
-    alone = invoke(*command, "--out", tmp_path / "one.json", "--threads", 1)
-    assert alone.code == 0, alone
+    alone = invoke_well(*command, "--out", tmp_path / "one.json", "--threads", 1)
     result = warm.run_group([sys.executable, "-m", "ladderize", *command, "--out", tmp_path / "two.json"])
     assert result.returncode == 0, result.stderr
     one, two = json.loads(alone.stdout), json.loads(result.stdout)
@@ -127,7 +130,7 @@ def test_two_processes_share_the_models(model, ids, tmp_path):
 
 def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
     out, mode = tmp_path / "s.json", ("--mode", "ladder")
-    assert measured(model, ids, tmp_path / "whole.json", *mode).code == 0
+    well_measured(model, ids, tmp_path / "whole.json", *mode)
     scored, original = [], AlignedLayouts.__call__
 
     def stopped(self, layout, *arguments):
@@ -152,7 +155,7 @@ def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
     assert f"resuming after 2 of {LAYERS + 1} models" in resumed.stderr
     assert scored == column_layouts("ladder", LAYERS, None)  # each of them once
     assert json.loads(out.read_text()) == json.loads((tmp_path / "whole.json").read_text())
-    assert measured(model, ids, out, *mode).code == 0
+    well_measured(model, ids, out, *mode)
     assert len(scored) == LAYERS + 1
 
 
@@ -189,7 +192,7 @@ def test_what_is_refused(model, ids, tmp_path, align, more, code, message):
 def test_a_model_in_half_precision(ids, tmp_path):
     for dtype in (torch.bfloat16, torch.float16):
         folder = save_llama(tmp_path / str(dtype), dtype=dtype)
-        assert measured(folder, ids, tmp_path / f"{dtype}.json", "--mode", "ladder").code == 0
+        well_measured(folder, ids, tmp_path / f"{dtype}.json", "--mode", "ladder")
 
 
 # ---- who reads them ----
@@ -197,7 +200,7 @@ def test_a_model_in_half_precision(ids, tmp_path):
 
 def test_convert_says_and_records_it(model, ids, tmp_path):
     out = tmp_path / "s.json"
-    assert measured(model, ids, out, "--mode", "each", "--sync-tp-size", 4).code == 0
+    well_measured(model, ids, out, "--mode", "each", "--sync-tp-size", 4)
     half = ("--spd", "auto", "--sensitivity", out, "--spd-fraction", "0.5", "--no-verify")
     outcome = invoke("convert", model, tmp_path / "spd", *half)
     assert f"was aligned first, on {ALIGNED} other windows" in " ".join(outcome.stdout.split())
@@ -210,8 +213,8 @@ def test_convert_says_and_records_it(model, ids, tmp_path):
 
 
 def test_a_report_says_it(model, ids, tmp_path):
-    assert measured(model, ids, tmp_path / "s.json", "--mode", "ladder").code == 0
-    assert invoke("report", tmp_path / "s.json", "--out", tmp_path / "page.html").code == 0
+    well_measured(model, ids, tmp_path / "s.json", "--mode", "ladder")
+    invoke_well("report", tmp_path / "s.json", "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "Sensitivity of each block to ladder, after alignment" in page
     assert f"--align --align-samples {ALIGNED}" in page
@@ -231,8 +234,7 @@ def test_a_sweep_passes_it_on():
 @pytest.fixture(scope="module")
 def points(model, ids, tmp_path_factory):
     out = tmp_path_factory.mktemp("points") / "p.json"
-    outcome = measured(model, ids, out, "--mode", "points", "--sync-tp-size", 4)
-    assert outcome.code == 0, outcome
+    outcome = well_measured(model, ids, out, "--mode", "points", "--sync-tp-size", 4)
     assert "--verify 16 --align" in outcome.stdout
     return out
 
@@ -305,7 +307,7 @@ def test_plan_names_the_step(model, ids, points, tmp_path):
     assert "costs of aligned models" in one_sentence(plan("--sensitivity", points, "--verify", 2))
     assert "--align has no effect without --verify" in one_sentence(plan("--sensitivity", points, "--align"))
     plain = tmp_path / "plain.json"
-    assert measured(model, ids, plain, "--mode", "points", align=()).code == 0
+    well_measured(model, ids, plain, "--mode", "points", align=())
     shown = plan("--sensitivity", plain, "--json")
     assert "aligned" not in json.loads(shown.stdout)["choice"]
     verified = plan("--sensitivity", plain, "--verify", 2, "--align", "--align-samples", 9, "--json")

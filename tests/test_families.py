@@ -24,7 +24,17 @@ from ladderize.errors import UserError
 from ladderize.families.registry import decoder_of, family_of
 from ladderize.families.supported import SUPPORTED
 from ladderize.modeling import dense_class, load
-from tests.helpers import FAMILIES, SHAPE, invoke, make_model, one_sentence, random_ids, save_llama, training_command
+from tests.helpers import (
+    FAMILIES,
+    SHAPE,
+    invoke,
+    invoke_well,
+    make_model,
+    one_sentence,
+    random_ids,
+    save_llama,
+    training_command,
+)
 from tests.oracle import Oracle, assert_likeliest
 
 SIZES = {**SHAPE, "head_dim": 8}
@@ -214,17 +224,11 @@ def place(request, tmp_path_factory):
     return folder
 
 
-def succeed(*arguments):
-    outcome = invoke(*arguments)
-    assert outcome.code == 0, outcome.stderr
-    return outcome.stdout
-
-
 def test_commands_that_train(place, tmp_path):
     """The output is of the family, and another model. ``spd`` groups heads, aligns, and distils blocks, too."""
     for method in ("full", "lora", "spd"):
-        succeed(*training_command(method, place, tmp_path / method))
-    succeed("merge", tmp_path / "lora", tmp_path / "merged", "--no-verify")
+        invoke_well(*training_command(method, place, tmp_path / method))
+    invoke_well("merge", tmp_path / "lora", tmp_path / "merged", "--no-verify")
     before, ids = load(place / "spd"), random_ids(1, 12)
     for name in ("full", "merged", "spd"):
         model = load(tmp_path / name)
@@ -239,11 +243,11 @@ def test_commands_that_measure(place, tmp_path):
     """The perplexity of a model as a whole, in transformers and in the runtime, and layer by layer is one number."""
     data = ("--seq-len", 16)
     table = tmp_path / "sensitivity.json"
-    succeed("sensitivity", place / "dense", "--data", place / "ids.npy", *data, "--sync-tp-size", 2, "--out", table)
+    invoke_well("sensitivity", place / "dense", "--data", place / "ids.npy", *data, "--sync-tp-size", 2, "--out", table)
     found, divergence = [json.loads(table.read_text())["perplexity"][-1]], []
     for backend in ("hf", "runtime"):
         more = ("--perplexity", place / "ids.npy", *data, "--backend", backend, "--dtype", "float32", "--json")
-        models = json.loads(succeed("eval", place / "dense", place / "spd", *more))["models"]
+        models = json.loads(invoke_well("eval", place / "dense", place / "spd", *more).stdout)["models"]
         found.append(models[0]["ladderize"]["perplexity"]["perplexity"])
         divergence.append(models[1]["ladderize"]["predictions"]["mean_kl"])
     assert found == pytest.approx([found[0]] * 3, rel=1e-4)

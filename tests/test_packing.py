@@ -39,8 +39,8 @@ def test_a_batch_by_hand():
     assert rows[0].positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert rows[0].targets.tolist() == [50, 51, 52, X, X, 61, X]
     assert [(part.start, part.stop) for part in segments(rows[0])] == [(0, 4), (4, 7)]
-    batch = collate(rows, pad_id=9)
-    assert batch["input_ids"].tolist() == [[1, 50, 51, 52, 1, 60, 61], [1, 70, 9, 9, 9, 9, 9]]
+    batch = collate(rows)
+    assert batch["input_ids"].tolist() == [[1, 50, 51, 52, 1, 60, 61], [1, 70, 0, 0, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6]]
     assert batch["targets"].tolist() == [[50, 51, 52, X, X, 61, X], [70, X, P, P, P, P, P]]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}

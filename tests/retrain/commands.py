@@ -2,13 +2,19 @@
 
 import json
 from itertools import chain
+from unittest import mock
 
+import numpy as np
+import pytest
 import torch
-from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 
+import ladderize
+from ladderize.adapt.retrain import run
 from ladderize.adapt.retrain.state import read_metrics
+from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
-from tests.helpers import invoke
+from tests.helpers import invoke, one_sentence, weights_of
 
 CPU = Ranks(0, 1, torch.device("cpu"))
 LENGTH, ROWS = 24, 40
@@ -39,8 +45,28 @@ def losses_of(folder):
     return read_metrics(folder / "metrics.jsonl", "loss")
 
 
-def all_tensors(folder):
-    return load_file(folder / "model.safetensors")
+def perplexity_of(folder, data):
+    ids = torch.from_numpy(np.load(data))
+    with torch.no_grad():
+        logits = ladderize.load(folder)(ids).logits[:, :-1]
+    return float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).exp())
+
+
+def stopped_before_the_end(place, out, *more, **kwargs):
+    """The command, all of whose steps are made, but nothing is written: its work stays. Returns what it said."""
+    with mock.patch.object(run, "write_outcome", side_effect=UserError("no outcome")):
+        outcome = adapt(place, out, *more, **kwargs)
+    assert "no outcome" in one_sentence(outcome)
+    return outcome.stderr
+
+
+def check_same_run(ours, theirs):
+    """The losses and the weights of two runs, which may round otherwise."""
+    assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=1e-4)
+    written, expected = weights_of(ours), weights_of(theirs)
+    assert written.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(written[key], value, rtol=1e-3, atol=1e-4, msg=key)
 
 
 def same_weights(ours, theirs):

@@ -9,8 +9,8 @@ import torch
 from ladderize.adapt.retrain import run
 from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.task import left_by_alignment
-from tests.helpers import invoke, listing, one_sentence
-from tests.retrain.commands import adapt, all_tensors, losses_of, same_weights, succeed
+from tests.helpers import invoke, invoke_well, listing, one_sentence, weights_of
+from tests.retrain.commands import adapt, losses_of, same_weights, succeed
 
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32}
 
@@ -19,11 +19,16 @@ def aligned(place, out, *more, steps=4, **kwargs):
     return adapt(place, out, "--align", "--distill-from", place / "dense", *more, steps=steps, **kwargs)
 
 
+def well_aligned(*arguments, **more):
+    outcome = aligned(*arguments, **more)
+    assert outcome.code == 0, outcome.stderr
+    return outcome
+
+
 @pytest.fixture(scope="module")
 def done(place, tmp_path_factory):
     folder = tmp_path_factory.mktemp("aligned")
-    outcome = aligned(place, folder / "out")
-    assert outcome.code == 0, outcome.stderr
+    outcome = well_aligned(place, folder / "out")
     assert f"aligning first; the result stays in {folder}/out-aligned" in outcome.stderr
     return folder
 
@@ -91,12 +96,10 @@ def test_the_rate_rises_over_ten_steps_or_a_fifth_of_a_shorter_training(steps, w
 
 
 def test_an_adapter_belongs_to_the_aligned_checkpoint(place, tmp_path):
-    outcome = aligned(place, tmp_path / "out", "--method", "lora")
-    assert outcome.code == 0, outcome.stderr
+    well_aligned(place, tmp_path / "out", "--method", "lora")
     base = json.loads((tmp_path / "out" / "adaptation.json").read_text())["base"]
     assert base["model"] == str(tmp_path / "out-aligned")
-    merged = invoke("merge", tmp_path / "out", tmp_path / "merged", "--no-verify")
-    assert merged.code == 0, merged.stderr
+    invoke_well("merge", tmp_path / "out", tmp_path / "merged", "--no-verify")
 
 
 def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypatch):
@@ -107,8 +110,7 @@ def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypat
     assert listing(tmp_path) == ["out-aligned"]
     monkeypatch.setattr("ladderize.adapt.align.align.align", lambda *_, **__: pytest.fail("aligned again"))
     for said in ("out-aligned is complete", "out is complete"):
-        outcome = aligned(place, tmp_path / "out")
-        assert outcome.code == 0, outcome.stderr
+        outcome = well_aligned(place, tmp_path / "out")
         assert said in outcome.stderr
     assert same_weights(all_tensors(tmp_path / "out"), all_tensors(done / "out"))
 
@@ -141,14 +143,12 @@ def test_rows_that_training_skips_are_skipped_by_the_alignment_too(place, tmp_pa
     (tmp_path / "a.jsonl").write_text("\n".join(["{", *lines, '{"input_ids": [7]}']))  # found at opening, and later
     more = ["--data", tmp_path / "a.jsonl"]
     assert "a.jsonl, line 1: is not JSON" in one_sentence(aligned(place, tmp_path / "no", *more))
-    outcome = aligned(place, tmp_path / "out", *more, "--skip-bad-rows")
-    assert outcome.code == 0, outcome.stderr
+    well_aligned(place, tmp_path / "out", *more, "--skip-bad-rows")
 
 
 def test_beside_the_folder_where_one_is(place, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path / "out")
-    outcome = aligned(place, ".", steps=1)
-    assert outcome.code == 0, outcome.stderr
+    well_aligned(place, ".", steps=1)
     assert listing(tmp_path) == ["out", "out-aligned"]
     assert "OUT / has no folder beside it" in one_sentence(adapt(place, "/"))

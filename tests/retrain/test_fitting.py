@@ -25,7 +25,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch
 from ladderize.runtime.schedule import Schedule
 from tests.helpers import CLIPPED, listing, one_sentence, save_llama
-from tests.retrain.commands import CPU, adapt, losses_of, succeed
+from tests.retrain.commands import CPU, adapt, losses_of, stopped_before_the_end, succeed
 from tests.retrain.peaks import of_ranks, peak_and_estimate
 from tests.simulated_gpu import device
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
@@ -178,9 +178,8 @@ def test_a_training_that_does_not_fit_is_cut_and_goes_on_so(place, tmp_path, mon
         return original(task, *given)
 
     monkeypatch.setattr(retraining, "fit_memory", fit)
-    monkeypatch.setattr(retraining, "write_outcome", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
-    stopped = adapt(place, tmp_path / "out", *distil, steps=2)
-    assert "computed with --micro-batch-size 1 --gradient-checkpointing, to fit into the " in stopped.stderr
+    said = stopped_before_the_end(place, tmp_path / "out", *distil, steps=2)
+    assert "computed with --micro-batch-size 1 --gradient-checkpointing, to fit into the " in said
     monkeypatch.undo()
     outcome = adapt(place, tmp_path / "out", *distil)
     assert "computed with --micro-batch-size 1 --gradient-checkpointing, as the run began;" in outcome.stderr

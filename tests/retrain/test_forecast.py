@@ -9,7 +9,7 @@ import pytest
 from ladderize.console import human_bytes
 from ladderize.layout import Layout
 from ladderize.runtime.shards import read_shape
-from tests.helpers import ROOT, invoke, listing, one_sentence, save_sparse
+from tests.helpers import ROOT, invoke, invoke_well, listing, one_sentence, save_sparse
 from tests.retrain.commands import arguments
 
 
@@ -27,8 +27,7 @@ def large(tmp_path_factory):
 
 def dry_run(large, model, *more):
     data = ["--data", large / "ids.npy", "--distill-from", large / "dense", "--seq-len", 2048]
-    outcome = invoke("adapt", large / model, "--dry-run", "--device-memory", "80GB", *data, *more, "--json")
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well("adapt", large / model, "--dry-run", "--device-memory", "80GB", *data, *more, "--json")
     return json.loads(outcome.stdout)
 
 
@@ -70,8 +69,7 @@ def test_what_a_dry_run_says(place, tmp_path):
     here = invoke(*given[:-2], "--dry-run")
     assert "--tp-size" not in here.stdout  # processes on a CPU share its memory
     assert "time" not in here.stdout
-    outcome = invoke(*given, "--dry-run", "--distill-from", place / "dense")
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well(*given, "--dry-run", "--distill-from", place / "dense")
     assert outcome.stdout.startswith("full, layers 2:4: ")
     assert "about 3 steps of 4 rows of 48 tokens" in outcome.stdout
     lines = outcome.stdout.splitlines()

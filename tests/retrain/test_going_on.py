@@ -10,16 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.hf_model import HFEngine
 from ladderize.adapt.retrain.state import TrainingFolder, read_metrics
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.errors import UserError
 from tests import warm
-from tests.helpers import SHAPE, listing, one_sentence, save_llama
-from tests.retrain.commands import LENGTH, adapt, all_tensors, arguments, losses_of, same_weights, succeed
+from tests.helpers import SHAPE, listing, one_sentence, save_llama, weights_of, write_weights
+from tests.retrain.commands import LENGTH, adapt, arguments, losses_of, same_weights, stopped_before_the_end, succeed
 
 # The command, which waits for its end before step 21.
 WAITS = """
@@ -137,10 +135,8 @@ def test_ctrl_c_says_what_happens_and_a_second_one_while_saving_loses_nothing(pl
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
 
 
-def test_the_schedule_may_change_on_the_way(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(retraining, "write_outcome", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
-    assert "no outcome" in one_sentence(adapt(place, tmp_path / "out"))
-    monkeypatch.undo()
+def test_the_schedule_may_change_on_the_way(place, tmp_path):
+    stopped_before_the_end(place, tmp_path / "out")
     outcome = adapt(place, tmp_path / "out", "--lr", "1e-4", steps=9)
     assert outcome.code == 0, outcome.stderr
     assert "resuming after step 6" in outcome.stderr
@@ -192,32 +188,25 @@ def test_a_bad_row_on_the_way_can_be_skipped_from_there(place, tmp_path, monkeyp
 
 
 def test_a_tied_head_that_the_file_has_twice(place, tmp_path):
-    from safetensors.torch import save_file
-
     save_llama(tmp_path / "dense", tie_word_embeddings=True)
     convert_checkpoint(str(tmp_path / "dense"), tmp_path / "both", Recipe(ladder="all"), verify=False)
-    path = tmp_path / "both" / "model.safetensors"
-    tensors = load_file(path)
-    path.unlink()
-    save_file(
-        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path, metadata={"format": "pt"}
-    )
+    tensors = weights_of(tmp_path / "both")
+    embedding = tensors["model.embed_tokens.weight"]
+    write_weights(tmp_path / "both", tensors | {"lm_head.weight": embedding.clone()})
     same = {"model": tmp_path / "both", "steps": 2}
     succeed(place, tmp_path / "out", "--train", "all", **same)
     written = all_tensors(tmp_path / "out")
     assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
-    assert not torch.equal(written["lm_head.weight"], tensors["model.embed_tokens.weight"])
-    path.unlink()
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path, metadata={"format": "pt"})
+    assert not torch.equal(written["lm_head.weight"], embedding)
+    write_weights(tmp_path / "both", tensors | {"lm_head.weight": embedding + 1})
     outcome = adapt(place, tmp_path / "another", "--train", "all", **same)
     assert "has an lm_head.weight of its own" in one_sentence(outcome)
 
 
-def test_resume_no_begins_anew(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(retraining, "write_outcome", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
-    assert "no outcome" in one_sentence(adapt(place, tmp_path / "out"))
-    assert "resuming after step 6" in adapt(place, tmp_path / "out").stderr
-    assert "going on" not in adapt(place, tmp_path / "out", "--resume", "no").stderr
+def test_resume_no_begins_anew(place, tmp_path):
+    stopped_before_the_end(place, tmp_path / "out")
+    assert "resuming after step 6" in stopped_before_the_end(place, tmp_path / "out")
+    assert "resuming" not in stopped_before_the_end(place, tmp_path / "out", "--resume", "no")
     (tmp_path / "out.ladderize-work" / "somebody's.txt").write_text("x")
     assert "not a folder of unfinished work" in one_sentence(adapt(place, tmp_path / "out", "--resume", "no"))
 
@@ -237,6 +226,6 @@ def test_states_kept_and_the_best_one_written(place, tmp_path, monkeypatch):
     assert listing(work / "step-00000002") == ["state.json", "weights.safetensors"]
     assert document["written_step"] == 2
     kept = load_file(work / "step-00000002" / "weights.safetensors")
-    written = load_file(tmp_path / "out" / "model.safetensors")
+    written = weights_of(tmp_path / "out")
     assert all(torch.equal(written[name], value) for name, value in kept.items())
     assert document["heldout_perplexity"]["before"] == pytest.approx(9000.0)

@@ -9,32 +9,39 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import cross_entropy
 
-import ladderize
 from ladderize.adapt.retrain import run
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.hf_model import HFEngine
 from ladderize.adapt.teacher import share_won_back, target_text
-from ladderize.errors import UserError
+from ladderize.commands.adapt import adapt_options
+from ladderize.errors import UsageError, UserError
 from ladderize.ranks.training import wants_fsdp
+from ladderize.tradeoff.sweep.stages import asked_by
 from tests.helpers import listing, one_sentence
-from tests.retrain.commands import adapt, losses_of, succeed
+from tests.retrain.commands import adapt, losses_of, perplexity_of, succeed
 
 
-def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monkeypatch):
+@pytest.fixture
+def nan_in_step_3(tmp_path, monkeypatch):
+    """Of the training of ``out``, once step 2 is saved, until ``undo()``."""
+
     def losses(self, batch, original=HFEngine.losses):
         wrong = self.student.training and (tmp_path / "out.ladderize-work" / "step-00000002").is_dir()
         return original(self, batch) * (math.nan if wrong else 1)
 
+    monkeypatch.setattr(HFEngine, "losses", losses)
+    return monkeypatch
+
+
+def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, nan_in_step_3):
     succeed(place, tmp_path / "whole", "--save-every", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(HFEngine, "losses", losses)
-        message = one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
-        state = tmp_path / "out.ladderize-work" / "step-00000002" / "state.json"
-        saved = state.stat()
-        assert message == one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
-        assert os.path.samestat(state.stat(), saved)  # not written anew, of which a kill could leave half
+    message = one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
+    state = tmp_path / "out.ladderize-work" / "step-00000002" / "state.json"
+    saved = state.stat()
+    assert message == one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
+    assert os.path.samestat(state.stat(), saved)  # not written anew, of which a kill could leave half
+    nan_in_step_3.undo()
     assert "the loss of step 3 is nan; step 3, of " in message
     assert "ids.npy, row" in message
     assert "was not applied; resume from step 2, which is saved in" in message
@@ -42,16 +49,10 @@ def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monk
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
 
 
-def test_a_state_that_is_damaged(place, tmp_path, monkeypatch):
+def test_a_state_that_is_damaged(place, tmp_path, nan_in_step_3):
     """Tensors of another shape, none at all, JSON without end: the state and what to do are named."""
-
-    def losses(self, batch, original=HFEngine.losses):
-        stop = self.student.training and (tmp_path / "out.ladderize-work" / "step-00000002").is_dir()
-        return original(self, batch) * (math.nan if stop else 1)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(HFEngine, "losses", losses)
-        assert "is nan" in one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
+    assert "is nan" in one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
+    nan_in_step_3.undo()
     state = tmp_path / "out.ladderize-work" / "step-00000002"
     optimizer = load_file(state / "optimizer.safetensors")
     name = min(optimizer)
@@ -89,8 +90,6 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
     [
         (["--method", "half"], 2, "'half' is not one of 'full', 'lora', 'blocks'"),
         (["--samples", "4"], 2, "--samples has no effect with --method full"),
-        (["--lora-rank", "4"], 2, "--lora-rank has no effect with --method full"),
-        (["--method", "blocks"], 2, "--max-steps has no effect with --method blocks"),
         (["--temperature", "2"], 2, "--temperature has no effect without --distill-from"),
         (["--max-tokens", "9"], 2, "give one of them"),
         (["--lr-schedule", "linear"], 2, "'linear' is not one of 'cosine', 'wsd', 'constant'"),
@@ -124,6 +123,30 @@ def test_bad_arguments(place, tmp_path, more, code, expected):
     assert outcome.code == code, outcome
     assert expected.replace("OTHER", str(place / "upper")) in one_sentence(outcome)
     assert listing(tmp_path) == []
+
+
+# methods -> options that they alone heed
+HEEDED = {
+    "full lora": {
+        **{"--max-steps": 2, "--max-tokens": "2k", "--temperature": 2.0, "--distill-weight": 0.5, "--hidden-weight": 1},
+        **{"--eval-data": "x.txt", "--resume": "no", "--tp-size": 2, "--schedule": "domino", "--keep": 1},
+        "--attention": "eager",
+    },
+    "lora": {"--lora-rank": 4},
+    "full lora blocks": {"--lr": 1e-3, "--batch-size": 2},
+    "blocks align": {"--samples": 4, "--max-memory": "1GB"},
+    "blocks": {"--epochs": 2, "--patience": 2},
+    "align": {"--ridge": 0.1, "--random-share": 0.1},
+}
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "blocks", "align"])
+def test_options_of_other_methods_have_no_effect(method):
+    for methods, options in HEEDED.items():
+        for option, value in options.items() if method not in methods.split() else ():
+            words = ["adapt", "MODEL", "OUT", "--method", method, "--data", "x.txt", option, str(value)]
+            with pytest.raises(UsageError, match=f"^{option} has no effect with --method {method}$"):
+                adapt_options(asked_by(words))
 
 
 def test_logs_do_not_fill_out(place, tmp_path, monkeypatch):
@@ -163,9 +186,7 @@ def test_of_fsdp_what_is_here(monkeypatch):
         wants_fsdp(2)
 
 
-def test_dense_models_and_missing_budgets_are_refused(place, tmp_path):
-    dense = adapt(place, tmp_path / "out", model="dense")
-    assert "is dense and has no converted layers to train; convert it first, or, to train" in one_sentence(dense)
+def test_missing_budgets_are_refused(place, tmp_path):
     assert "say how long to train" in one_sentence(adapt(place, tmp_path / "out", without=["--max-steps"]))
     assert "OUT is missing" in one_sentence(adapt(place, None))
     shown = adapt(place, None, "--show-data", without=["--max-steps"])
@@ -212,13 +233,6 @@ def test_the_dense_model_is_the_target(place, tmp_path):
     if heldout["before"] > heldout["dense"]:
         share = math.log(heldout["before"] / heldout["after"]) / math.log(heldout["before"] / heldout["dense"])
         assert heldout["won_back"] == pytest.approx(share)
-
-
-def perplexity_of(folder, data):
-    ids = torch.from_numpy(np.load(data))
-    with torch.no_grad():
-        logits = ladderize.load(folder)(ids).logits[:, :-1]
-    return float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).exp())
 
 
 def test_the_share_won_back():

@@ -2,13 +2,10 @@
 
 import sys
 
-import pytest
-import torch
-
 from ladderize.adapt.retrain.hf_model import HFEngine
 from tests import warm
 from tests.helpers import CLIPPED, listing
-from tests.retrain.commands import adapt, all_tensors, arguments, losses_of, succeed
+from tests.retrain.commands import adapt, arguments, check_same_run, succeed
 
 
 def run_group(place, out, *more, **environment):
@@ -17,13 +14,6 @@ def run_group(place, out, *more, **environment):
     outcome = warm.run_group([sys.executable, "-m", "ladderize", *command], **environment)
     assert outcome.returncode == 0, outcome.stderr[-2000:]
     return outcome
-
-
-def check_same_run(ours, theirs):
-    assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=1e-4)
-    weights = all_tensors(ours)
-    for name, value in all_tensors(theirs).items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_two_processes_make_the_steps_of_one(place, tmp_path):

@@ -8,7 +8,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import ladderize
@@ -28,8 +27,8 @@ from ladderize.adapt.retrain.options import Budget
 from ladderize.blocks import open_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime.training.batch import Batch
-from tests.helpers import CLIPPED, invoke
-from tests.retrain.commands import CPU, LENGTH, adapt, losses_of, succeed
+from tests.helpers import CLIPPED, changed_tensors, invoke, invoke_well, weights_of
+from tests.retrain.commands import CPU, LENGTH, adapt, losses_of, perplexity_of, succeed
 
 
 def test_training_is_a_plain_loop(place, tmp_path):
@@ -75,7 +74,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
             optimizer.step()
             optimizer.zero_grad()
     assert losses_of(tmp_path / "out") == pytest.approx(losses, rel=1e-4)
-    written = load_file(tmp_path / "out" / "model.safetensors")
+    written = weights_of(tmp_path / "out")
     for name, parameter in names.items():
         if name in written:
             torch.testing.assert_close(written[name], parameter.detach(), rtol=2e-3, atol=2e-5, msg=name)
@@ -83,12 +82,10 @@ def test_training_is_a_plain_loop(place, tmp_path):
 
 
 def test_only_what_is_named_is_trained(place, tmp_path):
-    before = load_file(place / "upper" / "model.safetensors")
     for train, layers in (("converted", {1, 2, 3}), ("1", {1}), ("all", {0, 1, 2, 3})):
         out = tmp_path / f"out-{train}"
         document = succeed(place, out, "--train", train, model="upper", steps=1)
-        after = load_file(out / "model.safetensors")
-        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        changed = changed_tensors(place / "upper", out)
         assert {int(name.split(".")[2]) for name in changed if ".layers." in name} <= layers | {1}
         assert {"model.embed_tokens.weight", "model.norm.weight"} <= changed or train != "all"
         assert set(document["layers"]) == {int(name.split(".")[2]) for name in changed if ".layers." in name}
@@ -138,7 +135,7 @@ def test_bfloat16_and_no_packing(place, tmp_path):
     losses = losses_of(tmp_path / "out")
     assert sum(losses[-3:]) < sum(losses[:3])  # what random models learn need not show on held-out rows
     assert document["tokens"] == 12 * 4 * LENGTH
-    assert load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"].dtype == torch.float32  # as stored
+    assert weights_of(tmp_path / "out")["model.norm.weight"].dtype == torch.float32  # as stored
 
 
 def test_token_budget_and_document(place, tmp_path):
@@ -157,18 +154,11 @@ def test_token_budget_and_document(place, tmp_path):
     assert document["tokens"] == math.ceil(500 / rows) * rows
     assert document["scored_tokens"] == document["tokens"] // LENGTH * (LENGTH - 1)
     assert document["heldout_perplexity"]["after"] == pytest.approx(
-        perplexity(tmp_path / "tokens", place / "eval.npy"), rel=1e-4
+        perplexity_of(tmp_path / "tokens", place / "eval.npy"), rel=1e-4
     )
     card = (tmp_path / "tokens" / "README.md").read_text()
     assert "retrained" in card.lower()
     assert f"{document['tokens']:,} tokens" in card
-
-
-def perplexity(folder, data):
-    ids = torch.from_numpy(np.load(data))
-    with torch.no_grad():
-        logits = ladderize.load(folder)(ids).logits[:, :-1]
-    return float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).exp())
 
 
 def test_trained_parameters_have_names_that_files_give_them(place):
@@ -208,8 +198,7 @@ def test_retrained_weights_are_known_as_such(place, tmp_path):
     assert f"taught by {place / 'dense'}; held-out perplexity" in shown.stdout
     assert invoke("inspect", place / "both").stdout.count("retrained") == 0
     for name, options in (("dense", ["--dense"]), ("ladder", ["--ladder", "all"])):
-        outcome = invoke("convert", out, tmp_path / name, *options, "--no-verify")
-        assert outcome.code == 0, outcome.stderr
+        outcome = invoke_well("convert", out, tmp_path / name, *options, "--no-verify")
         assert "Warning: the weights were retrained (full) for another layout (4 layers: " in outcome.stderr
         card = (tmp_path / name / "README.md").read_text()
         assert "**Warning.** The weights were retrained (full) for another layout" in card

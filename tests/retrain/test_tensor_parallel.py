@@ -26,9 +26,9 @@ from tests.helpers import BIASES, CLIPPED, save_llama
 from tests.retrain.commands import LENGTH, losses_of
 from tests.training_groups import Killed, failing, losses_of_zeros, retrain_all
 
-STEPS, SOME, FEW = 50, 16, 8
-BRIEF = {"budget": Budget(steps=FEW), "eval_every": 4}
-MEDIUM = {"budget": Budget(steps=SOME), "eval_every": 8}
+STEPS, FEW, LEAST = 16, 8, 4
+FEWER = {"budget": Budget(steps=FEW), "eval_every": 4}
+BRIEF = {"budget": Budget(steps=LEAST), "eval_every": 2}
 DOMINO = Schedule("domino")
 
 
@@ -44,7 +44,7 @@ def options(place, tp_size=1, schedule=SEQUENTIAL, **more):
             "lr": 1e-3,
             "lr_schedule": "constant",  # shorter runs then make the first steps of longer ones
             "warmup_steps": 2,
-            "eval_every": 25,
+            "eval_every": 8,
             "max_gradient": CLIPPED[1],
             "write": "last",
             "device": "cpu",
@@ -65,22 +65,22 @@ def lora(dropout=0.0):
 
 # name -> how a run differs from the others
 RUNS = {
-    "full": lambda place: {"train": "all", "weight_decay": 0.1, **MEDIUM},
+    "full": lambda place: {"train": "all", "weight_decay": 0.1},
     "taught": taught,
-    "lora": lambda place: {**taught(place), **lora(), **MEDIUM},
-    "dropout": lambda place: {
-        **lora(0.3),
-        "gradient_checkpointing": True,
-        "budget": Budget(steps=FEW),
-        "eval_every": 6,
-    },
+    "lora": lambda place: {**taught(place), **lora()},
+    "dropout": lambda place: {**lora(0.3), "gradient_checkpointing": True, **FEWER, "eval_every": 6},
     "narrow": lambda place: {**RUNS["few"](place), "dtype": "bfloat16"},
     "little": lambda place: {**lora(), **BRIEF},
-    "few": lambda place: {**taught(place), "train": "all", **BRIEF},
+    "few": lambda place: {**taught(place), "train": "all", **FEWER},
     "odd": lambda place: {"train": "all", **BRIEF},
     "control": lambda place: {"train": "all", **BRIEF},
     "hidden": lambda place: {**taught(place), "objective": Objective(0.7, 1.5, hidden_weight=0.8), **BRIEF},
 }
+
+
+# those that two ranks make too, and those of them that round otherwise, by how much
+BY_TWO = ("full", "taught", "lora", "odd", "control", "hidden")
+ROUNDED = {"dropout": 1e-5, "narrow": 5e-3}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def alone(models, place, tmp_path_factory):
 
 def same_run(ours, theirs, *, tolerance=1e-4):
     """Losses of every step, scores, and what was written."""
-    assert len(losses_of(theirs)) in (FEW, SOME, STEPS)
+    assert len(losses_of(theirs)) in (LEAST, FEW, STEPS)
     assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=tolerance)
     keys = ("hidden_error", "heldout_hidden_error", "heldout_perplexity", "heldout_divergence", "gradient_norm")
     for key in (*keys, "dense_heldout_perplexity"):
@@ -133,31 +133,32 @@ def nothing_left(results):
             assert in_flight == [0]
 
 
-def test_two_ranks_make_the_steps_of_one(place, models, alone, tmp_path):
-    kinds = [
-        ("full", "sequential"),
-        ("taught", "domino"),
-        ("lora", "domino"),
-        ("odd", "domino"),
-        ("control", "domino"),
-        ("hidden", "domino"),
-    ]
-    runs = [
-        (models[name], tmp_path / f"{name}-{kind}", options(place, 2, Schedule(kind), **RUNS[name](place)), {})
-        for name, kind in kinds
-    ]
-    nothing_left(run_on(2, *runs))
-    for name, kind in kinds:
-        same_run(tmp_path / f"{name}-{kind}", alone / name)
+def runs_of(names, models, place, folder):
+    """Runs whose model two ranks share."""
+    found = []
+    for name in names:
+        schedule = SEQUENTIAL if name in ("full", *ROUNDED) else DOMINO
+        found.append((models[name], folder / name, options(place, 2, schedule, **RUNS[name](place)), {}))
+    return found
 
 
-def test_dropout_recomputation_and_bfloat16(models, place, alone, tmp_path):
+@pytest.fixture(scope="module")
+def two(models, place, tmp_path_factory):
+    """The runs of two ranks, in one group."""
+    folder = tmp_path_factory.mktemp("two")
+    nothing_left(run_on(2, *runs_of((*BY_TWO, *ROUNDED), models, place, folder)))
+    return folder
+
+
+@pytest.mark.parametrize("name", BY_TWO)
+def test_two_ranks_make_the_steps_of_one(two, alone, name):
+    same_run(two / name, alone / name)
+
+
+@pytest.mark.parametrize(("name", "tolerance"), ROUNDED.items())
+def test_dropout_recomputation_and_bfloat16(two, alone, name, tolerance):
     """Ranks draw alike what one process draws; what is computed again draws it again. bfloat16 rounds otherwise."""
-    tolerances = {"dropout": 1e-5, "narrow": 5e-3}
-    runs = [(models[name], tmp_path / name, options(place, 2, **RUNS[name](place)), {}) for name in tolerances]
-    nothing_left(run_on(2, *runs))
-    for name, tolerance in tolerances.items():
-        assert losses_of(tmp_path / name) == pytest.approx(losses_of(alone / name), rel=tolerance)
+    assert losses_of(two / name) == pytest.approx(losses_of(alone / name), rel=tolerance)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -196,11 +197,7 @@ def test_fsdp2_beside_tensor_parallel(place, models, alone, tmp_path, monkeypatc
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     names = ("few", "odd", "little", "hidden")
-    nothing_left(
-        run_on(
-            4, *((models[name], tmp_path / name, options(place, 2, DOMINO, **RUNS[name](place)), {}) for name in names)
-        )
-    )
+    nothing_left(run_on(4, *runs_of(names, models, place, tmp_path)))
     for name in names:
         same_run(tmp_path / name, alone / name)
 

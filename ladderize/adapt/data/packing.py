@@ -87,16 +87,16 @@ def segments(row: PackedRow) -> list[slice]:
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(row)], strict=True)]
 
 
-def collate(rows: Sequence[PackedRow], pad_id: int = 0) -> dict[str, torch.Tensor]:
+def collate(rows: Sequence[PackedRow]) -> dict[str, torch.Tensor]:
     """input_ids, position_ids and targets, int64 [rows, tokens of the longest] each, padded on the right.
 
-    Padding has the target -101, and positions that go on from the row's last example, whose tokens do not see what
-    follows: so a row of one example needs no mask. No rows at all become one padded token, so that a rank without rows
-    takes part in a step without adding to its loss.
+    Padding has the id 0, the target -101, and positions that go on from the row's last example, whose tokens do not see
+    what follows: so a row of one example needs no mask. No rows at all become one padded token, so that a rank without
+    rows takes part in a step without adding to its loss.
     """
     longest = max((len(row) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)
-    ids, targets = np.full(shape, pad_id, dtype=np.int64), np.full(shape, PADDING_TARGET, dtype=np.int64)
+    ids, targets = np.zeros(shape, dtype=np.int64), np.full(shape, PADDING_TARGET, dtype=np.int64)
     positions = np.tile(np.arange(longest, dtype=np.int64), (shape[0], 1))
     for number, row in enumerate(rows):
         length = len(row)

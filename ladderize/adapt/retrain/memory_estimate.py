@@ -3,12 +3,11 @@ what the user left open is chosen, and it decides no result (beyond rounding). T
 of real steps."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.lora.config import LoraOptions
 from ladderize.adapt.methods import FLASH, FLEX, LORA
 from ladderize.adapt.retrain.hf_model import trained_tensors
 from ladderize.adapt.retrain.options import RetrainOptions
@@ -176,19 +175,11 @@ def trained_numbers(config: Mapping[str, Any], layout: Layout, options: RetrainO
     """How many numbers ``full`` or ``lora`` trains of a model of this layout."""
     layers, shapes = layers_to_train(layout, options.train), expected_tensors(config)
     if options.method == LORA:
-        return lora_numbers(config, layers, options.lora)
+        matrices = [name for name in trained_tensors(shapes, layers, False) if name.endswith(".weight")]
+        adapted = [name for name in matrices if name.split(".")[-2] in options.lora.targets]
+        return sum(options.lora.rank * sum(shapes[name]) for name in adapted)
     tied = bool(config.get("tie_word_embeddings"))
     return sum(math.prod(shapes[name]) for name in trained_tensors(shapes, layers, options.train == "all", tied=tied))
-
-
-def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: LoraOptions) -> int:
-    """How many numbers LoRA trains."""
-    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
-    return sum(
-        options.rank * sum(shape)
-        for name, shape in expected_tensors(config).items()
-        if name.startswith(prefixes) and name.endswith(".weight") and name.split(".")[-2] in options.targets
-    )
 
 
 def saved_bytes(trained: int, keep: int) -> int:

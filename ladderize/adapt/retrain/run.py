@@ -23,7 +23,7 @@ from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student
 from ladderize.adapt.retrain.memory_estimate import CUT, Cut, check_disk, fit_memory
 from ladderize.adapt.retrain.options import Budget, RetrainOptions, TrainOptions
 from ladderize.adapt.retrain.outcome import Adaptation, check_out, write_outcome
-from ladderize.adapt.retrain.state import TrainingFolder
+from ladderize.adapt.retrain.state import TrainingFolder, cut_metrics
 from ladderize.adapt.retrain.task import RetrainJob, Task, check_length, open_task, result_digest, run_identity
 from ladderize.adapt.retrain.tensor_parallel import build_tp_engine
 from ladderize.adapt.retrain.trainer import Trainer, probe_seconds
@@ -308,7 +308,7 @@ def make_trainer(
     if not step:
         if ranks.is_main:
             check_disk(task, work.folder)
-        trainer.begin()
+            cut_metrics(work.metrics, -1)  # of a run that was killed before its first state
     else:
         if not work.state_path(step).is_dir():
             raise UserError(

@@ -134,11 +134,6 @@ class Trainer:
         self.progress.before_loss = found[0]
         self.progress.best_step, self.progress.best_loss = min(found.items(), key=lambda one: one[1])
 
-    def begin(self) -> None:
-        """Where there is no state to go on from."""
-        if self.engine.ranks.is_main:
-            cut_metrics(self.folder.metrics, -1)  # of a run that was killed before its first state
-
     def run(self) -> Progress:
         """Train until the budget is spent. Raises UserError where the loss is no number or explodes, or on SIGTERM
         (after saving)."""
@@ -358,9 +353,7 @@ def explosion_bound(recent: Sequence[float]) -> float:
     return median + max(2 * median, 4.0)
 
 
-def score(
-    engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int, advance: Callable[[int], None] = lambda rows: None
-) -> Scores:
+def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int, advance: Callable[[int], None]) -> Scores:
     """Losses of rows under the model as it is; every rank takes its part and gets the whole result. advance: is told
     how many rows all ranks have scored."""
     sums = torch.zeros(5, device=engine.ranks.device, dtype=torch.float64)
@@ -375,7 +368,7 @@ def score(
 
 
 def score_teacher(
-    engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int, advance: Callable[[int], None] = lambda rows: None
+    engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int, advance: Callable[[int], None]
 ) -> Scores:
     """Cross-entropy of rows under the dense teacher; every rank takes its part and gets the whole result."""
     sums = torch.zeros(2, device=engine.ranks.device, dtype=torch.float64)
