@@ -17,7 +17,19 @@ from ladderize.convert.heads import GroupingReport, HeadMap, check_order, kv_ord
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from tests.helpers import BIASES, SHAPE, edit_json, invoke, invoke_well, listing, one_sentence, random_ids, save_llama
+from tests.helpers import (
+    BIASES,
+    SHAPE,
+    all_tensors,
+    edit_json,
+    edit_tensors,
+    invoke,
+    invoke_well,
+    listing,
+    one_sentence,
+    random_ids,
+    save_llama,
+)
 from tests.oracle import Oracle
 
 DENSE, SPD = Recipe(dense=True), Recipe(spd="1:3", sync_tp_size=4)

@@ -58,11 +58,11 @@ class Shard:
         return sum(entry.source.nbytes for entry in self.entries)
 
 
-def parse_size(text: str) -> int:
-    """--max-shard-size: ``5GB``, ``500MB``, ``2GiB`` or plain bytes; raises UsageError."""
+def parse_size(text: str, *, option: str = "--max-shard-size") -> int:
+    """``5GB``, ``500MB``, ``2GiB`` or plain bytes; raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
     if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
-        raise UsageError(f"--max-shard-size: {text!r} is not a size; write for example 5GB or 500MB")
+        raise UsageError(f"{option}: {text!r} is not a size; write for example 5GB or 500MB")
     return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
 
 

@@ -14,7 +14,7 @@ from ladderize.adapt.retrain import run
 from ladderize.adapt.retrain.state import read_metrics
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
-from tests.helpers import invoke, one_sentence, weights_of
+from tests.helpers import all_tensors, invoke, one_sentence
 
 CPU = Ranks(0, 1, torch.device("cpu"))
 LENGTH, ROWS = 24, 40
@@ -63,7 +63,7 @@ def stopped_before_the_end(place, out, *more, **kwargs):
 def check_same_run(ours, theirs):
     """The losses and the weights of two runs, which may round otherwise."""
     assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=1e-4)
-    written, expected = weights_of(ours), weights_of(theirs)
+    written, expected = all_tensors(ours), all_tensors(theirs)
     assert written.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(written[key], value, rtol=1e-3, atol=1e-4, msg=key)

@@ -9,7 +9,7 @@ import torch
 from ladderize.adapt.retrain import run
 from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.task import left_by_alignment
-from tests.helpers import invoke, invoke_well, listing, one_sentence, weights_of
+from tests.helpers import all_tensors, invoke, invoke_well, listing, one_sentence
 from tests.retrain.commands import adapt, losses_of, same_weights, succeed
 
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import ladderize
 from ladderize.checkpoint.reading import read_config
 from ladderize.layout import Layout
-from tests.helpers import changed_tensors, invoke, invoke_well, listing, one_sentence, save_llama, weights_of
+from tests.helpers import all_tensors, changed_tensors, invoke, invoke_well, listing, one_sentence, save_llama
 from tests.retrain.commands import adapt, losses_of, succeed
 
 
@@ -38,7 +38,7 @@ def test_a_control_learns_the_text_and_is_a_plain_llama(place, tmp_path):
     assert document["layers"] == [0, 1, 2, 3]
     assert document["heldout_perplexity"]["after"] < document["heldout_perplexity"]["before"]  # its rows are trained on
     assert document["heldout_perplexity"]["won_back"] is None
-    assert changed_tensors(place / "dense", out) == weights_of(out).keys()
+    assert changed_tensors(place / "dense", out) == all_tensors(out).keys()
     ids = torch.from_numpy(np.load(place / "eval.npy"))
     with torch.no_grad():
         logits = plain(out)(ids).logits

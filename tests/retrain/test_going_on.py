@@ -16,7 +16,7 @@ from ladderize.adapt.retrain.state import TrainingFolder, read_metrics
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from tests import warm
-from tests.helpers import SHAPE, listing, one_sentence, save_llama, weights_of, write_weights
+from tests.helpers import SHAPE, all_tensors, listing, one_sentence, save_llama, write_weights
 from tests.retrain.commands import LENGTH, adapt, arguments, losses_of, same_weights, stopped_before_the_end, succeed
 
 # The command, which waits for its end before step 21.
@@ -190,7 +190,7 @@ def test_a_bad_row_on_the_way_can_be_skipped_from_there(place, tmp_path, monkeyp
 def test_a_tied_head_that_the_file_has_twice(place, tmp_path):
     save_llama(tmp_path / "dense", tie_word_embeddings=True)
     convert_checkpoint(str(tmp_path / "dense"), tmp_path / "both", Recipe(ladder="all"), verify=False)
-    tensors = weights_of(tmp_path / "both")
+    tensors = all_tensors(tmp_path / "both")
     embedding = tensors["model.embed_tokens.weight"]
     write_weights(tmp_path / "both", tensors | {"lm_head.weight": embedding.clone()})
     same = {"model": tmp_path / "both", "steps": 2}
@@ -226,6 +226,6 @@ def test_states_kept_and_the_best_one_written(place, tmp_path, monkeypatch):
     assert listing(work / "step-00000002") == ["state.json", "weights.safetensors"]
     assert document["written_step"] == 2
     kept = load_file(work / "step-00000002" / "weights.safetensors")
-    written = weights_of(tmp_path / "out")
+    written = all_tensors(tmp_path / "out")
     assert all(torch.equal(written[name], value) for name, value in kept.items())
     assert document["heldout_perplexity"]["before"] == pytest.approx(9000.0)

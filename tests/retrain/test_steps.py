@@ -27,7 +27,7 @@ from ladderize.adapt.retrain.options import Budget
 from ladderize.blocks import open_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime.training.batch import Batch
-from tests.helpers import CLIPPED, changed_tensors, invoke, invoke_well, weights_of
+from tests.helpers import CLIPPED, all_tensors, changed_tensors, invoke, invoke_well
 from tests.retrain.commands import CPU, LENGTH, adapt, losses_of, perplexity_of, succeed
 
 
@@ -74,7 +74,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
             optimizer.step()
             optimizer.zero_grad()
     assert losses_of(tmp_path / "out") == pytest.approx(losses, rel=1e-4)
-    written = weights_of(tmp_path / "out")
+    written = all_tensors(tmp_path / "out")
     for name, parameter in names.items():
         if name in written:
             torch.testing.assert_close(written[name], parameter.detach(), rtol=2e-3, atol=2e-5, msg=name)
@@ -135,7 +135,7 @@ def test_bfloat16_and_no_packing(place, tmp_path):
     losses = losses_of(tmp_path / "out")
     assert sum(losses[-3:]) < sum(losses[:3])  # what random models learn need not show on held-out rows
     assert document["tokens"] == 12 * 4 * LENGTH
-    assert weights_of(tmp_path / "out")["model.norm.weight"].dtype == torch.float32  # as stored
+    assert all_tensors(tmp_path / "out")["model.norm.weight"].dtype == torch.float32  # as stored
 
 
 def test_token_budget_and_document(place, tmp_path):
