@@ -241,7 +241,7 @@ def test_alignment_repairs_in_the_place_of_distillation_or_before_it(tmp_path, t
     perplexities = {}
     for repair in ("align", "align+blocks"):
         out = tmp_path / repair
-        shown = run(out, text, samples=24, heldout=8, calibration=4, repair=repair)
+        shown = run(out, text, samples=48, heldout=16, calibration=4, repair=repair)
         assert shown.code == 0, shown.stderr
         document = SpdDocument.from_dict(json.loads((out / "spd.json").read_text()), "spd.json")
         perplexities[repair] = {name: value.perplexity for name, value in document.perplexity.items()}
