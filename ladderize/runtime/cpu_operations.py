@@ -33,7 +33,7 @@ class CpuOperations(Operations):
         self._rms_norm(TYPES[x.dtype], *pointers, x.numel() // width, width, norm.eps, self.threads)
         return out
 
-    def mlp(self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:
+    def mlp(self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:  # type: ignore[override]
         inputs = [x] if carry is None else [x + own for own in carry]
         products = [
             gate_up(self.norm(weights.norm, read))
