@@ -17,10 +17,12 @@ import torch
 
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.ranks import server
 from tests import warm
 from tests.helpers import SHAPE, STORIES, save_llama
 
 torch.set_num_threads(1)
+server.PRELOADED.append("tests.standby")  # what this process's fork server forks, such as a sweep's stage, starts ranks
 
 SEED = "LADDERIZE_TEST_SEED"
 # The longest files, the longest first: two workers then end together (--dist loadfile with --no-loadscope-reorder
@@ -135,11 +137,12 @@ def llama(made_llama: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a dense model, one of layout spd 0,2, and ids to train on; only to be read."""
+    """A folder with a dense model, one of layout spd 0,2, ids to train on, and others to evaluate; only to be read."""
     folder = tmp_path_factory.mktemp("place")
     save_llama(folder / "dense")
     convert_checkpoint(folder / "dense", folder / "spd", Recipe(spd="0,2", sync_tp_size=2), verify=False)
     np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16)))
+    np.save(folder / "heldout.npy", np.random.randint(3, SHAPE["vocab_size"], (6, 16)))
     return folder
 
 

@@ -1,29 +1,25 @@
 """What the tests of ``ladderize sweep`` share: a small sweep, and what it says and leaves."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
-import numpy as np
 import yaml
 
+from ladderize.tradeoff.sweep import builder, run
 from ladderize.tradeoff.sweep.builder import Inputs, StageBuilder
 from ladderize.tradeoff.sweep.plan import Planner
 from ladderize.tradeoff.sweep.sweep_file import read_sweep
-from tests.helpers import SHAPE, invoke, save_llama
+from tests import warm
+from tests.helpers import invoke
 
+COMMAND = "import sys; sys.argv[0] = 'ladderize'\nfrom ladderize.cli import main\nmain()"
 FAST = {"prompt_len": 4, "output_len": 3, "repeat": 1, "warmup": 1, "no_check": True}
 
 
-def make_place(folder: Path) -> Path:
-    """A dense model and data."""
-    save_llama(folder / "dense")
-    np.save(folder / "ids.npy", np.random.randint(3, SHAPE["vocab_size"], (24, 16)))
-    np.save(folder / "heldout.npy", np.random.randint(3, SHAPE["vocab_size"], (6, 16)))
-    return folder
-
-
 def spec(place, **changes):
-    """A small sweep; None takes a key out."""
+    """A small sweep of the model in the fixture ``place``; None takes a key out."""
     content = {
         "model": str(place / "dense"),
         "no_verify": True,
@@ -48,6 +44,13 @@ def spec(place, **changes):
     return {key: value for key, value in content.items() if value is not None}
 
 
+def retraining(place, *, bench=None, **changes):
+    """A small sweep of one layout that is retrained, on two processes."""
+    adapt = {**spec(place)["adapt"][1], "processes": 2, **changes}
+    del adapt["layouts"]
+    return spec(place, sensitivity=None, layouts=[{"ladder": "all"}], adapt=[adapt], bench=bench)
+
+
 def write(path: Path, content) -> Path:
     path.write_text(yaml.safe_dump(content))
     return path
@@ -58,6 +61,23 @@ def sweep(folder: Path, content, *options, code: int = 0):
     outcome = invoke("sweep", write(folder / "s.yaml", content), "--out", folder / "out", *options)
     assert outcome.code == code, outcome.stderr
     return outcome, read(folder / "out")
+
+
+def start(file: Path, out: Path, **more: str) -> warm.WarmProcess:
+    """A sweep in a process of its own. more: variables of its environment."""
+    return warm.WarmProcess([sys.executable, "-c", COMMAND, "sweep", file, "--out", out], env={**os.environ, **more})
+
+
+def last_saved(out: Path) -> int:
+    """The step of the last complete state of the retraining."""
+    states = out.glob("stages/adapt-*/model.ladderize-work/step-????????")
+    return max((int(path.name.removeprefix("step-")) for path in states), default=0)
+
+
+def set_gpus(monkeypatch, *names: str) -> None:
+    """Let a sweep believe that this machine has these."""
+    for module in (builder, run):
+        monkeypatch.setattr(module, "visible_gpus", lambda: list(names))
 
 
 def planner(folder: Path, content) -> Planner:

@@ -2,18 +2,11 @@
 
 import json
 
-import pytest
-
 from ladderize.layout import Layout
 from ladderize.tradeoff.sweep.plan import control_stages
 from ladderize.tradeoff.sweep.sweep_file import AdaptStage
 from tests.helpers import invoke
-from tests.sweeps import FAST, make_place, planner, spec, sweep
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("sweep"))
+from tests.sweeps import planner, spec, sweep
 
 
 def controlled(place, *methods, **changes):
@@ -26,7 +19,7 @@ def controlled(place, *methods, **changes):
     ]
     layouts = [{"ladder": "3"}, {"spd": "0", "sync_tp_size": 2}]
     adapt = ["none", {"stages": [align, *trained], "control": True}]
-    return spec(place, **{"layouts": layouts, "sensitivity": None, "adapt": adapt, "bench": [FAST], **changes})
+    return spec(place, **{"layouts": layouts, "sensitivity": None, "adapt": adapt, "bench": None, **changes})
 
 
 def test_the_control_is_the_dense_model_with_the_same_training(place, tmp_path):

@@ -2,19 +2,14 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
 from ladderize.tradeoff.sweep.execute import Execution
 from ladderize.tradeoff.sweep.promotion import Entrant, promoted, ranking
 from tests.helpers import fresh_rng, invoke
-from tests.sweeps import FAST, make_place, planner, ran, spec, sweep, write
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("sweep"))
-
+from tests.sweeps import planner, ran, read, spec, sweep, write
 
 # ---- the rule ----
 
@@ -83,8 +78,8 @@ def tournament(place, **changes):
     return spec(place, **{"layouts": LAYOUTS, "sensitivity": None, "adapt": [[align, full]], **changes})
 
 
-def measured(out, point, bench=None):
-    """Accuracy and speed, as the files have them; without times, how few sync points block."""
+def measured(out, point, bench):
+    """Accuracy and speed, as the files have them."""
     results = json.loads((out / point["results"]).read_text())
     speed = -(point["attention_sync"] + point["mlp_sync"]).count("blocking")
     if bench is not None:
@@ -93,18 +88,33 @@ def measured(out, point, bench=None):
     return Entrant(point["name"], -results["models"][0]["ladderize"]["perplexity"]["perplexity"], speed)
 
 
-def test_only_the_best_go_on(place, tmp_path):
-    """By their accuracy after the stage before and their times."""
-    file, out = write(tmp_path / "s.yaml", tournament(place, bench=[FAST])), tmp_path / "out"
-    dry = json.loads(invoke("sweep", file, "--out", out, "--dry-run", "--json").stdout)
-    assert len(dry["unplanned"]) == 3
-    assert any("the best 1 of 3 layouts are promoted" in note for note in dry["notes"])
-    outcome, document = sweep(tmp_path, tournament(place, bench=[FAST]))
+@pytest.fixture(scope="module")
+def swept(place, tmp_path_factory):
+    """Its folder, what it was about to do, and what it said."""
+    folder = tmp_path_factory.mktemp("tournament")
+    dry = dry_run(folder, tournament(place))
+    return folder, dry, sweep(folder, tournament(place))[0]
+
+
+@pytest.fixture
+def played(swept, tmp_path):
+    """The folder again, to go on with: what was measured is kept."""
+    return shutil.copytree(swept[0], tmp_path / "played")
+
+
+def dry_run(folder, content):
+    file = write(folder / "s.yaml", content)
+    return json.loads(invoke("sweep", file, "--out", folder / "out", "--dry-run", "--json").stdout)
+
+
+def check_promoted(out, outcome):
+    """The best goes on, by its accuracy after the stage before and its times, or else its blocking sync points."""
+    document = read(out)
     assert document["complete"] is True
     dense, *points = document["points"]
     aligned, trained = points[::2], points[1::2]
     assert [point["adapted"] for point in (*aligned, *trained)] == ["align"] * 3 + ["align + full"] * 3
-    (timings,) = document["benches"]
+    timings = next(iter(document["benches"]), None)
     entrants = [measured(out, point, timings) for point in aligned]
     reasons = promoted(entrants, measured(out, dense, timings), 1)
     assert reasons.count(None) == 1
@@ -116,14 +126,28 @@ def test_only_the_best_go_on(place, tmp_path):
             assert (last["stage"], last["status"], last["message"]) == ("adapt", "not promoted", reason)
             assert (point["results"], point["model"]) == (None, None)
             assert reason in outcome.stdout
+    return reasons
+
+
+def test_only_the_best_go_on(place, swept):
+    folder, dry, outcome = swept
+    assert len(dry["unplanned"]) == 3
+    assert any("the best 1 of 3 layouts are promoted" in note for note in dry["notes"])
+    reasons = check_promoted(folder / "out", outcome)
     stages = [line.split(":")[0] for line in ran(outcome)]
     assert stages.count("adapt") == 4
     assert stages.index("bench") < len(stages) - 1  # times decide, too
-    assert ran(sweep(tmp_path, tournament(place, bench=[FAST]))[0]) == []
-    assert json.loads(invoke("sweep", file, "--out", out, "--dry-run", "--json").stdout)["unplanned"] == []
-    page = invoke("report", out, "--out", tmp_path / "page.html")
+    assert ran(sweep(folder, tournament(place))[0]) == []
+    assert dry_run(folder, tournament(place))["unplanned"] == []
+    page = invoke("report", folder / "out", "--out", folder / "page.html")
     assert page.code == 0, page.stderr
-    assert next(reason for reason in reasons if reason is not None) in (tmp_path / "page.html").read_text()
+    assert next(reason for reason in reasons if reason is not None) in (folder / "page.html").read_text()
+
+
+def test_without_times_blocking_sync_points_decide(place, played):
+    outcome, document = sweep(played, tournament(place, bench=None))
+    assert document["benches"] == []
+    check_promoted(played / "out", outcome)
 
 
 def test_what_is_lost_takes_no_part(place, tmp_path):
@@ -144,8 +168,10 @@ def test_what_is_lost_takes_no_part(place, tmp_path):
     assert third.complete
 
 
-def test_the_others_go_on_where_an_evaluation_fails(place, tmp_path, monkeypatch):
+def test_the_others_go_on_where_an_evaluation_fails(place, played, monkeypatch):
     """The whole way: the failed layout is skipped, of the others the best is trained."""
+    found = {point["name"]: point for point in read(played / "out")["points"]}
+    shutil.rmtree((played / "out" / found["two, align 8 windows"]["results"]).parent)
     ended = Execution._ended
 
     def failing(self, stage, result):
@@ -155,7 +181,7 @@ def test_the_others_go_on_where_an_evaluation_fails(place, tmp_path, monkeypatch
             ended(self, stage, result)
 
     monkeypatch.setattr(Execution, "_ended", failing)
-    _, document = sweep(tmp_path, tournament(place, bench=None), code=1)
+    _, document = sweep(played, tournament(place, bench=None), code=1)
     found = {point["name"]: point for point in document["points"]}
     last = {name: point["stages"][-1] for name, point in found.items()}
     assert last["two, align 8 windows + full"]["status"] == "skipped"
@@ -164,16 +190,13 @@ def test_the_others_go_on_where_an_evaluation_fails(place, tmp_path, monkeypatch
     assert sorted(point["stages"][-1]["status"] for point in others) == ["done", "not promoted"]
 
 
-def test_two_rounds(place, tmp_path):
-    """Who is left behind in the first takes no part in the second. Without times, sync points that block decide."""
+def test_two_rounds(place, played):
+    """Who is left behind in the first takes no part in the second."""
     content = tournament(place, bench=None)
     align, full = content["adapt"][0]
     content["adapt"] = [[align, {**full, "promote": 2}, {**full, "seed": 1}]]
-    dense, *points = sweep(tmp_path, content)[1]["points"]
-    last = [point["stages"][-1] for point in points if point["adapted"] == "align + full + full"]
-    assert sorted(stage["status"] for stage in last) == ["done", "not promoted", "not promoted"]
-    entrants = [measured(tmp_path / "out", point) for point in points if point["adapted"] == "align"]
-    for stage, reason in zip(last, promoted(entrants, measured(tmp_path / "out", dense), 2), strict=True):
-        assert reason is None or (stage["status"], stage["message"]) == ("not promoted", reason)
+    points = sweep(played, content)[1]["points"]
+    last = [point["stages"][-1]["status"] for point in points if point["adapted"] == "align + full + full"]
+    assert sorted(last) == ["done", "not promoted", "not promoted"]
     middle = [point["stages"][-1]["status"] for point in points if point["adapted"] == "align + full"]
     assert sorted(middle) == ["done", "done"]

@@ -12,18 +12,14 @@ from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.layout import Layout
 from tests.helpers import ROOT, invoke, one_sentence, save_llama
-from tests.sweeps import make_place, ran, read, spec, stages_of, sweep, write
+from tests.sweeps import ran, read, spec, stages_of, sweep, write
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("sweep"))
-
-
-@pytest.fixture(scope="module")
-def swept(place):
+def swept(place, tmp_path_factory):
     """A whole sweep: its folder and what it said."""
-    return place / "out", sweep(place, spec(place))[0]
+    folder = tmp_path_factory.mktemp("swept")
+    return folder / "out", sweep(folder, spec(place))[0]
 
 
 def test_a_sweep_measures_every_point(place, swept):
@@ -66,7 +62,7 @@ def test_a_sweep_measures_every_point(place, swept):
 def test_the_same_sweep_runs_nothing(place, swept):
     out, _ = swept
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
-    outcome, document = sweep(place, spec(place))
+    outcome, document = sweep(out.parent, spec(place))
     assert ran(outcome) == []
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")} == before
     assert all(stage["reused"] for stage in stages_of(document).values())

@@ -27,12 +27,7 @@ from ladderize.tradeoff.sweep.estimate import (
 )
 from ladderize.tradeoff.sweep.planned import PlanDocument
 from tests.helpers import ROOT, fresh_rng, invoke, save_sparse
-from tests.sweeps import make_place, planner, spec, write
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("sweep"))
+from tests.sweeps import planner, spec, write
 
 
 def test_a_stage_takes_what_its_tokens_take(place, tmp_path):
@@ -137,7 +132,7 @@ def test_the_sweep_of_the_tutorial_fits_its_machine(tmp_path, monkeypatch):
     (tmp_path / "chat.jsonl").write_text("{}\n")
     for module in (builder, run):
         monkeypatch.setattr(module, "visible_gpus", lambda: list(map(str, range(8))))
-    monkeypatch.setattr(builder, "_sha256", lambda path: path.name)
+    monkeypatch.setattr(builder, "file_sha256", lambda name: name.rpartition("/")[2])
     tasks = [Questions(count, count * (name == "gsm8k"), count) for name, count in QUESTIONS.items()]
     monkeypatch.setattr(run, "count_questions", lambda _: tasks)
     of = Estimator(read_shape("8b"), "cuda", RATE / EFFICIENCY["cuda"], 3.35e12, 16 * 10**9, tasks)

@@ -15,14 +15,9 @@ from ladderize.tradeoff.sweep.sweep_file import sweep_spec
 from ladderize.tradeoff.sweep.workers import ThisHost
 from tests.helpers import invoke, listing, one_sentence
 from tests.quantised import save_quantised
-from tests.sweeps import FAST, make_place, planner, rerun, spec, write
+from tests.sweeps import FAST, planner, rerun, spec, write
 
 SHORT = {"data": "IDS", "max_steps": 2}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("sweep"))
 
 
 def planned(place, tmp_path, **changes):

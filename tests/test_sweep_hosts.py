@@ -2,9 +2,7 @@
 another host's."""
 
 import json
-import os
 import re
-import sys
 from dataclasses import replace
 from datetime import timedelta
 from threading import Thread
@@ -19,43 +17,22 @@ from ladderize.tradeoff.sweep.hosts import linked, started_hosts
 from ladderize.tradeoff.sweep.launch import Launch
 from tests import warm
 from tests.helpers import invoke
-from tests.sweeps import FAST, make_place, ran, read, spec, stages_of, write
+from tests.sweeps import FAST, last_saved, ran, read, retraining, stages_of, start, write
 
-COMMAND = """
-import sys; sys.argv[0] = 'ladderize'
-from ladderize.cli import main
-main()
-"""
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("hosts"))
-
-
-def content(place, **changes):
-    """Retraining on both hosts; all else on one."""
-    adapt = {**spec(place)["adapt"][1], "processes": 2}
-    del adapt["layouts"]
-    return spec(
-        place, sensitivity=None, layouts=[{"ladder": ["all", "2:"]}], adapt=[{**adapt, **changes}], bench=[FAST]
-    )
-
-
-def start(file, out):
-    port, started = warm.free_port(), []
-    for rank in range(2):
-        given = (rank, 2, 0, 1, "localhost", port)
-        variables = dict(zip(PLACES, map(str, given), strict=True)) | {"LADDERIZE_RENDEZVOUS_SECONDS": "300"}
-        command = [sys.executable, "-c", COMMAND, "sweep", file, "--out", out]
-        started.append(warm.WarmProcess(command, env={**os.environ, **variables, "GLOO_SOCKET_IFNAME": "lo"}))
-    return started
+def start_on_two(file, out):
+    port = warm.free_port()
+    places = [dict(zip(PLACES, (str(rank), "2", "0", "1", "localhost", str(port)), strict=True)) for rank in range(2)]
+    same = {"LADDERIZE_RENDEZVOUS_SECONDS": "300", "GLOO_SOCKET_IFNAME": "lo"}
+    return [start(file, out, **place, **same) for place in places]
 
 
 def test_stages_run_on_every_host(place, tmp_path):
-    file, out = write(tmp_path / "s.yaml", content(place)), tmp_path / "out"
-    lead, other = start(file, out)
+    """The retraining on both; all else on one."""
+    file, out = write(tmp_path / "s.yaml", retraining(place, bench=[FAST])), tmp_path / "out"
+    lead, other = start_on_two(file, out)
     _, stderr = lead.communicate()
     assert lead.returncode == 0, stderr
     assert other.communicate() == ("", "")
@@ -64,22 +41,19 @@ def test_stages_run_on_every_host(place, tmp_path):
     assert document["complete"]
     logs = {stage["output"]: (out / stage["output"] / "log.txt").read_text() for stage in stages_of(document).values()}
     assert {re.search(r"host (\d)\) ====", text)[1] for text in logs.values()} == {"0", "1"}
-    shared = [output for output in logs if output.startswith("stages/adapt")]
-    assert len(shared) == 2
-    for output in shared:
-        assert "torchrun --nnodes 2 " in logs[output]
-        assert "on 2 processes" in logs[output]
-        assert (out / output / "log-1.txt").stat().st_size > 0
+    (shared,) = [output for output in logs if output.startswith("stages/adapt")]
+    assert "torchrun --nnodes 2 " in logs[shared]
+    assert "on 2 processes" in logs[shared]
+    assert (out / shared / "log-1.txt").stat().st_size > 0
     assert not list(out.glob(".sweep.json.hosts"))
     assert ran(invoke("sweep", file, "--out", out)) == []  # one host alone would do the same
 
 
 def test_where_the_leader_is_killed_the_other_ends_and_all_goes_on(place, tmp_path):
-    long = content(place, max_steps=150, save_every=5, eval_every=150) | {"layouts": [{"ladder": "all"}]}
-    del long["bench"]
+    long = retraining(place, max_steps=150, save_every=5, eval_every=150)
     file, out = write(tmp_path / "s.yaml", long), tmp_path / "out"
-    lead, other = start(file, out)
-    warm.wait_until(lambda: len(list(out.glob("stages/adapt-*/model.ladderize-work/*00*"))) > 1, lead)
+    lead, other = start_on_two(file, out)
+    warm.wait_until(lambda: last_saved(out), lead)
     lead.kill()
     _, stderr = other.communicate()
     assert other.returncode == 1

@@ -3,17 +3,11 @@
 import shlex
 
 import numpy as np
-import pytest
 
 from ladderize.demo.inputs import TASKS
 from ladderize.tradeoff.sweep import builder
 from tests.helpers import SHAPE, invoke, save_llama
-from tests.sweeps import FAST, make_place, planner, ran, read, rerun, spec, stages_of, write
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("sweep"))
+from tests.sweeps import FAST, planner, ran, read, rerun, spec, stages_of, write
 
 
 def test_a_change_reruns_what_depends_on_it_and_nothing_else(place, tmp_path):

@@ -9,13 +9,14 @@ from typing import Any
 
 from ladderize.errors import UserError
 from ladderize.eval.evaluation.table import short_names
+from ladderize.eval.paired.document import CompareOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel
 from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow, PlanResult
 from ladderize.planning.plans.show import plan_verdicts
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.rows import LEAST_ROUNDS, PhaseCommunication, SpeedRow
 from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
-from ladderize.tradeoff.report.options import DEFAULT_MARGIN, ReportOptions
+from ladderize.tradeoff.report.options import ReportOptions
 from ladderize.tradeoff.report.scores import add_scores, check_same_questions
 from ladderize.tradeoff.report.subjects import (
     BARE_SUBJECT,
@@ -80,7 +81,7 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
     joint.share_times()
     subjects = sorted(joint.subjects, key=lambda subject: subject.kind != MODEL_SUBJECT)
     settings = sorted({timing.setting for subject in subjects for timing in subject.timings}, key=_preference)
-    margin = options.margin or next(iter(margins), DEFAULT_MARGIN)
+    margin = options.margin or next(iter(margins), CompareOptions.margin)
     content = ReportContent(margin, subjects, settings, found)
     _name(content.models)
     content.remarks += add_scores(found.results, joint.evaluated, content.reference, margin)

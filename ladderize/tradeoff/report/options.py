@@ -8,8 +8,6 @@ from ladderize.errors import UsageError
 from ladderize.eval.paired.document import check_margin
 from ladderize.files.records import Record
 
-DEFAULT_MARGIN = 1.0  # points
-
 
 @dataclass(frozen=True)
 class ReportOptions(Record):

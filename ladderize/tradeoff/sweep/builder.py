@@ -1,6 +1,5 @@
 """The stages of a sweep, each with everything that decides its output, and the files that it reads."""
 
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -12,9 +11,10 @@ from typing import Any
 from ladderize.adapt.data_specs import SourceSpec, parse_specs
 from ladderize.checkpoint.config import check_model
 from ladderize.convert.recipe import Recipe
+from ladderize.data import file_sha256
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
-from ladderize.files.regular import open_regular, split_name
+from ladderize.files.regular import split_name
 from ladderize.files.work import run_digest
 from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.threads import cores
@@ -85,7 +85,7 @@ class Inputs:
         signature = _signature(path)
         known = self.remembered.get(str(path))
         if not isinstance(known, dict) or known.get("signature") != signature or "sha256" not in known:
-            known = {"signature": signature, "sha256": _sha256(path)}
+            known = {"signature": signature, "sha256": file_sha256(str(path))}
             if _signature(path) != signature:
                 raise UserError(f"{path} changes while it is read; wait until whatever writes it is done")
         self.remembered[str(path)] = self.seen[str(path)] = known
@@ -101,7 +101,7 @@ class Inputs:
             path = Path(name)
             try:
                 signature = _signature(path)
-                same = signature == before["signature"] or _sha256(path) == before["sha256"]
+                same = signature == before["signature"] or file_sha256(str(path)) == before["sha256"]
             except OSError:
                 same = False
             if not same:
@@ -115,14 +115,6 @@ class Inputs:
 def _signature(path: Path) -> list[int]:
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev]
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_regular(path) as stream:
-        while chunk := stream.read(1 << 24):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _digest(value: Any) -> str:

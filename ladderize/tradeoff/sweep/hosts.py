@@ -20,11 +20,11 @@ from typing import Any
 
 from ladderize.console import sentence
 from ladderize.errors import UserError
+from ladderize.files.records import read_value
 from ladderize.files.temporaries import replacement
 from ladderize.ranks.environment import ALONE, Place, launch_variables, launched, set_by_srun
 from ladderize.ranks.group import INFERENCE_TIMEOUT, meet
 from ladderize.tradeoff.sweep.builder import machine
-from ladderize.tradeoff.sweep.launch import HostPart, Launch
 from ladderize.tradeoff.sweep.stages import stage_files
 from ladderize.tradeoff.sweep.workers import STOP_SECONDS, Ended, Order, ThisHost
 
@@ -230,7 +230,7 @@ def take_orders(link: HostLink) -> dict[str, Any]:
                     link.send(0, heard=True)
                     return dict(order["end"])
                 if "run" in order:
-                    here.start(_order(order["run"]))
+                    here.start(read_value(Order, order["run"], "what process 0 orders"))
                 else:
                     here.stop(gently=order["gently"], output=order["stop"])
                     if order["stop"] is None:
@@ -253,10 +253,3 @@ def _sees(path: Path, token: str) -> bool:
                 return True
         time.sleep(ASK_SECONDS)
     return False
-
-
-def _order(told: dict[str, Any]) -> Order:
-    runs = tuple((Launch(**launch), tuple(words)) for launch, words in told["runs"])
-    part = HostPart(**told["part"]) if told["part"] is not None else None
-    gpus = tuple(told["gpus"]) if told["gpus"] is not None else None
-    return Order(**{**told, "runs": runs, "part": part, "gpus": gpus, "cores": tuple(told["cores"])})

@@ -246,8 +246,9 @@ class _Sweep:
                     usable = self._run_planned()
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
-                    kept_there = f"complete stages are kept in {self.root}, and the same command goes on from there"
-                    self.board.note(f"stopped; {kept_there}")
+                    self.board.note(
+                        f"stopped; complete stages are kept in {self.root}, and the same command goes on from there"
+                    )
                 with contextlib.suppress(OSError):  # of a full disk, which the error speaks of
                     self._write(over=True)
                 raise

@@ -15,6 +15,7 @@ from ladderize.convert.recipe import AUTO, Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
+from ladderize.eval.paired.document import CompareOptions
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.runtime.bench.options import BenchOptions
@@ -147,7 +148,6 @@ PATH_KEYS = ("data", "eval_data", "perplexity", "include_path", "head_map")
 LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines")}  # which are no grids
 BOTH = "both"  # of mode
 PROMOTE = "promote"
-MARGIN = 1.0  # points of accuracy, where the file says nothing
 MOST_POINTS = 1000  # of one grid; more is a slip
 
 
@@ -179,7 +179,7 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
     layouts = tuple(_layouts(_entries(given, "layouts", where), where, sensitivity is not None))
     if not layouts:
         raise UserError(f"{where}: layouts is empty; write for example '- ladder: all'")
-    margin = read_value(float, given.get("margin", MARGIN), f"{where}: margin")
+    margin = read_value(float, given.get("margin", CompareOptions.margin), f"{where}: margin")
     if not 0 < margin <= 100:
         raise UserError(f"{where}: margin is {margin:g}, but must be above 0 and at most 100 points of accuracy")
     adapt = tuple(_ways(_entries(given, "adapt", where) or [AS_CONVERTED], where, data))
