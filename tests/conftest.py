@@ -17,12 +17,10 @@ import torch
 
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.ranks import server
 from tests import warm
 from tests.helpers import SHAPE, STORIES, save_llama
 
 torch.set_num_threads(1)
-server.PRELOADED.append("tests.standby")  # what this process's fork server forks, such as a sweep's stage, starts ranks
 
 SEED = "LADDERIZE_TEST_SEED"
 # The longest files, the longest first: two workers then end together (--dist loadfile with --no-loadscope-reorder

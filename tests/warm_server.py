@@ -4,20 +4,28 @@ Reads a line of JSON for each process to start, ``{"argv", "env", "cwd", "stdout
 pid; ``{"wait": pid}`` is answered with the exit status once the process has ended, ``{"preload": [modules]}`` once they
 are imported too. Ends with its standard input.
 
-A process that starts ranks has a fork server at once (``standby.py``).
+A process that starts ranks has multiprocessing start a fork server, which would import torch again: here that server is
+a child that was forked before anything was computed, and waits for it.
 """
 
 import atexit
 import contextlib
+import ctypes
+import fcntl
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
 
 
 def preload() -> None:
@@ -31,6 +39,55 @@ def preload() -> None:
     gc.freeze()  # no collection in a child touches, and so copies, what was imported here
 
 
+@contextlib.contextmanager
+def standby_fork_server() -> Iterator[None]:
+    """Within it, the fork server that multiprocessing starts is a child which is there already."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        serve_forks(theirs)
+        os._exit(0)
+    theirs.close()
+    start = multiprocessing.util.spawnv_passfds
+
+    def start_or_ask(path: bytes, args: list[str], descriptors: list[int]) -> int:
+        if "forkserver" not in args[-1] or ours.fileno() < 0:
+            return start(path, args, descriptors)
+        request = json.dumps({"code": args[-1], "descriptors": descriptors})
+        socket.send_fds(ours, [request.encode()], descriptors)
+        ours.close()  # it serves once: the next one is a process of its own
+        return child
+
+    multiprocessing.util.spawnv_passfds = start_or_ask
+    try:
+        yield
+    finally:
+        if ours.fileno() >= 0:
+            with contextlib.suppress(KeyboardInterrupt):  # a Ctrl-C that comes after the end changes nothing
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+def serve_forks(asked: socket.socket) -> None:
+    """Wait to be asked, and be multiprocessing's fork server then: run its code, with its descriptors' own numbers."""
+    message, descriptors, _, _ = socket.recv_fds(asked, 1 << 16, 2)
+    asked.close()
+    if not message:
+        return
+    request = json.loads(message)
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 512) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(aside, request["descriptors"], strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+    exec(request["code"], {"__name__": "__main__"})
+
+
 def become(request: dict) -> None:
     """In the forked child: what ``python *argv`` would run, with its streams, folder and environment."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,11 +95,18 @@ def become(request: dict) -> None:
     for descriptor, path in ((1, request["stdout"]), (2, request["stderr"])):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
     os.chdir(request["cwd"])
-    from tests.standby import stand_by, take_environment  # here: its hook of forks comes after those of other modules
-
-    take_environment(request["env"])
-    stand_by()
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if cache := request["env"].get("HF_MODULES_CACHE"):  # transformers read it when it was imported
+        for name in ("transformers.dynamic_module_utils", "transformers.utils", "transformers.utils.hub"):
+            sys.modules[name].HF_MODULES_CACHE = cache
     kind, *rest = request["argv"]
+    with standby_fork_server():
+        run(kind, rest)
+
+
+def run(kind: str, rest: list[str]) -> None:
+    """What ``python kind *rest`` runs."""
     if kind == "-c":
         code, *rest = rest
         sys.argv, sys.path[0] = ["-c", *rest], ""
