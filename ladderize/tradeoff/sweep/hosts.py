@@ -20,7 +20,6 @@ from typing import Any
 
 from ladderize.console import sentence
 from ladderize.errors import UserError
-from ladderize.files.records import read_value
 from ladderize.files.temporaries import replacement
 from ladderize.ranks.environment import ALONE, Place, launch_variables, launched, set_by_srun
 from ladderize.ranks.group import INFERENCE_TIMEOUT, meet
@@ -149,7 +148,7 @@ class OtherHost:
     started: list[str] = field(default_factory=list)
 
     def start(self, order: Order) -> None:
-        self.link.send(self.number, run=asdict(order))
+        self.link.send(self.number, run=order.to_dict())
         self.started.append(order.output)
 
     def ended(self) -> list[tuple[str, Ended]]:
@@ -230,7 +229,7 @@ def take_orders(link: HostLink) -> dict[str, Any]:
                     link.send(0, heard=True)
                     return dict(order["end"])
                 if "run" in order:
-                    here.start(read_value(Order, order["run"], "what process 0 orders"))
+                    here.start(Order.from_dict(order["run"], "what process 0 orders"))
                 else:
                     here.stop(gently=order["gently"], output=order["stop"])
                     if order["stop"] is None:

@@ -13,7 +13,7 @@ from typing import Any
 from ladderize.adapt.methods import FULL, LORA
 from ladderize.console import INTERRUPTED
 from ladderize.errors import UserError
-from ladderize.files.records import read_value
+from ladderize.files.records import Record, read_value
 from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place
 from ladderize.ranks.threads import cores, set_threads
 from ladderize.runtime.launch import Report, handing_on_signals, started_processes
@@ -31,7 +31,7 @@ Given = Mapping[str, Any]  # option -> value, as a file has them
 
 
 @dataclass(frozen=True)
-class HostPart:
+class HostPart(Record):
     """One host's part of a command that several run together. host: its number among them. address, port: where all
     find each other."""
 
@@ -41,7 +41,7 @@ class HostPart:
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Record):
     """processes: that share the work. fsdp: they shard weights, gradients and the optimizer (FSDP2). gpus: that they
     take on each host, where it has any. hosts: on which they are, as many on each."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ladderize.console import sentence
 from ladderize.errors import LadderizeError, UserError
+from ladderize.files.records import Record
 from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.environment import without_launcher
@@ -31,7 +32,7 @@ QUIET_SECONDS = 5.0  # between two looks beside what is timed
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Record):
     """A stage to run. output: its folder in the sweep's, which names it. cores: that it may run on; empty: all. gpus:
     that it sees; None: all. timed: nothing may run beside it. part: where several hosts run it."""
 
