@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ladderize import __version__
+from ladderize.boundary import DEBUG, INTERRUPTED, error_boundary
 from ladderize.commands import (
     adapt,
     bench,
@@ -25,7 +26,7 @@ from ladderize.commands import (
     spd,
 )
 from ladderize.commands.builder import BadCommandLine, Commands, add, usage_message
-from ladderize.console import DEBUG, INTERRUPTED, check_arguments, error_boundary
+from ladderize.console import check_arguments
 from ladderize.demo.command import demo
 from ladderize.errors import UsageError
 from ladderize.ranks.environment import launch_variables

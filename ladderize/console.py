@@ -1,6 +1,5 @@
-"""What the commands share: results to stdout, progress to stderr, one place that turns errors into sentences."""
+"""What the commands say: results on stdout, progress on stderr, numbers and text of strangers for people."""
 
-import atexit
 import contextlib
 import io
 import itertools
@@ -8,25 +7,20 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from ladderize.errors import LadderizeError, UsageError, UserError
-from ladderize.ranks.environment import WORLD_SIZE, is_main_rank, launched
+from ladderize.errors import UsageError
+from ladderize.ranks.environment import is_main_rank
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 SCHEMA_VERSION = 1
-INTERRUPTED, TERMINATED = 130, 143  # the exit codes after Ctrl-C and SIGTERM
-DEBUG = "LADDERIZE_DEBUG"  # in the environment of started ranks: --debug was given
 
 
 class Advance(Protocol):
@@ -37,8 +31,6 @@ class Advance(Protocol):
 
 LOG_INTERVAL_S = 60.0  # between two lines of progress where stderr is no terminal
 FIRST_LOG_S = 15.0
-LONGEST_ERROR = 1500  # characters
-TURN_S, LAST_S = 3.0, 8.0  # before other ranks than 0 say what is wrong; before one does that another rank has left
 # What a terminal would obey rather than show, but for new lines and tabs; and what turns the text around it
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
@@ -87,12 +79,12 @@ class Console:
     def note(self, text: str) -> None:
         """A remark on stderr that the user should see."""
         if self.speaks:
-            _say(text)
+            say(text)
 
     def warn(self, text: str) -> None:
         """What the user should know before he trusts the result."""
         if self.speaks:
-            _say(f"Warning: {text}", style="yellow")
+            say(f"Warning: {text}", style="yellow")
 
     @contextlib.contextmanager
     def stage(self, text: str) -> Iterator[None]:
@@ -100,7 +92,7 @@ class Console:
         if not self.speaks:
             yield
         elif not sys.stderr.isatty():
-            _say(text)
+            say(text)
             yield
         else:
             from rich.console import Console as RichConsole
@@ -201,7 +193,7 @@ class _LoggedProgress:
         if self.before < self.done < self.total:
             a_step = (now - self.begun) / (self.done - self.before)
             parts.append(f"{human_seconds(a_step * (self.total - self.done))} left")
-        _say(", ".join([*parts, *([detail] if detail else [])]))
+        say(", ".join([*parts, *([detail] if detail else [])]))
 
 
 class _LoggedBar(io.TextIOBase):
@@ -228,7 +220,7 @@ def terminal_width(stream: TextIO) -> int | None:
     return RichConsole(file=stream).width
 
 
-def _say(text: str, *, style: str = "") -> None:
+def say(text: str, *, style: str = "") -> None:
     """A line on stderr: wrapped at words and coloured on a terminal, as it is elsewhere."""
     text = printable(text)
     if not sys.stderr.isatty():
@@ -343,114 +335,6 @@ def human_seconds(seconds: float) -> str:
         return f"{seconds / 60:.2g} min"
     hours = seconds / 3600
     return f"{hours:.2g} h" if hours < 72 else f"{float(f'{hours / 24:.2g}'):,.0f} days"
-
-
-@contextlib.contextmanager
-def error_boundary(debug: bool) -> Iterator[None]:
-    """Turn known exceptions into one sentence on stderr and an exit code; with ``debug`` the traceback comes too."""
-    from ladderize.layout import RangeSyntaxError
-
-    terminated: list[int] = []
-    try:
-        with _terminable(terminated):
-            yield
-    except BrokenPipeError:
-        # the reader of our stdout went away (`| head`): nothing to say to anybody
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except KeyboardInterrupt:
-        with _handled(signal.SIGINT, signal.SIG_IGN):  # nothing interrupts the last words
-            if is_main_rank():  # Ctrl-C reaches all of them
-                _say("Stopped by SIGTERM." if terminated else "Interrupted.")
-        sys.exit(TERMINATED if terminated else INTERRUPTED)
-    except SystemExit as end:
-        if end.code == TERMINATED:  # an engine's own handler
-            _say("Stopped by SIGTERM.")
-        raise
-    except (LadderizeError, OSError) as error:
-        if debug:
-            raise
-        _say_error(sentence(error))
-        sys.exit(2 if isinstance(error, UsageError | RangeSyntaxError) else 1)
-    except Exception as error:
-        if debug:
-            raise
-        if is_lost_rank(error):
-            time.sleep(LAST_S)
-        _say_error(_unplanned(error))
-        sys.exit(1)
-    finally:
-        # as an exception, Ctrl-C while libraries tidy up after all would show as a traceback of theirs
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
-
-
-def _unplanned(error: Exception) -> str:
-    """What is said of an error that ladderize did not raise."""
-    if is_lost_rank(error):
-        return "another process of the group has ended; see what it said"
-    if is_out_of_memory(error):
-        return (
-            f"the memory is exhausted ({sentence(error)[:200]}); give fewer or shorter rows at a time, or a smaller"
-            " model"
-        )
-    if type(error).__name__ == "StrictDataclassFieldValidationError":  # transformers' check of a config's types
-        return f"config.json: {sentence(error)}; repair the file"
-    what = f"{type(error).__name__}: {sentence(error)}"
-    return f"unexpected error: {what} (run again with --debug for the traceback)"
-
-
-@contextlib.contextmanager
-def _handled(number: int, handler: Any) -> Iterator[None]:
-    """Within the block a signal is handled so, where Python lets us: in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM. KeyboardInterrupt itself, raised amid an import, makes Python end by SIGINT whatever the exit code."""
-
-
-@contextlib.contextmanager
-def _terminable(received: list[int]) -> Iterator[None]:
-    """SIGTERM, which batch systems send before they kill, ends the block as Ctrl-C does, and is put in ``received``; a
-    second one ends the process at once.
-
-    A launcher's rank it ends at once as ever: it may wait for others where no exception gets in.
-    """
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise _Terminated
-
-    if os.environ.get(WORLD_SIZE, "") not in ("", "1"):
-        yield
-        return
-    with _handled(signal.SIGTERM, interrupt):
-        yield
-
-
-def _say_error(text: str) -> None:
-    """Of what all ranks find rank 0 speaks: the launcher ends the others once one has ended. A sentence that quotes a
-    name of 5,000 characters loses the middle of it."""
-    with contextlib.suppress(UserError):  # of a launcher that says nonsense, which is said at once
-        time.sleep(TURN_S if launched().rank else 0.0)
-    text = text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR - 500]} [...] {text[-400:]}"
-    _say(f"Error: {text}", style="red")
-
-
-def is_lost_rank(error: BaseException) -> bool:
-    """Whether this rank could not speak to another one, which gloo says as a plain RuntimeError."""
-    if not isinstance(error, RuntimeError):
-        return False
-    lost = any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))
-    return lost or type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from ladderize.console import DEBUG, error_boundary
+from ladderize.boundary import DEBUG, error_boundary
 from ladderize.errors import UsageError
 
 MODEL_CLASS = "ladderize.eval.backends.runtime_lm:RuntimeLM"

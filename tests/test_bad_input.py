@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.console import DEBUG
+from ladderize.boundary import DEBUG
 from tests.helpers import ROOT, Outcome, edit_json, edit_tensors, invoke, listing, one_sentence, save_llama
 
 

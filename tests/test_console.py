@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from ladderize import console
+from ladderize.boundary import error_boundary
 from ladderize.console import Console, human_bytes, human_count, human_seconds, table
 
 
@@ -73,7 +74,7 @@ def test_sigterm_ends_a_command_as_ctrl_c_does():
     cleaned = []
 
     def command():
-        with console.error_boundary(debug=False):
+        with error_boundary(debug=False):
             try:
                 signal.raise_signal(signal.SIGTERM)
             finally:
@@ -101,7 +102,7 @@ def test_a_name_in_a_card_stays_code(name, shown):
 def test_ctrl_c_while_libraries_tidy_up_shows_no_traceback():
     code = """
 import atexit, signal
-from ladderize.console import error_boundary
+from ladderize.boundary import error_boundary
 atexit.register(signal.raise_signal, signal.SIGINT)
 with error_boundary(debug=False):
     print("done")

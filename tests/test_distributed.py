@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladderize.console import DEBUG
+from ladderize.boundary import DEBUG
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.threads import cores

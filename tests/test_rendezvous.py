@@ -20,7 +20,7 @@ LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 JOIN = """
 import os, sys
 from pathlib import Path
-from ladderize.console import error_boundary
+from ladderize.boundary import error_boundary
 from ladderize.ranks.group import join_ranks
 from tests.warm import wait_until
 place = Path(sys.argv[1])

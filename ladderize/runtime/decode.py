@@ -5,7 +5,7 @@ Prompts of different lengths share a batch padded on the left; a padded column i
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from ladderize.checkpoint.config import head_dim
 from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.memory import check_room
+from ladderize.runtime.graphs import capture
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.step import Step
 
-_Output = TypeVar("_Output")
 # A CUDA graph of a decode step has a fixed number of cache columns in view: one graph for each multiple of this.
 BUCKET = 256
 # So many graphs are captured ahead, for 8192 tokens: each holds logits of its own, and most texts end long before.
@@ -81,13 +81,6 @@ def are_sound(logits: Tensor) -> Tensor:
     return logits.amax(-1).isfinite().all()
 
 
-def unsound_logits(done: str) -> UserError:
-    """For logits that are NaN or infinite. done: what was not done with them."""
-    return UserError(
-        f"the model's logits are NaN or infinite, so nothing was {done} them; check its weights, or compute in float32"
-    )
-
-
 def rope_table(config: dict[str, object], positions: int, device: torch.device) -> Tensor:
     """cos + i sin [positions, head_dim / 2], from transformers' own rotary embedding, which all families share, and its
     config of this one: every rope scaling it knows is ours too."""
@@ -139,7 +132,7 @@ class Generator:
     position: int = 0  # columns written so far, in every row
     padding: Tensor | None = None  # [batch] columns of padding on the left, None where there are none
     schedule: Schedule = SEQUENTIAL  # of reading prompts; a decode step is always one part
-    _captured: "dict[int, FixedStep]" = field(default_factory=dict)
+    _captured: "dict[int, CapturedStep]" = field(default_factory=dict)
     _pool: Any = None
 
     @property
@@ -203,12 +196,10 @@ class Generator:
             for length in lengths[:GRAPHS_AHEAD]:
                 self._graph(length)
 
-    def _graph(self, length: int) -> "FixedStep":
+    def _graph(self, length: int) -> "CapturedStep":
         if length not in self._captured:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            step = FixedStep(self, length)
-            step.capture(self._pool)
-            self._captured[length] = step
+            self._captured[length] = CapturedStep(self, length, self._pool)
         return self._captured[length]
 
     def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling, sound: Tensor | None = None) -> Tensor:
@@ -258,34 +249,19 @@ class FixedStep:
         step = Step(_rope_factors(self.rope, positions), self.position, self.length, seen[:, None, None])
         return self.model.logits(self.model.forward(self.tokens, step, self.cache))[:, 0]
 
-    def capture(self, pool: Any) -> None:
-        """As a CUDA graph. Those of one generator share a pool of memory: each one's output is read before the next is
-        replayed."""
+
+class CapturedStep(FixedStep):
+    """The same as a CUDA graph. Graphs of one generator share a pool of memory: each one's output is read before the
+    next is replayed."""
+
+    def __init__(self, generator: Generator, length: int, pool: Any) -> None:
+        super().__init__(generator, length)
         self.graph, self.logits = captured_step(self.run, self.cache, pool)
 
     def replay(self, tokens: Tensor, position: int, padding: Tensor | None) -> Tensor:
         self.set(tokens, position, padding)
         self.graph.replay()
         return self.logits
-
-
-def capture(
-    run: Callable[[], _Output], device: torch.device, *, pool: Any = None, warm_ups: int = 2
-) -> tuple[Any, _Output]:
-    """A graph of ``run``, and what ``run`` returned: memory that each replay fills anew. pool: of memory that graphs
-    share; each one's output is then read before the next is replayed."""
-    side = torch.cuda.Stream(device)  # for the warm-up, as capturing asks for
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warm_ups):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's watchdog thread may look at events meanwhile
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        output = run()
-    return graph, output
 
 
 def captured_step(run: Callable[[], Tensor], cache: KVCache, pool: Any) -> tuple[Any, Tensor]:
@@ -327,7 +303,10 @@ def generate_tokens(
     done = 1
     while True:
         if not sound:
-            raise unsound_logits("generated from")
+            raise UserError(
+                "the model's logits are NaN or infinite, so nothing was generated from them; check its weights, or"
+                " compute in float32"
+            )
         rows = []
         for row, ids in enumerate(new.tolist()):
             kept: list[int] = []

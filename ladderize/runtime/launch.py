@@ -28,7 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladderize.console import DEBUG, is_out_of_memory, sentence
+from ladderize.boundary import DEBUG
+from ladderize.console import is_out_of_memory, sentence
 from ladderize.errors import LadderizeError, UsageError, UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.environment import ALONE, Place, launched, started_rank_variables

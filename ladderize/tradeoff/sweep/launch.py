@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.methods import FULL, LORA
-from ladderize.console import INTERRUPTED
+from ladderize.boundary import INTERRUPTED
 from ladderize.errors import UserError
 from ladderize.files.records import Record, read_value
 from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ladderize.console import DEBUG, sentence
+from ladderize.boundary import DEBUG
+from ladderize.console import sentence
 from ladderize.errors import LadderizeError, UserError
 from ladderize.ranks.environment import ALONE, Place, environment_with, launched, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, join_group

@@ -1,0 +1,129 @@
+"""One place that turns errors and signals into sentences and exit codes."""
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from ladderize.console import is_out_of_memory, say, sentence
+from ladderize.errors import LadderizeError, UsageError, UserError
+from ladderize.ranks.environment import WORLD_SIZE, is_main_rank, launched
+
+INTERRUPTED, TERMINATED = 130, 143  # the exit codes after Ctrl-C and SIGTERM
+DEBUG = "LADDERIZE_DEBUG"  # in the environment of started ranks: --debug was given
+LONGEST_ERROR = 1500  # characters
+TURN_S, LAST_S = 3.0, 8.0  # before other ranks than 0 say what is wrong; before one does that another rank has left
+
+
+@contextlib.contextmanager
+def error_boundary(debug: bool) -> Iterator[None]:
+    """Turn known exceptions into one sentence on stderr and an exit code; with ``debug`` the traceback comes too."""
+    from ladderize.layout import RangeSyntaxError
+
+    terminated: list[int] = []
+    try:
+        with _terminable(terminated):
+            yield
+    except BrokenPipeError:
+        # the reader of our stdout went away (`| head`): nothing to say to anybody
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:
+        with _handled(signal.SIGINT, signal.SIG_IGN):  # nothing interrupts the last words
+            if is_main_rank():  # Ctrl-C reaches all of them
+                say("Stopped by SIGTERM." if terminated else "Interrupted.")
+        sys.exit(TERMINATED if terminated else INTERRUPTED)
+    except SystemExit as end:
+        if end.code == TERMINATED:  # an engine's own handler
+            say("Stopped by SIGTERM.")
+        raise
+    except (LadderizeError, OSError) as error:
+        if debug:
+            raise
+        _say_error(sentence(error))
+        sys.exit(2 if isinstance(error, UsageError | RangeSyntaxError) else 1)
+    except Exception as error:
+        if debug:
+            raise
+        if is_lost_rank(error):
+            time.sleep(LAST_S)
+        _say_error(_unplanned(error))
+        sys.exit(1)
+    finally:
+        # as an exception, Ctrl-C while libraries tidy up after all would show as a traceback of theirs
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+
+
+def _unplanned(error: Exception) -> str:
+    """What is said of an error that ladderize did not raise."""
+    if is_lost_rank(error):
+        return "another process of the group has ended; see what it said"
+    if is_out_of_memory(error):
+        return (
+            f"the memory is exhausted ({sentence(error)[:200]}); give fewer or shorter rows at a time, or a smaller"
+            " model"
+        )
+    if type(error).__name__ == "StrictDataclassFieldValidationError":  # transformers' check of a config's types
+        return f"config.json: {sentence(error)}; repair the file"
+    what = f"{type(error).__name__}: {sentence(error)}"
+    return f"unexpected error: {what} (run again with --debug for the traceback)"
+
+
+@contextlib.contextmanager
+def _handled(number: int, handler: Any) -> Iterator[None]:
+    """Within the block a signal is handled so, where Python lets us: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM. KeyboardInterrupt itself, raised amid an import, makes Python end by SIGINT whatever the exit code."""
+
+
+@contextlib.contextmanager
+def _terminable(received: list[int]) -> Iterator[None]:
+    """SIGTERM, which batch systems send before they kill, ends the block as Ctrl-C does, and is put in ``received``; a
+    second one ends the process at once.
+
+    A launcher's rank it ends at once as ever: it may wait for others where no exception gets in.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise _Terminated
+
+    if os.environ.get(WORLD_SIZE, "") not in ("", "1"):
+        yield
+        return
+    with _handled(signal.SIGTERM, interrupt):
+        yield
+
+
+def _say_error(text: str) -> None:
+    """Of what all ranks find rank 0 speaks: the launcher ends the others once one has ended. A sentence that quotes a
+    name of 5,000 characters loses the middle of it."""
+    with contextlib.suppress(UserError):  # of a launcher that says nonsense, which is said at once
+        time.sleep(TURN_S if launched().rank else 0.0)
+    text = text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR - 500]} [...] {text[-400:]}"
+    say(f"Error: {text}", style="red")
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether this rank could not speak to another one, which gloo says as a plain RuntimeError."""
+    if not isinstance(error, RuntimeError):
+        return False
+    lost = any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))
+    return lost or type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
