@@ -46,6 +46,19 @@ class ModelSpec:
         """The longest text, prompt and new tokens together, that the config promises to handle."""
         return most_positions(self.config)
 
+    def weights_key(self, shape: Shape) -> tuple[object, ...]:
+        """Equal for models that share the weights of a rank of this shape: the same files (or random numbers), cut into
+        the same pieces, and dtype."""
+        apart = tuple(virtual_ranks(self.layout, layer, shape.tp_size) for layer in range(shape.layers))
+        files = None if self.folder is None else files_identity(read_checkpoint(self.folder))
+        return files, shape, apart, self.dtype
+
+    def source(self, dtype: torch.dtype, device: torch.device) -> Source:
+        """Where its weights come from."""
+        if self.folder is None:
+            return RandomSource(expected_tensors(self.config), dtype, device)
+        return CheckpointSource(read_checkpoint(self.folder), dtype, device)
+
 
 def checkpoint_spec(
     model: str, *, tp_size: int, dtype: str = "auto", revision: str | None = None, option: str = "--tp-size"
@@ -99,8 +112,7 @@ def eos_ids(spec: ModelSpec) -> tuple[int, ...]:
 
 
 class WeightCache:
-    """Weights of one rank, loaded once for all models that share them: the same files (or random numbers), slices and
-    dtype."""
+    """Weights of one rank, loaded once for all models that share them."""
 
     def __init__(self, device: torch.device, *, pack: bool, replicate_vocab: bool = False, columns: int = 1) -> None:
         """columns: see ``load_weights``."""
@@ -111,13 +123,9 @@ class WeightCache:
         self, spec: ModelSpec, tp_size: int, rank: int, advance: Callable[[int], None] = lambda count: None
     ) -> tuple[Shape, Weights]:
         shape = Shape.from_config(spec.config, tp_size=tp_size, rank=rank, replicate_vocab=self.replicate_vocab)
-        apart = tuple(virtual_ranks(spec.layout, layer, tp_size) for layer in range(shape.layers))
-        checkpoint = read_checkpoint(spec.folder) if spec.folder is not None else None
-        key = (files_identity(checkpoint) if checkpoint is not None else None, shape, apart, spec.dtype)
+        key = spec.weights_key(shape)
         if key not in self.loaded:
-            source: Source = RandomSource(expected_tensors(spec.config), spec.torch_dtype, self.device)
-            if checkpoint is not None:
-                source = CheckpointSource(checkpoint, spec.torch_dtype, self.device)
+            source = spec.source(spec.torch_dtype, self.device)
             self.loaded[key] = load_weights(
                 source, shape, spec.layout, pack=self.pack, columns=self.columns, advance=advance
             )

@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 import torch
 
 from ladderize.checkpoint.config import check_config, parameter_count
-from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import human_bytes
 from ladderize.errors import UsageError, UserError
 from ladderize.memory import available_bytes
@@ -26,9 +25,8 @@ from ladderize.runtime.bench.options import (
 from ladderize.runtime.bench.reference_check import checked_specs, longest_checked
 from ladderize.runtime.collectives.links import Link, parse_link
 from ladderize.runtime.launch import check_group_size
-from ladderize.runtime.loader import files_identity
 from ladderize.runtime.schedule import Schedule
-from ladderize.runtime.shards import Shape, dense_config, read_shape, virtual_ranks, with_layers
+from ladderize.runtime.shards import Shape, dense_config, read_shape, with_layers
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, shape_spec
 
 Asked = TypeVar("Asked", bound=GroupOptions)
@@ -132,13 +130,6 @@ def chosen_models(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]
 # ---- memory ----
 
 
-def weights_key(spec: ModelSpec, shape: Shape) -> tuple[object, ...]:
-    """Equal for models that share their weights, as in ``WeightCache``: the same tensors, cut into the same pieces."""
-    apart = tuple(virtual_ranks(spec.layout, layer, shape.tp_size) for layer in range(shape.layers))
-    files = None if spec.folder is None else files_identity(read_checkpoint(spec.folder))
-    return files, shape, apart, spec.dtype
-
-
 def memory_need(specs: Iterable[ModelSpec], options: BenchOptions, device: torch.device) -> MemoryNeed:
     """Of the largest batch. Weights that layouts share are counted once; what is not known is left out."""
     weights: dict[object, int] = {}
@@ -147,7 +138,7 @@ def memory_need(specs: Iterable[ModelSpec], options: BenchOptions, device: torch
     for spec in specs:
         shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0, replicate_vocab=options.replicate_vocab)
         width = spec.torch_dtype.itemsize
-        weights[weights_key(spec, shape)] = weight_bytes(shape, width, packed=device.type == "cpu")
+        weights[spec.weights_key(shape)] = weight_bytes(shape, width, packed=device.type == "cpu")
         stored = 4 if device.type == "cpu" else width  # see KVCache
         cache = max(cache, cache_bytes(shape, batch, columns, stored))
         prefill = max(prefill, prefill_bytes(shape, batch, options.prompt_len, width))

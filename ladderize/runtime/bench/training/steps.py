@@ -4,6 +4,7 @@ A step is a forward and a backward pass over a batch of random tokens: cross-ent
 all parameters in float32. The optimizer is no part of it: it does not communicate.
 """
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -12,16 +13,13 @@ import torch
 from torch import Tensor
 
 from ladderize.checkpoint.config import expected_tensors
-from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.cost_model import weight_bytes
 from ladderize.runtime.bench.harness import Timed
 from ladderize.runtime.bench.messages import expected_messages, read_sums, sent_sums, synchronize
 from ladderize.runtime.bench.options import TrainingBenchOptions
-from ladderize.runtime.bench.plan import weights_key
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.loader import CheckpointSource, RandomSource, Source
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec
@@ -139,7 +137,14 @@ def step_opener(group: Ranks, ranks: int) -> OpenStep:
         shape = Shape.from_config(spec.config, tp_size=ranks, rank=group.rank)
         key = trained_key(spec, shape)
         if key not in loaded:
-            loaded[key] = _load(spec, shape, group.device)
+            loaded[key] = build_weights(
+                functools.partial(spec.source, device=group.device),
+                spec.config,
+                shape,
+                spec.layout,
+                trained=frozenset(expected_tensors(spec.config)),
+                compute=spec.torch_dtype,
+            )
         return ModelStep(spec, loaded[key], schedule, collectives, batch, group)
 
     return open_step
@@ -149,19 +154,7 @@ def trained_key(spec: ModelSpec, shape: Shape) -> tuple[object, ...]:
     """Equal for models that share their weights and how their gradients are summed."""
     # where a sum is dropped, ranks know only parts of the gradient of its bias
     dropped = spec.layout.attention_sync if shape.decoder.o_bias else ()
-    return *weights_key(spec, shape), dropped
-
-
-def _load(spec: ModelSpec, shape: Shape, device: torch.device) -> TrainedWeights:
-    checkpoint = None if spec.folder is None else read_checkpoint(spec.folder)
-    tensors = expected_tensors(spec.config)
-
-    def source(dtype: torch.dtype) -> Source:
-        if checkpoint is None:
-            return RandomSource(tensors, dtype, device)
-        return CheckpointSource(checkpoint, dtype, device)
-
-    return build_weights(source, spec.config, shape, spec.layout, trained=frozenset(tensors), compute=spec.torch_dtype)
+    return *spec.weights_key(shape), dropped
 
 
 def training_bytes(specs: Iterable[ModelSpec], options: TrainingBenchOptions) -> tuple[int, int]:
