@@ -159,7 +159,7 @@ def check_plot(stem: Path, *, option: str = "--plot") -> None:
         import vl_convert  # noqa: F401
     except ImportError:
         raise UserError(f"{option} needs vl-convert-python: pip install 'ladderize[report]'") from None
-    if not resolved(stem, "--plot ").parent.is_dir():
+    if not resolved(stem, f"{option} ").parent.is_dir():
         raise UserError(f"{option} {stem}: the folder {stem.parent} does not exist")
 
 
