@@ -10,7 +10,8 @@ from torch.nn.functional import linear
 
 from ladderize.adapt.align.align import align, heads_of, with_random
 from ladderize.adapt.align.layer import Streams
-from ladderize.adapt.align.options import LEAST_TOKENS, AlignSettings, LayerReport, default_tokens, layers_to_align
+from ladderize.adapt.align.options import LEAST_TOKENS, AlignSettings, default_tokens, layers_to_align
+from ladderize.adapt.align.reports import LayerReport
 from ladderize.adapt.align.ridge import RankRows, affine, refit
 from ladderize.adapt.blockwise.layer_files import LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.windows import Windows

@@ -16,8 +16,8 @@ from ladderize.figure import check_plot
 from ladderize.layout import Layout
 from ladderize.planning.plans.document import PlanResult
 from ladderize.planning.plans.show import plan_verdicts
+from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.report.page import script_json
-from ladderize.tradeoff.report.subjects import pareto_front
 from ladderize.tradeoff.report.tradeoff_plot import name_sides
 from tests.helpers import edit_json, fresh_rng, invoke, one_sentence
 from tests.report_documents import (

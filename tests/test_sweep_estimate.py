@@ -16,15 +16,8 @@ from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.shards import read_shape
 from ladderize.tradeoff.sweep import builder, run
-from ladderize.tradeoff.sweep.estimate import (
-    CHANGED,
-    EFFICIENCY,
-    START_SECONDS,
-    Estimator,
-    Questions,
-    margin_words,
-    questions_needed,
-)
+from ladderize.tradeoff.sweep.estimate import EFFICIENCY, START_SECONDS, Estimator
+from ladderize.tradeoff.sweep.margin import CHANGED, Questions, margin_words, questions_needed
 from ladderize.tradeoff.sweep.planned import PlanDocument
 from tests.helpers import ROOT, fresh_rng, invoke, save_sparse
 from tests.sweeps import planner, spec, write

@@ -81,6 +81,13 @@ def are_sound(logits: Tensor) -> Tensor:
     return logits.amax(-1).isfinite().all()
 
 
+def unsound_logits(done: str) -> UserError:
+    """For logits that are NaN or infinite. done: what was not done with them."""
+    return UserError(
+        f"the model's logits are NaN or infinite, so nothing was {done} them; check its weights, or compute in float32"
+    )
+
+
 def rope_table(config: dict[str, object], positions: int, device: torch.device) -> Tensor:
     """cos + i sin [positions, head_dim / 2], from transformers' own rotary embedding, which all families share, and its
     config of this one: every rope scaling it knows is ours too."""
@@ -303,10 +310,7 @@ def generate_tokens(
     done = 1
     while True:
         if not sound:
-            raise UserError(
-                "the model's logits are NaN or infinite, so nothing was generated from them; check its weights, or"
-                " compute in float32"
-            )
+            raise unsound_logits("generated from")
         rows = []
         for row, ids in enumerate(new.tolist()):
             kept: list[int] = []

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.align.align import align
-from ladderize.adapt.align.options import AlignSettings, LayerReport, default_tokens, layers_to_align
+from ladderize.adapt.align.options import AlignSettings, default_tokens, layers_to_align
+from ladderize.adapt.align.reports import LayerReport
 from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds, permuted_weights

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ladderize.adapt.align.align import align
-from ladderize.adapt.align.options import AlignSettings, LayerReport
+from ladderize.adapt.align.options import AlignSettings
+from ladderize.adapt.align.reports import LayerReport
 from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.head_grouping import group_heads

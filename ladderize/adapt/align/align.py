@@ -23,15 +23,8 @@ from ladderize.adapt.align.cost import (
     warn_of_few,
 )
 from ladderize.adapt.align.layer import LayerAlignment, Side, Streams
-from ladderize.adapt.align.options import (
-    GROUPS,
-    AlignOptions,
-    AlignSettings,
-    LayerReport,
-    ProjectionReport,
-    default_tokens,
-    layers_to_align,
-)
+from ladderize.adapt.align.options import AlignOptions, AlignSettings, default_tokens, layers_to_align
+from ladderize.adapt.align.reports import GROUPS, LayerReport, ProjectionReport
 from ladderize.adapt.blockwise.head_grouping import permuted_weights
 from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite

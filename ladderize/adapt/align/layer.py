@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ladderize.adapt.align.options import (
+from ladderize.adapt.align.reports import (
     READS_ATTENTION,
     READS_MLP,
     WRITES_ATTENTION,

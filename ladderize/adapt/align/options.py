@@ -1,5 +1,4 @@
-"""What an alignment is asked to do, which layers it solves, and what error it left of each projection. Imports no
-torch."""
+"""What an alignment is asked to do, and which layers it solves. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,47 +106,3 @@ def short_tokens(config: Mapping[str, Any]) -> int:
 def widest_input(config: Mapping[str, Any]) -> int:
     """The most inputs that a projection has."""
     return max(int(config["hidden_size"]), int(config["intermediate_size"]))
-
-
-# ---- what error it left ----
-
-READS_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-WRITES_ATTENTION = ("self_attn.o_proj",)
-READS_MLP = ("mlp.gate_proj", "mlp.up_proj")
-WRITES_MLP = ("mlp.down_proj",)
-GROUPS = {
-    "attention reads": READS_ATTENTION,
-    "attention writes": WRITES_ATTENTION,
-    "MLP reads": READS_MLP,
-    "MLP writes": WRITES_MLP,
-}
-
-
-@dataclass(frozen=True)
-class ProjectionReport(Record):
-    """One projection. Errors: squared, on held-out tokens, as a share of the squared targets."""
-
-    projection: str  # such as self_attn.q_proj
-    ridge: float | None  # that was chosen; None: it kept its weights, since no other lowered the error
-    error_before: float
-    error_after: float
-
-
-@dataclass(frozen=True)
-class LayerReport(Record):
-    """One layer, its projections in the order in which they were solved."""
-
-    layer: int
-    projections: list[ProjectionReport]
-    seconds: float
-
-    def of_group(self, name: str) -> list[ProjectionReport]:
-        """The projections of one of ``GROUPS``."""
-        return [entry for entry in self.projections if entry.projection in GROUPS[name]]
-
-    def errors(self, name: str) -> tuple[float, float] | None:
-        """Mean errors of a group, before and after; None where the report has nothing of it."""
-        own = self.of_group(name)
-        if not own:
-            return None
-        return sum(e.error_before for e in own) / len(own), sum(e.error_after for e in own) / len(own)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ladderize.adapt.align.options import GROUPS, LayerReport
+from ladderize.adapt.align.reports import GROUPS, LayerReport
 from ladderize.adapt.methods import METRICS
 from ladderize.adapt.retrain.options import Objective
 from ladderize.errors import UserError

@@ -22,7 +22,7 @@ from ladderize.runtime.bench.cost_model import Operation, covers
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.collectives.observed import ObservedAllReduce, Recording
-from ladderize.runtime.decode import capture
+from ladderize.runtime.graphs import capture
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import Shape
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ladderize.eval.paired.words import margin_text
 from ladderize.figure import SIGNED_LABEL, PlotPanel, Spec, intervals, level, lines, make_spec, quantitative
+from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.report.answer import Answer
 from ladderize.tradeoff.report.join import ReportContent
 from ladderize.tradeoff.report.plot import (
@@ -19,7 +20,7 @@ from ladderize.tradeoff.report.plot import (
     family_legend,
     kind_shape,
 )
-from ladderize.tradeoff.report.subjects import PHASE_WORDS, WithInterval, pareto_front
+from ladderize.tradeoff.report.subjects import PHASE_WORDS, WithInterval
 from ladderize.tradeoff.report.words import (
     TableCell,
     interval_cell,

@@ -11,7 +11,7 @@ from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
 from ladderize.layout import BLOCKING, Layout
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.tradeoff.report.subjects import pareto_front
+from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.sweep.points import Held, PlannedPoint
 from ladderize.tradeoff.sweep.stages import BENCH_JSON, Stage, finished_stage
 

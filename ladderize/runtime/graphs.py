@@ -1,0 +1,27 @@
+"""CUDA graphs: what the host would start kernel by kernel, started at once."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_Output = TypeVar("_Output")
+
+
+def capture(
+    run: Callable[[], _Output], device: torch.device, *, pool: Any = None, warm_ups: int = 2
+) -> tuple[Any, _Output]:
+    """A graph of ``run``, and what ``run`` returned: memory that each replay fills anew. pool: of memory that graphs
+    share; each one's output is then read before the next is replayed."""
+    side = torch.cuda.Stream(device)  # for the warm-up, as capturing asks for
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog thread may look at events meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        output = run()
+    return graph, output
