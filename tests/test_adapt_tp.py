@@ -243,14 +243,21 @@ def test_the_command_makes_the_steps_of_one_process(place, tmp_path, capfd):
     assert "starting 2 ranks" in outcome.stderr
     assert "2 for each copy of the model, schedule domino" in capfd.readouterr().err  # said by a rank
     launched = warm.run_group(
-        [sys.executable, "-m", "ladderize", *arguments(place, tmp_path / "launched", *more, "--tp-size", 2, steps=4)],
+        [sys.executable, "-m", "ladderize", *arguments(place, tmp_path / "four", *more, "--tp-size", 2, steps=4)],
+        ranks=4,
     )
     assert launched.returncode == 0, launched.stderr[-2000:]
     assert launched.stdout.count("wrote ") == 1
-    assert "on 2 processes, 2 for each copy of the model" in launched.stderr
-    for name in ("two", "launched"):
+    assert "on 4 processes, 2 for each copy of the model" in launched.stderr
+    for name in ("two", "four"):
         check_same_run(tmp_path / name, tmp_path / "one")
-    assert listing(tmp_path) == ["launched", "one", "two"]
+    assert listing(tmp_path) == ["four", "one", "two"]
+
+
+def test_lora_by_two_ranks(place, tmp_path):
+    for name, ranks in (("one", []), ("two", ["--tp-size", 2])):
+        invoke_well(*arguments(place, tmp_path / name, "--method", "lora", "--lora-rank", 3, *ranks, steps=4))
+    check_same_run(tmp_path / "two", tmp_path / "one")
 
 
 def begin(place, out, *more):
