@@ -445,9 +445,9 @@ def test_what_a_rank_reports_is_heard_before_it_dies():
 def test_first_words_come_before_torch():
     """What argv alone decides is said without seconds of imports, and other runs begin with a line."""
     script = (
-        "import sys\nfrom ladderize.cli import main\nimport ladderize.console as c\n"
-        "say = c._say\n"
-        "c._say = lambda text, **more: (print('torch' in sys.modules, text), sys.stdout.flush())\n"
+        "import sys\nfrom ladderize import boundary, console\nfrom ladderize.cli import main\n"
+        "say = lambda text, **more: print('torch' in sys.modules, text, flush=True)\n"
+        "boundary.say = console.say = say\n"
         "main()"
     )
 
