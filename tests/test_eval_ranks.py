@@ -119,7 +119,7 @@ def test_a_task_with_fewer_samples_than_processes():
 
 
 def test_what_several_processes_cannot_share(monkeypatch):
-    place = started_rank_variables(Place(rank=0, size=2, local_rank=0, local_size=2))
+    place = started_rank_variables(Place(rank=0, size=2, local_rank=0, local_size=2), {})
     for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="--device cpu:0 is one device, but each process takes its own"):

@@ -31,7 +31,7 @@ def test_without_a_launcher_a_process_is_alone():
 
 def test_a_started_rank_reads_what_it_was_given(monkeypatch):
     place = Place(rank=3, size=4, local_rank=1, local_size=2)
-    for name, value in {**started_rank_variables(place), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {**started_rank_variables(place, {}), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert launched() == place
     monkeypatch.delenv("LOCAL_WORLD_SIZE")  # torchrun says it, other launchers may not

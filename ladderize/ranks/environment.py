@@ -8,11 +8,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ladderize.errors import UserError
 
 WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 MASTER_ADDR, MASTER_PORT, OMP_NUM_THREADS = "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 RENDEZVOUS_SECONDS = "LADDERIZE_RENDEZVOUS_SECONDS"
 DEFAULT_RENDEZVOUS_SECONDS = 300
 # Of srun and of two kinds of mpirun: the number of this process, its number on this machine, and how many are there.
@@ -228,11 +230,17 @@ def already_started() -> bool:
     return launched() != ALONE
 
 
-def started_rank_variables(place: Place) -> dict[str, str]:
-    """The variables that a rank which ladderize itself starts gets, as a launcher would set them."""
-    return {
+def started_rank_variables(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a rank which ladderize itself starts gets on top of ``environment``, as a launcher would set
+    them. All ranks on one host meet on its loopback interface; where there are several hosts, the user knows the
+    interface."""
+    found = {
         RANK: str(place.rank),
         WORLD_SIZE: str(place.size),
         LOCAL_RANK: str(place.local_rank),
         LOCAL_WORLD_SIZE: str(place.local_size),
     }
+    if place.local_size == place.size:
+        loopback = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
+        found[GLOO_INTERFACE] = environment.get(GLOO_INTERFACE) or loopback
+    return found

@@ -336,12 +336,20 @@ def _work(
     end_with_parent()
     adopt(streams, environment)
     faulthandler.enable()  # where native code dies, stderr says what Python was doing
-    os.environ.update(started_rank_variables(place))
-    if place.size == place.local_size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
-    try:
+    os.environ.update(started_rank_variables(place, os.environ))
+    with reporting_errors(pipe, place):
         with function(place, lambda value: pipe.send(("report", value)), *args) as value:
             pipe.send(("value", value if place.rank == 0 else None))
+
+
+@contextlib.contextmanager
+def reporting_errors(
+    pipe: Connection, place: Place, words: Callable[[BaseException], str | None] = lambda error: None
+) -> Iterator[None]:
+    """An error in the block ends this process, a rank, and whoever started it hears of it as one sentence. words: for
+    errors of a library that need others than their own."""
+    try:
+        yield
     except BaseException as error:
         failed_at = time.monotonic()  # one clock for all processes of a host
         if os.environ.get(DEBUG):
@@ -349,8 +357,9 @@ def _work(
 
             traceback.print_exc()
         if not isinstance(error, LadderizeError | BrokenPipeError):  # the latter: whoever read our stdout went away
-            error = _out_of_memory(error) or UserError(
-                f"rank {place.rank} failed: {type(error).__name__}: {sentence(error)}"
+            said = words(error)
+            error = (None if said else _out_of_memory(error)) or UserError(
+                f"rank {place.rank} failed: {type(error).__name__}: {said or sentence(error)}"
             )
         with contextlib.suppress(OSError):
             pipe.send(("error", (failed_at, error)))

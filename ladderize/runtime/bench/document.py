@@ -4,14 +4,13 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from ladderize.files.records import Record
 from ladderize.ranks.group import Ranks
-from ladderize.ranks.threads import cores
+from ladderize.ranks.threads import cores, processor
 from ladderize.runtime.bench.options import BenchOptions, GroupOptions, RoundsOptions
 from ladderize.runtime.bench.reference_check import ReferenceAgreement
 from ladderize.runtime.bench.rows import LEAST_ROUNDS, PhaseCommunication, SpeedRow, VariantRow
@@ -52,7 +51,7 @@ def environment(group: Ranks, *, settings: tuple[str, ...] = ()) -> Environment:
     noted = ("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings)
     return Environment(
         device=group.device.type,
-        processor=_processor(),
+        processor=processor(),
         cores=len(cores()),
         threads_per_rank=torch.get_num_threads(),
         python=platform.python_version(),
@@ -77,13 +76,6 @@ def _gpu_figures(group: Ranks) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "link": "none" if group.size == 1 else "not known here" if devices < group.size else link,
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import split_name
 from ladderize.files.work import run_digest
 from ladderize.ranks.device import visible_gpus
-from ladderize.ranks.threads import cores
+from ladderize.ranks.threads import cores, processor
 from ladderize.tradeoff.sweep.launch import SHARDS, Given, Launch, Words
 from ladderize.tradeoff.sweep.stages import (
     MODEL_FOLDER,
@@ -253,10 +252,7 @@ class StageBuilder:
 
 def machine() -> dict[str, Any]:
     """What times depend on and is known without measuring."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     import torch
 
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return {"processor": model or platform.machine(), "cores": len(cores()), "gpus": gpus}
+    return {"processor": processor(), "cores": len(cores()), "gpus": gpus}

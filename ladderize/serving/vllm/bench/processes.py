@@ -5,25 +5,21 @@ The processes' environment is the one that vLLM gives its own workers on a CPU: 
 the process begins.
 """
 
-import contextlib
 import dataclasses
 import glob
 import importlib.util
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ladderize.boundary import DEBUG
-from ladderize.console import sentence
-from ladderize.errors import LadderizeError, UserError
+from ladderize.errors import UserError
 from ladderize.ranks.environment import ALONE, Place, environment_with, launched, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, join_group
 from ladderize.ranks.threads import cores, set_threads
 from ladderize.runtime.collectives.shm import remove_segments
-from ladderize.runtime.launch import Report, StartedRanks, end_with_parent, stop_processes
+from ladderize.runtime.launch import Report, StartedRanks, end_with_parent, reporting_errors, stop_processes
 from ladderize.serving.vllm.environment import BOUND_CORES, configuration_refusal
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
@@ -71,10 +67,8 @@ def rank_environment(place: Place, device: str, threads: int | None, environment
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the rank itself
         **{name: environment.get(name, value) for name, value in QUIET.items()},
-        **started_rank_variables(place),
+        **started_rank_variables(place, environment),
     }
-    if place.local_size == place.size:  # under a launcher of several hosts the user knows the interface
-        variables["GLOO_SOCKET_IFNAME"] = environment.get("GLOO_SOCKET_IFNAME") or _loopback()
     if device != "cpu":
         return variables
     own = _cores_of(place, threads, environment.get(BOUND_CORES, "auto"))
@@ -139,17 +133,13 @@ def _openmp() -> str:
     return ""
 
 
-def _loopback() -> str:
-    return "lo" if Path("/sys/class/net/lo").exists() else "lo0"
-
-
 def _work(
     function: Callable[..., Any], args: tuple[Any, ...], place: Place, device: str, store: str | None, pipe: Any
 ) -> None:
     """The life of a rank's process: it reports a value or one sentence, and ends with whoever started it."""
     multiprocessing.current_process().daemon = False  # vLLM starts processes of its own
     end_with_parent()
-    try:
+    with reporting_errors(pipe, place, configuration_refusal):
         if device == "cpu":
             set_threads(int(os.environ["OMP_NUM_THREADS"]), place.local_size)
         ranks = join_group(place, device, timeout=INFERENCE_TIMEOUT, init_method=store)
@@ -157,18 +147,5 @@ def _work(
         value, _kept = function(ranks, *args)
         ranks.barrier()
         pipe.send(("value", value if ranks.is_main else None))
-    except BaseException as error:
-        failed_at = time.monotonic()
-        if os.environ.get(DEBUG):
-            import traceback
-
-            traceback.print_exc()
-        if not isinstance(error, LadderizeError | BrokenPipeError):
-            error = UserError(
-                f"rank {place.rank} failed: {type(error).__name__}: {configuration_refusal(error) or sentence(error)}"
-            )
-        with contextlib.suppress(OSError):
-            pipe.send(("error", (failed_at, error)))
-        os._exit(1)
     # without leaving through vLLM's destructors: what they destroy is the process's, and other ranks may be gone
     os._exit(0)
