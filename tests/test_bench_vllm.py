@@ -3,8 +3,10 @@
 import dataclasses
 import importlib
 import json
+import multiprocessing
 import os
 import random
+import re
 import statistics
 
 import pytest
@@ -20,6 +22,7 @@ from ladderize.runtime.bench.document import environment
 from ladderize.runtime.bench.harness import Timed, TimedVariant
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, PHASES
+from ladderize.runtime.launch import reporting_errors
 from ladderize.runtime.spec import checkpoint_spec, shape_spec
 from ladderize.serving.vllm import environment as vllm_environment
 from ladderize.serving.vllm.bench import processes
@@ -253,13 +256,35 @@ def test_variables_are_put_back(monkeypatch):
     assert "OMP_PLACES" not in os.environ
 
 
-def test_of_vllms_report_on_all_options_the_wrong_one_is_told():
-    class Wrapped(Exception):
-        def errors(self):
-            return [{"msg": "Value error, tp 3 does not divide it"}]
+class Wrapped(Exception):
+    def errors(self):
+        return [{"msg": "Value error, tp 3 does not divide it"}]
 
+
+def test_of_vllms_report_on_all_options_the_wrong_one_is_told():
     assert configuration_refusal(Wrapped("1 validation error for ...")) == "tp 3 does not divide it"
     assert configuration_refusal(ValueError("plain")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("no room"), "out of memory: no room; a smaller --batch-size, .* take less"),
+        (Wrapped("out of memory, on another line"), "rank 1 failed: Wrapped: tp 3 does not divide it"),
+        (ValueError("plain"), "rank 1 failed: ValueError: plain"),
+        (UserError("a sentence"), "a sentence"),
+    ],
+)
+def test_a_rank_reports_one_sentence_and_ends(error, words, monkeypatch):
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    ends = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "_exit", ends.append)
+        with reporting_errors(theirs, Place(1, 2, 1, 2), configuration_refusal):
+            raise error
+    kind, (_, found) = ours.recv()
+    assert (kind, ends, type(found)) == ("error", [1], UserError)
+    assert re.fullmatch(words, str(found))
 
 
 # ---- rows ----

@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from ladderize.console import Console
 from ladderize.errors import UserError
+from ladderize.ranks.environment import GLOO_INTERFACE
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.cost_model import cache_bytes, weight_bytes
 from ladderize.runtime.bench.harness import Bench, Timed
@@ -205,7 +206,7 @@ def communicator() -> str:
         return type(found).__name__
     if type(module).__name__ == "_CPUSHMDistributed":
         return "vLLM's shared memory"
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    interface = os.environ.get(GLOO_INTERFACE)
     return "gloo" + (f" over {interface}" if interface else "")
 
 
