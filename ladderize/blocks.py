@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy, kl_div, linear
 
 from ladderize import data
 from ladderize.checkpoint.config import check_config, check_tensors, is_tied, most_positions
-from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, fetch_weights, read_checkpoint, resolve_json
+from ladderize.checkpoint.opening import read_checkpoint
+from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, fetch_weights, resolve_json
 from ladderize.checkpoint.tensors import TensorReader
 from ladderize.errors import UserError
 from ladderize.families.registry import complete_config, family_of
@@ -104,7 +105,7 @@ class Blocks:
     def weights(self, layer: int) -> dict[str, Tensor]:
         """The parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``."""
         prefix = f"model.layers.{layer}."
-        names = [name for name in self.checkpoint.tensors if name.startswith(prefix) and not name.endswith("inv_freq")]
+        names = [name for name in self.checkpoint.tensors if name.startswith(prefix)]
         return {name.removeprefix(prefix): tensor for name, tensor in zip(names, self.read(names), strict=True)}
 
     def layer(self, index: int, layout: Layout, weights: Mapping[str, Tensor] | None = None) -> torch.nn.Module:
@@ -211,8 +212,9 @@ class Blocks:
     def ends_differ(self, other: "Blocks") -> bool:
         """Whether what surrounds the layers, embedding, final norm and LM head, has other values in ``other``."""
         names = [name for name in self.checkpoint.tensors if not name.startswith("model.layers.")]
-        return any(
-            not torch.equal(own, theirs) for own, theirs in zip(self.read(names), other.read(names), strict=True)
+        theirs = [name for name in other.checkpoint.tensors if not name.startswith("model.layers.")]
+        return {*names} != {*theirs} or any(
+            not torch.equal(one, two) for one, two in zip(self.read(names), other.read(names), strict=True)
         )
 
     def _end(self, name: str) -> Tensor:

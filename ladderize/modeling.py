@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ladderize.checkpoint.config import check_model
-from ladderize.checkpoint.quantised import quantisation_of
-from ladderize.checkpoint.reading import read_config
+from ladderize.checkpoint.config import is_tied
+from ladderize.checkpoint.opening import open_model
+from ladderize.checkpoint.quantised import QUANTISATION_KEYS, quantisation_of
 from ladderize.errors import UserError
 from ladderize.families.base import Family
 from ladderize.families.registry import find_family, is_ladderized
@@ -84,18 +84,25 @@ def load(
     checkpoint always runs this package's code, never the copy in its folder. Raises UserError for what is truncated or
     incomplete, for an adapter, and for pickle weights, which are never opened.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = check_model(model, revision)
+    checkpoint = open_model(model, revision)
     register()
-    config = read_config(folder)
-    check_transformers_runs(str(model), config, folder)
-    if is_ladderized(config):
+    folder, taken = checkpoint.folder, checkpoint.config
+    check_transformers_runs(str(model), taken, folder)
+    if is_ladderized(taken):
         trust_remote_code = False
     if device is not None:
         kwargs["device_map"] = {"": device}
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    for name in ("_attn_implementation", "_experts_implementation"):  # names that transformers may fetch code for
+        setattr(config, name, None)
+    if not any(taken.get(key) for key in QUANTISATION_KEYS):
+        config.__dict__.pop("quantization_config", None)  # an empty one, which transformers refuses
+    if find_family(taken) is not None:
+        config.tie_word_embeddings = is_tied(taken)
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, **kwargs
+        folder, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, **kwargs
     ).eval()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ladderize.adapt.data.packing import PADDING_TARGET
 from ladderize.adapt.retrain.options import Objective
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime import kv_cache
 from ladderize.runtime.collectives import differentiable

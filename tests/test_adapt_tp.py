@@ -19,7 +19,7 @@ from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.run import adapt_checkpoint
 from ladderize.adapt.retrain.state import read_metrics
 from ladderize.adapt.retrain.task import open_task
-from ladderize.checkpoint.reading import read_config
+from ladderize.checkpoint.opening import read_config
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UsageError, UserError

@@ -15,7 +15,7 @@ from ladderize.adapt.retrain.hf_model import (
     trained_tensors,
 )
 from ladderize.adapt.retrain.options import Objective
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.layout import DROPPED, OVERLAPPED, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
@@ -104,7 +104,7 @@ def make_case(
     plan = adapters = None
     trained = frozenset()
     if lora is None:
-        trained = trained_tensors(names, layers or (), layers is None, tied=tied)
+        trained = trained_tensors(names, layers or (), layers is None)
     else:
         plan, adapters = random_lora(names, lora, layers, dropout)
     return Case(

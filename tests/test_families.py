@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ladderize.checkpoint.config import check_config, expected_tensors, head_dim, kv_head_count
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.heads import HeadMap
 from ladderize.convert.pipeline import convert_checkpoint

@@ -9,7 +9,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from ladderize import convert_checkpoint, load
-from ladderize.checkpoint.reading import TensorInfo, read_checkpoint, read_header
+from ladderize.checkpoint.opening import read_checkpoint
+from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
 from ladderize.convert import weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ladderize.blocks import Blocks, open_checkpoint
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.console import Console
 from ladderize.convert.read_sensitivity import read_point_sensitivity
 from ladderize.errors import LadderizeError, UserError

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ladderize.checkpoint import tensors
-from ladderize.checkpoint.reading import read_checkpoint, read_header
+from ladderize.checkpoint.opening import read_checkpoint
+from ladderize.checkpoint.reading import read_header
 from ladderize.checkpoint.tensors import TensorReader
 from ladderize.choices import SHAPE_NAMES
 from ladderize.errors import UserError

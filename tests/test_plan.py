@@ -14,7 +14,7 @@ import yaml
 import ladderize
 from ladderize import PlanModel, PlanOptions
 from ladderize.checkpoint import reading
-from ladderize.checkpoint.reading import read_checkpoint, read_config
+from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.eval.suffixes import Suffixes

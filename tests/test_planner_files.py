@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.recipe import read_recipe
 from ladderize.errors import UserError

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ladderize import load
-from ladderize.checkpoint.reading import read_config
+from ladderize.checkpoint.opening import read_config
 from ladderize.errors import UserError
 from ladderize.layout import LayoutError
 from ladderize.runtime.collectives.shm import MOST_VIEWS

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from ladderize import convert_checkpoint
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
 from ladderize.convert.read_sensitivity import read_sensitivity

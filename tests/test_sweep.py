@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.layout import Layout
 from tests.helpers import ROOT, invoke, one_sentence, save_llama

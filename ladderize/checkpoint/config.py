@@ -1,66 +1,21 @@
 """What a config promises about a model's tensors, and whether a checkpoint keeps the promise."""
 
 import math
-import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from ladderize.checkpoint.quantised import QUANTISATION_KEYS, plain_config, plain_view, quantisation_of
-from ladderize.checkpoint.reading import (
-    FLOAT_DTYPES,
-    Checkpoint,
-    fetch_weights,
-    read_config,
-    read_tensors,
-    resolve_json,
-)
+from ladderize.checkpoint.quantised import QUANTISATION_KEYS, plain_view, quantisation_of
+from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
 from ladderize.errors import UserError
 from ladderize.families.base import positive
 from ladderize.families.registry import complete_config, family_of, find_family, known_family, unlike_a_llama
-from ladderize.files.documents import read_json
 from ladderize.files.records import shown
-from ladderize.layout import Layout
-
-# what transformers reads as it is, beside config.json and the weights
-OTHER_JSON = (
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-)
-
-
-def check_model(model: str | Path, revision: str | None = None) -> Path:
-    """The folder of a checkpoint (a folder or a hub id, which is downloaded), whose config, headers and other JSON were
-    read and found sound; of a family that ladderize converts every tensor's shape too.
-
-    Raises UserError or LayoutError: for pickle weights, which are never opened, for an adapter, for what is truncated.
-    """
-    folder, is_local = resolve_json(str(model), revision)
-    config = read_config(folder)
-    if (folder / "adapter_config.json").exists():
-        raise UserError(
-            f"{model} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then take the result"
-        )
-    if not is_local:
-        folder = fetch_weights(str(model), revision)
-    tensors = read_tensors(folder)
-    for name in OTHER_JSON:
-        if (folder / name).exists():
-            read_json(folder / name)
-    if find_family(config) is not None:
-        check_config(plain_config(config))
-        Layout.from_config(config).check_model(config)
-        check_quantised(Checkpoint(folder, config, tensors))
-    return folder
-
 
 MOST, MOST_LAYERS, MOST_HEADS = 2**31, 10_000, 65_536  # of no real model; more would only exhaust memory
-OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+MOST_LABELS = 1_000_000  # transformers makes two dictionaries of as many entries
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "num_labels")
 LARGEST = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", *OPTIONAL_SIZES), MOST)
-LARGEST |= {"num_hidden_layers": MOST_LAYERS, "num_attention_heads": MOST_HEADS}
+LARGEST |= {"num_hidden_layers": MOST_LAYERS, "num_attention_heads": MOST_HEADS, "num_labels": MOST_LABELS}
 # the types of rotary embeddings, and what each cannot do without
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -73,8 +28,6 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
 }
 STATED_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# buffers that Llama 1 checkpoints carry and no code reads
-IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> None:
@@ -84,6 +37,14 @@ def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> N
     check_sizes(config, model)
     check_rope(config)
     family.describe(config)
+
+
+def check_largest(config: Mapping[str, Any]) -> None:
+    """Raise UserError for a number so large that transformers would only exhaust memory over it."""
+    for key, most in LARGEST.items():
+        value = config.get(key)
+        if type(value) is int and value > most:
+            raise UserError(f"config.json: {key} is {shown(value)}, but must be a positive integer of at most {most:,}")
 
 
 def check_decoder(config: Mapping[str, Any]) -> str | None:
@@ -232,23 +193,20 @@ def check_tensors(checkpoint: Checkpoint) -> list[str]:
     """Compare every tensor with the config; raises UserError, or returns remarks that are no errors."""
     config, found = checkpoint.config, checkpoint.tensors
     expected = expected_tensors(config)
-    optional = {"lm_head.weight": (config["vocab_size"], config["hidden_size"])}
     for name, shape in expected.items():
         if name not in found:
-            raise UserError(
-                f"{checkpoint.folder}: the tensor {name} is missing; the checkpoint is incomplete or its config.json is"
-                " another model's"
-            )
+            raise UserError(f"{checkpoint.folder}: the tensor {name} is missing; {_why_missing(name, found)}")
         if found[name].shape != shape:
             raise UserError(
                 f"{checkpoint.folder}: {name} has shape {list(found[name].shape)}, but config.json asks for"
-                f" {list(shape)}"
+                f" {list(shape)}{_how_to_fit(name, found[name].shape, shape)}"
             )
     for name, tensor in found.items():
-        if name not in expected and not IGNORED.fullmatch(name) and optional.get(name) != tensor.shape:
+        if name not in expected:
             raise UserError(
                 f"{checkpoint.folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is not a tensor of a"
-                f" {family_of(config).class_prefix} with this config.json"
+                f" {family_of(config).class_prefix} with this config.json, and which transformers would leave out;"
+                " repair config.json, or take the tensor out of the file"
             )
         if tensor.dtype not in FLOAT_DTYPES:
             raise UserError(
@@ -262,3 +220,29 @@ def check_tensors(checkpoint: Checkpoint) -> list[str]:
             f"config.json says {stated}, the weights are stored as {' and '.join(stored)}; both are kept as they are"
         ]
     return []
+
+
+def _why_missing(name: str, found: Collection[str]) -> str:
+    """What a user can do where the tensor ``name`` is not among those ``found``."""
+    if (other := next((other for other in found if other.endswith(f".{name}")), None)) is not None:
+        return (
+            f"the names begin with {other.removesuffix(name)!r}, which a wrapper such as torch.compile's or DDP's puts"
+            " before a model's own, so that transformers would load none of them; save the model inside (accelerate's"
+            " unwrap_model), or rename the tensors"
+        )
+    if (other := {HEAD: EMBEDDING, EMBEDDING: HEAD}.get(name)) in found:
+        return (
+            f"config.json does not tie it to {other}, so transformers would draw it at random; if the two are one in"
+            " this model, set tie_word_embeddings to true in config.json"
+        )
+    return "the checkpoint is incomplete or its config.json is another model's"
+
+
+def _how_to_fit(name: str, stored: tuple[int, ...], asked: tuple[int, ...]) -> str:
+    """What a user can do where only the sizes of the vocabulary differ; else nothing."""
+    if name not in (EMBEDDING, HEAD) or stored[1:] != asked[1:]:
+        return ""
+    return (
+        f"; if the tokenizer has at most {stored[0]:,} tokens, set vocab_size to {stored[0]} in config.json, else load"
+        " the model so and give it more rows (transformers' resize_token_embeddings)"
+    )

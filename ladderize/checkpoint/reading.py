@@ -1,4 +1,6 @@
-"""Reading a checkpoint without loading it: config.json, the index, and every safetensors header.
+"""The files of a checkpoint, read without loading it: the index, and every safetensors header.
+
+What a model's tensors are called, and which count, is decided in ``opening``.
 
 Checkpoints come from strangers, so nothing here is believed: an index may not name a path outside its folder, a header
 may not lie about sizes, and nothing is ever unpickled.
@@ -54,7 +56,10 @@ OTHER_WEIGHTS = (*PICKLES, ".gguf", ".h5", ".msgpack", ".onnx")  # neither downl
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: ``start`` and ``stop`` are byte offsets in the file."""
+    """Where one tensor lies, and under which name: ``start`` and ``stop`` are byte offsets in the file.
+
+    Where both are the same, no value is stored: all are zero.
+    """
 
     name: str
     file: str
@@ -71,14 +76,25 @@ class TensorInfo:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether its values are in the file."""
+        return self.nbytes > 0 or self.numel == 0
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder: its config and where each tensor lies; no tensor is in memory."""
+    """A checkpoint folder: its config and where each tensor lies; no tensor is in memory.
+
+    tensors: by the name in the model, which need not be the one in the file. remarks, warnings: what was found and
+    taken otherwise than it is written.
+    """
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def weight_files(self) -> list[str]:
@@ -105,13 +121,8 @@ def check_entries(folder: Path) -> None:
             check_regular(entry)
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read config, index and headers of ``folder``; raises UserError with one sentence for whatever is wrong."""
-    return Checkpoint(folder, read_config(folder), read_tensors(folder))
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as a dict, without the NaN and Infinity that Python's JSON lets through."""
+def read_stated_config(folder: Path) -> dict[str, Any]:
+    """config.json as it is written, without the NaN and Infinity that Python's JSON lets through."""
     path = folder / "config.json"
     if is_there(path):
         return read_json(path)
@@ -122,17 +133,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
 
 
-def read_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor that transformers would load from ``folder``, by name, in file order."""
+def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
+    """Every tensor that transformers would read from ``folder``, by its name there, in file order; and remarks."""
     if is_there(folder / WEIGHTS):
-        return read_header(folder, WEIGHTS)
+        return read_header(folder, WEIGHTS), []
     if not is_there(folder / INDEX):
         raise _no_weights(folder)
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{folder / INDEX} has no weight_map; download it again")
+    weight_map = read_weight_map(folder)
     tensors: dict[str, TensorInfo] = {}
-    for name in sorted(set(map(str, weight_map.values()))):
+    for name in sorted(set(weight_map.values())):
         check_plain_name(name, folder / INDEX)
         if not is_there(folder / name):
             raise UserError(
@@ -147,7 +156,36 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
             raise UserError(
                 f"{folder / INDEX} says that {tensor_name} is in {name}, but it is not; download both again"
             )
-    return tensors
+    unnamed = [name for name in tensors if name not in weight_map]
+    return tensors, [f"{INDEX} leaves out {_some(unnamed)}, which its files hold; the files count"] if unnamed else []
+
+
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """Name of a tensor -> its file, as the index says."""
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{folder / INDEX} has no weight_map; download it again")
+    return {name: str(file) for name, file in weight_map.items()}
+
+
+def second_weights(folder: Path) -> str | None:
+    """Of a folder with a single weight file and the complete shards of an index: which of the two count."""
+    if not (is_there(folder / WEIGHTS) and is_there(folder / INDEX)):
+        return None
+    try:
+        files = sorted({*read_weight_map(folder).values()} - {WEIGHTS})
+    except UserError:  # nobody reads it
+        return None
+    if not files or not all((folder / name).is_file() for name in files):
+        return None
+    return (
+        f"{folder} holds {WEIGHTS} and the shards of {INDEX} ({_some(files)}); {WEIGHTS} counts, as for transformers:"
+        " remove the one that is not meant"
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_plain_name(name: str, where: Path) -> None:

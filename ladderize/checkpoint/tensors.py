@@ -81,6 +81,8 @@ class TensorReader:
         first, last = (start, stop) if dim == 0 else (0, info.shape[0] if shape else 1)
         if dim is not None:
             shape[dim] = stop - start
+        if not info.is_stored:
+            return torch.zeros(shape, dtype=dtype or stored, device=device)
         values = torch.empty(shape, dtype=dtype or stored, device=device)
         rows = values if shape else values.view(1)
         step = max(1, BLOCK_BYTES // max(1, width * stored.itemsize))

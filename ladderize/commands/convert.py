@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ladderize.checkpoint.opening import read_config
 from ladderize.checkpoint.quantised import QUANTISE_LAST, quantisation_of
-from ladderize.checkpoint.reading import read_config
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, flag, option
 from ladderize.commands.builder import LAYOUT, MODELS, OUTPUT, GivenOptions, command, names_of
 from ladderize.commands.shared import FILE, align_command, command_line, retrain_command, show_next

@@ -5,16 +5,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ladderize.checkpoint.config import check_decoder, check_quantised, parameter_count
+from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.quantised import plain_config, quantisation_of
-from ladderize.checkpoint.reading import (
-    DTYPE_BYTES,
-    FLOAT_DTYPES,
-    STORED_NAMES,
-    Checkpoint,
-    read_config,
-    read_tensors,
-    resolve_json,
-)
+from ladderize.checkpoint.reading import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES, resolve_json
 from ladderize.convert.retraining import Retraining, read_retrainings
 from ladderize.errors import UserError
 from ladderize.files.records import Record
@@ -106,10 +99,11 @@ def inspect_checkpoint(
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     parameters, refusal = parameter_count(config), None
     if is_local:
-        tensors = read_tensors(folder)
+        checkpoint = read_checkpoint(folder)
+        tensors = checkpoint.tensors
         if remark is None:
             try:
-                check_quantised(Checkpoint(folder, config, tensors))
+                check_quantised(checkpoint)
             except UserError as error:
                 refusal = str(error)
         dtype = FLOAT_DTYPES.get(tensors["model.norm.weight"].dtype, dtype) if "model.norm.weight" in tensors else dtype

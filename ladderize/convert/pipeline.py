@@ -17,7 +17,7 @@ import yaml
 
 from ladderize import __version__
 from ladderize.checkpoint.quantised import dense_targets
-from ladderize.checkpoint.reading import INDEX, WEIGHTS, header_sha256
+from ladderize.checkpoint.reading import INDEX, WEIGHTS, header_sha256, read_weight_map
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SCHEMA_VERSION, SILENT, Console, human_bytes, sentence
 from ladderize.convert.card import make_card, source_card
@@ -135,10 +135,12 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
             on_disk.append(behind.submit(fsync, folder / shard.file))  # the disk works while the next is written
         for done in on_disk:
             done.result()  # Linux tells an error of the disk once: the fsync at the end would not see it
-    if plan.rewritten and (index := index_for(plan.shards)) is not None:
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    elif not plan.rewritten and plan.weight_files != [WEIGHTS]:
-        shutil.copyfile(source / INDEX, folder / INDEX)
+    if plan.weight_files != [WEIGHTS]:
+        index = index_for(plan.shards)
+        if not plan.rewritten and index["weight_map"] == read_weight_map(source):
+            shutil.copyfile(source / INDEX, folder / INDEX)
+        else:
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     for relative in plan.carried:
         target = folder / relative
         target.parent.mkdir(parents=True, exist_ok=True)

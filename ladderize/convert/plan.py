@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ladderize.checkpoint.config import check_config, check_quantised, expected_tensors, parameter_count
+from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.quantised import (
     STATIC_SCALES,
     Quantisation,
@@ -16,16 +17,7 @@ from ladderize.checkpoint.quantised import (
     plain_config,
     quantisation_of,
 )
-from ladderize.checkpoint.reading import (
-    INDEX,
-    OTHER_WEIGHTS,
-    Checkpoint,
-    TensorInfo,
-    fetch_weights,
-    read_checkpoint,
-    read_config,
-    resolve_json,
-)
+from ladderize.checkpoint.reading import INDEX, OTHER_WEIGHTS, Checkpoint, TensorInfo, fetch_weights, resolve_json
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
@@ -151,8 +143,8 @@ def make_plan(
             f"{src} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then convert the result"
         )
     source = read_checkpoint(folder if local else fetch_weights(src, revision))
-    remarks = check_quantised(source)
-    warnings = [layout_warning(read_retrainings(source.folder), before, after)]
+    remarks = [*source.remarks, *check_quantised(source)]
+    warnings = [*source.warnings, layout_warning(read_retrainings(source.folder), before, after)]
     warnings += [STATIC_SCALES] if has_measured_scales(source.tensors) and before != after else []
     check_fingerprint(source, src, head_map, selection)
     limit = parse_size(recipe.max_shard_size) if recipe.max_shard_size else None

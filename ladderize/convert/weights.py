@@ -87,9 +87,10 @@ def plan_shards(
         move = moves.get(name) if name not in replace else None
         entries[name] = Entry(name, STORED_NAMES[dtype] if dtype else old.dtype, replace.get(name, old), move)
     if max_bytes is None:
-        changed = {name for name, old in checkpoint.tensors.items() if entries[name] != Entry(name, old.dtype, old)}
+        kept = {old.name: Entry(old.name, old.dtype, old) for old in checkpoint.tensors.values() if old.is_stored}
+        changed = {name for name, entry in entries.items() if entry != kept.get(name)}
         by_file = {
-            file: [old.name for old in checkpoint.tensors.values() if old.file == file]
+            file: [name for name, old in checkpoint.tensors.items() if old.file == file]
             for file in checkpoint.weight_files
         }
         return [
@@ -141,6 +142,9 @@ def _stream(entry: Entry, reader: TensorReader, writer: BufferedIOBase, advance:
     """Copy one tensor: inside the kernel where nothing changes; else a chunk at a time, whole rows where columns move,
     one block of rows after the other where rows move."""
     source, move = entry.source, entry.move
+    if not source.is_stored:
+        writer.write(bytes(entry.nbytes))
+        return
     step = ROUNDED_AT_ONCE if _is_rounded(entry) else MOVED_AT_ONCE
     if move is None and entry.dtype == source.dtype:
         reader.copy(source, writer, advance)
@@ -218,10 +222,8 @@ def _cast_by_torch(chunk: memoryview, entry: Entry) -> tuple[memoryview, bool]:
     return cast.view(torch.uint8).numpy().data, overflows
 
 
-def index_for(shards: list[Shard]) -> Mapping[str, object] | None:
-    """The content of model.safetensors.index.json, or None for a single file."""
-    if [shard.file for shard in shards] == [WEIGHTS]:
-        return None
+def index_for(shards: list[Shard]) -> Mapping[str, object]:
+    """The content of model.safetensors.index.json."""
     weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
     return {
         "metadata": {"total_size": sum(shard.nbytes for shard in shards)},

@@ -15,7 +15,8 @@ from ladderize.adapt.lora.read import Adapter, check_adapter_fits, read_adapter
 from ladderize.adapt.methods import METRICS
 from ladderize.adapt.retrain.outcome import Adaptation
 from ladderize.blocks import open_checkpoint
-from ladderize.checkpoint.reading import Checkpoint, read_checkpoint, torch_dtype
+from ladderize.checkpoint.opening import read_checkpoint
+from ladderize.checkpoint.reading import Checkpoint, torch_dtype
 from ladderize.checkpoint.tensors import TensorReader, fingerprint, locate_tensors, write_tensors
 from ladderize.console import SILENT, Console, human_bytes
 from ladderize.convert.pipeline import RECORD, THERE, convert_checkpoint

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import ladderize
-from ladderize.checkpoint.reading import read_config
+from ladderize.checkpoint.opening import read_config
 from ladderize.layout import Layout
 from tests.helpers import all_tensors, changed_tensors, invoke, invoke_well, listing, one_sentence, save_llama
 from tests.retrain.commands import adapt, losses_of, succeed

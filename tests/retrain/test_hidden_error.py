@@ -13,7 +13,7 @@ from ladderize.adapt.retrain import hf_model
 from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher, trained_parameters
 from ladderize.adapt.retrain.options import Objective
 from ladderize.adapt.retrain.state import read_metrics
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.commands.adapt import adapt_options
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 from ladderize.tradeoff.sweep.stages import adapt_words, asked_by

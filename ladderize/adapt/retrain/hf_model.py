@@ -24,7 +24,6 @@ from ladderize.adapt.lora.config import PEFT_PREFIX
 from ladderize.adapt.methods import FLASH, FLEX
 from ladderize.adapt.retrain.engine import Engine, shard, whole
 from ladderize.blocks import LOGITS_AT_ONCE, Blocks
-from ladderize.checkpoint.config import HEAD
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.convert.remote_code.modeling_ladderized import base_linear
 from ladderize.errors import UserError
@@ -185,12 +184,8 @@ class ModelSetup:
     collecting: bool = False
 
 
-def trained_tensors(
-    names: Iterable[str], layers: Sequence[int], everything: bool, *, tied: bool = False
-) -> frozenset[str]:
-    """Which tensors of a checkpoint full retraining changes: those of ``layers``, or really all. tied: the LM head is
-    the embedding, also where the file has it once more."""
-    names = [name for name in names if not (tied and name == HEAD)]
+def trained_tensors(names: Iterable[str], layers: Sequence[int], everything: bool) -> frozenset[str]:
+    """Which tensors of a checkpoint full retraining changes: those of ``layers``, or really all."""
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)
     return frozenset(name for name in names if everything or name.startswith(prefixes))
 

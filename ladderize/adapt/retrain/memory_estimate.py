@@ -178,8 +178,7 @@ def trained_numbers(config: Mapping[str, Any], layout: Layout, options: RetrainO
         matrices = [name for name in trained_tensors(shapes, layers, False) if name.endswith(".weight")]
         adapted = [name for name in matrices if name.split(".")[-2] in options.lora.targets]
         return sum(options.lora.rank * sum(shapes[name]) for name in adapted)
-    tied = bool(config.get("tie_word_embeddings"))
-    return sum(math.prod(shapes[name]) for name in trained_tensors(shapes, layers, options.train == "all", tied=tied))
+    return sum(math.prod(shapes[name]) for name in trained_tensors(shapes, layers, options.train == "all"))
 
 
 def saved_bytes(trained: int, keep: int) -> int:

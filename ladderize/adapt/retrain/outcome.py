@@ -19,7 +19,6 @@ from ladderize.adapt.retrain.task import RetrainJob, Task, result_digest
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.adapt.teacher import check_improved, share_won_back, target_text
 from ladderize.blocks import open_checkpoint, stored_dtype
-from ladderize.checkpoint.config import EMBEDDING, HEAD
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors
 from ladderize.console import Console, code_span, human_seconds, to_json
@@ -239,8 +238,6 @@ def write_outcome(
         )
         return document
     replaced = locate_tensors(work.weights(chosen))
-    if HEAD in task.checkpoint.tensors and task.tied and EMBEDDING in replaced:
-        replaced[HEAD] = replace(replaced[EMBEDDING], name=HEAD)  # this file has it twice
     content = adaptation.to_dict()
     convert_checkpoint(
         task.model,

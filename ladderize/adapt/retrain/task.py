@@ -15,8 +15,7 @@ from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.retrain.hf_model import check_attention, trained_tensors
 from ladderize.adapt.retrain.options import RetrainOptions, TrainOptions
 from ladderize.adapt.teacher import check_pair
-from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
-from ladderize.checkpoint.config import EMBEDDING, HEAD, is_tied
+from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import human_bytes
@@ -75,10 +74,6 @@ class Task:
         return self.options.schedule
 
     @property
-    def tied(self) -> bool:
-        return is_tied(self.checkpoint.config)
-
-    @property
     def sources(self) -> list[Checkpoint]:
         return [self.checkpoint] if self.teacher is None else [self.checkpoint, self.teacher]
 
@@ -92,7 +87,7 @@ class Task:
         """Tensors that full retraining changes."""
         if self.options.method == LORA:
             return frozenset()
-        return trained_tensors(self.checkpoint.tensors, self.layers, self.everything, tied=self.tied)
+        return trained_tensors(self.checkpoint.tensors, self.layers, self.everything)
 
     @property
     def lora(self) -> Any:
@@ -116,7 +111,6 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
             check_teaches(checkpoint, teacher, model, options)
     if (teacher is not None) != options.objective.has_teacher:
         raise UserError("distill_from (the teacher) and distill_weight or hidden_weight must be given together")
-    check_tied(checkpoint, model)
     check_runnable(checkpoint.config, layout, options.tp_size)
     if options.tp_size > 1:
         check_trainable(checkpoint.config)
@@ -171,17 +165,6 @@ def layers_to_train(layout: Layout, train: str) -> tuple[int, ...]:
     if train == CONVERTED:
         return tuple(layout.converted_layers)
     return tuple(parse_ranges(train, layout.num_layers, option="--train"))
-
-
-def check_tied(checkpoint: Checkpoint, model: str) -> None:
-    """Raise UserError where config.json ties embedding and LM head, but the file has two different ones."""
-    if is_tied(checkpoint.config) and HEAD in checkpoint.tensors:
-        embedding, head = Blocks(checkpoint, torch.float32, torch.device("cpu")).read([EMBEDDING, HEAD])
-        if not torch.equal(embedding, head):
-            raise UserError(
-                f"{model} has an {HEAD} of its own, although its config.json ties it to the embedding; repair"
-                " config.json"
-            )
 
 
 def check_length(task: Task, folder: Path) -> None:

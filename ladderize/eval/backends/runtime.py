@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ladderize.checkpoint.config import is_tied, parameter_count
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.config import EMBEDDING, HEAD, is_tied, parameter_count
+from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import TensorReader
 from ladderize.eval.backends.base import AnsweringModel, open_tokenizer
 from ladderize.eval.options import EvalOptions
@@ -71,7 +71,7 @@ class RuntimeModel(AnsweringModel):
         found: WindowScores = self.service.ask(score_windows_of_ids, windows, keep, reference, advance=advance)
         if keep is not None and launched().rank == 0:
             checkpoint = read_checkpoint(self.folder)
-            name = "model.embed_tokens.weight" if is_tied(self.config) else "lm_head.weight"
+            name = EMBEDDING if is_tied(checkpoint.config) else HEAD
             with TensorReader(checkpoint.folder) as reader:
                 write_head(keep, reader.read(checkpoint.tensors[name], dtype=self.spec.torch_dtype))
         return found

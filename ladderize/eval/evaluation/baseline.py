@@ -12,7 +12,8 @@ import numpy as np
 
 from ladderize import data
 from ladderize.blocks import check_finite
-from ladderize.checkpoint.reading import DTYPE_BYTES, STORED_NAMES, read_checkpoint, read_header
+from ladderize.checkpoint.opening import read_checkpoint
+from ladderize.checkpoint.reading import DTYPE_BYTES, STORED_NAMES, read_header
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import Console
 from ladderize.errors import UserError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ladderize import data
-from ladderize.checkpoint.config import check_model
+from ladderize.checkpoint.opening import check_model
 from ladderize.console import SILENT, Console, to_json
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.backends.base import EvalModel, OpenModel

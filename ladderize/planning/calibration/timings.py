@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.checkpoint.config import check_config
-from ladderize.checkpoint.reading import read_config
+from ladderize.checkpoint.opening import read_config
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.files.regular import read_text, resolved

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint as fingerprint_of
 from ladderize.convert.point_sensitivity import PointSensitivity
 from ladderize.convert.read_sensitivity import read_point_sensitivity

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.checkpoint.config import check_decoder, check_quantised, most_positions, parameter_count
+from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.quantised import Quantisation, plain_config, quantisation_of
-from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, read_checkpoint, read_config, resolve_json
+from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, resolve_json
 from ladderize.errors import UsageError, UserError
 from ladderize.families.registry import find_family
 from ladderize.layout import DROPPED, OVERLAPPED, Layout

@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ladderize.checkpoint.config import check_model
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.opening import check_model, read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
 from ladderize.convert.read_sensitivity import read_point_sensitivity

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import Console, sentence
 from ladderize.data import file_sha256

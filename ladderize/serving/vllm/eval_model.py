@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ladderize.checkpoint.config import most_positions, parameter_count
-from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint
+from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
 from ladderize.errors import UserError
 from ladderize.eval.backends.base import AnsweringModel, open_tokenizer
 from ladderize.eval.options import EvalOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.data_specs import SourceSpec, parse_specs
-from ladderize.checkpoint.config import check_model
+from ladderize.checkpoint.opening import check_model
 from ladderize.convert.recipe import Recipe
 from ladderize.data import file_sha256
 from ladderize.errors import UserError

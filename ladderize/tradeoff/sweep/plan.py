@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ladderize.adapt.methods import ALIGN, CONVERTED
-from ladderize.checkpoint.config import check_config, check_model
-from ladderize.checkpoint.reading import read_config
+from ladderize.checkpoint.config import check_config
+from ladderize.checkpoint.opening import check_model, read_config
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.errors import LadderizeError, UserError

@@ -9,7 +9,7 @@ from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.memory_estimate import saved_bytes, trained_numbers
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.state import WEIGHT_BYTES
-from ladderize.checkpoint.config import check_model
+from ladderize.checkpoint.opening import check_model
 from ladderize.commands.adapt import adapt_options
 from ladderize.console import human_bytes, human_seconds
 from ladderize.files.records import Record

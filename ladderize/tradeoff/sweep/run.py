@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.methods import ALIGN, FULL, LORA, Method
-from ladderize.checkpoint.config import check_model
+from ladderize.checkpoint.opening import check_model
 from ladderize.console import SILENT, Console, human_bytes
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_own, write_json

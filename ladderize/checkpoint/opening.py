@@ -1,0 +1,192 @@
+"""A checkpoint as plain transformers takes it: which keys of its config.json count, and which tensors are the model's.
+
+Whatever reads a checkpoint begins here, so that all of ladderize computes what transformers does.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ladderize.checkpoint.config import (
+    EMBEDDING,
+    HEAD,
+    check_config,
+    check_largest,
+    check_quantised,
+    expected_tensors,
+    is_tied,
+)
+from ladderize.checkpoint.quantised import QUANTISATION_KEYS, plain_config
+from ladderize.checkpoint.reading import (
+    Checkpoint,
+    TensorInfo,
+    fetch_weights,
+    read_stated_config,
+    read_tensors,
+    resolve_json,
+    second_weights,
+)
+from ladderize.checkpoint.tensors import TensorReader
+from ladderize.errors import UserError
+from ladderize.families.registry import find_family
+from ladderize.files.documents import read_json
+from ladderize.layout import Layout
+
+# what transformers reads as it is, beside config.json and the weights
+OTHER_JSON = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+)
+# which code computes; a name such as attacker/kernel is code that transformers fetches from the hub
+IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation\w*")
+BUFFERS = re.compile(r"rotary_emb\.inv_freq")  # computed anew, wherever an old checkpoint has them
+BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # of the model without its LM head
+COMPARED_BYTES = 4 << 20  # of two tensors at a time
+
+
+def check_model(model: str | Path, revision: str | None = None) -> Path:
+    """Return the folder of ``open_model``."""
+    return open_model(model, revision).folder
+
+
+def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
+    """Return a checkpoint (a folder or a hub id, which is downloaded), whose config, headers and other JSON were read
+    and found sound; of a family that ladderize converts every tensor's shape too.
+
+    Raises UserError or LayoutError: for pickle weights, which are never opened, for an adapter, for what is truncated.
+    """
+    folder, is_local = resolve_json(str(model), revision)
+    read_config(folder)
+    if (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"{model} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then take the result"
+        )
+    checkpoint = read_checkpoint(folder if is_local else fetch_weights(str(model), revision))
+    for name in OTHER_JSON:
+        if (checkpoint.folder / name).exists():
+            read_json(checkpoint.folder / name)
+    if find_family(checkpoint.config) is not None:
+        Layout.from_config(checkpoint.config).check_model(checkpoint.config)
+        check_quantised(checkpoint)
+    return checkpoint
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what transformers takes of config.json; raises UserError with one sentence for whatever is wrong."""
+    return taken_config(read_stated_config(folder))[0]
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read config, index and headers of ``folder``; raises UserError with one sentence for whatever is wrong.
+
+    Of a family that ladderize converts, the names are a Llama's, and ``tie_word_embeddings`` is what the weights say.
+    """
+    config, config_remarks = taken_config(read_stated_config(folder))
+    tensors, tensor_remarks = read_tensors(folder)
+    warning = second_weights(folder)
+    checkpoint = Checkpoint(
+        folder, config, tensors, (*config_remarks, *tensor_remarks), () if warning is None else (warning,)
+    )
+    if find_family(config) is None:
+        return checkpoint
+    check_config(plain_config(config))
+    return with_zero_biases(with_tied_ends(with_model_names(checkpoint)))
+
+
+def taken_config(stated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the config without what must not or does not count, and with one value of what it says twice; and
+    remarks."""
+    check_largest(stated)
+    config, remarks = dict(stated), []
+    for key in [key for key in config if IMPLEMENTATIONS.fullmatch(key)]:
+        if config.pop(key) is not None:
+            remarks.append(f"config.json: {key} is left out; a checkpoint does not choose the code that runs it")
+    for key in QUANTISATION_KEYS:
+        if key in config and not config[key] and config.pop(key) is not None:
+            remarks.append(f"config.json: {key} is empty, which is taken as none")
+    # transformers' order: convert_rope_params_to_dict of modeling_rope_utils.py
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if isinstance(rope, dict):
+        twice = {"rope_theta": rope.get("rope_theta", config.get("rope_theta"))}
+        twice |= {"rope_parameters": rope} if config.get("rope_parameters") else {}
+        for key, value in twice.items():
+            if config.get(key) not in (None, value):
+                remarks.append(
+                    f"config.json says {key} twice, {config[key]} and {value}; transformers takes the second"
+                )
+                config[key] = value
+    return config, remarks
+
+
+def with_model_names(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with each tensor under its name in the model, as transformers renames them, and without
+    the buffers that it ignores."""
+    tensors: dict[str, TensorInfo] = {}
+    for stored, info in checkpoint.tensors.items():
+        name = f"model.{stored}" if stored.startswith(BASE_PARTS) else stored
+        name = name.removeprefix("model.") if name.startswith(f"model.{HEAD}") else name
+        if BUFFERS.search(name):
+            continue
+        if name in tensors:
+            raise UserError(f"{checkpoint.folder}: {name} is stored as {tensors[name].name} and as {stored}")
+        tensors[name] = info
+    remarks = [*checkpoint.remarks]
+    if other := next((name for name, info in tensors.items() if name != info.name), None):
+        remarks.append(f"tensors get the names that they have in the model, such as {other} for {tensors[other].name}")
+    return replace(checkpoint, tensors=tensors, remarks=tuple(remarks))
+
+
+def with_tied_ends(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with embedding and LM head tied as transformers ties them (``tie_weights``): where the
+    config asks for it, unless both are stored and differ. Of tied ones the embedding alone is among the tensors."""
+    tensors, remarks = dict(checkpoint.tensors), [*checkpoint.remarks]
+    if not is_tied(checkpoint.config) or HEAD not in tensors:
+        return checkpoint
+    head, embedding = tensors.pop(HEAD), tensors.get(EMBEDDING)
+    if embedding is None:
+        remarks.append(f"{HEAD} alone is stored of the two that are tied; it is {EMBEDDING}")
+        return replace(checkpoint, tensors={EMBEDDING: head, **tensors}, remarks=tuple(remarks))
+    if have_same_values(checkpoint.folder, embedding, head):
+        return replace(checkpoint, tensors=tensors)
+    remarks.append(
+        f"config.json ties {HEAD} to the embedding, but the two are stored and differ; both are kept, untied"
+    )
+    config = {**checkpoint.config, "tie_word_embeddings": False}
+    return replace(checkpoint, config=config, remarks=tuple(remarks))
+
+
+def have_same_values(folder: Path, one: TensorInfo, other: TensorInfo) -> bool:
+    """Return whether two tensors are the same, byte for byte."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with TensorReader(folder) as first, TensorReader(folder) as second:
+        chunks = [
+            reader.chunks(info, [(info.start, info.stop)], COMPARED_BYTES)
+            for reader, info in ((first, one), (second, other))
+        ]
+        return all(own == theirs for own, theirs in zip(*chunks, strict=True))
+
+
+def with_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with the biases that the config asks for and no layer stores: transformers begins them at
+    zero, and so do llamafied models without a bias of o_proj."""
+    tensors, missing = checkpoint.tensors, defaultdict(list)
+    names = [name for name in expected_tensors(checkpoint.config) if name.endswith(".bias")]
+    for name in names:
+        missing[name.split(".", 3)[3]].append(name)
+    zeros: dict[str, TensorInfo] = {}
+    for name in names:
+        weight = tensors.get(name.removesuffix("bias") + "weight")
+        if weight is not None and not any(other in tensors for other in missing[name.split(".", 3)[3]]):
+            zeros[name] = replace(weight, name=name, shape=weight.shape[:1], stop=weight.start)
+    if not zeros:
+        return checkpoint
+    kinds = sorted({name.split(".", 3)[3] for name in zeros})
+    remark = f"config.json asks for {' and '.join(kinds)}, which no layer stores; they are zero, as in transformers"
+    return replace(checkpoint, tensors={**tensors, **zeros}, remarks=(*checkpoint.remarks, remark))
