@@ -18,6 +18,7 @@ from ladderize.ranks.environment import WORLD_SIZE, is_main_rank, launched
 INTERRUPTED, TERMINATED = 130, 143  # the exit codes after Ctrl-C and SIGTERM
 DEBUG = "LADDERIZE_DEBUG"  # in the environment of started ranks: --debug was given
 LONGEST_ERROR = 1500  # characters
+PANIC = "PanicException"  # the name of pyo3's class, which cannot be imported
 TURN_S, LAST_S = 3.0, 8.0  # before other ranks than 0 say what is wrong; before one does that another rank has left
 
 
@@ -48,8 +49,9 @@ def error_boundary(debug: bool) -> Iterator[None]:
             raise
         _say_error(sentence(error))
         sys.exit(2 if isinstance(error, UsageError | RangeSyntaxError) else 1)
-    except Exception as error:
-        if debug:
+    except BaseException as error:
+        # what Rust code ends in, such as the tokenizers library on some regular expressions, is no Exception
+        if debug or not (isinstance(error, Exception) or type(error).__name__ == PANIC):
             raise
         if is_lost_rank(error):
             time.sleep(LAST_S)
@@ -60,8 +62,13 @@ def error_boundary(debug: bool) -> Iterator[None]:
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
-def _unplanned(error: Exception) -> str:
+def _unplanned(error: BaseException) -> str:
     """What is said of an error that ladderize did not raise."""
+    if type(error).__name__ == PANIC:
+        return (
+            f"the tokenizers library gave up ({sentence(error)[:200]}); tokenizer.json has a rule that it cannot apply"
+            " to this text, take the tokenizer of the original model"
+        )
     if is_lost_rank(error):
         return "another process of the group has ended; see what it said"
     if is_out_of_memory(error):

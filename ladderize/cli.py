@@ -28,7 +28,7 @@ from ladderize.commands import (
 from ladderize.commands.builder import BadCommandLine, Commands, add, usage_message
 from ladderize.console import check_arguments
 from ladderize.demo.command import demo
-from ladderize.errors import UsageError
+from ladderize.errors import UsageError, UserError
 from ladderize.ranks.environment import launch_variables
 from ladderize.tradeoff.sweep.command import sweep_command
 
@@ -50,10 +50,14 @@ def main() -> None:
     debug = len(arguments) < len(sys.argv) - 1
     if debug:
         os.environ[DEBUG] = "1"  # for the ranks that a command starts
+    if sys.stderr is None:  # closed, as by `2>&-`
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a locale may not have the characters of a model's text
     with error_boundary(debug=debug):
+        if sys.stdout is None:  # the next file that is opened would take its place
+            raise UserError("stdout is closed, so no result can be printed; redirect it to a file or to /dev/null")
         check_arguments(arguments)
         try:
             code = app(arguments, prog_name="ladderize", standalone_mode=False)

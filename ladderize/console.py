@@ -9,8 +9,9 @@ import os
 import re
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -88,12 +89,15 @@ class Console:
 
     @contextlib.contextmanager
     def stage(self, text: str) -> Iterator[None]:
-        """Around work of unknown length: a spinner names it on a terminal, a line elsewhere."""
+        """Around work of unknown length: a spinner names it on a terminal, elsewhere a line, and one more each
+        minute."""
         if not self.speaks:
             yield
         elif not sys.stderr.isatty():
             say(text)
-            yield
+            begun = time.monotonic()
+            with _said_every_minute(lambda: f"{text}: {human_seconds(time.monotonic() - begun)} so far"):
+                yield
         else:
             from rich.console import Console as RichConsole
             from rich.markup import escape
@@ -113,12 +117,15 @@ class Console:
         job tells how far it is.
 
         done: what an earlier run did of ``total``; it does not count for the speed. animated: False where nothing may
-        run beside what is measured: the bar is then drawn by ``advance`` alone.
+        run beside what is measured: the bar is then drawn by ``advance`` alone, and a line a minute is all that a log
+        costs.
         """
         if not self.speaks:
             yield lambda steps=1, detail="": None
         elif not sys.stderr.isatty():
-            yield _LoggedProgress(description, total, done, is_bytes).advance
+            logged = _LoggedProgress(description, total, done, is_bytes)
+            with _said_every_minute(logged.line):
+                yield logged.advance
         else:
             with _bar(description, total, is_bytes, animated) as bar:
                 task = bar.add_task(printable(description), total=total, completed=done, detail="")
@@ -174,26 +181,44 @@ def _bar(description: str, total: int, is_bytes: bool, animated: bool) -> "Progr
 
 
 class _LoggedProgress:
-    """Progress as lines of text, the first after some seconds, so that short work says nothing."""
+    """Progress as a line of text."""
 
     def __init__(self, description: str, total: int, done: int, is_bytes: bool) -> None:
         self.description, self.total, self.is_bytes = description, total, is_bytes
         self.before = self.done = done
-        self.begun = time.monotonic()
-        self.next_line = self.begun + FIRST_LOG_S
+        self.begun, self.detail = time.monotonic(), ""
 
     def advance(self, steps: int = 1, detail: str = "") -> None:
-        self.done += steps
-        now = time.monotonic()
-        if now < self.next_line:
-            return
-        self.next_line = now + LOG_INTERVAL_S
+        self.done, self.detail = self.done + steps, detail
+
+    def line(self) -> str:
         count = human_bytes if self.is_bytes else str
         parts = [f"{self.description}: {count(self.done)} of {count(self.total)}"]
         if self.before < self.done < self.total:
-            a_step = (now - self.begun) / (self.done - self.before)
+            a_step = (time.monotonic() - self.begun) / (self.done - self.before)
             parts.append(f"{human_seconds(a_step * (self.total - self.done))} left")
-        say(", ".join([*parts, *([detail] if detail else [])]))
+        return ", ".join([*parts, *([self.detail] if self.detail else [])])
+
+
+@contextlib.contextmanager
+def _said_every_minute(line: Callable[[], str]) -> Iterator[None]:
+    """Say ``line()`` each minute while the block runs, by a thread: one step of it may take longer. The first comes
+    after some seconds, so that short work says nothing."""
+    ended = threading.Event()
+
+    def speak() -> None:
+        pause = FIRST_LOG_S
+        while not ended.wait(pause):
+            say(line())
+            pause = LOG_INTERVAL_S
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class _LoggedBar(io.TextIOBase):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 from ladderize.checkpoint.config import is_tied
 from ladderize.checkpoint.opening import open_model
 from ladderize.checkpoint.quantised import QUANTISATION_KEYS, quantisation_of
+from ladderize.checkpoint.reading import has_tokenizer
 from ladderize.errors import UserError
 from ladderize.families.base import Family
 from ladderize.families.registry import find_family, is_ladderized
@@ -125,7 +126,7 @@ def load_tokenizer(
 
     register()  # or transformers warns of a config that it does not know
     folder = Path(model).expanduser()
-    if folder.is_dir() and not any(folder.glob("tokenizer*")):
+    if folder.is_dir() and not has_tokenizer(folder):
         return None
     try:
         return AutoTokenizer.from_pretrained(

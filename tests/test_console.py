@@ -13,6 +13,7 @@ import pytest
 from ladderize import console
 from ladderize.boundary import error_boundary
 from ladderize.console import Console, human_bytes, human_count, human_seconds, table
+from tests.warm import wait_until
 
 
 def random_rows(seed: int) -> list[dict[str, str]]:
@@ -40,22 +41,42 @@ def test_a_table_of_any_width_is_not_wrapped():
 
 
 @pytest.mark.parametrize(
-    ("done", "steps", "detail", "first", "lines"),
+    ("done", "steps", "detail", "line"),
     [
-        (0, 100, "loss 3.5", "steps: 8 of 100, 3.1 min left, loss 3.5", 4),
-        (60, 10, "", "steps: 68 of 100, 64 s left", 1),  # what an earlier run did does not count for the time left
-        (0, 3, "", "", 0),  # short work
+        (0, 8, "loss 3.5", "steps: 8 of 100, 3.1 min left, loss 3.5"),
+        (60, 8, "", "steps: 68 of 100, 64 s left"),  # what an earlier run did does not count for the time left
+        (0, 0, "", "steps: 0 of 100"),
     ],
 )
-def test_progress_is_a_line_a_minute_where_there_is_no_terminal(monkeypatch, done, steps, detail, first, lines):
+def test_a_line_of_progress(monkeypatch, done, steps, detail, line):
     now = 0.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().progress("steps", 100, done=done) as advance:
-        for _ in range(steps):
-            now += 2
-            advance(1, detail)
-    assert stderr.getvalue().partition("\n")[0] == first
-    assert len(stderr.getvalue().splitlines()) == lines
+    logged = console._LoggedProgress("steps", 100, done, False)
+    for _ in range(steps):
+        now += 2
+        logged.advance(1, detail)
+    assert logged.line() == line
+
+
+def test_a_step_of_many_minutes_is_heard_of_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(console, "FIRST_LOG_S", 0.001)
+    monkeypatch.setattr(console, "LOG_INTERVAL_S", 0.001)
+
+    def heard(block):
+        with contextlib.redirect_stderr(io.StringIO()) as stderr, block as advance:
+            if advance is not None:
+                advance(7)
+            wait_until(lambda: stderr.getvalue().count("\n") > 3)
+        return stderr.getvalue().splitlines()[-1]
+
+    assert heard(Console().progress("layers", 9)).startswith("layers: 7 of 9, ")
+    assert heard(Console().stage("loading the models")) == "loading the models: 1 s so far"
+
+
+def test_short_work_says_nothing_of_its_progress():
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().progress("steps", 3) as advance:
+        advance(3)
+    assert stderr.getvalue() == ""
 
 
 def test_a_library_is_silent_but_for_its_progress_now_and_then(monkeypatch):

@@ -114,6 +114,11 @@ def check_folder(folder: Path) -> None:
     check_entries(folder)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a checkpoint's folder holds files of a tokenizer."""
+    return any(folder.glob("tokenizer*"))
+
+
 def check_entries(folder: Path) -> None:
     """Raise UserError unless every file in ``folder`` is a regular one: transformers opens what it finds."""
     for entry in folder.iterdir():

@@ -17,7 +17,15 @@ from ladderize.checkpoint.quantised import (
     plain_config,
     quantisation_of,
 )
-from ladderize.checkpoint.reading import INDEX, OTHER_WEIGHTS, Checkpoint, TensorInfo, fetch_weights, resolve_json
+from ladderize.checkpoint.reading import (
+    INDEX,
+    OTHER_WEIGHTS,
+    Checkpoint,
+    TensorInfo,
+    fetch_weights,
+    has_tokenizer,
+    resolve_json,
+)
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
@@ -144,6 +152,8 @@ def make_plan(
         )
     source = read_checkpoint(folder if local else fetch_weights(src, revision))
     remarks = [*source.remarks, *check_quantised(source)]
+    if not has_tokenizer(source.folder):
+        remarks.append(f"{src} holds no tokenizer, so neither does OUT; eval of tasks, adapt and generate need one")
     warnings = [*source.warnings, layout_warning(read_retrainings(source.folder), before, after)]
     warnings += [STATIC_SCALES] if has_measured_scales(source.tensors) and before != after else []
     check_fingerprint(source, src, head_map, selection)

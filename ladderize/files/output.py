@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase, RawIOBase
@@ -55,8 +56,11 @@ def check_target(
         if (what := foreign(out)) is not None:
             raise UserError(f"OUT {out} {what}, so --overwrite does not replace it")
     parent = existing_parent(out)
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"OUT {out} cannot be written: {parent} is not a writable folder")
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise UserError(f"OUT {out} cannot be written: {parent} takes no files ({error.strerror})") from None
     return out
 
 

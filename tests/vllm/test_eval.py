@@ -23,7 +23,7 @@ from ladderize.layout import LayoutError
 from ladderize.ranks.group import Ranks
 from ladderize.serving.vllm.engine import CHUNK_TOKENS, chunks_of
 from ladderize.serving.vllm.eval_model import open_vllm
-from tests.helpers import ROOT, fresh_rng
+from tests.helpers import ROOT, edit_tensors, fresh_rng
 from tests.vllm.models import make
 from tests.warm import PATIENCE, wait_until
 
@@ -54,9 +54,11 @@ def instances(kind: str, arguments: list[tuple]) -> list[Instance]:
 
 @pytest.fixture(scope="module", params=[("dense", 1), ("mixed", 2)], ids=["dense-1", "mixed-2"])
 def pair(request, tmp_path_factory):
-    """The same model in transformers and in vLLM's processes."""
+    """The same model in transformers and in vLLM's processes. "mixed" ties its ends, but stores two that differ."""
     name, tp_size = request.param
     folder = model_with_tokenizer(name, tmp_path_factory.mktemp("eval") / "model")
+    if name == "mixed":
+        edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.randn(768, 128) * 0.1}))
     shared = {"dtype": "float32", "tasks": ("demo_copying",), "batch_size": 4}
     hf = HFModel.open("hf", folder, EvalOptions(**shared), Ranks(0, 1, torch.device("cpu")))
     options = EvalOptions(**shared, backend="vllm", tp_size=tp_size)

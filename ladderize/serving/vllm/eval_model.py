@@ -1,13 +1,13 @@
 """A model that vLLM computes, for ``ladderize eval --backend vllm``: the accuracy of what is served."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ladderize.checkpoint.config import most_positions, parameter_count
+from ladderize.checkpoint.config import is_tied, most_positions, parameter_count
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
 from ladderize.errors import UserError
@@ -46,11 +46,17 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
         "max_num_seqs": options.batch_size,
         "seed": options.seed,
         "trust_remote_code": options.trust_remote_code,
+        **ends_of(config),
         "skip_tokenizer_init": tokenizer is None,
         "disable_log_stats": True,
         **more,
     }
     return VLLMModel(name, checkpoint, options, tokenizer, start_engine(name, arguments))
+
+
+def ends_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the argument of vLLM's ``LLM`` that ties the ends as the weights say: vLLM believes config.json."""
+    return {"hf_overrides": {"tie_word_embeddings": is_tied(config)}} if find_family(config) is not None else {}
 
 
 class VLLMModel(AnsweringModel):
