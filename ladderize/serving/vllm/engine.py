@@ -14,7 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ladderize.checkpoint.config import is_tied
 from ladderize.errors import UserError
+from ladderize.families.registry import find_family
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import default_device
 from ladderize.ranks.environment import environment_with
@@ -79,6 +81,11 @@ class VLLMEngine:
         """End all processes. The object is of no use after that."""
         self.llm.llm_engine.engine_core.shutdown()
         self._stack.close()
+
+
+def ends_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the argument of vLLM's ``LLM`` that ties the ends as the weights say: vLLM believes config.json."""
+    return {"hf_overrides": {"tie_word_embeddings": is_tied(config)}} if find_family(config) is not None else {}
 
 
 def start_engine(name: str, arguments: Mapping[str, Any]) -> VLLMEngine:

@@ -1,13 +1,13 @@
 """A model that vLLM computes, for ``ladderize eval --backend vllm``: the accuracy of what is served."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ladderize.checkpoint.config import is_tied, most_positions, parameter_count
+from ladderize.checkpoint.config import most_positions, parameter_count
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
 from ladderize.errors import UserError
@@ -18,7 +18,7 @@ from ladderize.layout import Layout
 from ladderize.runtime.requests.continuous import Prompt
 from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores
 from ladderize.runtime.shards import check_runnable
-from ladderize.serving.vllm.engine import VLLMEngine, start_engine
+from ladderize.serving.vllm.engine import VLLMEngine, ends_of, start_engine
 from ladderize.serving.vllm.environment import check_vllm, installed_version
 
 if TYPE_CHECKING:
@@ -52,11 +52,6 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
         **more,
     }
     return VLLMModel(name, checkpoint, options, tokenizer, start_engine(name, arguments))
-
-
-def ends_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the argument of vLLM's ``LLM`` that ties the ends as the weights say: vLLM believes config.json."""
-    return {"hf_overrides": {"tie_word_embeddings": is_tied(config)}} if find_family(config) is not None else {}
 
 
 class VLLMModel(AnsweringModel):

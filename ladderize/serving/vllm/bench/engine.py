@@ -37,6 +37,7 @@ from ladderize.serving.vllm.bench.document import (
 from ladderize.serving.vllm.bench.groups import ReplicaGroup, identify
 from ladderize.serving.vllm.bench.options import UNFUSED, VllmBenchOptions
 from ladderize.serving.vllm.bench.served import Served, VllmPlan
+from ladderize.serving.vllm.engine import ends_of
 from ladderize.serving.vllm.environment import MessageBackend, installed_version
 from ladderize.serving.vllm.messages import Messages
 from ladderize.serving.vllm.plugin import register_plugin
@@ -76,6 +77,7 @@ class ServingEngine:
                 disable_log_stats=True,
                 kv_cache_memory_bytes=_kv_bytes(served, options),
                 gpu_memory_utilization=0.9 / (sharing + 1),
+                **ends_of(served.spec.config),
                 **placement,
                 **({"compilation_config": {"pass_config": {NORM_FUSION: False}}} if served.baseline == UNFUSED else {}),
             )
