@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ladderize.boundary import DEBUG
+from ladderize.demo.inputs import MODEL
 from tests.helpers import ROOT, Outcome, edit_json, edit_tensors, invoke, listing, one_sentence, save_llama
 
 
@@ -480,3 +481,20 @@ def test_memory_that_runs_out(llama, monkeypatch, error):
 
     monkeypatch.setattr("ladderize.convert.inspection.inspect_checkpoint", exhausted)
     assert "the memory is exhausted" in one_sentence(invoke("inspect", llama))
+
+
+def test_a_tokenizer_on_which_its_library_panics(tmp_path):
+    """A regular expression that takes exponential time; what Rust code ends in is no Exception."""
+    shutil.copytree(MODEL, tmp_path / "m")
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    edit_json(tmp_path / "m" / "tokenizer.json", pre_tokenizer=split)
+    hard = "a" * 39 + "b"
+    (tmp_path / "text.txt").write_text(hard)
+    for command in (
+        ["generate", tmp_path / "m", "-p", hard],
+        ["eval", tmp_path / "m", "--perplexity", tmp_path / "text.txt"],
+    ):
+        outcome = invoke(*command)
+        assert outcome.code == 1
+        assert "the tokenizers library gave up" in outcome.stderr
+        assert "Traceback" not in outcome.stderr

@@ -13,6 +13,7 @@ import pytest
 from ladderize import console
 from ladderize.boundary import error_boundary
 from ladderize.console import Console, human_bytes, human_count, human_seconds, table
+from ladderize.demo.inputs import MODEL
 from tests.warm import wait_until
 
 
@@ -118,6 +119,18 @@ def test_sigterm_ends_a_command_as_ctrl_c_does():
 )
 def test_a_name_in_a_card_stays_code(name, shown):
     assert console.code_span(name) == shown
+
+
+def test_a_closed_stdout_is_said():
+    """Not where the next file that is opened would take its place."""
+    command = [sys.executable, "-m", "ladderize", "inspect", str(MODEL)]
+    closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], capture_output=True, text=True)
+    assert (closed.returncode, closed.stdout) == (1, "")
+    assert closed.stderr.startswith("Error: stdout is closed")
+    assert closed.stderr.count("\n") == 1
+    silent = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *command], capture_output=True, text=True)
+    assert silent.returncode == 0
+    assert "8 layers: dense" in silent.stdout
 
 
 def test_ctrl_c_while_libraries_tidy_up_shows_no_traceback():

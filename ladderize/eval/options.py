@@ -32,7 +32,9 @@ class EvalOptions(Record):
     """What is the same for all models."""
 
     tasks: tuple[str, ...] = option("lm-eval tasks or groups.", (), metavar="A,B", parse=distinct_names)
-    include_path: str | None = option("A folder with your own lm-eval tasks.", metavar="DIR", needs="tasks")
+    include_path: str | None = option(
+        "A folder with your own lm-eval tasks; Python that they name is run.", metavar="DIR", needs="tasks"
+    )
     limit: int | None = option("Samples per task, for a quick look.", min=1, needs="tasks")
     num_fewshot: int | None = option("Few-shot examples.", min=0, shown="the task's own number", needs="tasks")
     apply_chat_template: bool = option("Format prompts with the model's chat template.", False, needs="tasks")
