@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ladderize.blocks import Blocks, open_checkpoint, window_streams
+from ladderize.checkpoint.opening import read_checkpoint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.modeling import load
@@ -99,7 +101,7 @@ TAKEN = {
         {},
         {"attention_bias": True, "mlp_bias": True},
         dict,
-        "asks for mlp.down_proj.bias and mlp.gate_proj.bias and mlp.up_proj.bias and self_attn.k_proj.bias",
+        "asks for self_attn.q_proj.bias, self_attn.k_proj.bias, self_attn.v_proj.bias, self_attn.o_proj.bias, mlp.",
     ),
 }  # fmt: skip
 
@@ -135,12 +137,14 @@ def test_what_transformers_loads(tmp_path, name):
     (stream,) = window_streams(blocks, lambda index: blocks.layer(index, blocks.layout), ids, batch_size=2)
     torch.testing.assert_close(blocks.logits(stream), expected, **CLOSE)
 
+    mark = fingerprint(read_checkpoint(source))
     said = invoke_well("convert", source, tmp_path / "out", "--ladder", "1:3").stderr
     assert remark is None or remark in said
     converted, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", trust_remote_code=True, output_loading_info=True
     )
     assert not info["missing_keys"]
+    assert fingerprint(read_checkpoint(tmp_path / "out")) == mark  # the same model, however it is written
     weights = converted.state_dict()
     assert weights.keys() == plain.state_dict().keys()
     assert all(torch.equal(weights[key], value) for key, value in plain.state_dict().items())

@@ -175,18 +175,22 @@ def have_same_values(folder: Path, one: TensorInfo, other: TensorInfo) -> bool:
 
 def with_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with the biases that the config asks for and no layer stores: transformers begins them at
-    zero, and so do llamafied models without a bias of o_proj."""
-    tensors, missing = checkpoint.tensors, defaultdict(list)
-    names = [name for name in expected_tensors(checkpoint.config) if name.endswith(".bias")]
-    for name in names:
-        missing[name.split(".", 3)[3]].append(name)
-    zeros: dict[str, TensorInfo] = {}
-    for name in names:
-        weight = tensors.get(name.removesuffix("bias") + "weight")
-        if weight is not None and not any(other in tensors for other in missing[name.split(".", 3)[3]]):
-            zeros[name] = replace(weight, name=name, shape=weight.shape[:1], stop=weight.start)
-    if not zeros:
+    zero, which is what llamafied models without a bias of o_proj mean."""
+    tensors, of_kind = dict(checkpoint.tensors), defaultdict(list)
+    for name in expected_tensors(checkpoint.config):
+        if name.endswith(".bias"):
+            of_kind[name.split(".", 3)[3]].append(name)  # such as self_attn.o_proj.bias, of each layer
+    missing = []
+    for kind, names in of_kind.items():
+        weights = [checkpoint.tensors.get(name.removesuffix("bias") + "weight") for name in names]
+        if not any(name in checkpoint.tensors for name in names):
+            missing.append(kind)
+            tensors |= {
+                name: replace(weight, name=name, shape=weight.shape[:1], stop=weight.start)
+                for name, weight in zip(names, weights, strict=True)
+                if weight is not None
+            }
+    if not missing:
         return checkpoint
-    kinds = sorted({name.split(".", 3)[3] for name in zeros})
-    remark = f"config.json asks for {' and '.join(kinds)}, which no layer stores; they are zero, as in transformers"
-    return replace(checkpoint, tensors={**tensors, **zeros}, remarks=(*checkpoint.remarks, remark))
+    remark = f"config.json asks for {', '.join(missing)}, which no layer stores; zero, as in transformers"
+    return replace(checkpoint, tensors=tensors, remarks=(*checkpoint.remarks, remark))

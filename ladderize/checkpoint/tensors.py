@@ -139,6 +139,8 @@ class TensorReader:
 
     def middle(self, info: TensorInfo, count: int) -> bytes:
         """The ``count`` bytes in the middle of a tensor, or all there are."""
+        if not info.is_stored:
+            return bytes(min(count, info.numel * DTYPE_BYTES[info.dtype]))
         count = min(count, info.nbytes)
         reader = self._open(info.file)
         reader.seek(info.start + (info.nbytes - count) // 2)
