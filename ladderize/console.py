@@ -204,12 +204,12 @@ class _LoggedProgress:
 def _said_every_minute(line: Callable[[], str]) -> Iterator[None]:
     """Say ``line()`` each minute while the block runs, by a thread: one step of it may take longer. The first comes
     after some seconds, so that short work says nothing."""
-    ended = threading.Event()
+    ended, stderr = threading.Event(), sys.stderr  # of now: a library's output may be redirected meanwhile
 
     def speak() -> None:
         pause = FIRST_LOG_S
         while not ended.wait(pause):
-            say(line())
+            print(printable(line()), file=stderr, flush=True)
             pause = LOG_INTERVAL_S
 
     thread = threading.Thread(target=speak, daemon=True)

@@ -64,7 +64,7 @@ def test_a_step_of_many_minutes_is_heard_of_where_there_is_no_terminal(monkeypat
     monkeypatch.setattr(console, "LOG_INTERVAL_S", 0.001)
 
     def heard(block):
-        with contextlib.redirect_stderr(io.StringIO()) as stderr, block as advance:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr, block as advance, Console().contained():
             if advance is not None:
                 advance(7)
             wait_until(lambda: stderr.getvalue().count("\n") > 3)
