@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 from itertools import chain
 
 import torch
@@ -13,6 +14,7 @@ from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.threads import cores
 from ladderize.runtime.bench.trace import trace
+from ladderize.runtime.collectives import shm
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.gloo import MOST_SIZES, Gloo
@@ -176,6 +178,17 @@ def die(group, victim, pid_file):
     if group.rank == victim:
         time.sleep(0.3)  # most likely they wait by now; that they will is sure
         os.kill(os.getpid(), signal.SIGKILL)
+    collectives.all_reduce(torch.ones(8))
+
+
+def stop(group, victim, pid_file):
+    """The victim is stopped, not killed, while the others wait for it in shared memory."""
+    shm.SAME_WORK_TIMEOUT = timedelta(seconds=1)
+    collectives, _ = choose("shm", group, max_bytes=1024)
+    collectives.all_reduce(torch.ones(8))
+    if group.rank == victim:
+        pid_file.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
     collectives.all_reduce(torch.ones(8))
 
 

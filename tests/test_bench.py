@@ -4,16 +4,17 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UsageError, UserError
-from ladderize.ranks.group import Ranks
 from ladderize.ranks.threads import cores
 from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as runtime_model
@@ -30,7 +31,7 @@ from ladderize.runtime.decode import Generator
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.step import Step
-from tests.groups import report_and_die, report_once
+from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
     FAMILIES,
     ROOT,
@@ -357,16 +358,16 @@ def test_a_different_token_needs_a_margin_below_the_tolerance(dtype, stops):
     logits[0, place, [best, second]] = logits[0, place, best] + np.array([-0.005, 0.005]) * logits.std()
     changed = dataclasses.replace(reference, logits=logits)
     weights = spec.WeightCache(torch.device("cpu"), pack=False)
-    ranks = Ranks(0, 1, torch.device("cpu"))
-    generator = spec.open_generator(model, Collectives(), weights, ranks, 2, len(reference.ids[0]))
+    generator = spec.open_generator(model, Collectives(), weights, ALONE, 2, len(reference.ids[0]))
     with torch.inference_mode():
-        right = reference_check.check_against_reference(generator, reference, model)
+        right, found = (
+            reference_check.check_against_reference(generator, one, model, ALONE) for one in (reference, changed)
+        )
+        assert right.equal_greedy_tokens <= right.greedy_tokens
         if stops:
-            with pytest.raises(UserError, match="off the fp32 reference"):
-                reference_check.check_against_reference(generator, changed, model)
+            assert "off the fp32 reference" in found
         else:
-            assert reference_check.check_against_reference(generator, changed, model).tolerance > 0
-            assert right.equal_greedy_tokens <= right.greedy_tokens
+            assert found.tolerance > 0
 
 
 def test_rounding_adds_up_from_layer_to_layer(tmp_path):
@@ -376,15 +377,98 @@ def test_rounding_adds_up_from_layer_to_layer(tmp_path):
     deep = spec.checkpoint_spec(str(tmp_path), tp_size=1)
     reference = reference_check.compute_reference(deep, "cpu", 8)
     torch.set_num_threads(1)
-    weights, alone = spec.WeightCache(torch.device("cpu"), pack=True), Ranks(0, 1, torch.device("cpu"))
-    generator = spec.open_generator(deep, Collectives(), weights, alone, 2, len(reference.ids[0]))
+    weights = spec.WeightCache(torch.device("cpu"), pack=True)
+    generator = spec.open_generator(deep, Collectives(), weights, ALONE, 2, len(reference.ids[0]))
     with torch.inference_mode():
-        found = reference_check.check_against_reference(generator, reference, deep)
+        found = reference_check.check_against_reference(generator, reference, deep, ALONE)
         assert found.rms_difference < found.rms_tolerance
         for _, mlp in weights.get(deep, 1, 0)[1].layers[16:32]:
             mlp.norm.weight.zero_()
-        with pytest.raises(UserError, match="off the fp32 reference"):
-            reference_check.check_against_reference(generator, reference, deep)
+        assert "off the fp32 reference" in reference_check.check_against_reference(generator, reference, deep, ALONE)
+
+
+@pytest.fixture(scope="module")
+def amplified(tmp_path_factory):
+    """Random weights so large that rounding in bfloat16 takes every layer far off, and its float32 reference."""
+    folder = tmp_path_factory.mktemp("amplified")
+    seed = int(torch.randint(1 << 30, ()))
+    save_llama(folder, dtype=torch.bfloat16, seed=seed, num_hidden_layers=24, max_position_embeddings=160)
+    state = load_file(folder / "model.safetensors")
+    for name, weight in state.items():
+        if name.startswith("model.layers") and weight.ndim == 2:
+            state[name] = weight.normal_(0, 0.6)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    model = spec.checkpoint_spec(str(folder), tp_size=1)
+    reference = reference_check.compute_reference(model, "cpu", 8)
+    torch.set_num_threads(1)
+    return model, reference
+
+
+def test_the_tolerance_is_of_this_very_model(amplified):
+    """Where rounding takes transformers itself far off, it may take the runtime as far, and no further."""
+    model, reference = amplified
+    deviations = reference.rms_error / reference.logits.std()
+    assert deviations > 0.05 * 24**0.5 / 2, "rounding does little to this model, so it shows nothing"
+    weights = spec.WeightCache(torch.device("cpu"), pack=True)
+    generator = spec.open_generator(model, Collectives(), weights, ALONE, 2, len(reference.ids[0]))
+    rounding_less = dataclasses.replace(reference, rms_error=reference.rms_error / 9, largest_error=99.0)
+    with torch.inference_mode():
+        found = reference_check.check_against_reference(generator, reference, model, ALONE)
+        assert found.rms_difference < found.rms_tolerance
+        failure = reference_check.check_against_reference(generator, rounding_less, model, ALONE)
+        assert "the logits are, in their root mean square," in failure
+
+
+# ---- one model of several is wrong ----
+
+
+@pytest.fixture
+def two_models(checked_model, tmp_path, monkeypatch):
+    """Returns how to make some of the checkpoints ``a`` and ``b`` wrong: the runtime reads another norm."""
+    for name in "ab":
+        shutil.copytree(checked_model, tmp_path / name)
+    load = spec.load_weights
+
+    def spoil(*wrong):
+        def off(source, *arguments, **more):
+            weights = load(source, *arguments, **more)
+            if source.checkpoint.folder.name in wrong:
+                weights.attention(1).norm.weight[3] += 0.5
+            return weights
+
+        monkeypatch.setattr(spec, "load_weights", off)
+        return tmp_path / "a", tmp_path / "b"
+
+    return spoil
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("b", "a"), ("a", "b")])
+def test_the_models_that_pass_are_timed(two_models, tmp_path, wrong, right):
+    outcome = bench(*two_models(wrong), "--out", tmp_path / "bench.json", text="--baselines no-comm")
+    assert outcome.code == 1
+    last = outcome.stderr.splitlines()[-1]
+    assert last.startswith(f"Error: {tmp_path / wrong} with 1 rank in float32, reading 96 tokens: a logit is ")
+    assert last.endswith("this is not the model that was converted, so it was not timed")
+    document = json.loads((tmp_path / "bench.json").read_text())
+    assert_there_and_back(BenchDocument, document)
+    assert document["failed"] == {
+        str(tmp_path / wrong): last.removeprefix("Error: ").removesuffix(", so it was not timed")
+    }
+    assert set(document["checks"]) == {str(tmp_path / right)}
+    baselines = ["no-comm baseline"] if wrong == "b" else []  # of the first model
+    assert [row["model"] for row in document["rows"]] == [str(tmp_path / right), *baselines]
+    assert document["rows"][0]["speedup_decode"] == 1
+    assert len(re.findall(rf"^{wrong} +failed", outcome.stdout, re.MULTILINE)) == 2
+    assert "Reference check FAILED, so not timed: " in outcome.stdout
+    page = tmp_path / "report.html"
+    assert invoke("report", tmp_path / "bench.json", "--out", page).code == 0
+    assert f"<li>bench.json: {last.removeprefix('Error: ')}</li>" in page.read_text()
+
+
+def test_where_all_models_fail_nothing_is_timed(two_models, tmp_path):
+    message = one_sentence(bench(*two_models("a", "b"), "--out", tmp_path / "bench.json"))
+    assert message.endswith("this is not the model that was converted, so nothing was timed")
+    assert not (tmp_path / "bench.json").exists()
 
 
 # ---- what is doubtful, and what fails late ----
@@ -557,10 +641,10 @@ def test_too_large_for_the_reference(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
 def test_the_reference_has_the_cores_of_the_ranks_that_wait():
-    before, alone = cores(), Ranks(0, 1, torch.device("cpu"))
+    before = cores()
     try:
         os.sched_setaffinity(0, {min(before)})  # a rank's share, which the process that it starts inherits
-        assert reference_check._references(alone, [], "cpu", 8, before) == {}
+        assert reference_check._references(ALONE, [], "cpu", 8, before) == {}
         assert cores() == before
     finally:
         os.sched_setaffinity(0, before)
@@ -569,25 +653,24 @@ def test_the_reference_has_the_cores_of_the_ranks_that_wait():
 def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
     """Weights exactly, the cache exactly; and a checkpoint that emulation would have to load whole."""
     model = spec.checkpoint_spec(str(MODEL), tp_size=1)
-    alone = Ranks(0, 1, torch.device("cpu"))
     options = BenchOptions(batch_sizes=(1, 3), prompt_len=8, output_len=4)
-    weights = spec.WeightCache(alone.device, pack=False)
-    generator = spec.open_generator(model, Collectives(), weights, alone, 3, 12)
+    weights = spec.WeightCache(ALONE.device, pack=False)
+    generator = spec.open_generator(model, Collectives(), weights, ALONE, 3, 12)
     # as convert makes it: another folder with the same files
     converted = tmp_path / "ladder"
     converted.mkdir()
     for path in MODEL.resolve().iterdir():
         (converted / path.name).symlink_to(path)
-    need = bench_plan.memory_need([model, spec.checkpoint_spec(str(converted), tp_size=1)], options, alone.device)
+    need = bench_plan.memory_need([model, spec.checkpoint_spec(str(converted), tp_size=1)], options, ALONE.device)
     own = generator.model.weights.resident_bytes
     assert own <= need.weights <= 1.3 * own  # packed, the tied LM head is a copy
     assert need.kv_cache == generator.cache.nbytes
     monkeypatch.setattr(bench_plan, "available_bytes", lambda device: need.total)
-    bench_plan.check_bench_memory([model], options, alone)
+    bench_plan.check_bench_memory([model], options, ALONE)
     with pytest.raises(UserError, match="on each of 2 ranks, and"):
-        bench_plan.check_bench_memory([model], options, dataclasses.replace(alone, local_size=2))
+        bench_plan.check_bench_memory([model], options, dataclasses.replace(ALONE, local_size=2))
     monkeypatch.setattr(bench_plan, "parameter_count", lambda config: 10**15)
     emulated = dataclasses.replace(options, emulate_tp=2)
     with pytest.raises(UserError, match="runs the whole model, which takes .*--no-check skips it"):
-        bench_plan.check_bench_memory([model], emulated, alone)
-    bench_plan.check_bench_memory([model], dataclasses.replace(emulated, check=False), alone)
+        bench_plan.check_bench_memory([model], emulated, ALONE)
+    bench_plan.check_bench_memory([model], dataclasses.replace(emulated, check=False), ALONE)

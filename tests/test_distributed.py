@@ -28,6 +28,7 @@ from tests.groups import (
     reduce_randomly,
     split_badly,
     split_sums,
+    stop,
     too_large,
     values,
     wait_twice,
@@ -96,6 +97,16 @@ def test_a_killed_rank_takes_the_group_down(tmp_path, victim):
     other = int((tmp_path / f"pid.{1 - victim}").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(other, 0)
+    assert not segments()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_takes_the_group_down(tmp_path, victim):
+    """By SIGSTOP: it lives, and would be waited for without end."""
+    with pytest.raises(UserError, match=rf"^rank {victim} \(process \d+\) lives but has sent nothing for 1 s, so this"):
+        distributed.run(stop, victim, tmp_path / "pid", tp_size=2, device="cpu")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
     assert not segments()
 
 

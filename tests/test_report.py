@@ -17,6 +17,8 @@ from ladderize.layout import Layout
 from ladderize.planning.plans.document import PlanResult
 from ladderize.planning.plans.show import plan_verdicts
 from ladderize.tradeoff.front import pareto_front
+from ladderize.tradeoff.report.documents import find_documents
+from ladderize.tradeoff.report.join import join_documents
 from ladderize.tradeoff.report.page import script_json
 from ladderize.tradeoff.report.tradeoff_plot import name_sides
 from tests.helpers import edit_json, fresh_rng, invoke, one_sentence
@@ -24,6 +26,7 @@ from tests.report_documents import (
     bench_document,
     eval_document,
     layouts,
+    model_path,
     plan_document,
     sensitivity_document,
     write_curves,
@@ -80,6 +83,23 @@ def files(tmp_path):
 
 def summary_of(folder, **options):
     return ladderize.report([folder], folder / "a.html", ladderize.ReportOptions(**options))
+
+
+def test_a_model_that_failed_the_check_has_no_times(tmp_path):
+    """Not those of another model with its layout and size either."""
+    models = layouts() | {"twin": layouts()["ladder"]}
+    write_document(tmp_path / "results.json", eval_document(models, POINTS | {"twin": -0.3}))
+    bench = bench_document(layouts(), SPEEDUPS)
+    for failed in ({}, {model_path("twin"): "a logit is 9 off"}):
+        write_document(tmp_path / "bench.json", bench | {"failed": failed})
+        content = join_documents(find_documents([tmp_path]), ladderize.ReportOptions())
+        (twin,) = (one for one in content.models if one.model == model_path("twin"))
+        why = "bench.json: a logit is 9 off, so it was not timed"
+        assert (bool(twin.timings), twin.failure) == ((False, why) if failed else (True, None))
+        assert (why in content.remarks) == bool(failed)
+        assert all(one.timings for one in content.models if one is not twin)
+    summary_of(tmp_path)
+    assert why in Reader((tmp_path / "a.html").read_text()).texts["td"]
 
 
 def refused(*arguments, out):

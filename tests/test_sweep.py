@@ -10,7 +10,9 @@ import pytest
 
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
+from ladderize.files.documents import write_json
 from ladderize.layout import Layout
+from ladderize.tradeoff.sweep.stages import Stage, finished_stage
 from tests.helpers import ROOT, invoke, one_sentence, save_llama
 from tests.sweeps import ran, read, spec, stages_of, sweep, write
 
@@ -196,3 +198,11 @@ def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path):
     assert fingerprints["model"] == fingerprint(read_checkpoint(out / single["model"]))
     results = json.loads((out / chain["results"]).read_text())
     assert [entry["ladderize"]["model"] for entry in results["models"]] == [chain["model"]]
+
+
+def test_a_benchmark_by_hand_in_which_a_model_failed_is_not_finished(tmp_path):
+    stage = Stage.of("bench", "bench", {}, lambda output: (("bench",),))
+    (tmp_path / stage.output).mkdir(parents=True)
+    for failed, finished in (({}, True), ({"m": "a logit is 9 off"}, False)):
+        write_json(tmp_path / stage.output / "bench.json", {"complete": True, "failed": failed})
+        assert (finished_stage(stage, tmp_path) is not None) == finished

@@ -184,9 +184,9 @@ INFERENCE_TIMEOUT = timedelta(hours=2)
 # In training one rank measures, or trains its last block, while the others wait: as long as that takes. The launcher
 # ends them if one fails.
 TRAINING_TIMEOUT = timedelta(days=30)
-# Of what GPUs send each other. Who waits for another rank's work does so over the CPU; these messages come from ranks
-# that do the same at the same time, give or take a compilation.
-NCCL_TIMEOUT = timedelta(hours=1)
+# Of what GPUs send each other, and CPUs through shared memory. Who waits for another rank's work does so over gloo;
+# these messages come from ranks that do the same at the same time, give or take a compilation.
+SAME_WORK_TIMEOUT = timedelta(hours=1)
 
 
 def _unheard(value: Any) -> None:
@@ -308,9 +308,9 @@ class Ranks:
 
 
 def _limit_nccl(group: Any, device: torch.device) -> None:
-    """A group's timeout is of both its backends; NCCL's becomes NCCL_TIMEOUT."""
+    """A group's timeout is of both its backends; NCCL's becomes SAME_WORK_TIMEOUT."""
     if device.type == "cuda":
-        group._get_backend(device)._set_default_timeout(NCCL_TIMEOUT)
+        group._get_backend(device)._set_default_timeout(SAME_WORK_TIMEOUT)
 
 
 def _global(group: Any, rank: int) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ladderize.errors import UserError
 from ladderize.memory import PeakMemory, available_bytes, check_room, peak_bytes
 from ladderize.ranks.environment import Place
-from ladderize.ranks.group import INFERENCE_TIMEOUT, NCCL_TIMEOUT, TRAINING_TIMEOUT, join_group
+from ladderize.ranks.group import INFERENCE_TIMEOUT, SAME_WORK_TIMEOUT, TRAINING_TIMEOUT, join_group
 from ladderize.runtime.bench.messages import ALONE_REPEAT, ALONE_ROUNDS, AloneTimes
 from ladderize.runtime.collectives.choose import _peers_reachable
 from ladderize.runtime.decode import check_mask
@@ -37,8 +37,8 @@ def test_nccl_knows_its_gpu_and_does_not_wait_for_days():
     assert backends == "cpu:gloo,cuda:nccl"
     assert more["device_id"] == ranks.device == torch.device("cuda", 3)
     assert more["timeout"] == TRAINING_TIMEOUT
-    assert limits == [NCCL_TIMEOUT]
-    assert timedelta(minutes=10) <= NCCL_TIMEOUT < INFERENCE_TIMEOUT
+    assert limits == [SAME_WORK_TIMEOUT]
+    assert timedelta(minutes=10) <= SAME_WORK_TIMEOUT < INFERENCE_TIMEOUT
 
 
 def test_memory_that_torch_keeps_ready_is_free():

@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -132,11 +132,13 @@ class BenchRow(SpeedRow):
 
 @dataclass(frozen=True)
 class BenchDocument(RuntimeDocument):
-    """Of inference. checks: by checkpoint."""
+    """Of inference. checks: by checkpoint that passed the reference check; failed: by checkpoint that did not, and has
+    no row, why."""
 
     options: BenchOptions
     checks: dict[str, ReferenceAgreement]
     rows: list[BenchRow]
+    failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def disproved(self) -> list[str]:

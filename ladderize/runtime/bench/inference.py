@@ -7,6 +7,7 @@ sends short ones, whose latency counts.
 import functools
 import time
 from collections.abc import Generator as Walk
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ladderize.console import SILENT, Console
+from ladderize.errors import UserError
 from ladderize.layout import OVERLAPPED
 from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks, host_id
@@ -128,7 +130,8 @@ class ModelVariant(RuntimeVariant):
 
 
 class InferenceBench(RuntimeBench[ModelVariant, BenchDocument, BenchOptions]):
-    """Every checkpoint is compared with a reference before it is timed; raises UserError if it is another model."""
+    """Every checkpoint is compared with a reference before it is timed, and is not timed if it is another model; raises
+    UserError if all are."""
 
     def __init__(self, group: Ranks, plan: BenchPlan[BenchOptions], console: Console) -> None:
         super().__init__(group, plan, console)
@@ -139,7 +142,17 @@ class InferenceBench(RuntimeBench[ModelVariant, BenchDocument, BenchOptions]):
         if operations.note:
             console.warn(operations.note)
         self.weights = self._weight_cache(replicate_vocab=self.options.replicate_vocab)
-        self.checks = self._check(reference_check.checked_specs(plan.specs, self.options))
+        self.checks: dict[str, ReferenceAgreement] = {}
+        self.failed: dict[str, str] = {}
+        self._check(reference_check.checked_specs(plan.specs, self.options))
+        self.specs = [spec for spec in plan.specs if spec.name not in self.failed]
+        if not self.specs:
+            raise UserError(f"{next(iter(self.failed.values()))}, so nothing was timed")
+
+    @property
+    def baselines(self) -> Sequence[str]:
+        """They are of the first model that was named: where that is not timed, there are none."""
+        return self.options.baselines if self.specs[0] is self.plan.specs[0] else ()
 
     def _weight_cache(self, *, replicate_vocab: bool) -> WeightCache:
         options = self.options
@@ -148,10 +161,9 @@ class InferenceBench(RuntimeBench[ModelVariant, BenchDocument, BenchOptions]):
             self.group.device, pack=not options.compile, replicate_vocab=replicate_vocab, columns=columns
         )
 
-    def _check(self, specs: list[ModelSpec]) -> dict[str, ReferenceAgreement]:
-        results: dict[str, ReferenceAgreement] = {}
+    def _check(self, specs: list[ModelSpec]) -> None:
         if not specs:
-            return results
+            return
         options, group, schedule = self.options, self.group, self.options.prefill_schedule
         collectives, weights = self.collectives, self.weights
         if options.emulate_tp is not None:  # emulated sums are not sums: the whole model is checked on one rank
@@ -170,17 +182,20 @@ class InferenceBench(RuntimeBench[ModelVariant, BenchDocument, BenchOptions]):
                         spec, collectives, weights, group, rows, columns, compile=options.compile
                     )
                     generator.schedule = schedule
-                    found = reference_check.check_against_reference(generator, reference.first(rows), spec)
-                    results[spec.name] = found if rows > 1 else results[spec.name].with_row(found)
-        return results
+                    found = reference_check.check_against_reference(generator, reference.first(rows), spec, group)
+                    if isinstance(found, str):
+                        self.checks.pop(spec.name, None)
+                        self.failed[spec.name] = found
+                        break
+                    self.checks[spec.name] = found if rows > 1 else self.checks[spec.name].with_row(found)
 
     def open(self, batch: int) -> list[ModelVariant]:
         """The models first, then the baselines of the first; models of one shape share a cache, since only one runs at
         a time."""
-        options, first = self.options, self.plan.specs[0]
-        planned = [(spec.name, spec, MODEL_ROW) for spec in self.plan.specs]
+        options, first = self.options, self.specs[0]
+        planned = [(spec.name, spec, MODEL_ROW) for spec in self.specs]
         for baseline, name in (("parallel", PARALLEL), ("sequential", UNSCHEDULED)):
-            if baseline in options.baselines:
+            if baseline in self.baselines:
                 planned.append((name, first, BASELINE_ROW))
         variants, cache = [], None
         with self.console.stage("loading weights" if first.folder is not None else "making random weights"):
@@ -250,7 +265,7 @@ class InferenceBench(RuntimeBench[ModelVariant, BenchDocument, BenchOptions]):
                     overlap=variant.overlap,
                 )
             )
-            if variant is variants[0] and "no-comm" in self.options.baselines:
+            if variant is variants[0] and "no-comm" in self.baselines:
                 row = self._row(variant, variant.silent, variant, batch)
                 found.append(replace(row, model=NO_COMM, kind=BASELINE_ROW))
         return found
@@ -284,7 +299,7 @@ class InferenceBench(RuntimeBench[ModelVariant, BenchDocument, BenchOptions]):
         return self.judged(overlap, promised=bool(variant.overlapping))
 
     def document(self, rows: list[BenchRow], *, complete: bool) -> BenchDocument:
-        return BenchDocument(**self.document_figures(rows, complete=complete), checks=self.checks)
+        return BenchDocument(**self.document_figures(rows, complete=complete), checks=self.checks, failed=self.failed)
 
 
 def _communication(variant: ModelVariant, phase: str) -> PhaseCommunication:
@@ -320,12 +335,15 @@ def bench(
 
     link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it. out: a JSON file, which is written
     after each batch size, and before traces are made. plot: draws ``plot``.png and ``plot``.svg. Raises UsageError or
-    UserError for what cannot be measured, and where a trace disproves an overlap; what was measured until then is kept
-    in ``out`` and shown.
+    UserError for what cannot be measured, where a model fails the reference check, and where a trace disproves an
+    overlap; what was measured is kept in ``out`` and shown.
     """
     check_device(options.device)
     kept = KeptDocument(out, plot, console, show_bench, plot_bench)
     document = kept.measured(measure_inference, plan_bench(choice, options, link), device=options.device)
+    if document.failed:
+        first, *others = document.failed.values()
+        raise UserError(f"{first}, so it was not timed" + (f", and neither were {len(others)} more" if others else ""))
     domino = options.schedule != "sequential"
     check_overlaps(document.disproved, f"--schedule {options.schedule}" if domino else "the layout")
     return document

@@ -188,7 +188,8 @@ def show_bench(document: BenchDocument, console: Console) -> None:
         heading=f"{group_text(document)}; prompt {options.prompt_len}, output {options.output_len}{schedule},"
         f" {rounds_text(options, complete=document.complete)}",
         tables={
-            title: [_line(row, label, phase, document) for row, label in rows] for phase, title in TABLE_TITLES.items()
+            title: _with_failed([_line(row, label, phase, document) for row, label in rows], document)
+            for phase, title in TABLE_TITLES.items()
         },
         explanations=(*_explanations(document), *_verdict(document)),
         warnings=runtime_warnings(
@@ -217,6 +218,12 @@ def _line(row: BenchRow, label: str, phase: str, document: BenchDocument) -> dic
         if row.overlaps(phase):
             line["hidden ms"] = hidden_text(communication)
     return line
+
+
+def _with_failed(lines: list[dict[str, str]], document: BenchDocument) -> list[dict[str, str]]:
+    """The same, and a line for each model that failed the reference check."""
+    blank = dict.fromkeys(lines[0], "")
+    return lines + [{**blank, "model": Path(model).name, "ms": "failed"} for model in document.failed]
 
 
 def _explanations(document: BenchDocument) -> Iterator[str]:
@@ -252,6 +259,8 @@ def _verdict(document: BenchDocument) -> Iterator[str]:
             f" float32 {check.logit_difference:.2g} (tolerance {check.tolerance:.2g}){rms}; {equal}"
             f" {check.greedy_tokens} tokens equal{as_good}."
         )
+    for failure in document.failed.values():
+        yield f"Reference check FAILED, so not timed: {failure}."
     if unchecked := sorted({row.model for row in document.rows if row.is_model and not (row.is_random or row.checked)}):
         yield f"Not checked against a reference: {', '.join(unchecked)}."
 

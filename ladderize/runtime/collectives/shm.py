@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ladderize.console import human_bytes
 from ladderize.errors import UserError
-from ladderize.ranks.group import Ranks
+from ladderize.ranks.group import SAME_WORK_TIMEOUT, Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.native.library import TYPES, address, agreed_kernels
 
@@ -199,17 +199,24 @@ class SharedMemory(Collectives):
 
     def _await(self, counters: list[memoryview], peer: int, number: int) -> None:
         """Until rank ``peer``'s counter reaches ``number``: spin, then yield the core, then also see whether the peer
-        lives."""
+        lives, and whether it has been waited for too long."""
         counter = counters[peer]
         for _ in range(SPINS):
             if counter[0] >= number:
                 return
+        # counted, not read off the clock: a whole group that Ctrl-Z stops goes on where it was
+        checks, limit_s = 0, int(SAME_WORK_TIMEOUT.total_seconds())
         check_at = time.monotonic() + YIELD_SECONDS
         while counter[0] < number:
             os.sched_yield()
             if time.monotonic() > check_at:
-                check_at += YIELD_SECONDS
+                check_at, checks = time.monotonic() + YIELD_SECONDS, checks + 1
                 self._check_alive(peer)
+                if checks * YIELD_SECONDS >= limit_s:
+                    raise UserError(
+                        f"rank {peer} (process {self.pids[peer]}) lives but has sent nothing for {limit_s} s, so this"
+                        " rank stops too; see whether something has stopped it (SIGSTOP, a debugger)"
+                    )
 
     def _check_alive(self, peer: int) -> None:
         try:

@@ -203,7 +203,7 @@ def _bench_command(document: BenchDocument, file: str) -> str:
     if (link := document.link) is not None:
         by_hand = link.source == "given by hand"
         changed["link"] = f"{link.alpha_us:g},{link.beta_gb_s or float('inf'):g}" if by_hand else link.name
-    models = [model for model, is_random in rows if not is_random]
+    models = [*(model for model, is_random in rows if not is_random), *document.failed]
     if not models:
         changed = {"random_weights": "SHAPE", "layout": ",".join(model for model, _ in rows), **changed}
     return _line("bench", models, changed, file)

@@ -84,6 +84,7 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
     margin = options.margin or next(iter(margins), CompareOptions.margin)
     content = ReportContent(margin, subjects, settings, found)
     _name(content.models)
+    content.remarks += joint.failed.values()
     content.remarks += add_scores(found.results, joint.evaluated, content.reference, margin)
     for plan in found.plans:
         verdicts = plan_verdicts(plan.document) if plan.document.rows else []
@@ -110,6 +111,7 @@ class _Joint:
     evaluated: dict[str, Subject] = field(default_factory=dict)
     timed: dict[str, list[Subject]] = field(default_factory=dict)
     where: dict[str, Path] = field(default_factory=dict)  # which results.json has a model
+    failed: dict[str, str] = field(default_factory=dict)  # why a benchmark refused to time a model
 
     def _new(self, row: SweepPoint | EvaluatedModel | SpeedRow, model: str, name: str = "", **more: Any) -> Subject:
         subject = Subject(name, model, row.layout, row.attention_sync, row.mlp_sync, row.sync_tp_size, **more)
@@ -168,6 +170,8 @@ class _Joint:
                 f"{bench.path} has speed-ups over {rows[0].model}, but the accuracies are compared with"
                 f" {self.subjects[0].model}; name the same model first in eval and in bench"
             )
+        for model, failure in bench.document.failed.items():
+            self.failed[_normal(model)] = f"{bench.path.name}: {failure}, so it was not timed"
         for row in rows:
             for subject in real.get(row.model, []) if not row.is_random else ():
                 _check_layout(subject, row, bench.path)
@@ -221,10 +225,12 @@ class _Joint:
             for subject in others if first.timings else ():
                 subject.timed_as = first.model
         models = [subject for subject in self.subjects if subject.kind == MODEL_SUBJECT]
+        for subject in models:
+            subject.failure = subject.failure or self.failed.get(_normal(subject.model))
         timed = [subject for subject in models if subject.timings and subject.parameters is not None]
         for subject in models:
             same = [one for one in timed if (one.parameters, one.modes) == (subject.parameters, subject.modes)]
-            if not subject.timings and same:
+            if not subject.timings and same and _normal(subject.model) not in self.failed:
                 subject.timings, subject.timed_as = list(same[0].timings), same[0].model
 
 

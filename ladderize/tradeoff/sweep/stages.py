@@ -244,7 +244,8 @@ def finished_stage(stage: Stage, root: Path) -> FinishedStage | None:
     folder = root / stage.output
     marker = read_marker(folder)
     if marker is None and set(files := stage_files(folder)) == {SAY_COMPLETE.get(stage.kind)}:
-        is_complete = all(read_own(folder / name).get("complete") is True for name in files)
+        found = [read_own(folder / name) for name in files]
+        is_complete = all(one.get("complete") is True and not one.get("failed") for one in found)
         return _marker(stage, files, None) if is_complete else None
     if marker is None or marker.key != stage.key or marker.stage != stage.kind:
         return None
