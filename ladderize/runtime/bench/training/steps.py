@@ -4,10 +4,12 @@ A step is a forward and a backward pass over a batch of random tokens: cross-ent
 all parameters in float32. The optimizer is no part of it: it does not communicate.
 """
 
+import copy
 import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -49,6 +51,13 @@ class ModelStep:
         self.partial = sum(parameter.numel() for parameter in weights.partial_parameters())
         for parameter, rows, copies in weights.copied_rows():
             self.partial += parameter[rows].numel() * weights.shape.tp_size // copies
+
+    def in_float32(self) -> "ModelStep":
+        """Return the same step from the same weights, computed in float32."""
+        weights = copy.copy(self.weights)
+        weights.compute = torch.float32
+        spec = replace(self.spec, dtype="float32")
+        return ModelStep(spec, weights, self.schedule, self.collectives, self.batch, self.group)
 
     @property
     def is_real(self) -> bool:
