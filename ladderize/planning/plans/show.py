@@ -51,7 +51,8 @@ def show_plan(result: PlanResult, console: Console, *, explain: bool = False) ->
             console.result(f"{group}: speed-up over dense, 95 % band")
             console.table(_speedup_lines(result, ranks, batch, explain))
             if explain:
-                lines = [*map(_time_line, rows), *map(_exact_time_line, result.exact_of(ranks, batch))]
+                lines = [_time_line(_shown_name(row), row) for row in rows]
+                lines += [_time_line(one.name, one) for one in result.exact_of(ranks, batch)]
                 console.result(f"{group}: times")
                 console.table(lines, right=list(lines[0])[1:])
     console.result("")
@@ -95,13 +96,12 @@ def _all_reduces(result: PlanResult, ranks: int, batch: int) -> list[OtherAllRed
 
 
 def _speedup_lines(result: PlanResult, ranks: int, batch: int, explain: bool) -> list[dict[str, str]]:
-    """Over vLLM's all-reduce and that of --link; explain: over all of them, by their names. As narrow as a terminal of
-    80 columns, unless."""
+    """Over vLLM's all-reduce and that of --link, as narrow as a terminal of 80 columns; explain: over all, by name."""
     known, (dense, *_) = _all_reduces(result, ranks, batch), result.rows_of(ranks, batch)
     over = "" if result.link is None else result.link.name
-    shown = [one for one in known if explain or one.vllm or one.link == over]
-    names = [f"{one.link} (vLLM)" if explain else VLLM for one in shown if one.vllm]
-    names += [one.link if len(shown) > 1 else "speed-up" for one in shown if not one.vllm]
+    shown = [one for one in known if explain or one is known[0] or one.link == over]
+    names = [one.link + " (vLLM)" * one.vllm if explain else VLLM if one.vllm else one.link for one in shown]
+    names = ["speed-up"] if names == [over] else names
     notes = {"dense": f"{_digits(dense.end_to_end_tokens_per_s)} tokens/s" + (f" over {over}" if names[1:] else "")}
     rows = [(_shown_name(row), [one.speedups.get(row.model) for one in shown]) for row in result.rows_of(ranks, batch)]
     rows += [(one.name, [other.exact.get(one.name) for other in shown]) for one in result.exact_of(ranks, batch)]
@@ -118,24 +118,16 @@ def _speedup_text(speedup: Sequence[float] | None) -> str:
     return f"{value:.2f}x" + (f" {low:.2f}-{high:.2f}" if high > low else "")
 
 
-def _time_line(row: PlannedRow) -> dict[str, str]:
-    waits = (_digits(row.communication[phase].exposed_ms) for phase in PHASES)
-    return _times(row, _shown_name(row), *waits)
-
-
-def _exact_time_line(one: ExactStack) -> dict[str, str]:
-    """What it waits for, nobody has measured."""
-    return _times(one, one.name, "", "")
-
-
-def _times(row: PlannedRow | ExactStack, name: str, prefill_wait: str, decode_wait: str) -> dict[str, str]:
+def _time_line(name: str, row: PlannedRow | ExactStack) -> dict[str, str]:
+    """What an exact stack waits for, nobody has measured."""
+    waits = [_digits(row.communication[phase].exposed_ms) if isinstance(row, PlannedRow) else "" for phase in PHASES]
     slow, fast = row.end_to_end_tokens_per_s_interval
     return {
         "layout": name,
         "prefill": _digits(row.prefill_ms),
-        "prefill wait": prefill_wait,
+        "prefill wait": waits[0],
         "decode": _digits(row.decode_ms_per_token),
-        "decode wait": decode_wait,
+        "decode wait": waits[1],
         "tokens/s": _digits(row.end_to_end_tokens_per_s),
         "\u00b1": f"{(fast - slow) / 2 / row.end_to_end_tokens_per_s:.0%}",
     }

@@ -45,8 +45,8 @@ def _shared_times(models: Sequence[Subject]) -> str:
         names = ", ".join(one.name for one in same)
         if first:
             choice = f" (the first of {', '.join(first)})" if len(first) > 1 else ""
-            shared.append(f"of {first[0]}{choice} for {names}")
-    words = "* Speed depends on the layout and the size only, so these times are those of another model with the same:"
+            shared.append(f"{names} those of {first[0]}{choice}")
+    words = "* Times of another model with the same layout and size, on which alone speed depends:"
     return f"{words} {'; '.join(shared)}." if shared else ""
 
 
