@@ -270,6 +270,11 @@ def fitting_ranks(config: Mapping[str, Any]) -> list[int]:
     return [ranks for ranks in range(1, config["num_attention_heads"] + 1) if not _split_problem(config, ranks)]
 
 
+def runnable_sizes(config: Mapping[str, Any], layout: Layout) -> list[int]:
+    """Every number of processes that can run this model with this layout, ascending; 1 is always among them."""
+    return [ranks for ranks in fitting_ranks(config) if (layout.sync_tp_size or 0) % ranks == 0]
+
+
 def usual_ranks(config: Mapping[str, Any], layout: Layout) -> int:
     """How many ranks a model of this layout is made for: its sync_tp_size, else 8, or the most below that it splits
     into."""

@@ -1,5 +1,6 @@
 """ladderize convert on sources of all kinds."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,11 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ladderize import convert_checkpoint, load
-from ladderize.checkpoint.opening import read_checkpoint
+from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.convert.card import split_front_matter
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UserError
 from ladderize.files.parsing import MAX_YAML_BYTES
+from ladderize.layout import Layout, LayoutError
+from ladderize.runtime.shards import check_runnable
 from tests.helpers import (
     BIASES,
     SHAPE,
@@ -428,6 +431,30 @@ def test_inspect(llama, tmp_path, recipe):
     text = invoke("inspect", tmp_path / "out", "--layers")
     assert text.code == 0
     assert str(report["layout"]) in text.stdout
+
+
+def test_inspect_shows_the_tp_sizes_that_run(tmp_path):
+    """Of random heads: those of the rule, and with dropped sync points only the divisors of their virtual ranks."""
+    rng = fresh_rng()
+    kv_heads = int(rng.integers(1, 5))
+    heads, inner = kv_heads * int(rng.integers(2, 5)), 12 * int(rng.integers(1, 6))
+    sizes = {"hidden_size": 4 * heads, "head_dim": 4, "intermediate_size": inner}
+    dense = save_llama(tmp_path / "dense", num_attention_heads=heads, num_key_value_heads=kv_heads, **sizes)
+    fit = [
+        n for n in range(1, heads + 1) if heads % n == 0 and inner % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+    ]
+    size = int(rng.choice(fit))
+    convert_checkpoint(dense, tmp_path / "spd", Recipe(spd="0", sync_tp_size=size), verify=False)
+    for name, expected in (("dense", fit), ("spd", [n for n in fit if size % n == 0])):
+        report = json.loads(invoke("inspect", tmp_path / name, "--json").stdout)
+        assert (report["num_attention_heads"], report["num_key_value_heads"]) == (heads, kv_heads)
+        assert report["tp_sizes"] == expected
+        config = read_config(tmp_path / name)
+        for ranks in range(1, heads + 1):  # bench and generate say the same
+            with contextlib.nullcontext() if ranks in expected else pytest.raises(LayoutError):
+                check_runnable(config, Layout.from_config(config), ranks)
+        shown = f"heads       {heads}, KV heads {kv_heads}; TP sizes {', '.join(map(str, expected))}\n"
+        assert shown in invoke("inspect", tmp_path / name).stdout
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/fixtures is not here")

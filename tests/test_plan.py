@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 import subprocess
 import sys
 
@@ -265,7 +266,7 @@ def test_where_converting_is_not_worth_it():
     ("ranks", "batch", "verdict"),
     [
         (2, 1, "does not pay: it is no faster than dense with fused norms"),
-        (8, 1, "is not shown to pay: dense with fused norms"),
+        (8, 16, "is not shown to pay: dense with fused norms"),
         (8, 64, None),
     ],
 )
@@ -273,14 +274,17 @@ def test_a_layout_has_to_beat_what_changes_no_result(ranks, batch, verdict):
     """By its speed-up, and then by its band."""
     where = ("--shape", "70b", *H100[:-1], ranks, "--batch-size", batch, "--layout", "ladder")
     result = planned(*where)
-    ladder = result.rows[1]
     exact = result.exact_of(ranks, batch)
     assert {one.name for one in exact} >= {"replicas"}
     usable = [one for one in exact if one.fits]
-    best = max([1.0, *(one.speedup_end_to_end for one in usable)])
-    most = max([1.0, *(one.speedup_end_to_end_interval[1] for one in usable)])
-    pays = ladder.speedup_end_to_end > best
-    surely = ladder.speedup_end_to_end_interval[0] > most
+    known = {one.name: [one.speedup_end_to_end, *one.speedup_end_to_end_interval] for one in usable}
+    (value, low, _), over = [result.rows[1].speedup_end_to_end, *result.rows[1].speedup_end_to_end_interval], ""
+    for other in result.others:
+        if other.vllm:  # what is served with counts, not the benchmark of the authors
+            (value, low, _), over = other.speedups["ladder"], ", vLLM's all-reduce"
+            known = {name: found for name, found in other.exact.items() if name in known}
+    pays = value > max([1.0, *(best for best, _, _ in known.values())])
+    surely = low > max([1.0, *(most for _, _, most in known.values())])
     assert (pays, surely) == {
         "does not pay: it is no faster than dense with fused norms": (False, False),
         None: (True, True),
@@ -288,11 +292,11 @@ def test_a_layout_has_to_beat_what_changes_no_result(ranks, batch, verdict):
     outcome = invoke("plan", *where)
     said = " ".join(outcome.stdout.split())
     assert ("to pay" in said or "not pay" in said) == (verdict is not None)
-    assert verdict is None or f"batch {batch}: ladder {verdict}" in said
+    assert bool(over) == (ranks == 8)
+    assert verdict is None or f"batch {batch}{over}: ladder {verdict}" in said
     names = [line.split()[0] for line in outcome.stdout.splitlines() if line.startswith(("fused ", "replicas "))]
     assert names == [one.name for one in exact]
     assert ("replicas do not fit: with twice the weights each rank holds" in said) == (len(usable) < len(exact))
-    assert "published speeds that known figures are fitted to had neither fused norms nor replicas" in said
 
 
 def test_a_chosen_layout_is_judged_and_not_the_fastest(capsys):
@@ -306,9 +310,10 @@ def test_a_chosen_layout_is_judged_and_not_the_fastest(capsys):
 
 
 def test_what_dense_cannot_do_better_is_said(hardware):
-    where = ("--shape", "8b", "--hardware", hardware, "--layout", "ladder")
+    where = ("--shape", "8b", "--hardware", hardware, "--layout", "ladder", "--explain")
     said = " ".join(invoke("plan", *where, "--tp-size", "2").stdout.split())
     assert "No row fused: vLLM fuses no norm into such messages on box over such a link" in said
+    assert "published speeds that known figures are fitted to had neither fused norms nor replicas" in said
     content = yaml.safe_load(hardware.read_text())
     edited(hardware, "link", rows=content["link"]["rows"][1:])
     result = planned(*where, "--tp-size", "4")
@@ -320,10 +325,46 @@ def test_what_dense_cannot_do_better_is_said(hardware):
 
 
 def test_no_two_columns_have_one_name():
-    header = next(line for line in invoke("plan", "--shape", "8b", *H100).stdout.splitlines() if "tokens/s" in line)
-    names = header.split("  ")
-    names = [name.strip() for name in names if name.strip()]
-    assert len(names) == len(set(names)) == 9
+    lines = invoke("plan", "--shape", "8b", *H100, "--explain").stdout.splitlines()
+    headers = [[name.strip() for name in line.split("  ") if name.strip()] for line in lines if line[:6] == "layout"]
+    assert [len(set(names)) for names in headers] == [len(names) for names in headers] == [4, 7]
+
+
+def test_a_first_answer_fits_a_terminal_and_the_rest_is_asked_for():
+    """25 lines of 80 columns; what is no layout is explained where it stands."""
+    rng = fresh_rng()
+    served = ("--batch-size", rng.integers(1, 33), "--prompt-len", rng.integers(64, 2049))
+    where = ("--shape", rng.choice(["3b", "8b", "70b", "qwen3-32b"]), *H100[:-1], rng.choice([4, 8]), *served)
+    outcome, more = invoke("plan", *where), invoke("plan", *where, "--explain")
+    assert outcome.code == more.code == 0
+    lines = (outcome.stdout + outcome.stderr).splitlines()
+    assert sum(max(1, -(-len(line) // 80)) for line in lines) <= 25, outcome
+    for name, note in (("parallel", "no layout: attention beside MLP"), ("no-comm", "no layout: nothing is sent")):
+        (line,) = [line for line in lines if line.startswith(f"{name} ")]
+        assert line.endswith(note)
+        assert len(line) <= 80
+    for words in ("prefill wait", "decode wait", "nccl_nvlink_h100", "prefill, decode: ms", "engine published: the"):
+        assert words in more.stdout
+        assert words not in outcome.stdout
+    assert invoke("plan", *where, "--json").stdout == invoke("plan", *where, "--json", "--explain").stdout
+
+
+@pytest.mark.parametrize("link", ["nvlink", "nccl_nvlink_h100"])
+def test_what_vllm_takes_goes_first(link):
+    """Beside what was asked for, each with the speed-ups that a plan over it has; alone where it was asked for."""
+    batch = fresh_rng().integers(1, 65)
+    where = ("--shape", "8b", *H100[:2], "--batch-size", batch, "--tp-size", "8", "--link")
+    asked, vllm = (planned(*where, name).rows for name in (link, "nvls_multimem_h100"))
+    shown = invoke("plan", *where, link).stdout.splitlines()
+    header = shown.index(next(line for line in shown if line.startswith("layout ")))
+    assert re.split("  +", shown[header].strip()) == ["layout", "vLLM's all-reduce", link]
+    for line, ours, theirs in zip(shown[header + 3 :], asked[1:], vllm[1:], strict=False):
+        cells = re.split("  +", line)
+        for cell, row in zip(cells[1:3], (theirs, ours), strict=True):
+            low, high = row.speedup_end_to_end_interval
+            assert cell == f"{row.speedup_end_to_end:.2f}x {low:.2f}-{high:.2f}"
+    alone = invoke("plan", *where, "nvls_multimem_h100").stdout
+    assert re.search("^layout +vLLM's all-reduce$", alone, re.MULTILINE)
 
 
 def test_long_prompts_need_a_fused_attention():
@@ -390,7 +431,7 @@ def test_all_reduces_over_the_same_wires_stand_side_by_side(tmp_path):
     documents, waits = {}, set()
     for link in ("nvlink", "nccl_nvlink_h100", "nvls_multimem_h100"):
         where = (*H100[:2], "--link", link, "--tp-size", "8")
-        outcome = invoke("plan", "--shape", "8b", *where, "--out", tmp_path / link)
+        outcome = invoke("plan", "--shape", "8b", *where, "--explain", "--out", tmp_path / link)
         assert outcome.code == 0, outcome
         documents[link] = PlanResult.from_dict(json.loads((tmp_path / link).read_text()), link)
         waits.add(round(documents[link].rows[0].communication["prefill"].exposed_ms, 6))
@@ -409,8 +450,8 @@ def test_all_reduces_over_the_same_wires_stand_side_by_side(tmp_path):
                     name: [row.speedup_end_to_end, *row.speedup_end_to_end_interval] for name, row in expected.items()
                 }
     assert "fused" in documents["nvls_multimem_h100"].others[0].exact
-    alone = invoke("plan", "--shape", "8b", *H100[:2], "--link", "20,100", "--tp-size", "8")
-    assert "Speed-up by all-reduce" not in alone.stdout
+    alone = invoke("plan", "--shape", "8b", *H100[:2], "--link", "20,100", "--tp-size", "8", "--explain")
+    assert re.search("^layout +speed-up$", alone.stdout, re.MULTILINE)
 
 
 def test_a_checkpoint_that_is_called_like_a_layout_is_a_row_of_its_own(dense, tmp_path, monkeypatch):
@@ -544,6 +585,18 @@ def test_a_device_without_a_link_needs_one(hardware):
     error = one_sentence(invoke("plan", "--shape", "8b", "--hardware", hardware, "--tp-size", "2"))
     assert "has no link" in error
     assert "or give --link" in error
+
+
+def test_a_link_without_figures_for_the_ranks_names_some(hardware):
+    """Which are taken: those of a ring of its links."""
+    row = yaml.safe_load(hardware.read_text())["link"]["rows"][0]
+    edited(hardware, "link", rows=[row])
+    where = ("--shape", "8b", "--hardware", hardware, "--tp-size", "8")
+    error = one_sentence(invoke("plan", *where))
+    found = re.search("such as --link ([0-9.e+]+),([0-9.e+-]+), a guess from its 2 ranks as of a ring", error)
+    alpha, beta = found.groups()
+    assert (float(alpha), float(beta)) == pytest.approx((row["alpha_us"] * 4, row["bus_gb_s"] * 8 / 14), rel=0.01)
+    assert planned(*where, "--link", f"{alpha},{beta}").rows
 
 
 def test_python_gives_the_same(tmp_path):

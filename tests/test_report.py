@@ -4,6 +4,7 @@ import html
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -300,7 +301,42 @@ def test_a_retrained_model_has_the_times_of_its_layout(files):
     changes = {**POINTS, "ladder": -9.0, "ladder-adapted": -0.2}
     write_files(files, points=changes, speedups=None, models=adapted)
     assert summary_of(files).best == "models/ladder-adapted"
-    assert "have the times of another model with the same ones: ladder-adapted." in (files / "a.html").read_text()
+    assert "on which alone speed depends: ladder-adapted those of ladder." in (files / "a.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("case", "note"),
+    [
+        ("timed alone", "aligned those of older."),
+        ("two of the layout", "aligned those of older (the first of older, newer)."),
+        ("timed itself", None),
+        ("other virtual ranks", None),
+        ("another size", None),
+    ],
+)
+def test_a_model_that_was_not_timed_has_the_times_of_its_layout(tmp_path, case, note):
+    """Under another name: those of a model that is in no evaluation, and which one is said. Its own name goes first."""
+    rng = fresh_rng()
+    dense, layout = layouts()["dense"], layouts()[rng.choice(["ladder", "spd", "both"])]
+    if case == "other virtual ranks":
+        layout = layouts()["spd"]
+    speedups = {name: float(rng.uniform(1.1, 9.0)) for name in ("older", "newer", "aligned")}
+    write_files(tmp_path, points={"aligned": -0.2}, speedups=None, models={"dense": dense, "aligned": layout})
+    timed = {"dense": dense, "older": replace(layout, sync_tp_size=4) if case == "other virtual ranks" else layout}
+    timed |= dict.fromkeys({"two of the layout": ["newer"], "timed itself": ["newer", "aligned"]}.get(case, []), layout)
+    write_files(tmp_path, points=None, speedups=speedups, models=timed)
+    if case == "another size":
+        change(tmp_path / "bench.json", lambda d: d["rows"][1].update(weight_bytes=2000))
+    page, outcome = page_of(tmp_path, tmp_path, "--markdown", tmp_path / "card.md", "--json")
+    number = json.loads(outcome.stdout)["numbers"][1]
+    own = speedups["aligned" if case == "timed itself" else "older"]
+    known = case not in ("other virtual ranks", "another size")
+    assert (number["label"], number["value"]) == (
+        ("Its speed-up, end to end", f"{own:.2f}\u00d7") if known else ("Its speed-up", "not known")
+    )
+    for text in (page, (tmp_path / "card.md").read_text()):
+        assert ("Times of another model" in text) == (note is not None)
+        assert note is None or note in text.replace("\\", "")
 
 
 def test_a_comparison_with_another_model_says_nothing_about_dense(tmp_path):

@@ -33,6 +33,8 @@ def inspect(given: GivenOptions) -> None:
     console.result(f"model       {report.model} ({report.model_type})")
     console.result(f"layout      {report.layout}")
     console.result(f"parameters  {report.parameters:,} stored as {report.dtype}")
+    sizes = ", ".join(map(str, report.tp_sizes))
+    console.result(f"heads       {report.num_attention_heads}, KV heads {report.num_key_value_heads}; TP sizes {sizes}")
     if report.quantisation is not None:
         console.prose(f"quantised   {report.quantisation}", indent=12)
     for retraining in report.retrainings:

@@ -22,6 +22,7 @@ class PlanArguments:
     recipe_out: Path | None = option("Write the chosen layout as a recipe for convert.", metavar="FILE")
     plot: Path | None = option(DRAW, help="Draw STEM.png and STEM.svg: all layouts to choose from.")
     show_list: bool = option("Show the known devices, links, engines and shapes, and stop.", False, flags="--list")
+    explain: bool = option("Show times, waits, every all-reduce, and what the figures rest on.", False)
     out: Path | None = option("Write everything as JSON.", metavar="FILE")
     as_json: bool = option(AS_JSON, False)
 
@@ -38,10 +39,10 @@ class PlanArguments:
         MEASUREMENT: "batch_size prompt_len output_len workload",
         "Choose a layout": "sensitivity sweep max_ppl_increase min_speedup phase verify align align_samples data"
         " held_out_data work_dir device threads",
-        OUTPUT: "recipe_out plot list out json",
+        OUTPUT: "recipe_out plot list explain out json",
     },
     short="shape hardware link tp_size layout batch_size prompt_len output_len sensitivity sweep max_ppl_increase"
-    " min_speedup verify align recipe_out list out json config",
+    " min_speedup verify align recipe_out list explain out json config",
 )
 def plan(given: GivenOptions) -> None:
     """Predict how fast layouts are on hardware that need not be there, and choose one."""
@@ -61,9 +62,8 @@ def plan(given: GivenOptions) -> None:
             from ladderize.planning.plans import measure  # noqa: F401  # which takes seconds
 
             goal = dataclasses.replace(goal, device=compute_options(given.params["device"], goal.threads))
-    result = ladderize.plan(
-        choice, options, goal, out=own.out, recipe_out=own.recipe_out, plot=own.plot, console=console
-    )
+    files = {"out": own.out, "recipe_out": own.recipe_out, "plot": own.plot}
+    result = ladderize.plan(choice, options, goal, **files, explain=own.explain, console=console)
     for path in (own.out, own.recipe_out):
         if path is not None:
             console.note(f"wrote {path}")
@@ -78,7 +78,8 @@ def _options(given: GivenOptions, own: PlanArguments) -> PlanOptions:
     for name in ("hardware", "tp_size"):
         if name not in given.names:
             raise UsageError(
-                f"{flag(name)} is missing: say on what to run, for example --hardware h100-sxm --tp-size 8"
+                f"{flag(name)} is missing: say on what to run, for example --hardware h100-sxm --link nvlink"
+                " --tp-size 8"
             )
     if own.workload is None:
         return given.fill(PlanOptions)

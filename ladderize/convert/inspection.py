@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ladderize.checkpoint.config import check_decoder, check_quantised, parameter_count
+from ladderize.checkpoint.config import check_decoder, check_quantised, kv_head_count, parameter_count
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.quantised import plain_config, quantisation_of
 from ladderize.checkpoint.reading import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES, resolve_json
 from ladderize.convert.retraining import Retraining, read_retrainings
 from ladderize.errors import UserError
 from ladderize.files.records import Record
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split, usual_ranks
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split, runnable_sizes, usual_ranks
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class TokenCommunication(Record):
 
 @dataclass(frozen=True)
 class InspectionReport(Record):
-    """The document of ``ladderize inspect``. tp_size: the ranks that bytes are counted for. dense, this: the
-    communication of the dense model and of this layout. retrainings: how the weights were retrained, in order.
-    layers: rows of ``Layout.table``. remark: where it is of another family. quantisation: how the weights are stored,
-    if they are no floats; dtype is then that of the norms. refusal: why a conversion would refuse the tensors."""
+    """The document of ``ladderize inspect``. tp_sizes: all that can run it. tp_size: the ranks that bytes are counted
+    for. dense, this: the communication of the dense model and of this layout. retrainings: how the weights were
+    retrained, in order. layers: rows of ``Layout.table``. remark: where it is of another family. quantisation: how the
+    weights are stored, if they are no floats; dtype is then that of the norms. refusal: why a conversion would refuse
+    the tensors."""
 
     LEFT_OUT: ClassVar = ("remark", "quantisation", "refusal")
 
@@ -48,6 +49,9 @@ class InspectionReport(Record):
     layers: list[dict[str, Any]]
     parameters: int
     dtype: str
+    num_attention_heads: int
+    num_key_value_heads: int
+    tp_sizes: list[int]
     tp_size: int
     dense: TokenCommunication
     this: TokenCommunication
@@ -118,6 +122,9 @@ def inspect_checkpoint(
         layers=layout.table(),
         parameters=parameters,
         dtype=dtype,
+        num_attention_heads=config["num_attention_heads"],
+        num_key_value_heads=kv_head_count(config),
+        tp_sizes=runnable_sizes(config, layout),
         tp_size=ranks,
         dense=communication_per_token(Layout.dense(layout.num_layers), *sizes),
         this=communication_per_token(layout, *sizes),

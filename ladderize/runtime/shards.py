@@ -15,7 +15,7 @@ from ladderize.errors import UserError
 from ladderize.families.base import Decoder
 from ladderize.families.registry import complete_config, known_family
 from ladderize.files.documents import read_json
-from ladderize.layout import CONFIG_KEYS, DROPPED, Layout, LayoutError, check_split, fitting_ranks
+from ladderize.layout import CONFIG_KEYS, DROPPED, Layout, LayoutError, check_split, runnable_sizes
 
 ACTIVATIONS = ("silu", "swish")
 
@@ -132,11 +132,6 @@ def check_runnable(config: Mapping[str, Any], layout: Layout, tp_size: int, *, n
             f"{name} {tp_size} does not divide the {layout.sync_tp_size} virtual ranks (sync_tp_size) that this"
             f" layout's dropped sync points were made for; this model runs on {sizes}"
         )
-
-
-def runnable_sizes(config: Mapping[str, Any], layout: Layout) -> list[int]:
-    """Every number of processes that can run this model with this layout, ascending; 1 is always among them."""
-    return [ranks for ranks in fitting_ranks(config) if (layout.sync_tp_size or 0) % ranks == 0]
 
 
 def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> int:

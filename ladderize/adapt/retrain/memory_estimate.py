@@ -20,11 +20,11 @@ from ladderize.errors import UserError
 from ladderize.files.documents import read_own
 from ladderize.files.records import Record
 from ladderize.files.work import ABOUT
-from ladderize.layout import DROPPED, Layout
+from ladderize.layout import DROPPED, Layout, runnable_sizes
 from ladderize.memory import available_bytes
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import accelerate_settings
-from ladderize.runtime.shards import runnable_sizes, with_layers
+from ladderize.runtime.shards import with_layers
 
 FP32 = 4
 MOMENT_BYTES = 2 * FP32  # Adam's two moments

@@ -95,6 +95,11 @@ class ExactStack(Record):
     fits: bool | None
 
 
+def speedup_band(row: PlannedRow | ExactStack) -> list[float]:
+    """[value, low, high] end to end."""
+    return [row.speedup_end_to_end, *row.speedup_end_to_end_interval]
+
+
 @dataclass(frozen=True)
 class LayoutNll(Record):
     """What a layout really costs on so many windows, in nats per token: nll with its standard error, and its difference

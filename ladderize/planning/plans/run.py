@@ -18,7 +18,7 @@ from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_engines, 
 from ladderize.planning.passes import Workload, point_seconds
 from ladderize.planning.plans.chosen_files import draw_front, write_plan_recipe
 from ladderize.planning.plans.costs import read_plan_costs
-from ladderize.planning.plans.document import ExactStack, OtherAllReduce, PlanChoice, PlannedRow, PlanResult
+from ladderize.planning.plans.document import OtherAllReduce, PlanChoice, PlanResult, speedup_band
 from ladderize.planning.plans.exact import exact_stacks, no_replicas
 from ladderize.planning.plans.layout_choice import plan_layout
 from ladderize.planning.plans.options import PlanGoal, PlanModel, PlanOptions
@@ -45,12 +45,14 @@ def plan(
     out: Path | None = None,
     recipe_out: Path | None = None,
     plot: Path | None = None,
+    explain: bool = False,
     console: Console = SILENT,
 ) -> PlanResult:
     """Predict how fast layouts of a model are on hardware that need not be there, and choose one.
 
     goal: what to choose by, for one group and one workload; None: nothing is chosen. out: a JSON file. Of a choice:
     recipe_out, a recipe for ``convert``; plot draws ``plot``.png and ``plot``.svg, all layouts that were chosen from.
+    explain: what ``console`` shows has times, and all that the figures rest on.
 
     Raises UsageError, UserError or LayoutError for what cannot be predicted: unknown names, sizes that the ranks do not
     divide, a link without figures for so many ranks; and where nothing meets the goal.
@@ -97,7 +99,7 @@ def plan(
     if found is not None and recipe_out is not None:
         write_plan_recipe(recipe_out, found)
     console.document(result.to_dict())
-    show_plan(result, console)
+    show_plan(result, console, explain=explain)
     if found is not None:
         show_choice(result, found, console)
         if plot is not None:
@@ -176,13 +178,9 @@ def _other_all_reduces(
             batch_size=workload.batch_size,
             vllm=group.ranks in (link.vllm_ranks or ()),
             extrapolated=bool(other.taken_link(model, [workload]).bytes_outside_range),
-            speedups={row.model: _speedup(row) for row in planned_rows(model, other, workload, variants)},
-            exact={one.name: _speedup(one) for one in exact_stacks(model, other, workload)},
+            speedups={row.model: speedup_band(row) for row in planned_rows(model, other, workload, variants)},
+            exact={one.name: speedup_band(one) for one in exact_stacks(model, other, workload)},
         )
-
-
-def _speedup(row: PlannedRow | ExactStack) -> list[float]:
-    return [row.speedup_end_to_end, *row.speedup_end_to_end_interval]
 
 
 # ---- the choice ----

@@ -14,10 +14,12 @@ from ladderize.planning.plans.document import (
     NO_WEIGHTS,
     ExactStack,
     FrontPoint,
+    OtherAllReduce,
     PlanChoice,
     PlannedLayout,
     PlannedRow,
     PlanResult,
+    speedup_band,
 )
 from ladderize.planning.plans.rows import CHOSEN_ROW, GIB
 from ladderize.runtime.bench.rows import PHASES
@@ -28,23 +30,35 @@ from ladderize.runtime.shards import known_shapes
 WORTH_CONVERTING = 0.03
 SHOWN_POINTS = 8  # of the front, in the table
 EXACT_WORDS = {"fused": "dense with fused norms", "replicas": "two dense replicas"}
+VLLM = "vLLM's all-reduce"
+NOTES = {  # on rows that are no layouts
+    "parallel": "no layout: attention beside MLP",
+    "no-comm": "no layout: nothing is sent",
+    "fused": "dense, norms fused as in vLLM",
+    "replicas": "dense, twice on half the ranks",
+}
 LONG_PROMPT = 4096  # tokens, from which attention that is not fused takes much of a prefill
 
 
-def show_plan(result: PlanResult, console: Console) -> None:
-    """Print the result of ``ladderize plan``, and warn of what makes it doubtful."""
+def show_plan(result: PlanResult, console: Console, *, explain: bool = False) -> None:
+    """Print the result of ``ladderize plan``, and warn of what makes it doubtful. explain: with times, and all that the
+    figures rest on."""
     console.prose(_heading(result))
     for ranks in result.options.tp_sizes:
         for batch in result.options.batch_sizes:
             rows = result.rows_of(ranks, batch)
-            console.result(f"\n{group_words(result, rows[0])} ({rows[0].basis})")
-            lines = [*map(_line, rows), *map(_exact_line, result.exact_of(ranks, batch))]
-            console.table(lines, right=[key for key in lines[0] if key != "layout"])
-    if compared := _by_all_reduce(result):
-        console.result("\nSpeed-up by all-reduce, over the same wires")
-        console.table(compared, right=["ranks", "batch"])
+            group = f"\n{group_words(result, rows[0])} ({rows[0].basis})"
+            console.result(f"{group}: speed-up over dense, 95 % band")
+            console.table(_speedup_lines(result, ranks, batch, explain))
+            if explain:
+                lines = [_time_line(_shown_name(row), row) for row in rows]
+                lines += [_time_line(one.name, one) for one in result.exact_of(ranks, batch)]
+                console.result(f"{group}: times")
+                console.table(lines, right=list(lines[0])[1:])
     console.result("")
-    for line in (*plan_verdicts(result), *_explanations(result)):
+    if result.link is not None and any(one.vllm for one in result.others):  # where its figures stand beside vLLM's
+        console.prose(f"{result.link.name}: {result.link.source}.")
+    for line in (*plan_verdicts(result), *(_explanations(result) if explain else [_what_is_left_out(result)])):
         console.prose(line)
     for warning in _warnings(result):
         console.warn(warning)
@@ -61,66 +75,62 @@ def _heading(result: PlanResult) -> str:
     weights = ", FP8 weights" if result.model.weights == FP8 else ""
     return (
         f"{result.model.name}, {result.rows[0].dtype}{weights}; prompt {options.prompt_len}, output"
-        f" {options.output_len}; engine assumed: {result.engine.name} (`ladderize plan --list` says what that is)"
+        f" {options.output_len}; engine {result.engine.name}"
     )
 
 
-def _line(row: PlannedRow) -> dict[str, str]:
-    waits = (_digits(row.communication[phase].exposed_ms) for phase in PHASES)
-    return _cells(row, _shown_name(row), *waits)
+def _all_reduces(result: PlanResult, ranks: int, batch: int) -> list[OtherAllReduce]:
+    """What each known all-reduce makes of a group: that of vLLM first, which serves, then the one of --link."""
+    link, exact = result.link, result.exact_of(ranks, batch)
+    own = OtherAllReduce(
+        link="" if link is None else link.name,
+        ranks=ranks,
+        batch_size=batch,
+        vllm=link is not None and ranks in (link.vllm_ranks or ()),
+        extrapolated=False,
+        speedups={row.model: speedup_band(row) for row in result.rows_of(ranks, batch)},
+        exact={one.name: speedup_band(one) for one in exact},
+    )
+    others = [one for one in result.others if (one.ranks, one.batch_size) == (ranks, batch)]
+    return sorted([own, *others], key=lambda one: not one.vllm)
 
 
-def _exact_line(one: ExactStack) -> dict[str, str]:
-    """What it waits for, nobody has measured."""
-    return _cells(one, one.name, "", "")
+def _speedup_lines(result: PlanResult, ranks: int, batch: int, explain: bool) -> list[dict[str, str]]:
+    """Over vLLM's all-reduce and that of --link, as narrow as a terminal of 80 columns; explain: over all, by name."""
+    known, (dense, *_) = _all_reduces(result, ranks, batch), result.rows_of(ranks, batch)
+    over = "" if result.link is None else result.link.name
+    shown = [one for one in known if explain or one is known[0] or one.link == over]
+    names = [one.link + " (vLLM)" * one.vllm if explain else VLLM if one.vllm else one.link for one in shown]
+    names = ["speed-up"] if names == [over] else names
+    notes = {"dense": f"{_digits(dense.end_to_end_tokens_per_s)} tokens/s" + (f" over {over}" if names[1:] else "")}
+    rows = [(_shown_name(row), [one.speedups.get(row.model) for one in shown]) for row in result.rows_of(ranks, batch)]
+    rows += [(one.name, [other.exact.get(one.name) for other in shown]) for one in result.exact_of(ranks, batch)]
+    return [
+        {"layout": name, **dict(zip(names, map(_speedup_text, found), strict=True)), "": (notes | NOTES).get(name, "")}
+        for name, found in rows
+    ]
 
 
-def _cells(row: PlannedRow | ExactStack, name: str, prefill_wait: str, decode_wait: str) -> dict[str, str]:
-    """As narrow as a terminal of 80 columns."""
-    low, high = row.speedup_end_to_end_interval
+def _speedup_text(speedup: Sequence[float] | None) -> str:
+    if speedup is None:
+        return ""
+    value, low, high = speedup
+    return f"{value:.2f}x" + (f" {low:.2f}-{high:.2f}" if high > low else "")
+
+
+def _time_line(name: str, row: PlannedRow | ExactStack) -> dict[str, str]:
+    """What an exact stack waits for, nobody has measured."""
+    waits = [_digits(row.communication[phase].exposed_ms) if isinstance(row, PlannedRow) else "" for phase in PHASES]
     slow, fast = row.end_to_end_tokens_per_s_interval
     return {
         "layout": name,
         "prefill": _digits(row.prefill_ms),
-        "prefill wait": prefill_wait,
+        "prefill wait": waits[0],
         "decode": _digits(row.decode_ms_per_token),
-        "decode wait": decode_wait,
+        "decode wait": waits[1],
         "tokens/s": _digits(row.end_to_end_tokens_per_s),
         "\u00b1": f"{(fast - slow) / 2 / row.end_to_end_tokens_per_s:.0%}",
-        "speed-up": f"{row.speedup_end_to_end:.2f}x",
-        "band": f"{low:.2f}-{high:.2f}" if high > low else "",
     }
-
-
-def _by_all_reduce(result: PlanResult) -> list[dict[str, str]]:
-    """The speed-ups of all rows over each all-reduce that is known of the link, with their bands."""
-    if result.link is None or not result.others:
-        return []
-    own = result.link
-    names = {one.link: f"{one.link} (vLLM)" if one.vllm else one.link for one in result.others}
-    first = f"{own.name} (vLLM)" if own.vllm_ranks else own.name
-    lines = []
-    for ranks, batch in dict.fromkeys((one.ranks, one.batch_size) for one in result.others):
-        beside = [one for one in result.others if (one.ranks, one.batch_size) == (ranks, batch)]
-        compared: list[tuple[str, PlannedRow | ExactStack, dict[str, list[float]]]] = [
-            (_shown_name(row), row, {one.link: one.speedups[row.model] for one in beside})
-            for row in result.rows_of(ranks, batch)[1:]
-        ]
-        compared += [
-            (stack.name, stack, {one.link: one.exact[stack.name] for one in beside if stack.name in one.exact})
-            for stack in result.exact_of(ranks, batch)
-        ]
-        for name, row, over in compared:
-            line = {"ranks": str(ranks), "batch": str(batch), "layout": name}
-            line |= {first: _speedup_text([row.speedup_end_to_end, *row.speedup_end_to_end_interval])}
-            line |= dict.fromkeys(names.values(), "")
-            lines.append(line | {names[link]: _speedup_text(speedup) for link, speedup in over.items()})
-    return lines
-
-
-def _speedup_text(speedup: Sequence[float]) -> str:
-    value, low, high = speedup
-    return f"{value:.2f}x {low:.2f}-{high:.2f}"
 
 
 def _shown_name(row: PlannedRow) -> str:
@@ -144,8 +154,6 @@ def plan_verdicts(result: PlanResult) -> list[str]:
         if ranks == 1:
             lines.append("One rank sends nothing: there is nothing to gain from converting there.")
             continue
-        if ranks in result.no_replicas:
-            lines.append(f"No row replicas of {ranks} ranks: {result.no_replicas[ranks]}.")
         for batch in result.options.batch_sizes:
             dense = result.rows_of(ranks, batch)[0]
             lines += [
@@ -161,7 +169,8 @@ def plan_verdicts(result: PlanResult) -> list[str]:
                     " time: converting is not worth it there."
                 )
             elif verdict := _against_exact(result, ranks, batch):
-                lines.append(f"{group_words(result, dense)}: {verdict}")
+                over = f", {VLLM}" if _all_reduces(result, ranks, batch)[0].vllm else ""
+                lines.append(f"{group_words(result, dense)}{over}: {verdict}")
     return lines
 
 
@@ -171,13 +180,17 @@ def _against_exact(result: PlanResult, ranks: int, batch: int) -> str | None:
     layouts = [row for row in others if row.model == CHOSEN_ROW] or others
     if not layouts:
         return None
-    best = max(layouts, key=lambda row: row.speedup_end_to_end)
-    exact = [one for one in result.exact_of(ranks, batch) if one.fits is not False or dense.fits is False]
-    rivals: list[tuple[str, PlannedRow | ExactStack]] = [("dense", dense)]
-    rivals += [(EXACT_WORDS[one.name], one) for one in exact]
-    name, rival = max(rivals, key=lambda named: named[1].speedup_end_to_end)
-    low, high = best.speedup_end_to_end_interval[0], rival.speedup_end_to_end_interval[1]
-    if best.speedup_end_to_end <= rival.speedup_end_to_end:
+    over = _all_reduces(result, ranks, batch)[0]
+    best = max(layouts, key=lambda row: over.speedups[row.model][0])
+    rivals = {
+        EXACT_WORDS[one.name]: over.exact[one.name]
+        for one in result.exact_of(ranks, batch)
+        if one.name in over.exact and (one.fits is not False or dense.fits is False)
+    }
+    name, rival = max([("dense", over.speedups[dense.model]), *rivals.items()], key=lambda named: named[1][0])
+    value, low, _ = over.speedups[best.model]
+    high = rival[2]
+    if value <= rival[0]:
         return f"{_shown_name(best)} does not pay: it is no faster than {name}, whose results are unchanged."
     if low <= high:
         return (
@@ -194,11 +207,18 @@ def _layers_share(row: PlannedRow, decode_steps: int) -> float:
     return waited / row.end_to_end_ms
 
 
+def _what_is_left_out(result: PlanResult) -> str:
+    untimed = "Nothing was timed. " if any(row.basis == "predicted" for row in result.rows) else ""
+    return f"{untimed}--explain: times, waits, and what these figures rest on."
+
+
 def _explanations(result: PlanResult) -> list[str]:
-    lines = [
+    lines = [f"No row replicas of {ranks} ranks: {reason}." for ranks, reason in result.no_replicas.items()]
+    lines.append(f"engine {result.engine.name}: {result.engine.source}.")
+    lines.append(
         "prefill, decode: ms, of decode for one step; wait: ms of it that communication adds (exposed). tokens/s: new"
-        " tokens of the batch over prefill and decode. speed-up: end to end, over dense. \u00b1 and band: 95 %.",
-    ]
+        " tokens of the batch over prefill and decode. speed-up: end to end, over dense. \u00b1 and band: 95 %."
+    )
     if any(row.basis == "predicted" for row in result.rows):
         lines.append(
             "predicted: nothing was timed on such a machine. Speed-ups are more certain than times;"

@@ -132,10 +132,20 @@ class Interconnect(Record):
         if len(counts) < 2 or not counts[0] / REACH <= ranks <= counts[-1] * REACH:
             raise UserError(
                 f"--link {self.name} was {measured}; choose another number of ranks, or give --link ALPHA_US,BETA_GB_S"
+                f"{self._guess(ranks)}"
             )
         between = counts[0] < ranks < counts[-1]
         how = f"{'interpolated' if between else 'extrapolated'} from {_listed(counts)} ranks"
         return self._link(self._between(ranks), how)
+
+    def _guess(self, ranks: int) -> str:
+        """What a ring of so many would take, as --link has it: the bus bandwidth of the nearest row, and a latency in
+        proportion to the ranks."""
+        row = min(self.rows, key=lambda row: abs(row.ranks - ranks))
+        if row.bus_gb_s is None:
+            return ""
+        guess = f"{row.alpha_us * ranks / row.ranks:.3g},{row.bus_gb_s / ring_share(ranks):.3g}"
+        return f", such as --link {guess}, a guess from its {row.ranks} ranks as of a ring"
 
     def _link(self, row: InterconnectRow, derived: str = "") -> Link:
         return Link(self.name, row.alpha_us, row.beta_gb_s, row.min_bytes, row.max_bytes, self.source, derived)
@@ -222,7 +232,7 @@ def known_interconnects() -> dict[str, Interconnect]:
         InterconnectRow(n, NVLINK_ALPHA_US + NVLINK_ALPHA_PER_RANK_US * (n - 2), NVLINK_BUS_GB_S, *NVLINK_BYTES)
         for n in (2, 4, 8)
     ]
-    source = "fitted to the speeds of H100 with NVLink that the Ladder Residual authors published (a line in the ranks)"
+    source = "fitted to the speeds that the Ladder Residual authors published (H100)"
     interconnects["nvlink"] = Interconnect(
         "nvlink",
         rows,

@@ -76,9 +76,9 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
         joint.add_results(results)
     for number, bench in enumerate(found.benches):
         joint.add_bench(bench, number)
+    joint.share_times()
     for number, plan in enumerate(found.plans, len(found.benches)):
         joint.add_plan(plan, number)
-    joint.share_times()
     subjects = sorted(joint.subjects, key=lambda subject: subject.kind != MODEL_SUBJECT)
     settings = sorted({timing.setting for subject in subjects for timing in subject.timings}, key=_preference)
     margin = options.margin or next(iter(margins), CompareOptions.margin)
@@ -89,11 +89,6 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
     for plan in found.plans:
         verdicts = plan_verdicts(plan.document) if plan.document.rows else []
         content.remarks += [f"{plan.path.name}: {verdict}" for verdict in verdicts]
-    if shared := [subject.name for subject in content.models if subject.timed_as is not None]:
-        content.remarks.append(
-            "Speed depends on the layout and the size only, so these have the times of another model with the same"
-            f" ones: {'; '.join(shared)}."
-        )
     return content
 
 
@@ -172,7 +167,9 @@ class _Joint:
             )
         for model, failure in bench.document.failed.items():
             self.failed[_normal(model)] = f"{bench.path.name}: {failure}, so it was not timed"
-        for row in rows:
+        sizes = [(row.dtype, row.weight_bytes) for row in rows]
+        known = next((one.parameters for one in real.get(rows[0].model, ())), None) if rows else None
+        for row, size in zip(rows, sizes, strict=True):
             for subject in real.get(row.model, []) if not row.is_random else ():
                 _check_layout(subject, row, bench.path)
             is_real = row.is_model and not row.is_random
@@ -180,6 +177,8 @@ class _Joint:
             kind = MODEL_SUBJECT if is_real else BARE_SUBJECT if row.is_model else BASELINE_SUBJECT
             for subject in self._timed_by(key, row, row.model, row.model, kind=kind):
                 _add_timing(subject, bench_timing(row, bench.document, number), bench.path)
+                if is_real and subject.parameters is None and size == sizes[0]:
+                    subject.parameters = known  # as many as the reference's: it was timed only
 
     def add_plan(self, plan: FoundDocument[PlanResult], number: int) -> None:
         """Give predicted times to all models of the same layout and size."""
@@ -198,7 +197,7 @@ class _Joint:
             for subject in same:
                 _add_timing(subject, planned_timing(row, document, number, first), plan.path)
                 if subject is not same[0] and id(subject) not in measured:
-                    subject.timed_as = same[0].model
+                    subject.timed_as = same[:1]
 
     def _planned(self, row: PlannedRow, plan: FoundDocument[PlanResult]) -> list[Subject]:
         """What was evaluated of this layout and size; else the layout by itself."""
@@ -220,18 +219,19 @@ class _Joint:
         return self._timed_by(f"{plan.path}: {name}", row, model, name, kind=kind, parameters=row.parameters)
 
     def share_times(self) -> None:
-        """Give an adapted model the times of the one that it was made of: speed depends on the layout and the size."""
-        for first, *others in self.timed.values():  # of a sweep, which times one model of each layout
+        """Give a model that was not timed the times of the first one of its layout and size that was: speed depends on
+        nothing else."""
+        for key, same in self.timed.items():  # of a sweep, which times one model of each layout
+            first, *others = sorted(same, key=lambda one: _normal(one.model) != key)
             for subject in others if first.timings else ():
-                subject.timed_as = first.model
+                subject.timed_as = [first]
         models = [subject for subject in self.subjects if subject.kind == MODEL_SUBJECT]
+        timed = [subject for subject in models if subject.timings and not subject.timed_as]
         for subject in models:
             subject.failure = subject.failure or self.failed.get(_normal(subject.model))
-        timed = [subject for subject in models if subject.timings and subject.parameters is not None]
-        for subject in models:
             same = [one for one in timed if (one.parameters, one.modes) == (subject.parameters, subject.modes)]
-            if not subject.timings and same and _normal(subject.model) not in self.failed:
-                subject.timings, subject.timed_as = list(same[0].timings), same[0].model
+            if subject.parameters and not subject.timings and same and _normal(subject.model) not in self.failed:
+                subject.timings, subject.timed_as = list(same[0].timings), same
 
 
 def _normal(model: str) -> str:

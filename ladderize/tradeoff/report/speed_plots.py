@@ -45,7 +45,7 @@ def _timings(content: ReportContent, settings: list[Setting]) -> list[tuple[Subj
         (subject, timing)
         for setting in settings
         for subject in content.subjects
-        if subject.timed_as is None and (timing := subject.timing(setting)) is not None
+        if not subject.timed_as and (timing := subject.timing(setting)) is not None
     ]
 
 

@@ -150,7 +150,8 @@ class Subject:
     perplexity: WithInterval | None = None  # interval: paired where a comparison is there
     comparison: ComparisonDocument | None = None
     timings: list[Timing] = field(default_factory=list)
-    timed_as: str | None = None  # the model of the same layout and size whose times these are
+    # models of its layout and size that were timed, if it was not: the times are the first one's
+    timed_as: "list[Subject]" = field(default_factory=list)
     parameters: int | None = None
 
     @property

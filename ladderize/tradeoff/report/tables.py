@@ -2,6 +2,7 @@
 no torch."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +12,7 @@ from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, format_ranges
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
 from ladderize.tradeoff.report.join import ReportContent
-from ladderize.tradeoff.report.subjects import Accuracy, Setting, Subject
+from ladderize.tradeoff.report.subjects import Accuracy, Setting, Subject, WithInterval
 from ladderize.tradeoff.report.words import (
     ReportTable,
     TableCell,
@@ -28,11 +29,25 @@ from ladderize.tradeoff.report.words import (
 
 
 def models_table(content: ReportContent, setting: Setting | None) -> ReportTable:
-    """A row for each model; columns without any value are left out. setting: of the times."""
+    """A row for each model; columns without any value are left out; times of another model have a star. setting: of the
+    times."""
     rows = [_model_row(one, setting, content.margin) for one in content.models]
     empty = {name for name in (rows[0] if rows else ()) if all(row[name] in ("", TableCell("")) for row in rows)}
     empty -= {"model", "layout"}
-    return make_table("All models", [{key: row[key] for key in row if key not in empty} for row in rows])
+    table = make_table("All models", [{key: row[key] for key in row if key not in empty} for row in rows])
+    return replace(table, note=_shared_times(content.models))
+
+
+def _shared_times(models: Sequence[Subject]) -> str:
+    """Whose times the models with a star have; empty where none has one."""
+    shared = []
+    for first, same in groupby(models, key=lambda one: [timed.name for timed in one.timed_as]):
+        names = ", ".join(one.name for one in same)
+        if first:
+            choice = f" (the first of {', '.join(first)})" if len(first) > 1 else ""
+            shared.append(f"{names} those of {first[0]}{choice}")
+    words = "* Times of another model with the same layout and size, on which alone speed depends:"
+    return f"{words} {'; '.join(shared)}." if shared else ""
 
 
 def _model_row(one: Subject, setting: Setting | None, margin: float) -> dict[str, str | TableCell]:
@@ -40,6 +55,10 @@ def _model_row(one: Subject, setting: Setting | None, margin: float) -> dict[str
     row = timing.row if timing is not None else None
     kind = setting.kind if setting is not None else ""
     predictions = one.comparison.predictions if one.comparison is not None else None
+
+    def speedup(estimate: WithInterval) -> str:
+        return speedup_text(estimate) + (" *" if one.timed_as else "")
+
     return {
         "model": one.name,
         "layout": one.layout_words,
@@ -47,7 +66,7 @@ def _model_row(one: Subject, setting: Setting | None, margin: float) -> dict[str
         "points from dense (95 %)": estimate_cell(one.difference, points_text),
         "points from control (95 %)": estimate_cell(one.over_control, points_text),
         f"within {margin_text(margin)}": _verdict(one.accuracy),
-        f"speed-up (95 %), {kind}": estimate_cell(timing.whole if timing is not None else None, speedup_text),
+        f"speed-up (95 %), {kind}": estimate_cell(timing.whole if timing is not None else None, speedup),
         "perplexity (95 %)": estimate_cell(one.perplexity, perplexity_text),
         "accuracy": percent_cell(one.accuracy.value if one.accuracy is not None else None),
         "KL to dense, nats": number_cell(predictions.mean_kl if predictions is not None else None, "{:.4f}"),

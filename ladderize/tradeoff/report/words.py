@@ -25,6 +25,7 @@ class ReportTable:
     caption: str
     columns: list[str]
     rows: list[list[TableCell]]
+    note: str = ""  # below it
 
     @property
     def numeric(self) -> list[bool]:
