@@ -30,7 +30,7 @@ from ladderize.rows import BadRow, BadRows, Rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ORDER = 2  # counts the ways in which rows were ever cut and shuffled: work begun by another one cannot go on
+ORDER = 3  # counts the ways in which rows were ever cut and shuffled: work begun by another one cannot go on
 CHUNK_ROWS = 128
 
 
