@@ -23,7 +23,7 @@ MARKED = (
 # as Qwen3's does: what an assistant thought stays only behind the last question, and the last turn always has a place
 # for it
 QWEN3 = """{%- set ns = namespace(question=-1) %}
-{%- for m in messages if m.role == 'user' %}{% set ns.question = messages.index(m) %}{% endfor %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
     {%- set thought, answer = '', m.content %}
     {%- if m.role == 'assistant' and '</think>' in m.content %}
