@@ -214,6 +214,7 @@ class SensitivityFolder(WorkFolder):
     """The table of a ``ladderize sensitivity`` while it grows, beside the file that it becomes."""
 
     TABLE = "table.json"
+    COMMAND = "sensitivity"
     CONTENT = (*WorkFolder.CONTENT, TABLE)
     OPTION = "--out"
 
