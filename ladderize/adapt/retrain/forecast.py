@@ -24,7 +24,8 @@ from ladderize.ranks.group import Ranks, rank_device
 
 SHOWN_PROCESSES = 8  # at most, beside what was asked for
 RATE = 4e14  # operations a second and GPU that time is said for: 40 % of an H100's bf16 peak
-CPU_EFFICIENCY, PROBE = 0.8, 512  # of a product's rate, as in a sweep's estimates; the width of what is multiplied
+CPU_EFFICIENCY = 0.8  # of the rate of a product, as in the estimates of a sweep
+PRODUCT_WIDTH = 512
 MOST_READ = 64_000_000  # bytes of a source that is read
 
 
@@ -187,5 +188,5 @@ def check_rows(options: RetrainOptions) -> list[str]:
 
 def cpu_rate(dtype: torch.dtype) -> float:
     """Operations a second that a model reaches here and now, from a product timed."""
-    matrix = torch.ones(PROBE, PROBE, dtype=dtype)
-    return CPU_EFFICIENCY * 2 * PROBE**3 / min(timed(lambda: matrix @ matrix, matrix.device) for _ in range(3))
+    matrix = torch.ones(PRODUCT_WIDTH, PRODUCT_WIDTH, dtype=dtype)
+    return CPU_EFFICIENCY * 2 * PRODUCT_WIDTH**3 / min(timed(lambda: matrix @ matrix, matrix.device) for _ in range(3))
