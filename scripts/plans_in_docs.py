@@ -51,7 +51,7 @@ def _large_models(folder: Path) -> None:
 
     save_sparse(folder / "llama-8b", read_shape("8b"))
     save_sparse(folder / "upper", read_shape("8b"), Layout.from_layers(32, ladder=range(16, 32)))
-    (folder / "chat.jsonl").write_text("")
+    (folder / "chat.jsonl").write_text('{"text": "the cat"}\n')
 
 
 def _wrapped(line: str) -> list[str]:

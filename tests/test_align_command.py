@@ -1,5 +1,6 @@
 """`ladderize adapt --method align`: what it writes and says, that it goes on, several processes, what is refused."""
 
+import contextlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from ladderize.adapt.blockwise import rewrite
 from ladderize.adapt.blockwise.layer_files import LayerFiles
 from ladderize.adapt.blockwise.measures import HeldoutMeasures
 from ladderize.blocks import open_checkpoint
+from ladderize.console import Console
 from ladderize.demo import corpus
 from ladderize.demo.inputs import MODEL, write_documents
 from ladderize.eval.results import Perplexity
@@ -218,7 +220,20 @@ def test_write_best_writes_nothing_that_got_worse(pair, tmp_path, monkeypatch):
 
 
 def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
+    """Its progress counts the layers that are solved, those before it went on too, and the windows' way to them
+    apart."""
+    shown = []
+
+    @contextlib.contextmanager
+    def progress(self, description, total, *, done=0, **_):
+        steps = []
+        shown.append((description, total, done, steps))
+        yield lambda n=1, detail="": steps.append(n)
+
+    monkeypatch.setattr(Console, "progress", progress)
     aligned(pair, tmp_path / "whole")
+    way = "passing the windows through the layers before"
+    assert shown[:2] == [(way, 1, 0, [1]), ("aligning", 3, 0, [1, 1, 1])]
     save, solved = LayerFiles.save, []
 
     def killed(self, layer, *rest):
@@ -233,6 +248,8 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     again = align(pair, tmp_path / "out", "--max-memory", "1B")  # also: from disk this time
     assert again.code == 0, again.stderr
     assert "layers up to 2 are already aligned" in again.stderr
+    assert "aligning 1 layers on 960 tokens" in again.stderr
+    assert [one for one in shown if one[0] in (way, "aligning")][-2:] == [(way, 3, 0, [1] * 3), ("aligning", 3, 2, [1])]
     assert solved == [1, 2, 3]
     assert bits(tmp_path / "out") == bits(tmp_path / "whole")
     assert WORK not in listing(tmp_path)

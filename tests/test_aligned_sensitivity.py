@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
         patch.setattr(AlignedLayouts, "__call__", stopped)
         assert "stopped" in one_sentence(measured(model, ids, out, *mode))
     table = json.loads((out.with_name("s.json.ladderize-work") / SensitivityFolder.TABLE).read_text())["nll"]
-    assert [[value is None for value in row] for row in table] == [[False] * 2 + [True] * (LAYERS - 1)] * SCORED
+    assert [[value is None for value in row] for row in table] == [[True] * (LAYERS - 1) + [False] * 2] * SCORED
     others = ("--align", "--align-samples", ALIGNED - 1)
     for align in ((), others):
         refused = one_sentence(measured(model, ids, out, *mode, align=align))
@@ -153,7 +153,7 @@ def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
     )
     resumed = measured(model, ids, out, *mode)
     assert f"resuming after 2 of {LAYERS + 1} models" in resumed.stderr
-    assert scored == column_layouts("ladder", LAYERS, None)  # each of them once
+    assert scored == column_layouts("ladder", LAYERS, None)[::-1]  # each of them once, first what takes the least
     assert json.loads(out.read_text()) == json.loads((tmp_path / "whole.json").read_text())
     well_measured(model, ids, out, *mode)
     assert len(scored) == LAYERS + 1

@@ -1,6 +1,8 @@
 """What block-to-block distillation reads: the rows of retraining, by the same rules, joined and cut into windows."""
 
 import json
+import random
+import shutil
 import sys
 from dataclasses import replace
 
@@ -19,6 +21,7 @@ from ladderize.data import file_sha256
 from ladderize.errors import UsageError, UserError
 from ladderize.modeling import load_tokenizer
 from ladderize.rows import BadRow
+from tests.adapt_data.rows import QWEN3, TURNS
 from tests.helpers import ROOT
 
 DEMO = ROOT / "ladderize" / "demo" / "model"
@@ -75,6 +78,18 @@ def test_the_rows_are_those_of_retraining(kind, tmp_path, checkpoint):
     if kind in ("text", "parquet", "glob"):
         given = load_tokenizer(DEMO)(TEXTS)["input_ids"]
         assert read.tolist() == [token for ids in given for token in [*ids, EOS]]
+
+
+def test_a_conversation_is_read_once_however_many_examples_it_gives(tmp_path, checkpoint):
+    folder = shutil.copytree(DEMO, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(QWEN3)
+    turns = [
+        *TURNS,
+        *({**turn, "content": text} for turn, text in zip(TURNS[3:], random.sample(TEXTS, 2), strict=True)),
+    ]
+    (tmp_path / "a.jsonl").write_text(2 * (json.dumps({"messages": turns}) + "\n"))
+    read = read_rows(open_checkpoint(str(folder)), *parse_specs([str(tmp_path / "a.jsonl")]))
+    assert [ids.tolist() for ids in read] == 2 * [load_tokenizer(folder).apply_chat_template(turns, return_dict=False)]
 
 
 @pytest.mark.parametrize("kind", ["text", "rows"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import sys
 from dataclasses import replace
@@ -218,29 +219,40 @@ def test_a_table_that_is_none_is_not_gone_on_from(llama, ids, tmp_path):
 
 
 def test_a_killed_command_goes_on_and_nobody_works_beside_it(llama, ids, tmp_path, monkeypatch):
+    """Wherever it was killed, also before the first batch was done: a model's likelihood is not computed twice."""
     out = tmp_path / "s.json"
     command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 12, "--batch-size", 2]
     assert invoke(*command, "--out", tmp_path / "whole.json").code == 0
-    calls = []
+    done, every, original = [], 6 * (LAYERS + 1), Suffixes.walk
 
-    def stopped(self, batch, original=Suffixes.__call__):
-        calls.append(len(batch))
-        if len(calls) > 3:
-            raise UserError("stopped")
-        return original(self, batch)
+    def walk(self, batch, members):
+        for found in original(self, batch, members):
+            if len(done) in stops:
+                stops.remove(len(done))
+                raise UserError("stopped")
+            done.append(found)
+            yield found
 
-    with monkeypatch.context() as patch:
-        patch.setattr("ladderize.eval.suffixes.SAVE_SECONDS", 0.0)
-        patch.setattr(Suffixes, "__call__", stopped)
-        assert "stopped" in one_sentence(invoke(*command, "--out", out))
-    assert not out.exists()
+    first = random.randint(1, random.choice([LAYERS, every - 2]))
+    stops = [first, random.randint(first + 1, every - 1)]
+    monkeypatch.setattr("ladderize.eval.suffixes.SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(Suffixes, "walk", walk)
     folder = out.with_name("s.json.ladderize-work")
-    assert len(json.loads((folder / "table.json").read_text())["nll"]) == 6
+    stopped = invoke(*command, "--out", out)
+    assert "stopped" in one_sentence(stopped)
+    assert f"what is measured is kept in {folder} until" in stopped.stderr
+    assert not out.exists()
+    nll = json.loads((folder / "table.json").read_text())["nll"]
+    assert sum(value is not None for row in nll for value in row) == 2 * len(done)
     assert "holds a measurement with another mode" in one_sentence(invoke(*command, "--out", out, "--mode", "each"))
     with SensitivityFolder(folder, {}):
         assert "another run is using" in one_sentence(invoke(*command, "--out", out))
-    resumed = invoke(*command, "--out", out)
-    assert "resuming after 6 of 12 windows" in resumed.stderr
+    windows, models = 2 * (len(done) // (LAYERS + 1)), len(done) % (LAYERS + 1)
+    assert "stopped" in one_sentence(resumed := invoke(*command, "--out", out))
+    more = f" and {models} of {LAYERS + 1} models on those that follow" if models else ""
+    assert f"resuming after {windows} of 12 windows{more}\n" in resumed.stderr
+    assert invoke(*command, "--out", out).code == 0
+    assert len(done) == every
     assert json.loads(out.read_text()) == json.loads((tmp_path / "whole.json").read_text())
     assert not folder.exists()
 

@@ -86,8 +86,8 @@ class SensitivityRun(Record):
 
 @dataclass(frozen=True)
 class UnfinishedSensitivity(SensitivityRun):
-    """nll: of each window so far its summed negative log-likelihood, in nats, under each of the L + 1 models; None
-    under those that were not aligned yet."""
+    """nll: of each window its summed negative log-likelihood, in nats, under each of the L + 1 models; None
+    where it was not measured yet."""
 
     complete: bool
     nll: list[list[float | None]]

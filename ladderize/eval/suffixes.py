@@ -8,11 +8,10 @@ A table of negative log-likelihoods, windows x layouts, is filled batch by batch
 there, and kept so often that a killed run goes on.
 """
 
-import itertools
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -103,22 +102,29 @@ class Suffixes:
 
     def __call__(self, ids: Tensor) -> np.ndarray:
         """ids: [batch, tokens] -> summed negative log-likelihoods in nats, float64 [batch, layouts]."""
-        count = len(self.tree.layouts)
-        table = torch.empty(len(ids), count, dtype=torch.float64, device=self.blocks.device)
-        with torch.no_grad():
-            self._walk(0, self.blocks.embed(ids), list(range(count)), ids, table)
-        return table.cpu().numpy()
+        table = np.empty((len(ids), len(self.tree.layouts)))
+        for members, nll in self.walk(ids, list(range(len(self.tree.layouts)))):
+            table[:, members] = nll[:, None]
+        return table
 
-    def _walk(self, first: int, state: State, members: list[int], ids: Tensor, table: Tensor) -> None:
-        """Fill the columns of layouts that agree before layer ``first``, which ``state`` enters."""
+    def walk(self, ids: Tensor, members: list[int]) -> Iterator[tuple[list[int], np.ndarray]]:
+        """The same of ``members``, layouts by their number, one after the other: those that are alike, and their
+        [batch]."""
+        with torch.no_grad():
+            state = self.blocks.embed(ids)
+        return self._walk(0, state, members, ids)
+
+    @torch.no_grad()
+    def _walk(
+        self, first: int, state: State, members: list[int], ids: Tensor
+    ) -> Iterator[tuple[list[int], np.ndarray]]:
+        """Those that agree before layer ``first``, which ``state`` enters."""
         for layer in range(first, self.blocks.num_layers):
             *others, (step, members) = self.tree.parting(layer, members)
             for other, apart in others:
-                self._walk(layer + 1, self._run(layer, other, state), apart, ids, table)
+                yield from self._walk(layer + 1, self._run(layer, other, state), apart, ids)
             state = self._run(layer, step, state)
-        nll = self.blocks.nll(complete(state), ids)
-        for number in members:
-            table[:, number] = nll  # one tensor for all: small ones between large ones would leave memory in pieces
+        yield members, self.blocks.nll(complete(state), ids).double().cpu().numpy()
 
     def _run(self, layer: int, step: LayerStep, state: State) -> State:
         entering, attention = step
@@ -165,7 +171,7 @@ def check_table_memory(
 
 
 def fill_table(
-    rows: list[list[float]],
+    table: np.ndarray,
     blocks: Blocks,
     layouts: list[Layout],
     windows: np.ndarray,
@@ -174,39 +180,47 @@ def fill_table(
     what: str,
     data: str,
     ranks: Ranks,
-    save: Callable[[list[list[float]]], None],
+    save: Callable[[], None],
     console: Console,
 ) -> None:
-    """Add the rows of the windows that have none yet: of each layout the summed negative log-likelihood, in nats.
+    """Fill the places of ``table`` [windows, layouts] that are not there yet (NaN): the summed negative log-likelihood,
+    in nats.
 
-    windows: ids [samples, seq_len], of the file ``data``. ranks: share the windows, and all get all rows. save: gets
-    the rows every few seconds. what: of the messages.
+    windows: ids [samples, seq_len], of the file ``data``. ranks: share the windows, and all get all. save: is called
+    every few seconds, also between the models of one batch. what: of the messages.
     """
-    if rows:
-        console.note(f"resuming after {len(rows)} of {len(windows)} windows")
-    left = windows[len(rows) :]
+    left = np.flatnonzero((missing := np.isnan(table)).any(1))
+    if not missing.all():
+        begun = len(layouts) - int(missing[left[0]].sum())
+        console.note(
+            f"resuming after {len(windows) - len(left)} of {len(windows)} windows"
+            + (f" and {begun} of {len(layouts)} models on those that follow" if begun else "")
+        )
     batch_size = min(usual_batch(batch_size, windows), math.ceil(len(left) / ranks.size))
     tree, processes = LayoutTree(layouts), ranks.local_size
     check_table_memory(blocks, tree, batch_size, windows.shape[1], what, processes=processes)
     ranks.barrier()  # what one loads is not free for another that still checks
     with console.stage("loading the weights"):
         suffixes = Suffixes(blocks, layouts)
-    console.note(announcement(suffixes, left, batch_size, ranks))
-
-    def scored(batch: np.ndarray) -> list[list[float]]:
-        found: list[list[float]] = suffixes(torch.from_numpy(batch)).tolist()
-        check_finite(sum(map(sum, found)), f"the log-likelihood of {data} under {blocks.checkpoint.folder}")
-        return found
-
+    console.note(announcement(suffixes, windows[left], batch_size, ranks))
     saved_at = time.monotonic()
+
+    def scored(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal saved_at
+        members = np.flatnonzero(np.isnan(table[rows]).any(0)).tolist()
+        for alike, nll in suffixes.walk(torch.from_numpy(windows[rows]), members):
+            check_finite(float(nll.sum()), f"the log-likelihood of {data} under {blocks.checkpoint.folder}")
+            table[rows[:, None], alike] = nll[:, None]
+            if time.monotonic() - saved_at > SAVE_SECONDS:
+                save()
+                saved_at = time.monotonic()
+        return rows, table[rows]
+
     with console.progress(what, len(left)) as advance:
         for found in ranks.shared_out(np.split(left, range(batch_size, len(left), batch_size)), scored):
-            before = len(rows)
-            rows += itertools.chain.from_iterable(found)
-            if time.monotonic() - saved_at > SAVE_SECONDS:
-                save(rows)
-                saved_at = time.monotonic()
-            advance(len(rows) - before)
+            for rows, values in found:
+                table[rows] = values
+                advance(len(rows))
 
 
 def is_table(rows: object, columns: int, windows: int, *, gaps: bool = False) -> bool:

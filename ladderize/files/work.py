@@ -35,9 +35,10 @@ class WorkFolder:
     somebody's files, the work of a run on something else (``identity``), or is in use.
     """
 
+    COMMAND: str  # of ladderize, which makes such work
     CONTENT: tuple[str, ...] = (ABOUT, ".*.json.*")  # names of what may lie here, the record's first
     ADVICE = "delete it"
-    OPTION = "--work-dir"  # what names another place
+    OPTION = "OUT or --work-dir"  # what names another place
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
         self.folder, self.identity = folder, dict(identity)
@@ -55,9 +56,7 @@ class WorkFolder:
         folder = self.folder
         while self.lock is None:
             if folder.exists() and (not folder.is_dir() or not self._only_ours()):
-                raise UserError(
-                    f"{folder} is not empty and not a folder of unfinished work; choose another {self.OPTION}"
-                )
+                raise UserError(self._whose())
             made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             try:
@@ -77,9 +76,20 @@ class WorkFolder:
         if not self.about or different:
             self.write_about(made_folder=self.about.get("made_folder", made))
 
+    def _whose(self) -> str:
+        """What is wrong with a folder that is not this command's."""
+        about = read_own(self.folder / ABOUT)
+        if about.get("command", self.COMMAND) == self.COMMAND:
+            return f"{self.folder} is not empty and not a folder of unfinished work; choose another {self.OPTION}"
+        method = f" (method {about['method']})" if "method" in about else ""
+        return (
+            f"{self.folder} holds unfinished work of ladderize {about['command']}{method}; go on with it by the same"
+            f" command as before, or delete it, or choose another {self.OPTION}"
+        )
+
     def write_about(self, **more: Any) -> None:
         """Note, atomically, what this run is about, and ``more`` than that."""
-        kept = {"made_folder": self.about.get("made_folder", False), **more}
+        kept = {"command": self.COMMAND, "made_folder": self.about.get("made_folder", False), **more}
         write_json(self.folder / ABOUT, {**self.identity, **kept})
         self.about = read_own(self.folder / ABOUT)
 

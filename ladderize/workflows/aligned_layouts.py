@@ -158,9 +158,11 @@ def fill_aligned(
     save: Callable[[], None],
     console: Console,
 ) -> None:
-    """Fill the columns of ``table`` [windows, layouts] that are not there yet (NaN). ranks: share them, neighbours side
-    by side, which take about as long, and all get all. save: is called after each round. what: of the messages."""
+    """Fill the columns of ``table`` [windows, layouts] that are not there yet (NaN), those first that take the least:
+    they are kept the sooner. ranks: share them, side by side those that take about as long, and all get all. save: is
+    called after each round. what: of the messages."""
     left = [number for number in range(len(layouts)) if np.isnan(table[:, number]).any()]
+    left.sort(key=lambda number: layers_of([layouts[number]]))
     if len(left) < len(layouts):
         console.note(f"resuming after {len(layouts) - len(left)} of {len(layouts)} models")
     models = [layouts[number] for number in left]

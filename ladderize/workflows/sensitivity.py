@@ -7,7 +7,7 @@ models, from which everything else follows, and from which a killed run goes on.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -138,33 +138,25 @@ def _measured(
         aligned=describe_alignment(to_align) if to_align is not None else None,
     )
     about = {**run.to_dict(), **({"pairs": options.pairs} if isinstance(options, PointOptions) else {})}
-    rows = _rows_of(previous, about, len(layouts), len(scored)) if previous is not None else []
+    table = np.full((len(scored), len(layouts)), np.nan)
+    if previous is not None:
+        rows = _rows_of(previous, about, len(layouts), len(scored))
+        table[: len(rows)] = np.array(rows, float).reshape(-1, len(layouts))
     ranks = ranks or Ranks(0, 1, torch.device(options.device))
     blocks = Blocks(checkpoint, getattr(torch, run.dtype), ranks.device)
-    what = f"sensitivity ({run.mode})"
 
-    def keep(rows: Sequence[Sequence[float | None]]) -> None:
-        if not ranks.is_main:
-            return
-        nll = [list(row) for row in rows]
-        save({**about, **UnfinishedSensitivity(**vars(run), complete=False, nll=nll).to_dict()})
+    def keep() -> None:
+        if ranks.is_main:
+            nll = [[None if math.isnan(value) else value for value in row] for row in table.tolist()]
+            save({**about, **UnfinishedSensitivity(**vars(run), complete=False, nll=nll).to_dict()})
 
-    if to_align is not None:
-        table = np.full((len(scored), len(layouts)), np.nan)
-        table[: len(rows)] = np.array(rows, float).reshape(-1, len(layouts))
-
-        def keep_table() -> None:
-            keep([[None if math.isnan(value) else value for value in row] for row in table.tolist()])
-
-        if np.isnan(table).any():
-            aligned = AlignedLayouts(blocks, to_align, options.batch_size)
-            fill_aligned(table, aligned, layouts, scored, what=what, ranks=ranks, save=keep_table, console=console)
-        return run, cast(list[list[float]], table.tolist())
-    whole = cast(list[list[float]], rows)
-    if len(whole) < len(scored):
-        how: dict[str, Any] = {"batch_size": options.batch_size, "what": what, "data": run.data.file}
-        fill_table(whole, blocks, layouts, scored, **how, ranks=ranks, save=keep, console=console)
-    return run, whole
+    if np.isnan(table).any():
+        how: dict[str, Any] = {"what": f"sensitivity ({run.mode})", "ranks": ranks, "save": keep, "console": console}
+        if to_align is not None:
+            fill_aligned(table, AlignedLayouts(blocks, to_align, options.batch_size), layouts, scored, **how)
+        else:
+            fill_table(table, blocks, layouts, scored, batch_size=options.batch_size, data=run.data.file, **how)
+    return run, table.tolist()
 
 
 def _drawn_windows(
@@ -198,7 +190,7 @@ def _rows_of(previous: Content, run: Content, columns: int, samples: int) -> lis
     if different := differences(_decisive(previous), _decisive(run)):
         raise UserError(f"--out holds a measurement with another {different}; name another file, or pass --overwrite")
     rows = previous.get("nll")
-    if not is_table(rows, columns, samples, gaps="aligned" in run):
+    if not is_table(rows, columns, samples, gaps=previous.get("complete") is not True):
         raise UserError(
             f"--out holds no table of at most {samples} rows of {columns} log-likelihoods; name another file, or pass"
             " --overwrite"
@@ -222,6 +214,7 @@ class SensitivityFolder(WorkFolder):
     """The table of a ``ladderize sensitivity`` while it grows, beside the file that it becomes."""
 
     TABLE = "table.json"
+    COMMAND = "sensitivity"
     CONTENT = (*WorkFolder.CONTENT, TABLE)
     OPTION = "--out"
 
@@ -280,6 +273,8 @@ def _written(
         previous = read_json(known[0], advice="name another file, or pass --overwrite") if known else None
         if previous is not None and known[0] == out and previous.get("complete") is True:
             console.note(f"{out} is complete, so nothing was measured (--overwrite measures again){remark}")
+        else:
+            console.note(f"what is measured is kept in {work.folder} until {out} is there; the same command goes on")
         save = partial(write_json, work.table)
         document = measure(ranks=ranks, previous=ranks.broadcast(previous), save=save, console=console)
         if ranks.is_main:

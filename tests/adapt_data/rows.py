@@ -20,12 +20,23 @@ MARKED = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-# as Qwen3's does: what an assistant thought stays only in the last turn
-REWRITING = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}{{"
-    " m.content.split('THOUGHT')[-1] }}{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt"
-    " %}<assistant>{% endif %}"
-)
+# as Qwen3's does: what an assistant thought stays only behind the last question, and the last turn always has a place
+# for it
+QWEN3 = """{%- set ns = namespace(question=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- set thought, answer = '', m.content %}
+    {%- if m.role == 'assistant' and '</think>' in m.content %}
+        {%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+        {%- set answer = m.content.split('</think>')[-1].lstrip('\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' and loop.index0 > ns.question and (loop.last or thought) %}
+        {{- '<think>\n' + thought + '\n</think>\n\n' }}
+    {%- endif %}
+    {{- answer + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
 TURNS = [
     {"role": "system", "content": "be kind"},
     {"role": "user", "content": "hello"},

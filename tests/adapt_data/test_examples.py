@@ -1,5 +1,7 @@
 """What a row of training data becomes: ids, what is scored, where it is cut, and what is wrong with it."""
 
+import random
+
 import pytest
 from tokenizers import pre_tokenizers, processors
 
@@ -14,7 +16,7 @@ from tests.adapt_data.rows import (
     EOS,
     MARKED,
     PLAIN,
-    REWRITING,
+    QWEN3,
     TURNS,
     VOCAB,
     encode,
@@ -98,15 +100,70 @@ def test_offsets_without_spaces(tokenizer, template):
 def test_conversations_that_cannot_be_used(chat, tokenizer):
     with pytest.raises(UserError, match="there: a conversation, but the tokenizer has no chat template"):
         encode(tokenizer, {"messages": TURNS})
-    turns = [TURNS[1], {"role": "assistant", "content": "aTHOUGHTb"}, *TURNS[3:]]
-    with pytest.raises(UserError, match="turn 2: the chat template rewrites earlier turns.*{% generation %}"):
-        encode(chat(REWRITING), {"messages": turns})
-    assert scored_text(tokenizer, one(tokenizer, {"messages": turns[:2]})) == [
-        "aTHOUGHTb"
-    ]  # a single turn shows where it is
+    unlike = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    problem = encode(chat(unlike), {"messages": TURNS}).problem
+    assert "there: turn 3: the chat template does not begin it with the prompt for it" in str(problem)
+    assert "put {% generation %}" in str(problem)
     refusing = "{{ raise_exception('roles must alternate') }}"
     assert "refuses the conversation (roles must alternate)" in str(encode(chat(refusing), {"messages": TURNS}).problem)
     assert "no token that the loss could score" in str(encode(chat(PLAIN), {"messages": TURNS[:2]}).problem)
+
+
+def a_chat(kinds):
+    """Random turns, which begin and end in letters: u and a, of the user and the assistant, A that thought before."""
+
+    def text():
+        return " ".join("".join(random.choices("abcdefghij", k=4)) for _ in range(random.randint(1, 4)))
+
+    texts = {"u": text, "a": text, "A": lambda: f"<think>\n{text()}\n</think>\n\n{text()}"}
+    return [{"role": "user" if kind == "u" else "assistant", "content": texts[kind]()} for kind in kinds]
+
+
+def by_transformers(tokenizer, messages, number):
+    """The example that message ``number`` gives alone."""
+    made = {"tokenize": True, "return_dict": False}
+    prompt = tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True, **made)
+    whole = tokenizer.apply_chat_template(messages[: number + 1], **made)
+    assert whole[: len(prompt)] == prompt
+    return whole, [place >= len(prompt) for place in range(len(whole))]
+
+
+@pytest.mark.parametrize("kinds", ["ua", "uA", "uAuA", "uauAua", "uAuuauA", "uAuAu"])
+def test_each_turn_behind_its_own_prompt(chat, kinds):
+    """Where the template writes earlier turns anew, as Qwen3's does."""
+    tokenizer, messages = chat(QWEN3), a_chat(kinds)
+    encoded = encode(tokenizer, {"messages": messages}, seq_len=2000)
+    turns = [number for number, kind in enumerate(kinds) if kind != "u"]
+    assert [*map(plain_example, encoded.examples)] == [by_transformers(tokenizer, messages, n) for n in turns]
+    names = [f"there, example {number}" for number in range(1, len(turns) + 1)] if len(turns) > 1 else ["there"]
+    assert [example.origin for example in encoded.examples] == names
+    assert (encoded.problem, encoded.truncated, encoded.dropped) == (None, 0, 0)
+
+
+def test_turns_that_the_template_leaves_as_they_were_share_an_example(chat):
+    """Two answers to one question: the first, which was thought about, is the beginning of the second's prompt."""
+    tokenizer, messages = chat(QWEN3), a_chat("uAuAA")
+    first, both = encode(tokenizer, {"messages": messages}, seq_len=2000).examples
+    assert plain_example(first) == by_transformers(tokenizer, messages, 1)
+    earlier, (ids, scored) = by_transformers(tokenizer, messages, 3), by_transformers(tokenizer, messages, 4)
+    assert ids[: len(earlier[0])] == earlier[0]
+    assert plain_example(both) == (ids, earlier[1] + scored[len(earlier[0]) :])
+
+
+def test_turns_of_their_own_are_counted_wherever_they_are_cut(chat, monkeypatch):
+    tokenizer, messages = chat(QWEN3), a_chat("uA" * 12)
+    every = [by_transformers(tokenizer, messages, number) for number in range(1, 24, 2)]
+    encoder, row = Encoder(tokenizer, 2, VOCAB), Row({"messages": messages}, "there")
+    rendered, render = [], ChatRenderer.render
+    monkeypatch.setattr(ChatRenderer, "render", lambda *a, **more: rendered.append(len(a[1])) or render(*a, **more))
+    for encoder.seq_len in range(2, len(every[3][0]), 7):
+        (cut,) = encoder.encode([row])
+        expected = [(ids[: encoder.seq_len], scored[: encoder.seq_len]) for ids, scored in every]
+        kept = [example for example in expected if any(example[1])]
+        assert [*map(plain_example, cut.examples)] == kept
+        whole = sum(len(ids) <= encoder.seq_len for ids, _ in every)
+        assert (cut.truncated, cut.dropped) == (len(kept) - whole, len(every) - len(kept))
+    assert not [count for count in rendered if 14 < count < 24]
 
 
 def test_long_rows_are_cut(tokenizer):

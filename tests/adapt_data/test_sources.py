@@ -12,6 +12,7 @@ from ladderize.adapt.data_specs import parse_specs
 from ladderize.errors import UsageError, UserError
 from tests.adapt_data.rows import (
     PLAIN,
+    QWEN3,
     TURNS,
     VOCAB,
     one,
@@ -105,6 +106,25 @@ def test_bad_lines_are_named_or_skipped_and_counted(tmp_path, tokenizer):
             next(opened)
     with pytest.raises(UserError, match=r"b\.jsonl, line [123]: gives 1 tokens, .*; repair it, or skip"):
         stream(str(tmp_path / "b.jsonl"), None)
+
+
+def test_conversations_that_do_not_show_a_turn_are_skipped_and_the_others_counted_by_their_turns(tmp_path, chat):
+    """Qwen3's template has a place for a thought in the last turn only: of two answers without one, the first is
+    another text in the prompt of the second than in the whole."""
+    tokenizer = chat(QWEN3)
+    thought = {"role": "assistant", "content": "<think>\nno\n</think>\n\nyes"}
+    chats = [[*TURNS[:2], thought, TURNS[3], thought], [*TURNS[:2], thought], [*TURNS[:3], TURNS[4]]]
+    name = write_jsonl(tmp_path / "a.jsonl", [{"messages": turns} for turns in chats])
+    wrong = r"a\.jsonl, line 3: turn 4: the chat template does not begin it with the prompt for it, .*; repair it, or"
+    with pytest.raises(UserError, match=wrong), stream(name, tokenizer, heldout=0, seq_len=900) as opened:
+        next(opened)
+    with stream(name, tokenizer, heldout=0, seq_len=900, skip_bad_rows=True) as opened:
+        taken, counts = opened.take(1), opened.counts
+    short, long = (len(tokenizer.apply_chat_template(turns, return_dict=False)) for turns in (chats[1], chats[0]))
+    assert (counts.examples, counts.rows, counts.skipped_rows) == (3, 1, 1)
+    assert counts.tokens == len(taken[0]) == 2 * short + long
+    answer = tokenizer(thought["content"] + "<|im_end|>\n", add_special_tokens=False)["input_ids"]
+    assert taken[0].scored_tokens == 3 * len(answer)
 
 
 def test_why_no_row_can_be_scored(tmp_path, tokenizer):

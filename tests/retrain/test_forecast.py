@@ -68,10 +68,34 @@ def test_what_a_dry_run_says(place, tmp_path):
     assert "--device-memory has no effect without --dry-run" in one_sentence(invoke(*given))
     here = invoke(*given[:-2], "--dry-run")
     assert "--tp-size" not in here.stdout  # processes on a CPU share its memory
-    assert "time" not in here.stdout
+    said = json.loads(invoke_well(*given[:-2], "--dry-run", "--json").stdout)
+    assert len({way["seconds"] for way in said["ways"] if way["how"].startswith(("as asked", "2 proc"))}) == 1
+    assert all(way["seconds"] > 0 for way in said["ways"])
+    assert "operations per second, without communication" in " ".join(here.stdout.split())
+    assert re.search("^how .* time$", here.stdout, re.MULTILINE)
     outcome = invoke_well(*given, "--dry-run", "--distill-from", place / "dense")
     assert outcome.stdout.startswith("full, layers 2:4: ")
     assert "about 3 steps of 4 rows of 48 tokens" in outcome.stdout
     lines = outcome.stdout.splitlines()
     for words in ("as asked: 1 process", "--tp-size 2", "--tp-size 4", "FSDP2 over 8 processes", "--method lora"):
         assert any(line.startswith(words) and " yes " in line for line in lines), words
+
+
+def test_small_files_are_read_and_others_said_not_to_be(place, tmp_path, monkeypatch):
+    lines = ['{"input_ids": [3, 4, 5]}'] * 6
+    lines[3] = '{"input_ids": [3, 4'
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("\n".join(lines))
+    given = arguments(place, None, "--data", bad, "--dry-run", model="upper")
+    message = one_sentence(invoke(*given))
+    assert "bad.jsonl, line 4: is not JSON" in message
+    assert "repair it, or skip such rows with --skip-bad-rows" in message
+    assert "Not read" not in invoke_well(*given, "--skip-bad-rows").stdout
+    good = arguments(place, None, "--data", place / "ids.npy", "--eval-data", bad, "--dry-run", model="upper")
+    assert "bad.jsonl, line 4: is not JSON" in one_sentence(invoke(*good))
+    monkeypatch.setattr("ladderize.adapt.retrain.forecast.MOST_READ", bad.stat().st_size - 1)
+    unread = [f"--data {place / 'ids.npy'}", f"--eval-data {bad}"]
+    assert f"Not read, and so not checked: {', '.join(unread)}." in invoke_well(*good).stdout
+    assert json.loads(invoke_well(*good, "--json").stdout)["unread"] == unread
+    hub = arguments(place, None, "--data", "hub:o/n:train", "--dry-run", model="upper")
+    assert "--data hub:o/n:train, --eval-data" in invoke_well(*hub).stdout

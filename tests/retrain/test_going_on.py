@@ -2,6 +2,7 @@
 
 import math
 import random
+import shutil
 import signal
 import sys
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ladderize.adapt.blockwise import rewrite
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.hf_model import HFEngine
 from ladderize.adapt.retrain.state import TrainingFolder, read_metrics
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.errors import UserError
 from tests import warm
-from tests.helpers import SHAPE, all_tensors, listing, one_sentence, save_llama, write_weights
+from tests.helpers import SHAPE, all_tensors, invoke, listing, one_sentence, save_llama, write_weights
 from tests.retrain.commands import LENGTH, adapt, arguments, losses_of, same_weights, stopped_before_the_end, succeed
 
 # The command, which waits for its end before step 21.
@@ -166,6 +169,45 @@ def test_somebodys_folder_is_left_alone(place, tmp_path):
         message = one_sentence(adapt(place, tmp_path / "out", "--work-dir", tmp_path / "mine", *more))
         assert "not a folder of unfinished work" in message
     assert listing(tmp_path / "mine") == ["step-00001000"]
+
+
+def test_another_command_s_unfinished_work_is_named(place, tmp_path, monkeypatch):
+    align = ("adapt", place / "both", tmp_path / "out", "--method", "align", "--distill-from", place / "dense")
+    align += (
+        "--data",
+        place / "ids.npy",
+        "--seq-len",
+        2 * LENGTH,
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+        "--write",
+        "last",
+    )
+    work = tmp_path / "out.ladderize-work"
+    with monkeypatch.context() as patch:
+        patch.setattr(rewrite, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
+        assert "no outcome" in one_sentence(invoke(*align))
+    there = listing(work)
+    for more in ([], ["--resume", "no"]):
+        message = one_sentence(adapt(place, tmp_path / "out", *more))
+        assert (
+            f"{work} holds unfinished work of ladderize adapt --method align or blocks, or spd (method align)"
+            in message
+        )
+        assert (
+            "go on with it by the same command as before, or delete it, or choose another OUT or --work-dir" in message
+        )
+    assert listing(work) == there
+    assert invoke(*align).code == 0  # goes on
+    shutil.rmtree(tmp_path / "out")
+    stopped_before_the_end(place, tmp_path / "out", "--train", "all")
+    there = listing(work)
+    assert "unfinished work of ladderize adapt --method full or lora (method full); go on" in one_sentence(
+        invoke(*align)
+    )
+    assert listing(work) == there
 
 
 def test_a_bad_row_on_the_way_can_be_skipped_from_there(place, tmp_path, monkeypatch):

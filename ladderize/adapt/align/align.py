@@ -5,9 +5,10 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -166,25 +167,31 @@ def align(
     numbers, or a layer has no room; finished layers stay in ``files``.
     """
     every = with_random(windows, teacher.config, settings)
-    _announce(teacher, student, windows, every, settings, max_memory, ranks, console)
     keys = layer_keys(student, about)
     done = ranks.broadcast([layer for layer in student.layers if files.has(layer, partial(keys.__getitem__, layer))])
     # a layer is solved on what the layers before it write
     done = [layer for layer in done if all(before in done for before in student.layers if before < layer)]
     if done:
         console.note(f"layers up to {done[-1]} are already aligned")
-    if len(done) == len(student.layers):
+    left = student.layers[len(done) :]
+    if not left:
         return
+    _announce(teacher, student, left, windows, every, settings, max_memory, ranks, console)
     path = files.folder / f"states-{ranks.rank}"
     streams = Streams(teacher, every, ranks, batch_tokens=TOKENS_AT_ONCE, max_memory=max_memory, path=path)
     try:
-        with console.progress("aligning", student.layers[-1] + 1) as advance:
-            known = {layer: partial(files.weights, layer) for layer in done}
-            for layer in aligned_layers(teacher, own, dense_weights, student, streams, settings, known):
+        known = {layer: partial(files.weights, layer) for layer in done}
+        layers = aligned_layers(teacher, own, dense_weights, student, streams, settings, known)
+        # what is solved takes several times as long as what windows only pass through: each has a time left of its own
+        with console.progress("passing the windows through the layers before", left[0]) as advance:
+            for _ in islice(layers, left[0]):
+                advance(1)
+        with console.progress("aligning", len(student.layers), done=len(done)) as advance:
+            for layer in layers:
                 if layer.reports and ranks.is_main:
                     report = LayerReport(layer.index, layer.reports, layer.seconds)
                     files.save(layer.index, layer.weights, report, keys[layer.index])
-                advance(1)
+                advance(1 if layer.reports else 0)
     finally:
         streams.close()
 
@@ -192,6 +199,7 @@ def align(
 def _announce(
     teacher: Blocks,
     student: StudentBlocks,
+    left: Sequence[int],
     windows: Windows,
     every: Windows,
     settings: AlignSettings,
@@ -199,18 +207,18 @@ def _announce(
     ranks: Ranks,
     console: Console,
 ) -> None:
-    """Say time, memory and disk, and where the data are few; raises UserError where a layer has no room. every: the
-    windows with random ones."""
+    """Say time, memory and disk, and where the data are few; raises UserError where a layer has no room. left: the
+    layers to solve that are not done. every: the windows with random ones."""
     tokens, ranks_of = windows.train.numel(), student.layout.sync_tp_size
     weights, products = layer_bytes(teacher, ranks_of)
     needed = f"aligning one layer ({human_bytes(weights)} of weights, {human_bytes(products)} of products)"
     check_room(weights + products, teacher.device, needed, "choose a machine with more", processes=ranks.local_size)
     states = states_bytes(teacher, every, ranks)
     forward, solved = seconds_of_a_layer(teacher, ranks_of, every, settings, ranks)
-    seconds = FORWARDS * forward * (student.layers[-1] + 1) + solved * len(student.layers)
+    seconds = FORWARDS * forward * (student.layers[-1] + 1) + solved * len(left)
     place = "in memory" if states <= max_memory else f"on disk (beyond {human_bytes(max_memory)})"
     console.note(
-        f"aligning {len(student.layers)} layers on {tokens:,} tokens ({len(windows.train)} windows of"
+        f"aligning {len(left)} layers on {tokens:,} tokens ({len(windows.train)} windows of"
         f" {windows.train.shape[1]}), {len(windows.heldout)} windows held out: about {human_seconds(seconds)} on"
         f" {teacher.device}; for each process {human_bytes(weights + products)} for a layer and its products,"
         f" {human_bytes(states)} of states {place}"

@@ -95,6 +95,7 @@ class LayerFiles:
 class BlockFolder(WorkFolder):
     """Distilled and aligned layers; and of ``ladderize spd`` what else it has finished."""
 
+    COMMAND = "adapt --method align or blocks, or spd"
     CONTENT = (
         *WorkFolder.CONTENT,
         "block-*.safetensors",

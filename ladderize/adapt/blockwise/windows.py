@@ -112,9 +112,10 @@ def read_rows(
         for row, encoded in zip(batch, encoder.encode(batch), strict=True):
             if encoded.problem is not None and not skip_bad_rows:
                 raise encoded.problem
-            found += [example.ids for example in encoded.examples]
+            # of a conversation in several examples the last, which has all turns
+            found += [example.ids for example in encoded.examples[-1:]]
             passages |= row.is_passage
-            count += sum(len(example.ids) for example in encoded.examples)
+            count += sum(len(example.ids) for example in encoded.examples[-1:])
         if enough is not None and count >= enough:
             break
     return [np.concatenate(found)] if passages else found

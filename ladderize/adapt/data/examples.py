@@ -2,6 +2,7 @@
 
 * ``input_ids``: as they are; ``loss_mask`` says what is scored, without it everything.
 * ``messages``, ``conversations``: through the chat template; the assistant's tokens are scored (``ChatTemplate``).
+  Where the template rewrites earlier turns, every turn of the assistant is an example of its own.
 * ``prompt`` and ``completion``: the completion is scored, and the EOS appended to it. BOS comes before the prompt.
 * ``text``: with the tokenizer's special tokens, and EOS appended unless it is a passage of something longer. Everything
   is scored.
@@ -14,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +27,9 @@ from ladderize.rows import BadRow, Row, check_row, read_ids, read_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+Scored = tuple[np.ndarray, np.ndarray]  # int64 ids, and bool, which of them are scored: [tokens] each
 
 
 @dataclass(frozen=True)
@@ -82,23 +87,24 @@ class Encoder:
             try:
                 if isinstance(name, BadRow):
                     raise name
-                ids, scored = self._ids(row, name, ids_of_texts)
-                self._check(ids, scored, row.origin)
+                parts = self._ids(row, name, ids_of_texts)
+                self._check(parts, row.origin)
                 cut = self._pieces if name in ("input_ids", "text") else self._cut_off
-                found.append(cut(ids, scored, row.origin))
+                names = [f", example {number}" for number in range(1, len(parts) + 1)] if len(parts) > 1 else [""]
+                found.append(_joined([cut(*part, row.origin + name) for part, name in zip(parts, names, strict=True)]))
             except BadRow as problem:
                 found.append(Encoded(problem=problem))
         return found
 
-    def _ids(self, row: Row, name: str, ids_of_texts: Iterator[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """A row's ids and which are scored, whole. name: its format."""
+    def _ids(self, row: Row, name: str, ids_of_texts: Iterator[list[int]]) -> list[Scored]:
+        """Of each of a row's examples the ids and which are scored, whole. name: the row's format."""
         if name == "input_ids":
-            return read_ids(row)
+            return [read_ids(row)]
         if name == "text":
             ids = self._with_eos(next(ids_of_texts), add=not row.is_passage)
-            return ids, np.ones(len(ids), dtype=bool)
+            return [(ids, np.ones(len(ids), dtype=bool))]
         if name == "prompt":
-            return self._completion(row)
+            return [self._completion(row)]
         if self._chat is None:
             self._chat = ChatTemplate(need_tokenizer(self.tokenizer, row.origin), row.origin)
         return self._chat.encode(read_messages(row, name), row.origin, self.seq_len)
@@ -108,7 +114,7 @@ class Encoder:
         end = [self.eos] if add and self.eos is not None and ids[-1:] != [self.eos] else []
         return np.asarray([*ids, *end], dtype=np.int64)
 
-    def _completion(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
+    def _completion(self, row: Row) -> Scored:
         """A prompt as it is tokenised when the model is asked, and its completion.
 
         The completion's ids come from both together where the prompt's are a prefix of that, since alone it may get a
@@ -124,12 +130,12 @@ class Encoder:
         ids = self._with_eos(both)
         return ids, np.arange(len(ids)) >= len(before)
 
-    def _check(self, ids: np.ndarray, scored: np.ndarray, origin: str) -> None:
-        if len(ids) < 2:
-            raise BadRow(f"{origin}: gives {len(ids)} tokens, too few for one to be predicted from another")
-        if not scored[1:].any():
+    def _check(self, parts: Sequence[Scored], origin: str) -> None:
+        if few := [len(ids) for ids, _ in parts if len(ids) < 2]:
+            raise BadRow(f"{origin}: gives {few[0]} tokens, too few for one to be predicted from another")
+        if not any(scored[1:].any() for _, scored in parts):
             raise BadRow(f"{origin}: has no token that the loss could score")
-        if (highest := int(ids.max())) >= self.vocab_size:
+        if (highest := max(int(ids.max()) for ids, _ in parts)) >= self.vocab_size:
             raise UserError(
                 f"{origin}: holds the token id {highest}, but the model's vocabulary ends at {self.vocab_size - 1}; "
                 "were they made with another tokenizer?"
@@ -150,6 +156,14 @@ class Encoder:
         return Encoded((kept,), truncated=int(len(ids) > self.seq_len))
 
 
+def _joined(parts: Sequence[Encoded]) -> Encoded:
+    return Encoded(
+        tuple(chain.from_iterable(part.examples for part in parts)),
+        truncated=sum(part.truncated for part in parts),
+        dropped=sum(part.dropped for part in parts),
+    )
+
+
 def _format(row: Row) -> str | BadRow:
     try:
         return check_row(row)
@@ -161,8 +175,10 @@ class ChatTemplate:
     """A conversation -> ids through a tokenizer's chat template, and which of them the assistant wrote. Raises
     UserError if there is no template, or if the tokenizer cannot say which characters a token stands for.
 
-    Where the template has ``{% generation %}`` markers, they say what is scored. Else it is what the template adds
-    after the prompt for an answer: the turn and what ends it.
+    Where the template has ``{% generation %}`` markers, a conversation is one example, and they say what is scored.
+    Else it is what the template adds to the prompt for a turn of the assistant: the turn and what ends it. A turn goes
+    on with the example of the turn before it if the template has left that as it was; where it writes earlier turns
+    anew (Qwen3's leaves out what was thought), the turn is an example of its own, with the prompt as the model gets it.
 
     transformers' own ``return_assistant_tokens_mask`` is not used: where a turn begins or ends in a space, and the
     tokenizer's offsets leave spaces out (Llama 3's do), it scores nothing or all the rest. Here every token that begins
@@ -183,21 +199,28 @@ class ChatTemplate:
         self.tokenizer, self.renderer = tokenizer, renderer
         self.has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", renderer.template) is not None
 
-    def encode(
-        self, messages: list[dict[str, Any]], origin: str, most: int = sys.maxsize
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """int64 ids and bool scored, [tokens] each. The text is tokenised as a whole, and only the template gives it a
-        BOS. most: tokens that are of use; whether those behind them are scored is left open.
+    def encode(self, messages: list[dict[str, Any]], origin: str, most: int = sys.maxsize) -> list[Scored]:
+        """The examples. Each text is tokenised as a whole, and only the template gives it a BOS. most: tokens of an
+        example that are of use; those behind them are left open.
 
-        Raises BadRow if the template refuses the conversation, UserError if the template does not show where the turns
-        are.
+        Raises BadRow if the template refuses the conversation, or does not show where a turn is.
         """
         text, spans = self._render(messages, origin, return_assistant_tokens_mask=self.has_markers)
+        tokens = {text: self._tokens(text)}
+        if self.has_markers:
+            found = [(text, spans)]
+        else:
+            found = self._turns(messages, text, origin, int(tokens[text][1][:most].max(initial=0)))
+        for one, _ in found:
+            if one not in tokens:
+                tokens[one] = self._tokens(one)
+        return [(tokens[one][0], _inside(tokens[one][1], spans)) for one, spans in found]
+
+    def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Its ids, and the characters that each stands for: int64 [tokens], [tokens, 2]."""
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        if not self.has_markers:
-            spans = self._turns(messages, text, origin, int(offsets[:most].max(initial=0)))
-        return np.asarray(encoding["input_ids"], dtype=np.int64), _inside(offsets, spans)
+        return np.asarray(encoding["input_ids"], dtype=np.int64), offsets
 
     def _render(self, messages: list[dict[str, Any]], origin: str, **options: Any) -> tuple[str, list[Span]]:
         try:
@@ -207,24 +230,30 @@ class ChatTemplate:
         except UserError as problem:
             raise UserError(f"{origin}: {problem}") from None
 
-    def _turns(self, messages: list[dict[str, Any]], text: str, origin: str, end: int) -> list[Span]:
-        """The assistant's turns in the text of a conversation up to its character ``end``: each is what its prefix of
-        the conversation adds. All prefixes of thousands of turns take minutes to render."""
-        spans: list[Span] = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+    def _turns(self, messages: list[dict[str, Any]], text: str, origin: str, end: int) -> list[tuple[str, list[Span]]]:
+        """The examples of a conversation whose whole is ``text``, and where the assistant's turns are in each.
+
+        All prefixes of thousands of turns take minutes to render. So where a prompt is the beginning of ``text`` beyond
+        its character ``end``, behind which nothing is of use, it and the turns after it are only counted.
+        """
+        found: list[tuple[str, list[Span]]] = []
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for done, number in enumerate(turns):
             before, _ = self._render(messages[:number], origin, add_generation_prompt=True)
-            if spans and len(before) > end and text.startswith(before):
-                break
-            after, _ = self._render(messages[: number + 1], origin)
-            if not text.startswith(after) or not after.startswith(before):
-                raise UserError(
-                    f"{origin}: turn {number + 1}: the chat template rewrites earlier turns, so the assistant's text"
-                    " cannot be located; put {% generation %} and {% endgeneration %} around it in the template"
+            goes_on = bool(found) and before.startswith(found[-1][0])
+            beyond = bool(found) and len(before) > end and text.startswith(before)
+            after = text if beyond else self._render(messages[: number + 1], origin)[0]
+            if not after.startswith(before):
+                raise BadRow(
+                    f"{origin}: turn {number + 1}: the chat template does not begin it with the prompt for it, so the"
+                    " assistant's text cannot be located; put {% generation %} and {% endgeneration %} around it in the"
+                    " template"
                 )
-            spans.append((len(before), len(after)))
-        return spans
+            spans = found.pop()[1] if goes_on else []
+            found.append((after, [*spans, (len(before), len(after))]))
+            if beyond:
+                return found if goes_on else [*found, *[found[-1]] * (len(turns) - done - 1)]
+        return found
 
 
 def _inside(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:

@@ -30,7 +30,7 @@ from ladderize.rows import BadRow, BadRows, Rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ORDER = 2  # counts the ways in which rows were ever cut and shuffled: work begun by another one cannot go on
+ORDER = 3  # counts the ways in which rows were ever cut and shuffled: work begun by another one cannot go on
 CHUNK_ROWS = 128
 
 
@@ -240,7 +240,7 @@ class Stream:
         def reader(number: int, spec: SourceSpec) -> Reader:
             if spec.is_streamed:
                 return StreamedReader(spec, encoder, count=options.heldout)
-            rows = _open(spec, options, tokenizer=tokenizer, seq_len=options.seq_len)
+            rows = open_source(spec, options.skip_bad_rows, tokenizer=tokenizer, seq_len=options.seq_len)
             return IndexedReader(spec.name, rows, encoder, seed=options.seed, number=number, count=options.heldout)
 
         weights = [spec.weight for spec in self.specs if spec.weight is not None]
@@ -348,7 +348,7 @@ def fixed_rows(
     for spec in specs:
         if spec.is_streamed:
             raise UserError(f"{spec.name}: a stream cannot be used for validation; give a file")
-        rows = _open(spec, options)
+        rows = open_source(spec, options.skip_bad_rows)
         for begin in range(0, len(rows), CHUNK_ROWS):
             part = [rows.read(number) for number in range(begin, min(len(rows), begin + CHUNK_ROWS))]
             every += (encoded := encoder.encode(part))
@@ -359,9 +359,10 @@ def fixed_rows(
     return options.to_rows(examples)
 
 
-def _open(spec: SourceSpec, options: StreamOptions, **passages: Any) -> Rows:
+def open_source(spec: SourceSpec, skip_bad_rows: bool, **passages: Any) -> Rows:
+    """``open_rows``, whose error also says that bad rows may be skipped."""
     try:
-        return open_rows(spec, skip_bad_rows=options.skip_bad_rows, **passages)
+        return open_rows(spec, skip_bad_rows=skip_bad_rows, **passages)
     except BadRow as problem:
         raise _unskipped(problem) from None
 

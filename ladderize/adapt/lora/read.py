@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ladderize.adapt.lora.config import (
     ADAPTATION,
     ADAPTER_CONFIG,
@@ -37,7 +39,7 @@ PATTERNS = ("target_modules", "exclude_modules", "layers_pattern")  # each one n
 OFF: tuple[Any, ...] = (None, False, "none", "", [], {})
 # The others, such as pissa, change the base's weights too when they are loaded.
 INITIALISATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
-
+FLOAT32_MAX = float(np.finfo(np.float32).max)  # weights are merged in float32
 
 Number = TypeVar("Number", int, float)
 
@@ -134,8 +136,12 @@ def check_adapter_config(config: Mapping[str, Any], path: Path) -> LoraNumbers:
     ranks, alphas = numbers.rank_pattern or {}, numbers.alpha_pattern or {}
     if min([numbers.r, *ranks.values()]) < 1:
         raise UserError(f"{path}: r and rank_pattern must give positive integers, not {_short([numbers.r, ranks])}")
-    if not all(map(math.isfinite, (numbers.lora_alpha, *alphas.values()))):
-        raise UserError(f"{path}: lora_alpha and alpha_pattern must give finite numbers")
+    largest = max((numbers.lora_alpha, *alphas.values()), key=abs)
+    if abs(largest) > FLOAT32_MAX:
+        raise UserError(
+            f"{path}: lora_alpha and alpha_pattern must give numbers that float32 can hold, not {_short(largest)};"
+            " correct it, or train the adapter again"
+        )
     patterns = [*ranks, *alphas]
     for key in PATTERNS:
         stated = config.get(key)

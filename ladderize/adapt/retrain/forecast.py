@@ -1,30 +1,38 @@
-"""``ladderize adapt --dry-run`` with ``--method full`` or ``lora``: what a training would take, from headers alone."""
+"""``ladderize adapt --dry-run`` with ``--method full`` or ``lora``: what a training would take. Of the models only
+headers are read, and of the data what is small."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from ladderize.adapt.data.stream import open_source
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.memory_estimate import Cut, demand_of, fitted, others, saved_bytes
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.task import Task, open_task
+from ladderize.blocks import timed
 from ladderize.checkpoint.config import parameter_count
 from ladderize.console import human_bytes, human_count, human_seconds
 from ladderize.files.records import Record
+from ladderize.files.regular import split_name
 from ladderize.layout import format_ranges
 from ladderize.memory import available_bytes
 from ladderize.ranks.environment import launched
 from ladderize.ranks.group import Ranks, rank_device
 
 SHOWN_PROCESSES = 8  # at most, beside what was asked for
-RATE = 4e14  # operations a second and device that time is said for: 40 % of an H100's bf16 peak
+RATE = 4e14  # operations a second and GPU that time is said for: 40 % of an H100's bf16 peak
+CPU_EFFICIENCY = 0.8  # of the rate of a product, as in the estimates of a sweep
+PRODUCT_WIDTH = 512
+MOST_READ = 64_000_000  # bytes of a source that is read
 
 
 @dataclass(frozen=True)
 class TrainingWay(Record):
     """One way to run the training. how: in words. memory_bytes: of each process, and its parts by name. fits: None
-    where the memory is unknown. seconds: at ``RATE``, validation left out; None on a CPU."""
+    where the memory is unknown. seconds: at the forecast's rate, validation left out."""
 
     how: str
     processes: int
@@ -32,13 +40,14 @@ class TrainingWay(Record):
     memory_bytes: int
     memory_parts: dict[str, int]
     fits: bool | None
-    seconds: float | None
+    seconds: float
 
 
 @dataclass(frozen=True)
 class TrainingForecast(Record):
     """The document. device_memory_bytes: that ways are held to. tokens: about. state_bytes: most that unfinished work
-    takes on the disk; output_bytes: most that OUT does."""
+    takes on the disk; output_bytes: most that OUT does. unread: sources whose rows were not checked. operations_per_s:
+    that times are said for."""
 
     model: str
     method: str
@@ -53,6 +62,9 @@ class TrainingForecast(Record):
     device_memory_bytes: int | None
     state_bytes: int
     output_bytes: int
+    unread: list[str]
+    operations_per_s: float
+    is_on_gpu: bool
     ways: list[TrainingWay]
 
     def rows(self) -> list[dict[str, str]]:
@@ -65,7 +77,7 @@ class TrainingForecast(Record):
                 "checkpointing": "yes" if way.cut.gradient_checkpointing else "no",
                 "memory of each process": human_bytes(way.memory_bytes),
                 "fits": fits[way.fits],
-                **({} if way.seconds is None else {"time": human_seconds(way.seconds)}),
+                "time": human_seconds(way.seconds),
             }
             for way in self.ways
         ]
@@ -73,21 +85,24 @@ class TrainingForecast(Record):
     def text(self) -> str:
         """What stands above the table."""
         free = f" Each process may take {human_bytes(self.device_memory_bytes)}." if self.device_memory_bytes else ""
-        rate = f"{RATE / 1e12:.0f} TFLOP/s for each process (40 % of an H100's peak)"
-        timed = any(way.seconds is not None for way in self.ways)
-        times = f" Times are estimates at {rate}, without communication and validation." if timed else ""
+        rate = f"{human_count(self.operations_per_s)} operations per second"
+        if self.is_on_gpu:
+            rate = f"{RATE / 1e12:.0f} TFLOP/s for each process (40 % of an H100's peak)"
+        times = f" Times are estimates at {rate}, without communication and validation."
+        unread = f" Not read, and so not checked: {', '.join(self.unread)}." if self.unread else ""
         return (
             f"{self.method}, layers {format_ranges(self.layers)}: {human_count(self.trained_parameters)} of"
             f" {human_count(self.parameters)} parameters in training, about {self.steps:,} steps of"
             f" {self.batch_size} rows of {self.seq_len} tokens. On the disk at most {human_bytes(self.state_bytes)} of"
-            f" unfinished work, and {human_bytes(self.output_bytes)} for OUT.{free}{times}"
+            f" unfinished work, and {human_bytes(self.output_bytes)} for OUT.{free}{times}{unread}"
         )
 
 
 def forecast_training(
     model: str, options: RetrainOptions, *, device_memory: int | None = None, revision: str | None = None
 ) -> TrainingForecast:
-    """What ``adapt_checkpoint`` would take with these options, and other ways to run it; nothing is read but headers.
+    """What ``adapt_checkpoint`` would take with these options, and other ways to run it; of the models
+    only headers are read, and the rows of files up to ``MOST_READ`` bytes are checked.
 
     device_memory: bytes of each device; None: what is free here, for each process of this machine. Raises what
     ``adapt_checkpoint`` does for models and options that do not go together.
@@ -95,6 +110,7 @@ def forecast_training(
     options.check()
     options.budget.check()
     options.check_data()
+    unread = check_rows(options)
     place = launched()
     size, local = (place.size, place.local_size) if place.size > 1 else (options.tp_size, options.tp_size)
     device = torch.device(options.device) if place.size == 1 else rank_device(options.device, place.local_rank)
@@ -104,7 +120,7 @@ def forecast_training(
         device_memory = free if on_gpu else free // local
     training, demand = task.training, demand_of(task)
     tokens = training.budget.tokens or training.about_steps * training.batch_size * training.seq_len
-    is_adapter = options.method == LORA
+    is_adapter, rate = options.method == LORA, RATE if on_gpu else cpu_rate(task.compute)
     return TrainingForecast(
         model=model,
         method=options.method,
@@ -119,8 +135,11 @@ def forecast_training(
         device_memory_bytes=device_memory,
         state_bytes=saved_bytes(demand.trained, training.keep),
         output_bytes=4 * demand.trained if is_adapter else task.checkpoint.weight_bytes,
+        unread=unread,
+        operations_per_s=rate,
+        is_on_gpu=on_gpu,
         ways=[
-            training_way(how, fitted(other, device_memory), tokens if on_gpu else None, device_memory)
+            training_way(how, fitted(other, device_memory), tokens, device_memory, rate, on_gpu)
             for how, other in ways(task, on_gpu)
         ],
     )
@@ -138,8 +157,10 @@ def ways(task: Task, on_gpu: bool) -> Iterator[tuple[str, Task]]:
                 yield kind.name(other), other
 
 
-def training_way(how: str, task: Task, tokens: int | None, device_memory: int | None) -> TrainingWay:
-    """tokens: to say the time for; None: it is unknown."""
+def training_way(
+    how: str, task: Task, tokens: int, device_memory: int | None, rate: float, on_gpu: bool
+) -> TrainingWay:
+    """rate: operations a second, of each process where it has a GPU; else of all, which share the cores."""
     demand, processes = demand_of(task), task.tp_size * task.data_ranks
     return TrainingWay(
         how=how,
@@ -148,5 +169,24 @@ def training_way(how: str, task: Task, tokens: int | None, device_memory: int | 
         memory_bytes=demand.total,
         memory_parts=demand.parts(),
         fits=None if device_memory is None else demand.total <= device_memory,
-        seconds=None if tokens is None else tokens * demand.operations / processes / RATE,
+        seconds=tokens * demand.operations / rate / (processes if on_gpu else 1),
     )
+
+
+def check_rows(options: RetrainOptions) -> list[str]:
+    """The sources that are too large to be read here, or streamed. Raises UserError for a file that cannot be read, and
+    for bad rows of others unless such are to be skipped."""
+    unread = []
+    for spec in (*options.data, *options.eval_data):
+        files = [] if spec.is_streamed else spec.files()
+        if not files or sum(Path(split_name(file)[0]).stat().st_size for file in files) > MOST_READ:
+            unread.append(spec.name)
+        else:
+            open_source(spec, options.skip_bad_rows)
+    return unread
+
+
+def cpu_rate(dtype: torch.dtype) -> float:
+    """Operations a second that a model reaches here and now, from a product timed."""
+    matrix = torch.ones(PRODUCT_WIDTH, PRODUCT_WIDTH, dtype=dtype)
+    return CPU_EFFICIENCY * 2 * PRODUCT_WIDTH**3 / min(timed(lambda: matrix @ matrix, matrix.device) for _ in range(3))

@@ -59,6 +59,7 @@ class Progress(Record):
 class TrainingFolder(WorkFolder):
     """Unfinished training: states named by their step, and metrics.jsonl."""
 
+    COMMAND = "adapt --method full or lora"
     CONTENT = (*WorkFolder.CONTENT, STEP, f"{STEP}.part", METRICS)
     ADVICE = "give the old value again, start again with --resume no"
 

@@ -62,6 +62,7 @@ class CalibrationDocument(FitResult):
 class CalibrationFolder(WorkFolder):
     """Timings of every group that is done, each in a file of its own."""
 
+    COMMAND = "calibrate"
     CONTENT = (ABOUT, ".*.json.*", "ranks-*.json")
     ADVICE = "delete it to begin again"
     OPTION = "--out"

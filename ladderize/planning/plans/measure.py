@@ -45,6 +45,7 @@ class MeasuredLayouts(WorkFolder):
     """What was measured so far: the summed nats of each window, by layout, on either windows."""
 
     TABLES = "layouts.json"
+    COMMAND = "plan"
     CONTENT = (*WorkFolder.CONTENT, TABLES)
 
     def tables(self) -> dict[str, dict[str, list[float]]]:

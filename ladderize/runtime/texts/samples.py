@@ -188,6 +188,7 @@ class SampleFile(WorkFolder):
     work folder's record says ``finished``: without samples it tells a run that only had to tidy up.
     """
 
+    COMMAND = "generate"
     CONTENT = (*WorkFolder.CONTENT, PART)
     OPTION = "--out"
 
