@@ -96,7 +96,9 @@ class Console:
         elif not sys.stderr.isatty():
             say(text)
             begun = time.monotonic()
-            with _said_every_minute(lambda: f"{text}: {human_seconds(time.monotonic() - begun)} so far"):
+            with _said_every_minute(
+                lambda: f"{text}: {human_seconds(time.monotonic() - begun)} so far", LOG_INTERVAL_S
+            ):
                 yield
         else:
             from rich.console import Console as RichConsole
@@ -124,7 +126,7 @@ class Console:
             yield lambda steps=1, detail="": None
         elif not sys.stderr.isatty():
             logged = _LoggedProgress(description, total, done, is_bytes)
-            with _said_every_minute(logged.line):
+            with _said_every_minute(logged.line, FIRST_LOG_S):
                 yield logged.advance
         else:
             with _bar(description, total, is_bytes, animated) as bar:
@@ -201,13 +203,13 @@ class _LoggedProgress:
 
 
 @contextlib.contextmanager
-def _said_every_minute(line: Callable[[], str]) -> Iterator[None]:
-    """Say ``line()`` each minute while the block runs, by a thread: one step of it may take longer. The first comes
-    after some seconds, so that short work says nothing."""
+def _said_every_minute(line: Callable[[], str], first_s: float) -> Iterator[None]:
+    """Say ``line()`` each minute while the block runs, by a thread: one step of it may take longer. first_s: until the
+    first line, so that short work says nothing."""
     ended, stderr = threading.Event(), sys.stderr  # of now: a library's output may be redirected meanwhile
 
     def speak() -> None:
-        pause = FIRST_LOG_S
+        pause = first_s
         while not ended.wait(pause):
             print(printable(line()), file=stderr, flush=True)
             pause = LOG_INTERVAL_S
