@@ -65,7 +65,7 @@ class FakeStep:
 
 def checked(found, wanted=None, schedule=None, dtype="float32", exact=None):
     own = check.outcome_of(wanted or FakeStep(a=[3.0, 4.0], b=[0.001]), ALONE)
-    reference = check.Reference(own, check.outcome_of(exact, ALONE) if exact is not None else own)
+    reference = check.StepReference(own, check.outcome_of(exact, ALONE) if exact is not None else own)
     spec = dataclasses.replace(SPEC, dtype=dtype)
     return check.check_step(found, reference, spec, schedule or Schedule("domino"), 2, ALONE)
 

@@ -122,7 +122,7 @@ def test_the_sweep_of_the_tutorial_fits_its_machine(tmp_path, monkeypatch):
     save_sparse(tmp_path / "llama-8b", read_shape("8b"))
     for name in ("wiki.txt", "wiki-test.txt"):
         (tmp_path / name).write_text("a" * 1_200_000)
-    (tmp_path / "chat.jsonl").write_text("{}\n")
+    (tmp_path / "chat.jsonl").write_text('{"text": "a row"}\n')
     for module in (builder, run):
         monkeypatch.setattr(module, "visible_gpus", lambda: list(map(str, range(8))))
     monkeypatch.setattr(builder, "file_sha256", lambda name: name.rpartition("/")[2])

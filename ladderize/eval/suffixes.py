@@ -104,27 +104,25 @@ class Suffixes:
         """ids: [batch, tokens] -> summed negative log-likelihoods in nats, float64 [batch, layouts]."""
         table = np.empty((len(ids), len(self.tree.layouts)))
         for members, nll in self.walk(ids, list(range(len(self.tree.layouts)))):
-            table[:, members] = nll[:, None]
+            table[:, members] = nll.cpu().numpy()[:, None]
         return table
 
-    def walk(self, ids: Tensor, members: list[int]) -> Iterator[tuple[list[int], np.ndarray]]:
+    def walk(self, ids: Tensor, members: list[int]) -> Iterator[tuple[list[int], Tensor]]:
         """The same of ``members``, layouts by their number, one after the other: those that are alike, and their
-        [batch]."""
+        [batch], on the device."""
         with torch.no_grad():
             state = self.blocks.embed(ids)
         return self._walk(0, state, members, ids)
 
     @torch.no_grad()
-    def _walk(
-        self, first: int, state: State, members: list[int], ids: Tensor
-    ) -> Iterator[tuple[list[int], np.ndarray]]:
+    def _walk(self, first: int, state: State, members: list[int], ids: Tensor) -> Iterator[tuple[list[int], Tensor]]:
         """Those that agree before layer ``first``, which ``state`` enters."""
         for layer in range(first, self.blocks.num_layers):
             *others, (step, members) = self.tree.parting(layer, members)
             for other, apart in others:
                 yield from self._walk(layer + 1, self._run(layer, other, state), apart, ids)
             state = self._run(layer, step, state)
-        yield members, self.blocks.nll(complete(state), ids).double().cpu().numpy()
+        yield members, self.blocks.nll(complete(state), ids)
 
     def _run(self, layer: int, step: LayerStep, state: State) -> State:
         entering, attention = step
@@ -208,12 +206,23 @@ def fill_table(
     def scored(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         nonlocal saved_at
         members = np.flatnonzero(np.isnan(table[rows]).any(0)).tolist()
-        for alike, nll in suffixes.walk(torch.from_numpy(windows[rows]), members):
+        known: list[tuple[list[int], Tensor]] = []  # on the device, where a copy would wait for all before it
+
+        def fill() -> None:
+            nll = torch.stack([one for _, one in known]).cpu().numpy()
             check_finite(float(nll.sum()), f"the log-likelihood of {data} under {blocks.checkpoint.folder}")
-            table[rows[:, None], alike] = nll[:, None]
+            for (alike, _), one in zip(known, nll, strict=True):
+                table[rows[:, None], alike] = one[:, None]
+            known.clear()
+
+        for one in suffixes.walk(torch.from_numpy(windows[rows]), members):
+            known.append(one)
             if time.monotonic() - saved_at > SAVE_SECONDS:
+                fill()
                 save()
                 saved_at = time.monotonic()
+        if known:
+            fill()
         return rows, table[rows]
 
     with console.progress(what, len(left)) as advance:

@@ -65,7 +65,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Reference:
+class StepReference:
     """What other schedules must give, and the same computed in float32: how far rounding takes it."""
 
     wanted: Outcome
@@ -89,7 +89,7 @@ def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
 
 def reference_outcome(
     open_step: OpenStep, spec: ModelSpec, collectives: Collectives, batch: Batch, group: Ranks
-) -> Reference:
+) -> StepReference:
     """What the other schedules of this model must give. Raises UserError where that is not a number."""
     step = open_step(spec, SEQUENTIAL, Blocking(collectives), batch)
     found = outcome_of(step, group)
@@ -98,7 +98,7 @@ def reference_outcome(
             f"{spec.name} in {spec.dtype}: the loss is {found.loss:.6g} and the norm of its gradients {found.norm:.6g},"
             " so nothing was timed; check its weights, or compute in float32"
         )
-    return Reference(found, found if spec.dtype == "float32" else outcome_of(step.in_float32(), group))
+    return StepReference(found, found if spec.dtype == "float32" else outcome_of(step.in_float32(), group))
 
 
 def check_sent(step: ModelStep, recording: Recording, what: str) -> None:
@@ -116,7 +116,7 @@ def check_sent(step: ModelStep, recording: Recording, what: str) -> None:
 
 
 def check_step(
-    step: ModelStep, reference: Reference, spec: ModelSpec, schedule: Schedule, rows: int, group: Ranks
+    step: ModelStep, reference: StepReference, spec: ModelSpec, schedule: Schedule, rows: int, group: Ranks
 ) -> GradientAgreement:
     """Raise UserError unless the step's loss and gradients are the reference's; returns the differences seen.
 
@@ -143,7 +143,7 @@ def step_name(spec: ModelSpec, schedule: Schedule) -> str:
     return f"{spec.name} by the schedule {schedule.name}"
 
 
-def _worst(found: Outcome, reference: Reference) -> tuple[float, float, float, str]:
+def _worst(found: Outcome, reference: StepReference) -> tuple[float, float, float, str]:
     """Of the tensor that is nearest to its tolerance, or furthest over it: how near, its relative difference, its
     tolerance, its name. NaN counts as infinite, and so does a gradient that only one of the two has."""
     wanted, exact = reference.wanted, reference.exact.gradients
