@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ladderize.console import SILENT
 from ladderize.files.temporaries import temporary_folder
@@ -61,7 +62,9 @@ def test_two_ranks_over_gloo_show_the_overlap(tmp_path):
     done = bench(tmp_path, *given, "--profile", traces, "--out", out, LADDERIZE_VLLM_BACKEND="gloo")
     assert done.returncode == 0, done.stderr
     document = json.loads(out.read_text())
-    assert (document["backend"], document["messages"]) == ("vLLM's shared memory", "gloo")
+    # vLLM's kernels for processors without AVX512 have no sums over shared memory
+    own = "vLLM's shared memory" if torch.cpu._is_avx512_supported() else "gloo over lo"
+    assert (document["backend"], document["messages"]) == (own, "gloo")
     for row in document["rows"]:
         assert all(row["overlap"][phase]["in_flight_ms"] > 0 for phase in ("prefill", "decode"))
     layers, passes = SMALL["num_hidden_layers"], 5
