@@ -223,7 +223,7 @@ def check_tensors(checkpoint: Checkpoint) -> list[str]:
 
 
 def _why_missing(name: str, found: Collection[str]) -> str:
-    """What a user can do where the tensor ``name`` is not among those ``found``."""
+    """Return what a user can do where the tensor ``name`` is not among those ``found``."""
     if (other := next((other for other in found if other.endswith(f".{name}")), None)) is not None:
         return (
             f"the names begin with {other.removesuffix(name)!r}, which a wrapper such as torch.compile's or DDP's puts"
@@ -239,7 +239,7 @@ def _why_missing(name: str, found: Collection[str]) -> str:
 
 
 def _how_to_fit(name: str, stored: tuple[int, ...], asked: tuple[int, ...]) -> str:
-    """What a user can do where only the sizes of the vocabulary differ; else nothing."""
+    """Return what a user can do where only the sizes of the vocabulary differ; else nothing."""
     if name not in (EMBEDDING, HEAD) or stored[1:] != asked[1:]:
         return ""
     return (

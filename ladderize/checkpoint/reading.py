@@ -78,7 +78,7 @@ class TensorInfo:
 
     @property
     def is_stored(self) -> bool:
-        """Whether its values are in the file."""
+        """Return whether its values are in the file."""
         return self.nbytes > 0 or self.numel == 0
 
 
@@ -174,7 +174,7 @@ def read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def second_weights(folder: Path) -> str | None:
-    """Of a folder with a single weight file and the complete shards of an index: which of the two count."""
+    """Return which counts in a folder with a single weight file and the complete shards of an index; else None."""
     if not (is_there(folder / WEIGHTS) and is_there(folder / INDEX)):
         return None
     try:

@@ -108,15 +108,15 @@ class Suffixes:
         return table
 
     def walk(self, ids: Tensor, members: list[int]) -> Iterator[tuple[list[int], Tensor]]:
-        """The same of ``members``, layouts by their number, one after the other: those that are alike, and their
-        [batch], on the device."""
+        """Yield ``members``, layouts by their number, a group of equal ones after the other, and the group's summed
+        negative log-likelihood [batch], on the device."""
         with torch.no_grad():
             state = self.blocks.embed(ids)
         return self._walk(0, state, members, ids)
 
     @torch.no_grad()
     def _walk(self, first: int, state: State, members: list[int], ids: Tensor) -> Iterator[tuple[list[int], Tensor]]:
-        """Those that agree before layer ``first``, which ``state`` enters."""
+        """Yield the same of layouts that agree before layer ``first``, which ``state`` enters."""
         for layer in range(first, self.blocks.num_layers):
             *others, (step, members) = self.tree.parting(layer, members)
             for other, apart in others:

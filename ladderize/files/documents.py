@@ -1,6 +1,5 @@
 """Result files: written whole or not at all, as often as there is something new."""
 
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from ladderize.console import SCHEMA_VERSION, to_json
 from ladderize.errors import UserError
 from ladderize.files.parsing import JSON_WORDS, parse_json, read_yaml
 from ladderize.files.regular import names_a_file, read_bytes, resolved, split_name
-from ladderize.files.temporaries import replacement
+from ladderize.files.temporaries import replacement, why_unwritable
 
 
 def check_writable(path: Path, option: str = "--out", *, inputs: Iterable[str | Path | None] = ()) -> None:
@@ -28,11 +27,8 @@ def check_writable(path: Path, option: str = "--out", *, inputs: Iterable[str | 
     parent = path.parent
     if not parent.is_dir():
         raise UserError(f"{option} {path}: the folder {parent} does not exist")
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None
+    if (why := why_unwritable(parent)) is not None:
+        raise UserError(f"{option} {path} cannot be written: {why}")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase, RawIOBase
@@ -19,7 +18,7 @@ from pathlib import Path
 from ladderize.errors import UserError
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import open_regular, resolved
-from ladderize.files.temporaries import fsync, fsync_tree, locked_folder, remove_abandoned, try_lock
+from ladderize.files.temporaries import fsync, fsync_tree, locked_folder, remove_abandoned, try_lock, why_unwritable
 
 COPIED_AT_ONCE = 64 << 20
 AT_FDCWD, RENAME_EXCHANGE, FICLONE = -100, 2, 0x40049409
@@ -56,11 +55,8 @@ def check_target(
         if (what := foreign(out)) is not None:
             raise UserError(f"OUT {out} {what}, so --overwrite does not replace it")
     parent = existing_parent(out)
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise UserError(f"OUT {out} cannot be written: {parent} takes no files ({error.strerror})") from None
+    if (why := why_unwritable(parent)) is not None:
+        raise UserError(f"OUT {out} cannot be written: {parent} takes no files ({why})")
     return out
 
 

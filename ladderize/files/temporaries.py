@@ -19,6 +19,16 @@ from typing import IO
 ADOPTED = "ladderize"  # a file in a folder that a library has made for us
 
 
+def why_unwritable(folder: Path) -> str | None:
+    """Return the system's reason why no file can be made in ``folder``; None where one can. Root may write where
+    permissions say no, and not where no file can be, so one is made."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror
+
+
 def try_lock(descriptor: int) -> bool:
     """Lock an open file or folder for this process; False if another one holds it, or the file system has no locks."""
     try:

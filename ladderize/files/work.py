@@ -77,7 +77,7 @@ class WorkFolder:
             self.write_about(made_folder=self.about.get("made_folder", made))
 
     def _whose(self) -> str:
-        """What is wrong with a folder that is not this command's."""
+        """Return what is wrong with a folder that is not this command's."""
         about = read_own(self.folder / ABOUT)
         if about.get("command", self.COMMAND) == self.COMMAND:
             return f"{self.folder} is not empty and not a folder of unfinished work; choose another {self.OPTION}"

@@ -66,13 +66,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class StepReference:
-    """What other schedules must give, and the same computed in float32: how far rounding takes it."""
+    """Holds what other schedules must give, and the same computed in float32: how far rounding takes it."""
 
     wanted: Outcome
     exact: Outcome
 
     def loss_rounding(self, spec: ModelSpec) -> float:
-        """What rounding does to the loss, relative; at least one rounding, since a mean may be exact by chance."""
+        """Return what rounding does to the loss, relative: at least one rounding, a mean may be exact by chance."""
         least = 0.0 if spec.dtype == "float32" else torch.finfo(spec.torch_dtype).eps
         return max(least, _relative(self.wanted.loss, self.exact.loss))
 
@@ -144,8 +144,8 @@ def step_name(spec: ModelSpec, schedule: Schedule) -> str:
 
 
 def _worst(found: Outcome, reference: StepReference) -> tuple[float, float, float, str]:
-    """Of the tensor that is nearest to its tolerance, or furthest over it: how near, its relative difference, its
-    tolerance, its name. NaN counts as infinite, and so does a gradient that only one of the two has."""
+    """Return, of the tensor nearest to its tolerance or furthest over it, how near it is, its relative difference, its
+    tolerance and its name. NaN counts as infinite, and so does a gradient that only one of the two has."""
     wanted, exact = reference.wanted, reference.exact.gradients
     if missing := found.gradients.keys() ^ wanted.gradients.keys():
         return math.inf, math.inf, _FLOAT32, min(missing)
