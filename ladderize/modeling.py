@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ladderize.checkpoint.config import is_tied
 from ladderize.checkpoint.opening import open_model
-from ladderize.checkpoint.quantised import QUANTISATION_KEYS, quantisation_of
+from ladderize.checkpoint.quantised import quantisation_of
 from ladderize.checkpoint.reading import has_tokenizer
 from ladderize.errors import UserError
 from ladderize.families.base import Family
@@ -95,13 +94,9 @@ def load(
         trust_remote_code = False
     if device is not None:
         kwargs["device_map"] = {"": device}
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    for name in ("_attn_implementation", "_experts_implementation"):  # names that transformers may fetch code for
-        setattr(config, name, None)
-    if not any(taken.get(key) for key in QUANTISATION_KEYS):
-        config.__dict__.pop("quantization_config", None)  # an empty one, which transformers refuses
-    if find_family(taken) is not None:
-        config.tie_word_embeddings = is_tied(taken)
+    # what transformers would read itself says more than counts (checkpoint/opening.py): of it the class alone is taken
+    kind = type(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+    config = kind.from_dict(dict(taken))
     return AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, **kwargs
     ).eval()
