@@ -57,6 +57,14 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
     return FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
 
 
+def compute_dtype(asked: str, stored: str) -> torch.dtype:
+    """Return the dtype to train in weights that are stored as ``stored``. asked: a dtype's name, or auto: float32 where
+    weights are stored so, else bfloat16."""
+    auto = "float32" if stored in ("float32", "float64") else "bfloat16"
+    dtype: torch.dtype = getattr(torch, auto if asked == "auto" else asked)
+    return dtype
+
+
 def read_windows(
     checkpoint: Checkpoint, file: str, *, seq_len: int | None, samples: int | None, seed: int
 ) -> np.ndarray:

@@ -2,24 +2,19 @@
 
 import importlib
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
-
-from typer import BadParameter
+from typing import TYPE_CHECKING
 
 from ladderize.adapt.align.options import AlignOptions
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions, WindowOptions
-from ladderize.adapt.lora.config import LoraOptions
-from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, FULL, LORA, Method, ScheduleKind
-from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
-from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, DeviceName, argument, check_options, flag, option
+from ladderize.adapt.lora import LoraOptions
+from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, FULL, LORA, Method
+from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
+from ladderize.choices import AS_JSON, OVERWRITE, DeviceName, argument, check_options, flag, option
 from ladderize.commands.builder import (
     DATA,
     MEMORY,
     METHOD,
-    MODELS,
     OPTIMISATION,
     OUTPUT,
     VALIDATION,
@@ -37,7 +32,6 @@ from ladderize.commands.shared import (
     start_server,
 )
 from ladderize.console import Console
-from ladderize.convert.weights import parse_size
 from ladderize.errors import UsageError
 from ladderize.runtime.schedule import Schedule, ScheduleName
 
@@ -45,19 +39,6 @@ if TYPE_CHECKING:
     from ladderize.adapt.blockwise.rewrite import LayerMethod
 
 SHOWN_ROWS = 4  # of --show-data
-PRESETS: dict[str, dict[str, Any]] = {
-    # Ladder Residual, arXiv 2501.06589, section 4: supervised fine-tuning of Llama-3.1-8B-Instruct
-    "ladder-paper": {"lr": 5e-6, "warmup_steps": 200, "lr_schedule": "cosine", "max_tokens": "3B"},
-}
-
-
-def schedule_name(text: str) -> str:
-    """The value of --schedule; raises typer's BadParameter. The learning rate's schedule was called so before."""
-    if text in get_args(ScheduleKind):
-        raise BadParameter(f"{text!r} is a schedule of the learning rate; write --lr-schedule {text}")
-    if text not in get_args(ScheduleName):
-        raise BadParameter(f"{text!r} is not one of {', '.join(map(repr, get_args(ScheduleName)))}.")
-    return text
 
 
 @dataclass(frozen=True)
@@ -72,60 +53,21 @@ class AdaptArguments:
     train: str | None = None
     distill_from: str | None = None
     device: DeviceName | None = None
-    threads: int | None = None
-    dry_run: bool = option(
-        "Show what it would take (memory of each process, disk, time), and what would take less, and stop. No weights"
-        " are read.",
-        False,
-    )
-    device_memory: int | None = option(
-        "Memory of a device, such as 80GB, that --dry-run compares with.",
-        metavar="SIZE",
-        parse=partial(parse_size, option="--device-memory"),
-        shown="what is free here",
-        needs="dry_run",
-    )
-    plot: Path | None = option("Draw the training curves: STEM.png and STEM.svg.", metavar="STEM")
+    dry_run: bool = option("Show what it would take (memory, disk), and stop. No weights are read.", False)
     overwrite: bool = option(OVERWRITE, False, help="Replace OUT if it is a checkpoint (lora: an adapter).")
-    verify: bool = option(NO_VERIFY, True)
-    revision: str | None = option(REVISION)
     as_json: bool = option(AS_JSON, False)
-
-    @property
-    def writing(self) -> dict[str, Any]:
-        """What every function that writes OUT is asked besides."""
-        return {"overwrite": self.overwrite, "verify": self.verify, "revision": self.revision}
 
 
 @dataclass(frozen=True)
 class RetrainArguments:
     """What retraining heeds besides."""
 
-    preset: Literal["ladder-paper"] | None = option(
-        "Values of a paper for options not given: lr 5e-6, 200 warm-up steps, cosine, 3B tokens."
-    )
-    show_data: bool = option("Print the first rows of the first batch, decoded, and stop.", False)
-    show_data_rows: int | None = option(
-        "Rows that --show-data prints.", min=1, shown=str(SHOWN_ROWS), needs="show_data"
-    )
+    show_data: bool = option(f"Print the first {SHOWN_ROWS} rows of the data, decoded, and stop.", False)
     schedule: ScheduleName = option(
-        "When sub-modules run, with --tp-size: sequential, or domino, which cuts a micro-batch into parts and runs"
-        " one's all-reduces under the others' compute. The result is the same (with --lora-dropout: other masks).",
+        "When sub-modules run, with --tp-size: sequential, or domino, which cuts a micro-batch in two and runs"
+        " one half's all-reduces under the other's compute. The result is the same (with --lora-dropout: other masks).",
         Schedule.name,
-        metavar="NAME",
-        kind=str,
-        parser=schedule_name,
         shown=Schedule.name,
-    )
-    domino_chunks: int | None = option(
-        "Domino: parts of a micro-batch: of its rows, or of the tokens of its one row.",
-        min=2,
-        shown=str(Schedule.chunks),
-    )
-    domino_columns: int | None = option(
-        "Domino: parts of each sub-module's output, every one with an all-reduce of its own.",
-        min=1,
-        shown=str(Schedule.columns),
     )
 
 
@@ -142,19 +84,17 @@ OPTIONS: dict[Method, tuple[type, ...]] = {
     AdaptArguments,
     *chain.from_iterable(OPTIONS.values()),
     panels={
-        DATA: "data seq_len no_packing skip_bad_rows show_data show_data_rows samples seed",
-        METHOD: "method distill_from train preset distill_weight hidden_weight temperature align ridge random_share"
-        " lora_rank lora_alpha lora_dropout lora_targets",
-        OPTIMISATION: "max_tokens max_steps batch_size lr lr_schedule warmup_steps min_lr weight_decay max_gradient"
-        " epochs patience",
-        VALIDATION: "eval_data heldout eval_every save_every keep write resume",
-        MEMORY: "dry_run device_memory micro_batch_size gradient_checkpointing tp_size schedule domino_chunks"
-        " domino_columns attention max_memory dtype device threads",
-        OUTPUT: "log_with log_dir plot work_dir overwrite no_verify json",
-        MODELS: "revision",
+        DATA: "data seq_len samples show_data seed",
+        METHOD: "method distill_from train distill_weight hidden_weight align lora_rank lora_alpha lora_dropout"
+        " lora_targets",
+        OPTIMISATION: "max_tokens max_steps batch_size lr lr_schedule warmup_steps weight_decay max_grad_norm",
+        VALIDATION: "eval_data heldout eval_every write resume",
+        MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule attention dtype device",
+        OUTPUT: "log_with work_dir overwrite json",
     },
     short="data seq_len show_data dry_run method distill_from train hidden_weight align lora_rank max_tokens max_steps"
-    " lr eval_data resume micro_batch_size gradient_checkpointing tp_size dtype device plot overwrite json config",
+    " lr eval_data resume micro_batch_size gradient_checkpointing tp_size dtype device overwrite json config",
+    left_out="ridge random_share max_memory epochs patience",
 )
 def adapt(given: GivenOptions) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
@@ -166,17 +106,14 @@ def adapt(given: GivenOptions) -> None:
     with console.stage(LOADING):
         check_effect(own.method, given)
         start_server(1 if own.dry_run else given.params["tp_size"])
-        home = {BLOCKS: "blockwise.distill", ALIGN: "align.align"}.get(own.method, "retrain.run")
+        home = {BLOCKS: "blockwise.distill", ALIGN: "align.align"}.get(own.method, "train.run")
         importlib.import_module(f"ladderize.adapt.{home}")
     if own.dry_run:
-        _forecast(given, own, console)
-        return
-    if own.plot is not None:
-        from ladderize.figure import check_plot
-
-        check_plot(own.plot)
-    run = _retrain if own.method in (FULL, LORA) else _rewrite
-    run(given, own, console)
+        _estimate(given, own, console)
+    elif own.method in (FULL, LORA):
+        _retrain(given, own, console)
+    else:
+        _rewrite(given, own, console)
 
 
 def check_effect(method: Method, given: GivenOptions) -> None:
@@ -186,19 +123,17 @@ def check_effect(method: Method, given: GivenOptions) -> None:
     for name in given.names:
         if name in known - heeded:
             raise UsageError(f"{flag(name)} has no effect with --method {method}")
-    if method == LORA and "no_verify" in given.names:
-        raise UsageError("--no-verify has no effect with --method lora: an adapter cannot be loaded alone")
 
 
 def adapt_options(given: GivenOptions) -> RetrainOptions | WindowOptions:
-    """The options of the method, checked as far as they alone decide. Raises UsageError."""
+    """Return the options of the method, checked as far as they alone decide. Raises UsageError."""
     own = given.fill(AdaptArguments)
     check_effect(own.method, given)
     return retrain_options(given) if own.method in (FULL, LORA) else _window_options(given, own)
 
 
 def _window_options(given: GivenOptions, own: AdaptArguments) -> WindowOptions:
-    """Of methods that work layer by layer, on windows of data."""
+    """Return those of methods that work layer by layer, on windows of data."""
     if own.distill_from is None:
         raise UsageError(
             f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from"
@@ -212,26 +147,22 @@ def _window_options(given: GivenOptions, own: AdaptArguments) -> WindowOptions:
     return given.fill(BlockwiseOptions, data=data[0], layers=layers, distill=given.fill(DistillOptions))
 
 
-def _forecast(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
-    """--dry-run."""
+def _estimate(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
+    """Show what --dry-run asks for."""
     from ladderize.adapt.blockwise.rewrite import LayerForecast, forecast_layers
-    from ladderize.adapt.retrain.forecast import TrainingForecast, forecast_training
+    from ladderize.adapt.train.memory import TrainingEstimate, estimate_training
 
     options = adapt_options(given)
-    about: dict[str, Any] = {"device_memory": own.device_memory, "revision": own.revision}
-    found: TrainingForecast | LayerForecast
+    found: TrainingEstimate | LayerForecast
     if isinstance(options, RetrainOptions):
-        found = forecast_training(own.model, options, **about)
+        found = estimate_training(own.model, options)
     else:
-        found = forecast_layers(_layer_method(own.method), own.model, own.distill_from or "", options, **about)
+        found = forecast_layers(_layer_method(own.method), own.model, own.distill_from or "", options)
     console.document(found.to_dict())
     console.prose(found.text())
-    if isinstance(found, TrainingForecast):
-        console.result("")
-        console.table(found.rows(), right=["rows at once", "memory of each process", "time"])
 
 
-def _layer_method(method: Method) -> "LayerMethod[Any, Any]":
+def _layer_method(method: Method) -> "LayerMethod":
     if method == ALIGN:
         from ladderize.adapt.align.align import Aligning
 
@@ -247,10 +178,11 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None
     assert isinstance(options, WindowOptions)
     assert out is not None
     assert dense is not None
-    start_on(own.device, own.threads)
+    start_on(own.device, None)
     from ladderize.adapt.blockwise.rewrite import perplexity_rows, rewrite
 
-    document = rewrite(_layer_method(own.method), own.model, out, dense, options, console=console, **own.writing)
+    method = _layer_method(own.method)
+    document = rewrite(method, own.model, out, dense, options, console=console, overwrite=own.overwrite)
     if document is None:
         return
     console.document(document.to_dict())
@@ -262,7 +194,6 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None
     console.prose(document.MEANING)
     console.prose(document.target)
     console.result(f"wrote {document.out}")
-    _draw(document.out, own.plot, console)
     adapted = f"{out.rstrip('/')}-adapted"
     retrain = retrain_command(out, adapted, dense, given.params["data"][0], align=False)
     steps = [("retrain from there", retrain)] if own.method == ALIGN else []
@@ -271,23 +202,21 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None
 
 def _retrain(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
     options = retrain_options(given)
-    start_on(own.device, own.threads)
-    from ladderize.adapt.retrain.run import adapt_checkpoint, show_data_of
+    start_on(own.device, None)
+    from ladderize.adapt.train.run import adapt_checkpoint, show_data_of
 
     if given.params["show_data"]:
-        rows = given.params["show_data_rows"] or SHOWN_ROWS
-        text, document = show_data_of(own.model, options, own.revision, rows)
+        text, document = show_data_of(own.model, options, None, SHOWN_ROWS)
         console.document(document)
         console.result(text)
         return
     out = own.out
     assert out is not None
-    adaptation = adapt_checkpoint(own.model, out, options, console=console, **own.writing)
+    adaptation = adapt_checkpoint(own.model, out, options, console=console, overwrite=own.overwrite)
     if adaptation is not None:
         console.document(adaptation.to_dict())
         console.result(adaptation.summary())
         console.result(f"wrote {out}{' (an adapter)' if options.method == LORA else ''}")
-        _draw(out, own.plot, console)
         if options.method == LORA:
             show_next(console, ("make a checkpoint of it", command_line("merge", out, f"{out.rstrip('/')}-merged")))
         else:
@@ -295,17 +224,12 @@ def _retrain(given: GivenOptions, own: AdaptArguments, console: Console) -> None
 
 
 def retrain_options(given: GivenOptions) -> RetrainOptions:
-    """The options of retraining, checked, with the preset's values where none were given."""
-    for name, value in PRESETS.get(given.params["preset"], {}).items():
-        is_budget = name == "max_tokens" and given.params["max_steps"] is not None
-        if name not in given.names and not is_budget:
-            given.params[name] = value
+    """Return the options of retraining, checked."""
     _check_retraining(given)
     more = given.fill(RetrainArguments)
     check_options(more)
-    is_taught = given.params["distill_from"] is not None
     objective = given.fill(Objective)
-    if is_taught and "distill_weight" not in given.names:
+    if given.params["distill_from"] is not None and "distill_weight" not in given.names:
         objective = replace(objective, distill_weight=1.0)
     budget = given.fill(Budget)
     if not more.show_data:
@@ -315,7 +239,7 @@ def retrain_options(given: GivenOptions) -> RetrainOptions:
         objective=objective,
         lora=given.fill(LoraOptions),
         budget=budget,
-        schedule=given.fill(Schedule, prefix="domino_", name=more.schedule),
+        schedule=Schedule(more.schedule),
     )
     options.check()
     return options
@@ -325,21 +249,10 @@ def _check_retraining(given: GivenOptions) -> None:
     """Raise UsageError for options that were given and take no effect together, whatever their values."""
     params = given.params
     for name in given.names:
-        if name in ("domino_chunks", "domino_columns") and params["schedule"] != "domino":
-            raise UsageError(f"{flag(name)} has no effect without --schedule domino")
         if name in names_of(Objective) and params["distill_from"] is None:
             raise UsageError(f"{flag(name)} has no effect without --distill-from")
-        if name == "plot" and params["show_data"]:
-            raise UsageError("--plot has no effect with --show-data, which trains nothing")
-        if name in ("write", "eval_every") and params["heldout"] == 0:
+        if name == "write" and params["heldout"] == 0:
             raise UsageError(f"{flag(name)} has no effect with --heldout 0, where nothing is validated on")
-
-
-def _draw(out: str, stem: Path | None, console: Console) -> None:
-    if stem is not None:
-        from ladderize.adapt.retrain.curves import draw_curves, read_curves
-
-        console.note(f"wrote {' and '.join(map(str, draw_curves([read_curves(Path(out))], stem)))}")
 
 
 def _measure(given: GivenOptions, own: AdaptArguments, out: str) -> tuple[str, str]:

@@ -146,17 +146,18 @@ def names_of(kind: type, prefix: str = "") -> set[str]:
 
 
 def command(
-    *kinds: type, panels: Mapping[str, str], short: str = "", configurable: bool = True
+    *kinds: type, panels: Mapping[str, str], short: str = "", configurable: bool = True, left_out: str = ""
 ) -> Callable[[Callable[[GivenOptions], None]], Any]:
     """Make a function the command that has the options of these dataclasses; where several have one of the same name,
     the first describes it.
 
     panels: titles of the help, each with its options in their order. short: the options that -h shows; none: all.
-    configurable: with --config and --print-config.
+    configurable: with --config and --print-config. left_out: options that only Python has.
     """
 
     def decorate(function: Callable[[GivenOptions], None]) -> Any:
         left = {parameter_name(field): (kind, field) for kind in reversed(kinds) for field in described(kind)}
+        left = {name: known for name, known in left.items() if name not in left_out.split()}
         arguments = [name for name, (_, field) in left.items() if field.metadata[OPTION].positional]
         placed = [(name, "") for name in arguments]
         placed += [(name, panel) for panel, names in panels.items() for name in names.split()]

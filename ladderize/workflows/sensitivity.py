@@ -39,7 +39,6 @@ from ladderize.files.work import WorkFolder, differences, work_folder
 from ladderize.layout import Layout
 from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks, join_ranks
-from ladderize.ranks.training import check_launch_of_measuring
 from ladderize.workflows.aligned_layouts import AlignedLayouts, describe_alignment, fill_aligned, windows_to_align_on
 
 Content = Mapping[str, Any]  # of the file
@@ -263,7 +262,6 @@ def _written(
 ) -> Measured:
     """What ``measure`` makes of an earlier content of the file, or of the work beside it. remark: about a file that is
     complete."""
-    check_launch_of_measuring("sensitivity")
     ranks = join_ranks(options.device)
     out = out.expanduser()
     if ranks.is_main:

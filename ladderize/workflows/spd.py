@@ -28,7 +28,7 @@ from ladderize.adapt.blockwise.measures import HeldoutMeasures, LayerAt, heldout
 from ladderize.adapt.blockwise.options import DistillSettings
 from ladderize.adapt.blockwise.rewrite import CheckpointRun, MethodRecord, WindowData, measured_note
 from ladderize.adapt.blockwise.windows import Windows, training_windows
-from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
+from ladderize.blocks import Blocks, compute_dtype, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import Dtype
@@ -45,7 +45,6 @@ from ladderize.files.documents import read_json, write_json
 from ladderize.files.records import Record
 from ladderize.layout import Layout, check_split, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
-from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 from ladderize.workflows.sensitivity import measure_sensitivity
 from ladderize.workflows.spd_options import SpdOptions
 
@@ -110,7 +109,6 @@ def spd(
     launch, torchrun) all share the work, and rank 0 writes.
     """
     model, out, training = str(model), str(out), options.training
-    check_launch_of_blocks()
     training.source.files()  # that they are there
     ranks = join_ranks(training.device)
     checkpoint = open_checkpoint(model, options.revision)

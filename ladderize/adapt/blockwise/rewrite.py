@@ -15,7 +15,7 @@ from ladderize.adapt.blockwise.options import WindowOptions
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.adapt.data.sources import source_sha256
 from ladderize.adapt.teacher import check_improved, check_pair, check_related, target_text
-from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
+from ladderize.blocks import Blocks, compute_dtype, open_checkpoint, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import Console, code_span, human_bytes, to_json
@@ -32,7 +32,6 @@ from ladderize.layout import Layout, format_ranges
 from ladderize.memory import available_bytes
 from ladderize.ranks.environment import launched
 from ladderize.ranks.group import Ranks, join_ranks
-from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 
 # ---- documents ----
 
@@ -313,16 +312,12 @@ def rewrite(
     verify: bool,
     revision: str | None,
     console: Console,
-    before_training: bool = False,
 ) -> Document | None:
     """Rewrite ``model``'s layers with the dense ``teacher_name`` at hand and write the result to ``out``; returns the
     document, on other ranks than 0 None.
 
     Several processes (accelerate launch, torchrun) share the work; rank 0 writes. A killed run goes on where it was.
-    before_training: whatever a launcher says of FSDP is about the training that follows.
     """
-    if not before_training:
-        check_launch_of_blocks()
     model, out, teacher_name = str(model), str(out), str(teacher_name)
     options.source.files()  # that they are there
     ranks = join_ranks(options.device)

@@ -27,7 +27,6 @@ from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import already_started, launched
 from ladderize.ranks.group import Ranks, join_ranks
-from ladderize.ranks.training import check_launch_of_measuring
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -168,7 +167,6 @@ def evaluation_ranks(options: EvalOptions) -> Ranks:
         raise UsageError("--backend vllm starts its own processes; run ladderize eval without a launcher")
     if not already_started():
         return Ranks(0, 1, torch.device(device))
-    check_launch_of_measuring("eval")
     size = launched().size
     if options.backend == "runtime" and options.tp_size != size:
         raise UserError(

@@ -1,6 +1,5 @@
 """What a retraining is about: models, layers and options, checked against each other before anything is loaded."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,34 +8,26 @@ from typing import Any
 import torch
 
 from ladderize.adapt.data.sources import source_identity
-from ladderize.adapt.data.stream import Stream
-from ladderize.adapt.lora.config import lora_config
+from ladderize.adapt.lora import lora_config
 from ladderize.adapt.methods import CONVERTED, LORA
-from ladderize.adapt.retrain.hf_model import check_attention, trained_tensors
-from ladderize.adapt.retrain.options import RetrainOptions, TrainOptions
 from ladderize.adapt.teacher import check_pair
-from ladderize.blocks import open_checkpoint, stored_dtype
+from ladderize.adapt.train.options import RetrainOptions, TrainOptions
+from ladderize.adapt.train.student import check_attention, trained_tensors
+from ladderize.blocks import compute_dtype, open_checkpoint, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import human_bytes
 from ladderize.convert.retraining import read_retrainings
 from ladderize.errors import UserError
-from ladderize.files import output
 from ladderize.files.work import run_digest
 from ladderize.layout import Layout, parse_ranges
 from ladderize.modeling import tokenizer_hash
-from ladderize.ranks.group import Ranks
-from ladderize.ranks.training import compute_dtype, wants_fsdp
-from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import check_runnable
 from ladderize.runtime.training.model import check_trainable
-
-METRICS_BYTES = 250  # of a step's line in metrics.jsonl
 
 
 @dataclass(frozen=True)
 class RetrainJob:
-    """What every rank is to do. Its fields are the arguments of ``adapt_checkpoint``."""
+    """The arguments of ``adapt_checkpoint``, which every rank is given."""
 
     model: str
     out: str
@@ -47,9 +38,21 @@ class RetrainJob:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What the launcher decides. device: its type. processes: all of them. precision: Accelerate's mixed precision.
+    accumulation: Accelerate's gradient accumulation steps; 1: it was told of none. sharded: by FSDP or DeepSpeed."""
+
+    device: str
+    processes: int = 1
+    precision: str = "no"
+    accumulation: int = 1
+    sharded: bool = False
+
+
+@dataclass(frozen=True)
 class Task:
     """What is retrained and how, opened and checked; nothing is loaded yet. everything: embedding, norm and LM head
-    too. sharded: over the ``data_ranks``, which read different data, by FSDP2."""
+    too."""
 
     model: str
     checkpoint: Checkpoint
@@ -60,18 +63,17 @@ class Task:
     options: RetrainOptions
     training: TrainOptions
     compute: torch.dtype
-    sharded: bool
-    data_ranks: int
+    launch: Launch
 
     @property
-    def tp_size(self) -> int:
-        """Processes that share one copy of the model."""
-        return self.options.tp_size
+    def is_lora(self) -> bool:
+        return self.options.method == LORA
 
     @property
-    def schedule(self) -> Schedule:
-        """Of the sub-modules."""
-        return self.options.schedule
+    def stored(self) -> torch.dtype:
+        """The dtype in which OUT holds what is trained; an adapter is float32."""
+        dtype: torch.dtype = torch.float32 if self.is_lora else getattr(torch, stored_dtype(self.checkpoint))
+        return dtype
 
     @property
     def sources(self) -> list[Checkpoint]:
@@ -85,20 +87,17 @@ class Task:
     @property
     def trained(self) -> frozenset[str]:
         """Tensors that full retraining changes."""
-        if self.options.method == LORA:
-            return frozenset()
-        return trained_tensors(self.checkpoint.tensors, self.layers, self.everything)
+        return (
+            frozenset() if self.is_lora else trained_tensors(self.checkpoint.tensors, self.layers, self.everything)
+        )
 
     @property
     def lora(self) -> Any:
-        return (
-            lora_config(self.checkpoint.config, self.layers, self.options.lora) if self.options.method == LORA else None
-        )
+        return lora_config(self.checkpoint.config, self.layers, self.options.lora) if self.is_lora else None
 
 
-def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str | None) -> Task:
-    """Check models and options against each other; raises UserError or LayoutError. The ranks say nothing to each
-    other."""
+def open_task(model: str, options: RetrainOptions, launch: Launch, revision: str | None) -> Task:
+    """Check models and options against each other; raises UserError or LayoutError."""
     checkpoint = open_checkpoint(model, revision)
     layout = Layout.from_config(checkpoint.config)
     if layout.is_dense:
@@ -111,12 +110,28 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
             check_teaches(checkpoint, teacher, model, options)
     if (teacher is not None) != options.objective.has_teacher:
         raise UserError("distill_from (the teacher) and distill_weight or hidden_weight must be given together")
-    check_runnable(checkpoint.config, layout, options.tp_size)
-    if options.tp_size > 1:
+    tp_size = options.tp_size
+    check_runnable(checkpoint.config, layout, tp_size)
+    if tp_size > 1:
         check_trainable(checkpoint.config)
-    data_ranks = ranks.groups_of(options.tp_size)
-    compute = compute_dtype(options.dtype, stored_dtype(checkpoint))
-    check_attention(options.attention, ranks.device.type, compute)
+        if launch.sharded:
+            raise UserError(
+                f"--tp-size {tp_size} shares the model out over the processes already, and accelerate launch asks for"
+                " FSDP or DeepSpeed, too; leave one of them out"
+            )
+    if launch.processes % tp_size:
+        raise UserError(
+            f"--tp-size {tp_size} does not divide the {launch.processes} processes that the launcher started; start a"
+            " multiple of it"
+        )
+    if launch.precision not in ("no", "bf16"):
+        raise UserError(
+            f"accelerate launch asks for mixed_precision {launch.precision}, whose range is too small for training;"
+            " take bf16 or no"
+        )
+    launched = "bfloat16" if options.dtype == "auto" and launch.precision == "bf16" else options.dtype
+    compute = compute_dtype(launched, stored_dtype(checkpoint))
+    check_attention(options.attention, launch.device, compute)
     return Task(
         model=model,
         checkpoint=checkpoint,
@@ -125,10 +140,14 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
         layers=layers_to_train(layout, options.train),
         options=options,
         everything=options.train == "all",
-        training=options.resolve(checkpoint.config, data_ranks, left_by_alignment=left_by_alignment(checkpoint.folder)),
+        training=options.resolve(
+            checkpoint.config,
+            launch.processes // tp_size,
+            accumulation=launch.accumulation,
+            left_by_alignment=left_by_alignment(checkpoint.folder),
+        ),
         compute=compute,
-        sharded=wants_fsdp(ranks.size, options.tp_size),
-        data_ranks=data_ranks,
+        launch=launch,
     )
 
 
@@ -155,47 +174,34 @@ def check_teaches(student: Checkpoint, teacher: Checkpoint, model: str, options:
 
 
 def left_by_alignment(folder: Path) -> float | None:
-    """The held-out divergence that alignment left, if that was the last thing done to the weights."""
+    """Return the held-out divergence that alignment left, if that was the last thing done to the weights."""
     found = read_retrainings(folder)
     return found[-1].left_by_alignment if found else None
 
 
 def layers_to_train(layout: Layout, train: str) -> tuple[int, ...]:
-    """The layers that ``--train`` names."""
+    """Return the layers that ``--train`` names."""
     if train == CONVERTED:
         return tuple(layout.converted_layers)
     return tuple(parse_ranges(train, layout.num_layers, option="--train"))
 
 
-def check_length(task: Task, folder: Path) -> None:
-    """Refuse a training whose log alone, a line for each step, would not fit on the disk."""
-    steps = task.training.about_steps
-    if (needed := steps * METRICS_BYTES) > (free := free_bytes(folder)):
-        raise UserError(
-            f"{steps:,} steps would write {human_bytes(needed)} of metrics to {folder}, where {human_bytes(free)} are"
-            " free; lower --max-steps or --max-tokens, or raise --batch-size"
-        )
-
-
-def free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(output.existing_parent(folder)).free
-
-
-def run_identity(task: Task, stream: Stream) -> dict[str, Any]:
-    """What a run has to have in common with the one that it goes on with."""
+def run_identity(task: Task) -> dict[str, Any]:
+    """Return what a run has to have in common with the one that it goes on with."""
     return {
         "model": fingerprint(task.checkpoint),
         "layout": task.layout.to_config(),
         "teacher": fingerprint(task.teacher) if task.teacher is not None else None,
         "tokenizer": tokenizer_hash(task.checkpoint.folder),
-        "data": stream.identity(),
-        "eval_data": [source_identity(spec) for spec in task.options.eval_data],
+        "data": [source_identity(spec) for spec in (*task.options.data, *task.options.eval_data)],
         "dtype": str(task.compute).removeprefix("torch."),
+        "processes": task.launch.processes,
+        "tp_size": task.options.tp_size,
         **task.training.fixed(),
     }
 
 
 def result_digest(task: Task, identity: Mapping[str, Any]) -> str:
-    """Of everything that decides the result: with ``run_identity`` also what may change on the way."""
+    """Return a digest of everything that decides the result: of ``run_identity`` and of what may change on the way."""
     asked = {"write": task.options.write, "eval_every": task.training.eval_every}
     return run_digest({**identity, **task.training.settings(), **asked})

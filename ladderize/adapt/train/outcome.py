@@ -1,24 +1,20 @@
-"""What a retraining leaves: a checkpoint or an adapter, with adaptation.json, the record of how it came about."""
+"""A retraining's result: a checkpoint or an adapter, with adaptation.json, the record of how it came about."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.data.stream import DataCounts
-from ladderize.adapt.lora.config import ADAPTATION, AdapterBase
-from ladderize.adapt.lora.write import adapter_base, check_adapter_target, write_adapter
+from ladderize.adapt.data.training_data import DataCounts
+from ladderize.adapt.lora import ADAPTATION, AdapterBase, adapter_base, check_adapter_target, write_adapter
 from ladderize.adapt.methods import LORA, METRICS
-from ladderize.adapt.retrain.memory_estimate import CUT, Cut
-from ladderize.adapt.retrain.options import DecidingOptions
-from ladderize.adapt.retrain.state import load_trained, read_metrics
-from ladderize.adapt.retrain.task import RetrainJob, Task, result_digest
-from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.adapt.teacher import check_improved, share_won_back, target_text
-from ladderize.blocks import open_checkpoint, stored_dtype
+from ladderize.adapt.train.options import TrainOptions
+from ladderize.adapt.train.states import Progress, TrainingFolder, read_metrics
+from ladderize.adapt.train.task import RetrainJob, Task, result_digest
+from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors
 from ladderize.console import Console, code_span, human_seconds, to_json
@@ -40,7 +36,7 @@ RECORDED = (
 
 @dataclass(frozen=True)
 class LossRange(Record):
-    """Of the first and the last step, in nats."""
+    """The loss of the first and the last step, in nats."""
 
     first: float
     last: float
@@ -48,7 +44,7 @@ class LossRange(Record):
 
 @dataclass(frozen=True)
 class HeldoutPerplexity(Record):
-    """Of ``tokens`` scored tokens; after: with the weights as they are stored. dense: the teacher's, if there is one.
+    """Held-out perplexity of ``tokens`` scored tokens; after: with the weights as they are stored. dense: the teacher's, if there is one.
 
     won_back: of the loss (the logarithm) that the conversion cost, the share that training won back.
     """
@@ -61,14 +57,14 @@ class HeldoutPerplexity(Record):
 
     @property
     def target(self) -> str:
-        """The dense model's perplexity and the share won back, in words; empty without a dense model."""
+        """Dense perplexity and the share won back, in words; empty without a dense model."""
         return target_text(self.before, self.after, self.dense) if self.dense is not None else ""
 
 
 @dataclass(frozen=True)
 class HeldoutCriterion(Record):
-    """What decides which weights are best (``Objective.criterion``), in nats per token; after: with the weights as they
-    are stored. name: such as KL."""
+    """The measure that decides which weights are best (``Objective.criterion``), in nats per token; after: with the
+    weights as they are stored. name: such as KL."""
 
     name: str
     before: float
@@ -77,7 +73,7 @@ class HeldoutCriterion(Record):
 
 @dataclass(frozen=True)
 class ModelFingerprints(Record):
-    """Of the model that was retrained and, if there was one, its teacher."""
+    """Fingerprints of the model that was retrained and, if there was one, its teacher."""
 
     model: str
     teacher: str | None
@@ -105,14 +101,13 @@ class Adaptation(Record):
     loss: LossRange
     heldout_perplexity: HeldoutPerplexity | None
     data_counts: DataCounts
-    options: DecidingOptions
+    options: TrainOptions
     dtype: str
     fingerprints: ModelFingerprints
-    cut: Cut | None = field(default=None, kw_only=True)  # None: written before it was recorded
-    criterion: HeldoutCriterion | None = field(default=None, kw_only=True)  # likewise, or nothing was held out
+    criterion: HeldoutCriterion | None  # None: nothing was held out
 
     def card_note(self) -> str:
-        """How the weights came about, for the model card."""
+        """Return how the weights came about, for the model card."""
         objective, heldout = self.options.objective, self.heldout_perplexity
         weights = (("predictions", objective.distill_weight), ("sub-modules' outputs", objective.hidden_weight))
         taught = " and the ".join(f"{what} (weight {weight:g})" for what, weight in weights if weight)
@@ -132,7 +127,7 @@ class Adaptation(Record):
         )
 
     def summary(self) -> str:
-        """What was reached, for people."""
+        """Return what was reached, for people."""
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.training_seconds)}; loss"
             f" ({self.options.objective.label}) {self.loss.first:.4f} to {self.loss.last:.4f}"
@@ -165,30 +160,40 @@ def check_out(job: RetrainJob, sources: Iterable[Checkpoint]) -> None:
             output.check_target(Path(job.out), source.folder, overwrite=job.overwrite)
 
 
-def write_outcome(
-    trainer: Trainer, task: Task, job: RetrainJob, identity: Mapping[str, Any], console: Console
-) -> Adaptation | None:
-    """Choose the state, score it as it will be stored, and write it; returns the document (on the main process). All
-    ranks call it."""
-    progress, work = trainer.progress, trainer.folder
-    chosen = (task.options.write == "best" and progress.best_step) or progress.step
-    with console.progress("validating the weights as they will be stored", len(trainer.heldout)) as advance:
-        scores = score_stored(trainer, task, chosen, advance)
-    trainer.engine.close()  # nothing is computed from here on
-    objective, criterion = task.training.objective, None
-    if scores is not None and progress.before_loss is not None:
-        criterion = HeldoutCriterion(objective.criterion.label, progress.before_loss, scores.criterion(objective))
-    if criterion is not None and task.options.write == "best":
+def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
+    """Return the step whose weights become OUT. Raises UserError where training never lowered the held-out criterion,
+    unless the last weights are wanted all the same."""
+    before, last = progress.before_loss, progress.last_loss
+    if task.options.write == "last" or before is None or last is None:
+        return progress.step
+    if progress.kept_step is None:
         advice = "train with a lower --lr or on other data (--resume no)"
-        check_improved(criterion.name, criterion.before, criterion.after, work=work.folder, advice=advice)
-    if not trainer.engine.ranks.is_main:
-        return None
-    losses = read_metrics(work.metrics, "loss")
-    heldout = None
-    if scores is not None and (before := progress.before_perplexity) is not None:
-        after, dense = scores.perplexity, progress.dense_perplexity
+        criterion = task.training.objective.criterion.label
+        check_improved(criterion, before, last, work=work.folder, advice=advice)
+    return progress.kept_step or progress.step
+
+
+def write_outcome(
+    task: Task,
+    job: RetrainJob,
+    progress: Progress,
+    work: TrainingFolder,
+    chosen: int,
+    counts: DataCounts,
+    identity: Mapping[str, Any],
+    console: Console,
+) -> Adaptation:
+    """Write the weights of the ``chosen`` step; returns the document. The main process calls it."""
+    objective, heldout, criterion, losses = task.training.objective, None, None, read_metrics(work.metrics, "loss")
+    is_best = chosen == progress.kept_step
+    after = progress.best_perplexity if is_best else progress.last_perplexity
+    reached = progress.best_loss if is_best else progress.last_loss
+    before = progress.before_perplexity
+    if before is not None and after is not None and progress.before_loss is not None and reached is not None:
+        dense = progress.dense_perplexity
         won_back = share_won_back(before, after, dense) if dense is not None else None
-        heldout = HeldoutPerplexity(before, after, scores.tokens, dense, won_back)
+        heldout = HeldoutPerplexity(before, after, progress.scored_heldout, dense, won_back)
+        criterion = HeldoutCriterion(objective.criterion.label, progress.before_loss, reached)
     adaptation = Adaptation(
         model=task.model,
         out=job.out,
@@ -205,11 +210,10 @@ def write_outcome(
         training_seconds=progress.seconds,
         loss=LossRange(losses[0], losses[-1]),
         heldout_perplexity=heldout,
-        data_counts=replace(trainer.stream.counts, trained_tokens=progress.tokens),
-        options=task.training.deciding(),
+        data_counts=counts,
+        options=task.training,
         dtype=identity["dtype"],
         fingerprints=ModelFingerprints(identity["model"], identity["teacher"]),
-        cut=Cut.of(task),
         criterion=criterion,
     )
     metrics = {METRICS: work.metrics.read_text()}
@@ -219,10 +223,8 @@ def write_outcome(
             " the model"
         )
     digest = result_digest(task, identity)
-    work.write_about(
-        **{FINISHED: digest, CUT: Cut.of(task).to_dict()}
-    )  # a run that is killed from here on may find OUT complete
-    if task.options.method == LORA:
+    work.write_about(**{FINISHED: digest})  # a run that is killed from here on may find OUT complete
+    if task.is_lora:
         base = adapter_base(task.checkpoint, task.model, job.revision)
         document = AdapterAdaptation(**vars(adaptation), base=base)
         write_adapter(
@@ -237,7 +239,6 @@ def write_outcome(
             overwrite=job.overwrite,
         )
         return document
-    replaced = locate_tensors(work.weights(chosen))
     content = adaptation.to_dict()
     convert_checkpoint(
         task.model,
@@ -248,21 +249,10 @@ def write_outcome(
         verify=job.verify,
         console=console,
         changes=Changes(
-            replace=replaced,
+            replace=locate_tensors(work.weights(chosen)),
             record={"adaptation": {key: content[key] for key in RECORDED}},
             extra_files={ADAPTATION: to_json({**content, RUN: digest}) + "\n", **metrics},
             note=adaptation.card_note(),
         ),
     )
     return adaptation
-
-
-def score_stored(trainer: Trainer, task: Task, step: int, advance: Callable[[int], None]) -> Scores | None:
-    """Scores of the held-out rows, if there are any, with the weights of ``step``, rounded as they will be stored.
-    advance: is told of the rows that were scored."""
-    load_trained(trainer.folder.state_path(step), trainer.engine)
-    if task.options.method != LORA:  # an adapter is stored in fp32
-        trainer.engine.round_weights(getattr(torch, stored_dtype(task.checkpoint)))
-    if not trainer.heldout:
-        return None
-    return score(trainer.engine, trainer.heldout, trainer.options.micro_batch_size, advance)

@@ -3,15 +3,14 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ladderize.adapt.data_specs import SourceSpec, parse_specs
-from ladderize.adapt.lora.config import LoraOptions
+from ladderize.adapt.lora import LoraOptions
 from ladderize.adapt.methods import (
-    BLOCKS,
     COMPUTE_DTYPE,
     CONVERTED,
     FULL,
@@ -25,7 +24,7 @@ from ladderize.adapt.methods import (
     check_training,
 )
 from ladderize.checkpoint.config import most_positions
-from ladderize.choices import DEVICE, SEQ_LEN, THREADS, Dtype, check_options, flag, option, split_names
+from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, flag, option, split_names
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -46,7 +45,7 @@ MICRO_BATCH_TOKENS = 8192
 DECAY = 0.2  # wsd: of the training, at its end
 MOST_TOKENS = 10**18  # more than any data have
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-MOST_TEMPERATURE = 100.0
+TRACKERS = ("tensorboard", "wandb", "trackio")  # also the names of their packages
 
 
 @dataclass(frozen=True)
@@ -61,25 +60,25 @@ class Objective(Record):
     distill_weight: float = option(
         "Weight of the KL term (0 to 1). Cross-entropy gets the rest.", 0.0, min=0.0, max=1.0, shown="1"
     )
-    temperature: float = option("Temperature of both models in the KL term.", 1.0, shown="1")
     hidden_weight: float = option(
         "Weight of the hidden error: how far what attention and MLP of the converted layers add to the stream is from"
         " the dense model's, as a relative mean squared error.",
         0.0,
         shown="0",
     )
+    temperature: float = 1.0  # of both models in the KL term
 
     @property
     def label(self) -> str:
-        """What the loss is, in words."""
+        """The loss in words."""
         w = self.distill_weight
         label = "cross-entropy" if not w else "KL" if w == 1 else f"{w:g} KL + {1 - w:g} cross-entropy"
         return f"{label} + {self.hidden_weight:g} hidden error" if self.hidden_weight else label
 
     @property
     def criterion(self) -> "Objective":
-        """Of held-out rows, what decides which weights are best, in nats per token: the loss without the hidden error,
-        which is only a way there. So the KL from the teacher, the cross-entropy, or both as they are weighted."""
+        """The loss without the hidden error, which is only a way there: of held-out rows it decides which weights are
+        best, in nats per token."""
         return replace(self, hidden_weight=0.0)
 
     @property
@@ -89,13 +88,11 @@ class Objective(Record):
     def check(self) -> None:
         """Raise UsageError for impossible weights."""
         check_options(self)
-        if not 0 < self.temperature <= MOST_TEMPERATURE:
-            raise UsageError(
-                f"--temperature must be above 0 and at most {MOST_TEMPERATURE:g}, not {self.temperature:g}"
-            )
+        if not self.temperature > 0:
+            raise UsageError(f"the temperature must be above 0, not {self.temperature:g}")
 
     def total(self, cross_entropy: Any, divergence: Any, hidden: Any) -> Any:
-        """Of three means, numbers or tensors, the one to minimise. The square keeps the gradient's scale at every
+        """Return the one to minimise of three means, numbers or tensors. The square keeps the gradient's scale at every
         temperature."""
         loss = cross_entropy
         if self.distill_weight:
@@ -104,7 +101,7 @@ class Objective(Record):
 
 
 def parse_count(text: str, *, option: str = "--max-tokens") -> int:
-    """``3B``, ``20M``, ``500k`` or a plain number; raises UsageError."""
+    """Read ``3B``, ``20M``, ``500k`` or a plain number; raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)", text.strip())
     value = float(match[1]) * COUNTS[match[2].upper()] if match else 0.0
     if not 1 <= round(min(value, MOST_TOKENS)) < MOST_TOKENS:
@@ -118,7 +115,10 @@ class Budget(Record):
     """So many tokens (padding not counted) or so many steps; one of them is None."""
 
     tokens: int | None = option(
-        "How many tokens to train on, such as 20M or 3B.", flags="--max-tokens", metavar="COUNT", parse=parse_count
+        "How many tokens to train on, such as 20M or 3B.",
+        flags="--max-tokens",
+        metavar="COUNT",
+        parse=parse_count,
     )
     steps: int | None = option("How many steps to train, instead of --max-tokens.", flags="--max-steps", min=1)
 
@@ -132,18 +132,18 @@ class Budget(Record):
             raise UsageError(f"the budget must be at least 1, not {self.steps or self.tokens or 0}")
 
     def share(self, step: int, tokens: int) -> float:
-        """How much of it is spent, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
+        """Return how much of it is spent, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
         spent = step / self.steps if self.steps is not None else tokens / (self.tokens or 1)
         return min(1.0, spent)
 
     def about_steps(self, tokens_per_step: float) -> int:
-        """How many steps it buys, exactly or about."""
+        """Return how many steps it buys, exactly or about."""
         return self.steps if self.steps is not None else max(1, math.ceil((self.tokens or 1) / tokens_per_step))
 
 
 @dataclass(frozen=True)
 class RateSchedule(Record):
-    """Linear warm-up over ``warmup_steps``, then ``kind`` down to ``floor`` times the peak.
+    """Linear warm-up over ``warmup_steps``, then ``kind`` down to 0.
 
     cosine: half a wave over the whole budget. wsd (warm-up, stable, decay; Hu et al., arXiv 2404.06395): constant, and
     linear over the last fifth. constant: no decay.
@@ -152,75 +152,63 @@ class RateSchedule(Record):
     kind: str
     peak: float
     warmup_steps: int = 0
-    floor: float = 0.0
 
     def rate(self, step: int, share: float) -> float:
-        """The learning rate of step number ``step`` (from 0), of which ``share`` of the budget was spent before."""
+        """Return the learning rate of step number ``step`` (from 0), of which ``share`` of the budget was spent
+        before."""
         decayed = {
             "cosine": 0.5 * (1 + math.cos(math.pi * share)),
             "wsd": min(1.0, (1 - share) / DECAY),
             "constant": 1.0,
         }[self.kind]
-        decayed = self.floor + (1 - self.floor) * decayed
-        warm = min(1.0, (step + 1) / (self.warmup_steps + 1))
-        return self.peak * warm * decayed
+        return self.peak * min(1.0, (step + 1) / (self.warmup_steps + 1)) * decayed
+
+
+# Of the options that decide the result, what may be changed when a run goes on: say, after the loss exploded.
+CHANGEABLE = ("budget", "schedule", "max_grad_norm")
+# What decides no result.
+IDLE = ("micro_batch_size", "eval_every")
 
 
 @dataclass(frozen=True)
-class DecidingOptions(Record):
-    """Everything that decides the result, with every default worked out, for the record."""
+class TrainOptions(Record):
+    """Every option that training heeds, its default worked out."""
 
     method: str
     train: str
-    packing: bool
     heldout: int | None
     seq_len: int  # tokens of a row
-    batch_size: int  # rows of a step, over all ranks
+    batch_size: int  # rows of a step, over all processes
     weight_decay: float
     seed: int
     objective: Objective
     lora: LoraOptions | None
     budget: Budget
     schedule: RateSchedule
-    max_gradient: float
-    skip_bad_rows: bool
-
-
-# Of them what may be changed when a run goes on: say, after the loss exploded, or for a longer training.
-CHANGEABLE = ("budget", "schedule", "max_gradient", "skip_bad_rows")
-
-
-@dataclass(frozen=True)
-class TrainOptions(DecidingOptions):
-    """The same, and what decides nothing."""
-
+    max_grad_norm: float
     micro_batch_size: int  # rows of a step at once on one device
     eval_every: int
-    save_every: int
-    keep: int  # states on disk
 
     @property
     def about_steps(self) -> int:
         """How many steps the budget buys, exactly or about."""
         return self.budget.about_steps(self.batch_size * self.seq_len)
 
-    def deciding(self) -> DecidingOptions:
-        return DecidingOptions(**{field.name: getattr(self, field.name) for field in fields(DecidingOptions)})
-
     def fixed(self) -> dict[str, Any]:
-        """What must not change on the way."""
-        return {name: value for name, value in self.deciding().to_dict().items() if name not in CHANGEABLE}
+        """Return what must not change when a run goes on."""
+        return {name: value for name, value in self.to_dict().items() if name not in (*CHANGEABLE, *IDLE)}
 
     def settings(self) -> dict[str, Any]:
-        """What may."""
-        return {name: value for name, value in self.deciding().to_dict().items() if name in CHANGEABLE}
+        """Return what may."""
+        return {name: value for name, value in self.to_dict().items() if name in CHANGEABLE}
 
 
 def tracker_names(text: str) -> tuple[str, ...]:
-    """The value of --log-with; raises UsageError."""
+    """Read the value of --log-with; raises UsageError."""
     names = split_names(text)
-    if not names:
-        raise UsageError("--log-with names no tracker; write for example tensorboard")
+    for name in names or ("",):
+        if name not in TRACKERS:
+            raise UsageError(f"--log-with {name!r} is not one of {', '.join(TRACKERS)}")
     return names
 
 
@@ -229,13 +217,12 @@ class RetrainOptions:
     """See ``ladderize adapt --help``. None: the default that ``resolve`` works out for the model.
 
     align: before training, towards ``distill_from``; the aligned checkpoint stays beside OUT.
-    schedule: of the sub-modules of a model that ``tp_size`` ranks share. threads: of each process; None: the cores
-    shared out among the ranks that are started here, and torch's own number in this process.
+    schedule: of the sub-modules of a model that ``tp_size`` ranks share. work_dir: of unfinished work.
     """
 
     data: tuple[SourceSpec, ...] = option(
-        "jsonl, parquet, txt, npy, npz:array, a glob of one kind, or hub:OWNER/NAME:SPLIT. Give it several times to mix"
-        " sources.",
+        "json, jsonl, parquet, txt, npy, npz:array, a folder or a glob of one kind, or hub:OWNER/NAME:SPLIT. Give it"
+        " several times to mix sources.",
         ...,
         metavar="FILE[=WEIGHT]",
         kind=tuple[str, ...],
@@ -255,9 +242,7 @@ class RetrainOptions:
         shown="converted; align: every layer from the first converted one on",
     )
     distill_from: str | None = option(
-        "The dense model that MODEL was converted from. Its predictions are the training target.",
-        flags="--distill-from --teacher",
-        metavar="DENSE",
+        "The dense model that MODEL was converted from. Its predictions are the training target.", metavar="DENSE"
     )
     objective: Objective = field(default_factory=Objective)
     lora: LoraOptions = field(default_factory=LoraOptions)
@@ -267,16 +252,14 @@ class RetrainOptions:
         metavar="FILE",
         kind=tuple[str, ...],
         parse=partial(parse_specs, option="--eval-data"),
-        shown="rows held out of --data",
+        shown="examples held out of --data",
     )
     heldout: int | None = option(
-        "Rows to hold out of each --data for validation.",
+        "Examples to hold out of each --data for validation.",
         min=0,
         shown="a hundredth, up to 256; blocks, align: a tenth of the windows",
     )
     seq_len: int | None = option(SEQ_LEN)
-    packing: bool = option("One example per row, padded, instead of packing.", True, flags="--no-packing")
-    skip_bad_rows: bool = option("Skip and count rows that cannot be read.", False)
     budget: Budget = field(default_factory=Budget)
     batch_size: int | None = option(
         "Rows per optimizer step, over all processes.",
@@ -286,7 +269,7 @@ class RetrainOptions:
     micro_batch_size: int | None = option(
         "Rows computed at once on one device. It decides the memory, not the result.",
         min=1,
-        shown="8192 tokens, or what fits",
+        shown="8192 tokens, or what accelerate's gradient accumulation leaves",
     )
     lr: float | None = option(
         "Peak learning rate.",
@@ -298,14 +281,9 @@ class RetrainOptions:
     warmup_steps: int | None = option(
         "Steps of linear warm-up.", min=0, shown="5 % of all, at most 200; after align at least 10, or 20 %"
     )
-    min_lr: float = option("Final learning rate, as a fraction of the peak.", 0.0, min=0.0, max=1.0, shown="0")
     weight_decay: float = option("AdamW's weight decay, of matrices only.", 0.0, min=0.0, shown="0")
-    max_gradient: float = option("Clip the gradient's norm to this.", 1.0, shown="1")
-    gradient_checkpointing: bool | None = option(
-        "Recompute activations instead of keeping them. --no-gradient-checkpointing: never.",
-        shown="where nothing else fits",
-        flags="--gradient-checkpointing/--no-gradient-checkpointing",
-    )
+    max_grad_norm: float = option("Clip the gradient's norm to this.", 1.0, shown="1")
+    gradient_checkpointing: bool = option("Recompute activations instead of keeping them.", False)
     attention: Attention = option(
         "sdpa, eager, flash_attention_2 or flex_attention, as in transformers.", "sdpa", metavar="NAME"
     )
@@ -321,9 +299,9 @@ class RetrainOptions:
         min=1,
     )
     schedule: Schedule = SEQUENTIAL
-    eval_every: int | None = option("Steps between validations.", min=1, shown="a tenth of all, at most 500")
-    save_every: int | None = option("Steps between checkpoints.", min=1, shown="a tenth of all, at most 500")
-    keep: int = option("Number of recent checkpoints to keep, besides the best weights.", 2, min=1)
+    eval_every: int | None = option(
+        "Steps between validations; training's state is saved with each.", min=1, shown="a tenth of all, at most 500"
+    )
     write: Write = option(
         "Which weights become OUT. best: lowest held-out KL (with --distill-from), cross-entropy, or mixture of both;"
         " nothing is written if training never lowered it."
@@ -340,30 +318,26 @@ class RetrainOptions:
     seed: int = option(TRAINING_SEED, 0)
     dtype: Dtype = option(COMPUTE_DTYPE, "auto")
     device: str = option(DEVICE, default_device)
-    threads: int | None = option(THREADS)
     work_dir: Path | None = option(WORK_DIR)
     log_with: tuple[str, ...] = option(
-        "Trackers beside metrics.jsonl: tensorboard, wandb, trackio.", (), metavar="A,B", parse=tracker_names
+        "Accelerate's trackers beside metrics.jsonl: tensorboard, wandb, trackio.",
+        (),
+        metavar="A,B",
+        parse=tracker_names,
     )
-    log_dir: Path | None = option("Folder of the trackers.", metavar="DIR", shown="OUT-logs")
 
     def __post_init__(self) -> None:
         check_options(self)
 
-    def check_data(self) -> None:
-        """Raise UserError for files that are not there: cheap, for use before anything else."""
-        for spec in (*self.data, *self.eval_data):
-            if not spec.is_streamed:
-                spec.files()
-
     def check(self) -> None:
-        """Raise UsageError for values that no retraining can have, and for options that take no effect together."""
-        if self.method == BLOCKS:
-            raise UsageError("--method blocks has options of its own: BlockwiseOptions, for adapt_blocks")
+        """Raise UsageError for values that no retraining can have, and for options that take no effect together;
+        UserError for files that are not there."""
+        if self.method not in (FULL, LORA):
+            raise UsageError(f"--method {self.method} has options of its own")
         check_training(self.dtype, self.lr)
         self.objective.check()
-        if not self.max_gradient > 0:
-            raise UsageError(f"--max-gradient must be above 0, not {self.max_gradient:g}")
+        if not self.max_grad_norm > 0:
+            raise UsageError(f"--max-grad-norm must be above 0, not {self.max_grad_norm:g}")
         if not self.data:
             raise UsageError("--data names nothing to train on")
         for name in ("distill_weight", "hidden_weight"):
@@ -375,8 +349,6 @@ class RetrainOptions:
             raise UsageError("--align needs --distill-from DENSE, the checkpoint that MODEL was converted from")
         if self.heldout is not None and self.eval_data:
             raise UsageError("--heldout has no effect with --eval-data")
-        if self.min_lr and self.lr_schedule == "constant":
-            raise UsageError("--min-lr has no effect with --lr-schedule constant")
         if self.schedule.is_domino and self.tp_size == 1:
             raise UsageError(
                 "--schedule domino has no effect without a --tp-size above 1: one process has no all-reduces to hide"
@@ -386,13 +358,20 @@ class RetrainOptions:
                 f"--attention {self.attention} has no effect with --tp-size {self.tp_size}, which computes with sdpa;"
                 " leave it out"
             )
-        if self.log_dir is not None and not {"tensorboard", "wandb"} & set(self.log_with):
-            raise UsageError("--log-dir has no effect without --log-with tensorboard or wandb")
+        for spec in (*self.data, *self.eval_data):
+            if not spec.is_streamed:
+                spec.files()
 
-    def resolve(self, config: Mapping[str, Any], ranks: int, *, left_by_alignment: float | None = None) -> TrainOptions:
-        """Every default worked out for a model and a number of ranks that read different data (all processes /
-        ``tp_size``); left_by_alignment: where weights were aligned last, the held-out divergence from the
-        dense model after it, in nats per token. Raises UserError for what does not go together."""
+    def resolve(
+        self, config: Mapping[str, Any], ranks: int, *, accumulation: int = 1, left_by_alignment: float | None = None
+    ) -> TrainOptions:
+        """Return every default worked out for a model and a number of ranks that read different data (all processes /
+        ``tp_size``).
+
+        accumulation: accelerate's gradient accumulation steps, where the launcher was told of more than one.
+        left_by_alignment: where weights were aligned last, the held-out divergence from the dense model after it, in
+        nats per token. Raises UserError for what does not go together.
+        """
         from ladderize.adapt.data.sources import row_of_ids  # it needs numpy, and the command line does not
 
         positions = most_positions(config)
@@ -402,24 +381,29 @@ class RetrainOptions:
         per_step = (
             max(LEAST_PER_STEP, min(MOST_PER_STEP, self.budget.tokens // 2000)) if self.budget.tokens else PER_STEP
         )
-        batch_size = self.batch_size or -(-max(1, per_step // seq_len) // ranks) * ranks
-        if batch_size % ranks:
-            which = f"{ranks * self.tp_size} processes / --tp-size {self.tp_size} = " if self.tp_size > 1 else ""
+        parts = ranks * accumulation
+        batch_size = self.batch_size or -(-max(1, per_step // seq_len) // parts) * parts
+        if batch_size % parts:
+            cut = f" and {accumulation} steps of gradient accumulation" if accumulation > 1 else ""
             raise UserError(
-                f"--batch-size {batch_size} (rows of a step, over all processes) must be divisible by the"
-                f" {which}{ranks} {'data-parallel ranks' if which else 'processes'}"
+                f"--batch-size {batch_size} (rows of a step, over all processes) must be divisible by the {ranks}"
+                f" processes that read different data{cut}"
             )
         own = batch_size // ranks
-        micro = self.micro_batches(own, seq_len)[0]
+        micro = self.micro_batch_size or self._micro_batch(own, seq_len, accumulation)
         if own % micro:
             raise UserError(
                 f"--micro-batch-size {micro} does not divide the {own} rows of a step that are each process's"
+            )
+        if accumulation > 1 and own // micro != accumulation:
+            raise UserError(
+                f"accelerate's {accumulation} steps of gradient accumulation and --batch-size {batch_size} leave"
+                f" {own // accumulation} rows at once, not --micro-batch-size {micro}; leave one of them out"
             )
         self.schedule.check(
             micro, seq_len, config["hidden_size"], rows_name="--micro-batch-size", tokens_name="--seq-len"
         )
         steps = self.budget.about_steps(batch_size * seq_len)
-        often = max(1, min(500, steps // 10))
         peak = (LORA_LR if self.method == LORA else FULL_LR) * WIDTH / config["hidden_size"]
         warmup = min(MOST_WARMUP, int(steps * SHARE_OF_WARMUP))
         if left_by_alignment is not None:
@@ -428,42 +412,35 @@ class RetrainOptions:
         return TrainOptions(
             method=self.method,
             train=self.train,
-            packing=self.packing,
             heldout=self.heldout,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            weight_decay=self.weight_decay,
+            seed=self.seed,
             objective=self.objective,
             lora=self.lora if self.method == LORA else None,
             budget=self.budget,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            micro_batch_size=micro,
             schedule=RateSchedule(
                 self.lr_schedule,
                 self.lr if self.lr is not None else peak,
                 self.warmup_steps if self.warmup_steps is not None else warmup,
-                self.min_lr,
             ),
-            weight_decay=self.weight_decay,
-            max_gradient=self.max_gradient,
-            skip_bad_rows=self.skip_bad_rows,
-            seed=self.seed,
-            eval_every=self.eval_every or often,
-            save_every=self.save_every or often,
-            keep=self.keep,
+            max_grad_norm=self.max_grad_norm,
+            micro_batch_size=micro,
+            eval_every=self.eval_every or max(1, min(500, steps // 10)),
         )
 
-    def micro_batches(self, own: int, seq_len: int) -> list[int]:
-        """How many rows may be computed at once of a process's ``own`` rows of a step, most first: what was given, or
-        numbers that divide them, and that the schedule cuts into as many parts."""
-        if self.micro_batch_size is not None:
-            return [self.micro_batch_size]
+    def _micro_batch(self, own: int, seq_len: int, accumulation: int) -> int:
+        """Return the rows at once of a process's ``own`` rows of a step: as the launcher cuts them, or the most of at
+        most ``MICRO_BATCH_TOKENS`` that divide them."""
+        if accumulation > 1:
+            return own // accumulation
         most = min(own, max(1, MICRO_BATCH_TOKENS // seq_len))
-        rows = [count for count in range(most, 0, -1) if own % count == 0]
-        parts = self.schedule.parts(rows[0], seq_len)
-        return [count for count in rows if self.schedule.parts(count, seq_len) == parts]
+        return next(count for count in range(most, 0, -1) if own % count == 0)
 
 
 def peak_after_alignment(left: float) -> float:
-    """Of the default peak learning rate, the share that suits aligned weights, whose divergence from the dense model is
-    ``left`` nats per token. A divergence grows with the square of the distance to go, and Adam's rate is the length of
-    its steps."""
+    """Return the share of the default peak learning rate that suits aligned weights, whose divergence from the dense
+    model is ``left`` nats per token. A divergence grows with the square of the distance to go, and Adam's rate is the
+    length of its steps."""
     return min(1.0, max(LEAST_PEAK, math.sqrt(left / WHOLE_PEAK_FROM)))

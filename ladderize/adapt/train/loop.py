@@ -1,0 +1,372 @@
+"""The training loop, on ``accelerate.Accelerator``.
+
+One step: ``batch_size`` packed rows, the same for any number of ranks; each rank takes its part in micro-batches; sums
+of losses are divided by the tokens that count in the whole step, so a step is the same however it is cut. Random
+numbers (LoRA's dropout) are seeded by step and rank, and rows are read in an order that the seed decides. So a run that
+goes on from a state makes the steps that the uninterrupted run makes, bit for bit on a CPU.
+"""
+
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from ladderize.adapt.data.packing import IGNORED_TARGET, collate
+from ladderize.adapt.train.options import Objective, TrainOptions
+from ladderize.adapt.train.states import Progress, TrainingFolder
+from ladderize.adapt.train.training_model import TrainingModel
+from ladderize.console import Advance, Console, human_bytes
+from ladderize.errors import UserError
+from ladderize.memory import peak_bytes
+from ladderize.runtime.training.batch import Batch
+
+HEARD = b"\nstopping after the step under way, whose state is then saved (Ctrl-C again stops at once)\n"
+FEW_SCORED = 0.05  # a share of the tokens that is worth a word
+RECENT, EXPLOSIONS = 50, 3  # steps that a loss is compared with; so many in a row far above them end the run
+HostBatch = Mapping[str, Tensor]  # of ``collate``
+
+
+@contextmanager
+def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
+    """Let SIGTERM and the first Ctrl-C ask to stop after the step under way; yields whether one came. A second Ctrl-C
+    interrupts. announce: say on stderr that the signal was understood.
+
+    A rank that ladderize has started leaves Ctrl-C, which a terminal sends to all processes, to the one that started
+    it: that one hands it on as SIGTERM.
+    """
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+        if announce and len(received) == 1:
+            os.write(2, HEARD)  # a handler may have interrupted a print, so it must not print itself
+
+    try:
+        left = multiprocessing.parent_process() is not None and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        heard = (signal.SIGTERM,) if left else (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, note) for number in heard}
+    except ValueError:  # not the main thread: its owner handles signals
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Order(Sampler[int]):
+    """Yields the numbers of ``rows`` rows without end, in a fresh order every epoch, from the ``first``-th on."""
+
+    def __init__(self, rows: int, seed: int, first: int) -> None:
+        self.rows, self.seed, self.first = rows, seed, first
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, done = divmod(self.first, self.rows)
+        while True:
+            yield from np.random.default_rng([self.seed, epoch]).permutation(self.rows)[done:].tolist()
+            epoch, done = epoch + 1, 0
+
+
+def micro_batches(rows: Any, options: TrainOptions, model: TrainingModel, first: int) -> Iterator[HostBatch]:
+    """Yield this rank's micro-batches, from the ``first``-th row of the training on. rows: as ``open_data`` gives them;
+    a stream is read anew up to there."""
+    how: dict[str, Any] = {"batch_size": options.micro_batch_size, "collate_fn": collate, "drop_last": True}
+    if hasattr(rows, "__len__"):
+        loader = DataLoader(rows, sampler=Order(len(rows), options.seed, first), **how)
+    else:
+        loader = DataLoader(rows.skip(first) if first else rows, **how)
+    # of tensor-parallel ranks, which Accelerate does not know, a group reads the same rows
+    prepared = prepare_data_loader(loader, num_processes=model.data_size, process_index=model.data_rank)
+    return iter(prepared)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means per scored token, in nats; the hidden error is a mean over all tokens."""
+
+    cross_entropy: float
+    divergence: float
+    tokens: int
+    hidden_error: float = 0.0
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.cross_entropy) if self.cross_entropy < 700 else math.inf
+
+    def criterion(self, objective: Objective) -> float:
+        """Return what decides which weights are best, the lower the better; infinite where it is no number."""
+        value: float = objective.criterion.total(self.cross_entropy, self.divergence, 0.0)
+        return value if math.isfinite(value) else math.inf
+
+    def text(self, objective: Objective) -> str:
+        """Return it in words: the criterion, where that is more than the perplexity tells, and the perplexity."""
+        known = f"{objective.criterion.label} {self.criterion(objective):.4g}, " if objective.distill_weight else ""
+        return f"held-out {known}perplexity {self.perplexity:.4f}"
+
+
+class Loop:
+    """Joins the parts; ``run`` trains until the budget is spent. rows: to train on (``open_data``). heldout: rows to
+    validate on. stored: the dtype in which OUT holds what is trained."""
+
+    def __init__(
+        self,
+        model: TrainingModel,
+        rows: Any,
+        heldout: Sequence[Mapping[str, Any]],
+        options: TrainOptions,
+        folder: TrainingFolder,
+        console: Console,
+        stored: torch.dtype = torch.float32,
+    ) -> None:
+        self.model, self.rows, self.heldout, self.options = model, rows, list(heldout), options
+        self.folder, self.console, self.stored = folder, console, stored
+        self.accelerator = model.accelerator
+        own = options.batch_size // model.data_size
+        self.accelerator.gradient_accumulation_steps = own // options.micro_batch_size
+        self.progress = Progress()
+
+    def run(self) -> Progress:
+        """Train until the budget is spent. Raises UserError where the loss is no number or explodes, or on SIGTERM
+        (after saving)."""
+        progress, options = self.progress, self.options
+        spent = options.budget.share(progress.step, progress.tokens)
+        if progress.step == 0 and self.heldout:
+            self.validate_first()
+        total = options.budget.steps or options.budget.tokens or 1
+        unit = "steps" if options.budget.steps else "tokens"
+        done = progress.step if options.budget.steps else min(progress.tokens, total)
+        batches = micro_batches(self.rows, options, self.model, progress.step * options.batch_size)
+        with (
+            stop_signals(announce=self.console.speaks) as stopped,
+            self.console.progress(unit, total, done=done) as advance,
+        ):
+            begun = progress.step
+            while spent < 1:
+                before, scored = progress.tokens, progress.scored
+                metrics = self.step(batches, spent, stopped)
+                if progress.step == begun + 1:
+                    self.warn_of_few(progress.scored - scored, progress.tokens - before)
+                spent = options.budget.share(progress.step, progress.tokens)
+                detail = self.bar_detail(metrics)
+                advance(1 if options.budget.steps else progress.tokens - before, detail=detail)
+                asked_to_stop = metrics.pop("stop") > 0 and spent < 1
+                self.write(metrics)
+                if progress.step % options.eval_every == 0 or spent >= 1 or asked_to_stop:
+                    if self.heldout and not asked_to_stop:
+                        scores = self.validate(self.countdown(advance, detail))
+                        self.console.note(
+                            f"step {progress.step}: {scores.text(options.objective)} after {progress.tokens:,} tokens"
+                        )
+                    advance(0, detail=f"{detail}, saving")
+                    self.folder.save(progress, self.model)
+                if asked_to_stop:
+                    raise UserError(
+                        f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; run"
+                        " the same command again to resume"
+                    )
+        return progress
+
+    def step(self, batches: Iterator[HostBatch], spent: float, stopped: Callable[[], bool]) -> dict[str, float]:
+        """Make one update; returns its metrics."""
+        options, model, progress, accelerator = self.options, self.model, self.progress, self.accelerator
+        begin = time.perf_counter()
+        micros = list(itertools.islice(batches, accelerator.gradient_accumulation_steps))
+        # ranks of different rows draw different numbers, the same ones when a step is made again
+        torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + model.data_rank)
+        rate = options.schedule.rate(progress.step, spent)
+        for group in model.optimizer.param_groups:  # DeepSpeed updates within the last backward pass
+            group["lr"] = rate
+        # targets that count, and those that are no padding
+        counts = [[(micro["targets"] >= least).sum() for least in (0, IGNORED_TARGET)] for micro in micros]
+        scored, tokens = model.sum(torch.tensor(counts, dtype=torch.float64).sum(0).to(accelerator.device))
+        sums = torch.zeros(4, device=accelerator.device, dtype=torch.float64)
+        sums[3] = stopped()
+        for micro in micros:
+            batch = Batch.of(micro, accelerator.device)
+            with accelerator.accumulate(model.student):
+                losses = model.losses(batch)
+                means = (losses[0] / scored, losses[1] / scored, losses[2] / tokens)
+                # gradients are averaged over ranks and micro-batches, and the mean over the step's tokens is meant
+                scale = model.data_size * len(micros)
+                accelerator.backward((options.objective.total(*means) * scale).float())
+            sums[:3] += losses.detach()
+        length = model.clip(options.max_grad_norm).double().to(sums.device)
+        # here alone in a step the host waits for the device
+        together = torch.cat((model.sum(sums), length.reshape(1), scored[None], tokens[None]))
+        entropy, divergence, hidden, stop, norm, scored, tokens = together.tolist()
+        entropy, divergence, hidden = entropy / scored, divergence / scored, hidden / tokens
+        loss = options.objective.total(entropy, divergence, hidden)
+        if not (math.isfinite(loss) and math.isfinite(norm)) and progress.step:
+            self.folder.save(progress, model)  # the weights are still those of the step before
+        self.check(loss, norm)
+        model.optimizer.step()
+        # DDP's gradients stay where they are, in its buckets: others beside them would be made anew
+        model.optimizer.zero_grad(set_to_none=not hasattr(model.student, "no_sync"))
+        seconds = time.perf_counter() - begin
+        progress.step += 1
+        progress.tokens += round(tokens)
+        progress.scored += round(scored)
+        progress.seconds += seconds
+        progress.recent = [*progress.recent, loss][-RECENT:]
+        values = {"step": progress.step, "loss": loss, "cross_entropy": entropy}
+        if options.objective.distill_weight:
+            values["divergence"] = divergence
+        if options.objective.hidden_weight:
+            values["hidden_error"] = hidden
+        return values | {
+            "lr": rate,
+            "gradient_norm": norm,
+            "tokens": progress.tokens,
+            "scored_tokens": progress.scored,
+            "seconds": seconds,
+            "tokens_per_s": tokens / seconds,
+            "peak_memory_bytes": peak_bytes(accelerator.device) or 0,
+            "stop": stop,
+        }
+
+    def check(self, loss: float, norm: float) -> None:
+        """Raise UserError, before the update, where the loss or its gradient is no number, or for some steps far above
+        what it was."""
+        step, recent = self.progress.step + 1, self.progress.recent
+        if math.isfinite(loss) and math.isfinite(norm):
+            last, before = [*recent, loss][-EXPLOSIONS:], recent[:-EXPLOSIONS]
+            if not (len(last) == EXPLOSIONS and all(value > explosion_bound(before) for value in last)):
+                return
+            values = ", ".join(f"{value:.3g}" for value in last)
+            what = (
+                f"the loss exploded: {values} in steps {step - EXPLOSIONS + 1} to {step}, after a median of"
+                f" {statistics.median(before):.3g}"
+            )
+        elif not math.isfinite(loss):
+            what = f"the loss of step {step} is {loss}"
+        else:
+            what = f"the gradient of step {step} is {norm}"
+        state = self.folder.latest()
+        advice = "begin again" if state is None else f"resume from step {state}, saved in {self.folder.folder},"
+        raise UserError(f"{what}; step {step} was not applied; {advice} with a lower --lr")
+
+    # ---- validation ----
+
+    def validate_first(self) -> None:
+        """Score the held-out rows before the first step, under the teacher, too."""
+        progress, has_teacher = self.progress, self.model.teacher is not None
+        passes = 2 if has_teacher else 1
+        with self.console.progress("validating before the first step", passes * len(self.heldout)) as advance:
+            scores = self.validate(advance, first=True)
+            progress.before_loss = progress.best_loss
+            progress.before_perplexity, progress.scored_heldout = scores.perplexity, scores.tokens
+            target = ""
+            if has_teacher:
+                sums = torch.zeros(2, device=self.accelerator.device, dtype=torch.float64)
+                for batch in self.heldout_batches(advance):
+                    sums[0] += self.model.teacher_entropy(batch)
+                    sums[1] += len(batch.scored)
+                entropy, tokens = self.model.sum(sums).tolist()
+                progress.dense_perplexity = Scores(entropy / tokens, 0.0, round(tokens)).perplexity
+                self.write({"step": 0, "dense_heldout_perplexity": progress.dense_perplexity})
+                target = f"; dense model (target) {progress.dense_perplexity:.4f}"
+        self.console.note(f"before training: {scores.text(self.options.objective)}{target}")
+
+    def validate(self, advance: Callable[[int], None], *, first: bool = False) -> Scores:
+        """Score the held-out rows with the weights as OUT would hold them, write the result down, and keep the weights
+        if they are the best. advance: is told of the rows that were scored."""
+        progress, model = self.progress, self.model
+        sums = torch.zeros(5, device=self.accelerator.device, dtype=torch.float64)
+        with model.evaluating(self.stored):
+            for batch in self.heldout_batches(advance):
+                sums[:3] += model.losses(batch)
+                sums[3:] += sums.new_tensor([len(batch.scored), int((batch.targets >= IGNORED_TARGET).sum())])
+            entropy, divergence, hidden, scored, tokens = model.sum(sums).tolist()
+            scores = Scores(entropy / scored, divergence / scored, round(scored), hidden / tokens)
+            loss = scores.criterion(self.options.objective)
+            progress.last_loss, progress.last_perplexity = loss, scores.perplexity
+            if progress.best_loss is None or loss < progress.best_loss:
+                progress.best_step, progress.best_loss = progress.step, loss
+                progress.best_perplexity = scores.perplexity
+            if progress.best_step == progress.step and not first:
+                self.folder.save_weights(progress.step, model, self.stored)
+                progress.kept_step = progress.step
+        values = {
+            "step": progress.step,
+            "heldout_perplexity": scores.perplexity,
+            "heldout_cross_entropy": scores.cross_entropy,
+        }
+        if model.teacher is not None:
+            values["heldout_divergence"] = scores.divergence
+        if model.compared:
+            values["heldout_hidden_error"] = scores.hidden_error
+        self.write(values)
+        return scores
+
+    def heldout_batches(self, advance: Callable[[int], None]) -> Iterator[Batch]:
+        """Yield a rank's part of the held-out rows in micro-batches, as many on every rank: FSDP gathers parameters in
+        every forward pass, so a rank that has no rows left takes part with an empty one."""
+        size, model = self.options.micro_batch_size, self.model
+        for start in range(0, len(self.heldout), size * model.data_size):
+            begin = start + model.data_rank * size
+            yield Batch.of(collate(self.heldout[begin : begin + size]), self.accelerator.device)
+            advance(min(len(self.heldout) - start, size * model.data_size))
+
+    # ---- what is said ----
+
+    def write(self, values: Mapping[str, float]) -> None:
+        """Add a line to metrics.jsonl, and tell the trackers."""
+        if self.accelerator.is_main_process:
+            # JSON has no infinity
+            line = {key: value if math.isfinite(value) else None for key, value in values.items()}
+            with self.folder.metrics.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        step = int(values["step"])
+        self.accelerator.log({key: value for key, value in values.items() if key != "step"}, step=step)
+
+    def countdown(self, advance: Advance, detail: str) -> Callable[[int], None]:
+        """Return what shows how many held-out rows are done behind the ``detail`` of the progress."""
+        done = 0
+
+        def show(rows: int) -> None:
+            nonlocal done
+            done += rows
+            advance(0, detail=f"{detail}, validating {done} of {len(self.heldout)} rows")
+
+        return show
+
+    def warn_of_few(self, scored: int, tokens: int) -> None:
+        """Say where hardly anything of the first step's rows counts: a mask, or a template, may be meant otherwise."""
+        if scored < FEW_SCORED * tokens:
+            self.console.warn(
+                f"only {scored:,} of the {tokens:,} tokens of the first step count in the loss; --show-data shows which"
+            )
+
+    def bar_detail(self, metrics: Mapping[str, float]) -> str:
+        """Return the moving part of the progress: the step where tokens are counted, the loss and the speed."""
+        step = "" if self.options.budget.steps else f"step {self.progress.step}, "
+        memory = f", {human_bytes(metrics['peak_memory_bytes'])}" if metrics["peak_memory_bytes"] else ""
+        loss = f"loss ({self.options.objective.label}) {metrics['loss']:.4f}"
+        return f"{step}{loss}, {metrics['tokens_per_s']:,.0f} tokens/s{memory}"
+
+
+def explosion_bound(recent: Sequence[float]) -> float:
+    """Return the loss above which a step is far from ``recent`` ones: thrice their median, and never less than 4 nats
+    above it; infinite where they are too few."""
+    if len(recent) < 10:
+        return math.inf
+    median = statistics.median(recent)
+    return median + max(2 * median, 4.0)

@@ -1,0 +1,352 @@
+"""``ladderize adapt --method full`` and ``lora``: retrain a checkpoint as a whole, and write a checkpoint or an
+adapter."""
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
+from accelerate.state import AcceleratorState, GradientState
+
+from ladderize.adapt.align.align import Aligning
+from ladderize.adapt.align.options import AlignOptions, short_tokens
+from ladderize.adapt.blockwise.rewrite import rewrite
+from ladderize.adapt.lora import ADAPTATION
+from ladderize.adapt.train.loop import Loop
+from ladderize.adapt.train.memory import check_disk, estimate
+from ladderize.adapt.train.options import Budget, RetrainOptions, TrainOptions
+from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, write_outcome
+from ladderize.adapt.train.states import TrainingFolder, cut_metrics
+from ladderize.adapt.train.student import make_student, make_teacher, open_model
+from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, result_digest, run_identity
+from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
+from ladderize.adapt.train.training_model import HFTraining, TrainingModel
+from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.console import SILENT, Console, human_count
+from ladderize.convert.retraining import read_retrainings
+from ladderize.errors import UsageError, UserError
+from ladderize.files.regular import resolved
+from ladderize.files.work import EarlierRun, work_folder
+from ladderize.layout import Layout, format_ranges
+from ladderize.memory import tcmalloc_advice
+from ladderize.modeling import load_tokenizer
+from ladderize.ranks.environment import already_started, launched
+from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, join_ranks
+from ladderize.runtime.launch import check_group_size, run
+
+if TYPE_CHECKING:
+    from ladderize.adapt.data.training_data import TrainingData
+
+
+def adapt_checkpoint(
+    model: str | Path,
+    out: str | Path,
+    options: RetrainOptions,
+    *,
+    overwrite: bool = False,
+    verify: bool = True,
+    revision: str | None = None,
+    console: Console = SILENT,
+) -> Adaptation | None:
+    """Retrain ``model`` as a whole and write ``out``: a checkpoint, or with method ``lora`` an adapter; returns the
+    document of adaptation.json, on other ranks than 0 None.
+
+    model: a folder or a hub id, of a converted checkpoint, or, with ``options.train`` naming layers, of a dense one (a
+    control). One process, or those of accelerate launch or torchrun; without such a launcher, an
+    ``options.tp_size`` above 1 starts that many processes on this host, which end with this one, and SIGTERM and Ctrl-C
+    let them save first. A killed run goes on where its last state was saved. Raises UserError, UsageError for options
+    that do not go together.
+    """
+    job = RetrainJob(str(model), str(out), options, overwrite, verify, revision)
+    options.check()
+    options.budget.check()
+    check_trackers(options.log_with)
+    if options.align:
+        job = start_aligned(job, console)
+    if options.tp_size > 1 and not already_started():
+        check_group_size(options.tp_size, options.device)
+        # what is wrong with the task is said before ranks are started
+        open_task(job.model, options, Launch(options.device, options.tp_size), job.revision)
+        console.note(f"starting {options.tp_size} ranks")
+        document: Adaptation | None = run(
+            retrain,
+            job,
+            console,
+            tp_size=options.tp_size,
+            device=options.device,
+            timeout=TRAINING_TIMEOUT,
+            stoppable=True,
+        )
+        return document
+    return retrain(join_ranks(options.device), job, console)
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError for a tracker that is not installed: Accelerate would leave it out."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--log-with {name} needs the package {name}, which is not installed (pip install {name})")
+
+
+def aligned_path(out: str) -> str:
+    """Return the checkpoint beside OUT that retraining starts from."""
+    out = out if Path(out).name not in ("", "..") else str(resolved(out))  # beside ``.`` and not in it
+    return f"{out.rstrip('/')}-aligned"
+
+
+def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
+    """Align the job's model on the first data of the retraining, unless an earlier run of the same command did; returns
+    the job from there on, with the aligned checkpoint beside OUT as its model. That stays: an adapter belongs to it."""
+    model, out, options = job.model, job.out, job.options
+    assert options.distill_from is not None  # options.check()
+    checkpoint = open_checkpoint(model, job.revision)
+    if Layout.from_config(checkpoint.config).is_dense:
+        raise UserError(f"{model} is dense; there is nothing to align; leave --align out")
+    if found := read_retrainings(checkpoint.folder):
+        raise UserError(
+            f"--align: {model} was retrained already ({found[-1].method}); align before that, or leave --align out"
+        )
+    data = options.data[0].text
+    if options.data[0].is_streamed:
+        raise UsageError(f"--align reads --data {data} whole, which is streamed; put a file first, or align beforehand")
+    asked = AlignOptions(
+        data,
+        seq_len=options.seq_len,
+        tokens=short_tokens(checkpoint.config),
+        seed=options.seed,
+        dtype=options.dtype,
+        device=options.device,
+        write=options.write,
+    )
+    folder = work_folder(out, options.work_dir, checkpoint.folder)
+    if not EarlierRun(resolved(out), ADAPTATION, folder, overwrite=job.overwrite).may_have_finished():
+        check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
+        place = launched()  # what is wrong with the training is said now, and not after the alignment
+        open_task(model, options, Launch(options.device, max(place.size, options.tp_size)), job.revision)
+    beside = aligned_path(out)
+    console.note(f"aligning first; the result stays in {beside}")
+    rewrite(
+        Aligning(),
+        model,
+        beside,
+        options.distill_from,
+        asked,
+        overwrite=job.overwrite,
+        verify=job.verify,
+        revision=job.revision,
+        console=console,
+    )
+    join_ranks(options.device).barrier()  # rank 0 alone writes
+    return replace(job, model=beside, revision=None)
+
+
+def open_accelerator(options: RetrainOptions, logs: Path, precision: str | None = None) -> Accelerator:
+    """Return the Accelerator that the launcher's words make, on the device of the options. logs: of trackers.
+    precision: where the launcher was told of none."""
+    accelerator = Accelerator(
+        cpu=options.device == "cpu",
+        mixed_precision=precision,
+        log_with=list(options.log_with) or None,
+        project_dir=str(logs) if options.log_with else None,
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+    )
+    accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False  # training reads rows without end
+    return accelerator
+
+
+def reset_accelerate() -> None:
+    """Let the next training of this process choose another precision: Accelerate keeps one for all of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
+    """Do one rank's part; returns the document on the main rank, None on the others."""
+    logs = Path(f"{resolved(job.out)}-logs")
+    reset_accelerate()
+    try:
+        accelerator = open_accelerator(job.options, logs)
+        launch = Launch(
+            ranks.device.type,
+            accelerator.num_processes,
+            accelerator.mixed_precision,
+            accelerator.gradient_accumulation_steps,
+            accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
+        )
+        task = open_task(job.model, job.options, launch, job.revision)
+        if task.compute == torch.bfloat16 and launch.precision == "no" and task.options.tp_size == 1:
+            AcceleratorState._reset_state()
+            accelerator = open_accelerator(job.options, logs, "bf16")
+        return train(task, accelerator, ranks, job, console)
+    finally:
+        reset_accelerate()
+
+
+def train(
+    task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, console: Console
+) -> Adaptation | None:
+    """Train, and write OUT, unless this very run has written it already."""
+    options = task.options
+    folder = work_folder(job.out, options.work_dir, *(source.folder for source in task.sources))
+    earlier = EarlierRun(resolved(job.out), ADAPTATION, folder, overwrite=job.overwrite)
+    identity = run_identity(task) if ranks.is_main else {}  # it reads files
+    # a run may be killed after its output appeared
+    is_done = ranks.is_main and earlier.may_have_finished() and (options.resume or not earlier.overwrite)
+    is_done = is_done and earlier.finished(result_digest(task, identity))
+    if ranks.broadcast(is_done):
+        return Adaptation.from_dict(earlier.tidy(TrainingFolder, identity, console), ADAPTATION) if is_done else None
+    check_out(job, task.sources)
+    with console.stage("reading the data"), accelerator.main_process_first():
+        data = read_data(task.checkpoint, options, task.training)
+    with ranks.main_first():
+        if ranks.is_main and not options.resume:
+            TrainingFolder.discard(folder)
+        work = TrainingFolder(folder, identity, main=ranks.is_main)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is visible to the main process only; choose a --work-dir that all machines can see")
+    with work:
+        start_trackers(accelerator, task.training)
+        try:
+            loop = make_loop(task, accelerator, ranks, data, work, console)
+            progress = loop.run()
+        except torch.OutOfMemoryError:
+            raise UserError(
+                "out of GPU memory: run the same command again to resume, with a smaller --micro-batch-size or"
+                " --gradient-checkpointing, or shared by several GPUs (--tp-size, or FSDP2 by accelerate launch)"
+            ) from None
+        chosen = chosen_step(task, progress, work)
+        if chosen != progress.kept_step:
+            work.save_weights(chosen, loop.model, task.stored)
+        loop.model.close()
+        document = None
+        if ranks.is_main:
+            document = write_outcome(task, job, progress, work, chosen, data.counts, identity, console)
+            work.remove()
+        for tracker in accelerator.trackers:  # ``end_training`` would end the process group too, which is not ours
+            tracker.finish()
+    return document
+
+
+def start_trackers(accelerator: Accelerator, training: TrainOptions) -> None:
+    """Let Accelerate's trackers begin, if there are any, with the options as they are worked out."""
+    if not accelerator.log_with:
+        return
+    folder = Path(accelerator.project_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {key: value for key, value in training.to_dict().items() if isinstance(value, int | float | str | bool)}
+    accelerator.init_trackers("ladderize", config=config, init_kwargs={"wandb": {"dir": str(folder)}})
+
+
+def read_data(checkpoint: Checkpoint, options: RetrainOptions, training: TrainOptions) -> "TrainingData":
+    """Return the rows to train and to validate on."""
+    from ladderize.adapt.data.training_data import DataOptions, open_data
+
+    asked = DataOptions(training.seq_len, checkpoint.config["vocab_size"], training.seed, heldout=training.heldout)
+    data = open_data(options.data, load_tokenizer(checkpoint.folder), asked, options.eval_data)
+    if hasattr(data.train, "__len__") and len(data.train) < training.batch_size:
+        raise UserError(
+            f"the data give only {len(data.train)} rows of {training.seq_len} tokens, fewer than --batch-size"
+            f" {training.batch_size}; give more data or lower --batch-size"
+        )
+    return data
+
+
+def make_loop(
+    task: Task, accelerator: Accelerator, ranks: Ranks, data: Any, work: TrainingFolder, console: Console
+) -> Loop:
+    """Build the models, and go on from a state if there is one."""
+    training = task.training
+    if ranks.is_main:
+        memory = estimate(task)
+        memory.warn_where_short(ranks.device, ranks.local_size, console)
+    model = make_model(task, accelerator, ranks, console)
+    loop = Loop(model, data.train, data.heldout, training, work, console, task.stored)
+    # the main process chooses: another machine may see the folder as it was
+    step: int = ranks.broadcast((work.latest() if ranks.is_main else None) or 0)
+    if not step:
+        if ranks.is_main:
+            check_disk(task, work.folder)
+            cut_metrics(work.metrics, -1)  # of a run that was killed before its first state
+    else:
+        loop.progress = work.load(step, model)
+        if ranks.is_main:
+            cut_metrics(work.metrics, step)
+        before = loop.progress.settings or {}
+        other = " and ".join(key for key, value in training.settings().items() if before.get(key) != value)
+        console.note(
+            f"resuming after step {step}, saved in {work.folder}"
+            + (f", with a new {other} from here on" if other else "")
+        )
+    loop.progress.settings = training.settings()
+    announce(task, model, console)
+    return loop
+
+
+def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) -> TrainingModel:
+    """Read the models, and make the optimizer."""
+    options, training = task.options, task.training
+    if options.tp_size > 1:
+        return build_tensor_parallel(task, accelerator, ranks, console)
+    collecting, device = bool(task.compared), None if task.launch.sharded else accelerator.device
+    with console.stage("loading the models" if task.teacher is not None else "loading the model"):
+        student = make_student(
+            open_model(task.checkpoint, task.layout, options.attention, collecting=collecting, device=device),
+            task.compute,
+            trained=task.trained,
+            lora=task.lora,
+            seed=training.seed,
+            temperature=training.objective.temperature,
+            gradient_checkpointing=options.gradient_checkpointing,
+        )
+        teacher = None
+        if task.teacher is not None:
+            dense = Layout.dense(task.layout.num_layers)
+            teacher = make_teacher(
+                open_model(task.teacher, dense, options.attention, collecting=collecting, device=device),
+                task.compute,
+                None if task.launch.sharded else student,
+            )
+    return HFTraining(
+        accelerator,
+        student,
+        teacher,
+        compared=task.compared,
+        weight_decay=training.weight_decay,
+        micro_batch_size=training.micro_batch_size,
+    )
+
+
+def announce(task: Task, model: TrainingModel, console: Console) -> None:
+    """Say what is trained."""
+    training, processes, tp_size = task.training, task.launch.processes, task.options.tp_size
+    numbers = sum(math.prod(shape) for shape in model.shapes.values())
+    shared = f", {tp_size} for each copy of the model, schedule {task.options.schedule.name}" if tp_size > 1 else ""
+    console.note(
+        f"trainable parameters: {human_count(numbers)} ({task.options.method}, layers"
+        f" {format_ranges(task.layers)}"
+        f"{', embedding and head' if task.everything and not task.is_lora else ''})"
+        f" on {processes} process{'es' if processes > 1 else ''}{shared};"
+        f" {'about ' if training.budget.tokens else ''}{training.about_steps:,} steps of {training.batch_size} rows"
+        f" of {training.seq_len} tokens, peak learning rate {training.schedule.peak:.3g}"
+    )
+    if task.launch.device == "cpu" and (advice := tcmalloc_advice()):
+        console.note(advice)
+
+
+def show_data_of(model: str, options: RetrainOptions, revision: str | None, rows: int) -> tuple[str, dict[str, Any]]:
+    """Return the first ``rows`` rows of the training as text and as a document; nothing is trained."""
+    from ladderize.adapt.data.packing import show_batch
+
+    checkpoint = open_checkpoint(model, revision)
+    options = replace(
+        options, budget=options.budget if options.budget.tokens else Budget(steps=options.budget.steps or 1)
+    )
+    training = options.resolve(checkpoint.config, 1)
+    data = read_data(checkpoint, options, training)
+    taken = [row for _, row in zip(range(rows), data.train, strict=False)]
+    return show_batch(taken, load_tokenizer(checkpoint.folder)), {"model": model, "rows": taken}

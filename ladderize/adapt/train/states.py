@@ -1,0 +1,166 @@
+"""Unfinished training on disk: a folder for each saved step, which Accelerate fills, and the weights that may become
+OUT."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from ladderize.adapt.methods import METRICS
+from ladderize.adapt.train.training_model import TrainingModel
+from ladderize.checkpoint.tensors import write_tensors
+from ladderize.console import sentence, to_json
+from ladderize.errors import UserError
+from ladderize.files.documents import read_json
+from ladderize.files.parsing import parse_json
+from ladderize.files.records import Record
+from ladderize.files.regular import read_lines
+from ladderize.files.temporaries import fsync, fsync_tree
+from ladderize.files.work import WorkFolder
+
+STATE, STATES_KEPT = "state.json", 2
+STATE_BYTES, WEIGHT_BYTES = 12, 4  # of a trained number: a state (weights and two moments), and weights alone
+DIGITS = 8 * "[0-9]"
+STEP, WEIGHTS = f"step-{DIGITS}", f"weights-{DIGITS}.safetensors"
+
+
+@dataclass
+class Progress(Record):
+    """How far training is. recent: losses of the last steps. seconds: spent in steps, over all runs. before_loss,
+    best_loss, last_loss: the criterion (``Objective.criterion``) of the held-out rows before the first step, at the best
+    one and at the last validation; the perplexities likewise, and under the teacher, where there are such, of
+    ``scored_heldout`` tokens. kept_step: the best one whose weights were saved. settings: what may be changed on the
+    way, such as the learning rate."""
+
+    step: int = 0
+    tokens: int = 0
+    scored: int = 0
+    seconds: float = 0.0
+    best_step: int | None = None
+    best_loss: float | None = None
+    best_perplexity: float | None = None
+    last_loss: float | None = None
+    last_perplexity: float | None = None
+    before_loss: float | None = None
+    before_perplexity: float | None = None
+    dense_perplexity: float | None = None
+    scored_heldout: int = 0
+    kept_step: int | None = None
+    settings: dict[str, Any] | None = None
+    recent: list[float] = field(default_factory=list)
+
+
+class TrainingFolder(WorkFolder):
+    """Unfinished training: states named by their step, weights, and metrics.jsonl."""
+
+    COMMAND = "adapt --method full or lora"
+    CONTENT = (*WorkFolder.CONTENT, STEP, f"{STEP}.part", WEIGHTS, f"{WEIGHTS}.part", METRICS)
+    ADVICE = "give the old value again, start again with --resume no"
+
+    def has_work(self) -> bool:
+        return self.latest() is not None
+
+    @classmethod
+    def discard(cls, folder: Path) -> None:
+        """Delete unfinished training; raises UserError if the folder holds anything else, or is in use."""
+        if folder.exists():
+            with cls(folder, {}) as work:
+                work.remove()
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / METRICS
+
+    def state_path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def weights(self, step: int) -> Path:
+        """Where the trained tensors of a step lie as OUT would hold them."""
+        return self.folder / f"weights-{step:08d}.safetensors"
+
+    def latest(self) -> int | None:
+        """Return the last step that can be gone on from; None where there is none."""
+        steps = [int(path.name[5:]) for path in self.folder.glob(STEP) if (path / STATE).is_file()]
+        return max(steps, default=None)
+
+    def save(self, progress: Progress, model: TrainingModel) -> None:
+        """Write this step's state beside the others, and rename it when it is whole; the last ones stay, and the best
+        weights. All ranks call it."""
+        accelerator, path = model.accelerator, self.state_path(progress.step)
+        part = path.with_suffix(".part")
+        if accelerator.is_main_process:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+        accelerator.wait_for_everyone()
+        try:
+            model.save(part)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            if self.metrics.is_file():
+                fsync(self.metrics)  # what it says of the steps up to here must not be lost before the state is
+            (part / STATE).write_text(to_json(progress.to_dict()) + "\n")
+            fsync_tree(part)
+            shutil.rmtree(path, ignore_errors=True)
+            part.rename(path)
+            fsync(self.folder)
+            for old in sorted(self.folder.glob(STEP))[:-STATES_KEPT]:
+                shutil.rmtree(old)
+            for old in set(self.folder.glob(WEIGHTS)) - {self.weights(progress.kept_step or 0)}:
+                old.unlink()
+        accelerator.wait_for_everyone()
+
+    def load(self, step: int, model: TrainingModel) -> Progress:
+        """Go on from a state; raises UserError for one that is damaged."""
+        path = self.state_path(step)
+        try:
+            progress = Progress.from_dict(read_json(path / STATE), STATE)
+            model.load(path)
+        except (OSError, ValueError, KeyError, RuntimeError, EOFError, UserError, SafetensorError) as error:
+            raise UserError(
+                f"{path} is damaged ({sentence(error)[:200]}); delete it to resume from the state before it"
+            ) from None
+        return progress
+
+    def save_weights(self, step: int, model: TrainingModel, dtype: torch.dtype) -> None:
+        """Write the trained tensors as ``dtype``, one after the other, gathered from the ranks; those other than the
+        main one only take part in that."""
+        path = self.weights(step)
+        if not model.accelerator.is_main_process:
+            for name in model.shapes:
+                model.whole(name)
+            return
+        part = path.with_name(path.name + ".part")
+        write_tensors(
+            part, {name: (dtype, shape) for name, shape in model.shapes.items()}, lambda name: model.whole(name).to(dtype)
+        )
+        os.replace(part, path)
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop what was written after the state that training goes on from."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in read_lines(path):
+        try:
+            if parse_json(line, constants=True)["step"] <= step:
+                kept.append(line.rstrip(b"\n") + b"\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # cut off by a kill
+    temporary = path.with_name(f".{path.name}.json.part")
+    temporary.write_bytes(b"".join(kept))
+    os.replace(temporary, path)
+
+
+def read_metrics(path: Path, key: str) -> list[float]:
+    """Return the values of one metric, in order."""
+    lines: Iterator[dict[str, Any]] = (parse_json(text, constants=True) for text in read_lines(path))
+    return [line[key] for line in lines if line.get(key) is not None]

@@ -1,0 +1,250 @@
+"""The Hugging Face model in training with its losses, and its dense teacher.
+
+Trained parameters are fp32 (the optimizer adds steps that bfloat16 would round away); frozen ones have the dtype that
+is computed in. The losses are the cross-entropy on the text, the divergence from the dense teacher's predictions
+(Hinton et al., arXiv 1503.02531), and how far sub-modules are from the teacher's. The first two are sums over the
+tokens that count, the third over all; the loop divides by how many those are in the whole step, on all ranks.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from torch.utils.checkpoint import checkpoint as recomputed
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ladderize.adapt.lora import add_adapters
+from ladderize.adapt.methods import FLASH, FLEX
+from ladderize.blocks import LOGITS_AT_ONCE, Blocks
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.convert.remote_code.modeling_ladderized import base_linear
+from ladderize.errors import UserError
+from ladderize.families.registry import decoder_of
+from ladderize.layout import Layout
+from ladderize.modeling import ladderized_class
+from ladderize.runtime.training.batch import Batch
+from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
+
+# transformers' sdpa under a name for which it makes no mask, and so does not ask the device whether texts are packed
+SDPA_AS_TOLD = "sdpa_as_told"
+
+
+# ---- the losses ----
+
+
+def token_losses(
+    logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropy and KL(teacher || student) in nats, computed in fp32: two scalars (the second 0
+    without a teacher).
+
+    logits, teacher_logits: [tokens, vocab] of any float dtype; targets: [tokens]. Many tokens are taken part by part,
+    and their fp32 copies made anew for the backward pass instead of kept: with a vocabulary of 128k they would be most
+    of the memory.
+    """
+    at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
+    if len(logits) <= at_once:
+        return _losses(logits, targets, teacher_logits, temperature)
+    teachers = teacher_logits.split(at_once) if teacher_logits is not None else [None] * -(-len(logits) // at_once)
+    parts = [
+        recomputed(_losses, part, target, teacher, temperature, use_reentrant=False)
+        for part, target, teacher in zip(logits.split(at_once), targets.split(at_once), teachers, strict=True)
+    ]
+    return torch.stack([part[0] for part in parts]).sum(), torch.stack([part[1] for part in parts]).sum()
+
+
+def _losses(
+    logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor]:
+    logits = logits.float()
+    entropy = cross_entropy(logits, targets, reduction="sum")
+    if teacher_logits is None:
+        return entropy, entropy.new_zeros(())
+    student, teacher = (log_softmax(scores.float() / temperature, -1) for scores in (logits, teacher_logits))
+    return entropy, kl_div(student, teacher, reduction="sum", log_target=True)
+
+
+class ScoredLogits(nn.Module):
+    """A causal language model whose logits are computed only where a target counts.
+
+    Accelerate wraps (DDP, FSDP2, DeepSpeed, autocast) this module, so everything that reads parameters lies within its
+    ``forward``. What Accelerate asks of a transformers model, so as to shard it, is answered here.
+    """
+
+    def __init__(self, model: Any, compute: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.compute = model, compute
+        self.config = model.config
+        self.scale = decoder_of(model.config.to_dict()).logits_scale
+        self._no_split_modules = [type(model.model.layers[0]).__name__]
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+    def tie_weights(self) -> None:
+        self.model.tie_weights()
+
+    def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
+        """Return the logits [tokens that count, vocab]. outputs: is given what the sub-modules add to the stream, by
+        layers that are ``CollectingLayer``.
+
+        ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins.
+        It looks by waiting for the device, with FlashAttention in every layer; so we say it where that is possible.
+        """
+        rows: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+        attention = self.model.config._attn_implementation
+        if attention == FLASH:  # which keeps packed texts apart in a single row only
+            rows = {name: tensor.reshape(1, -1) for name, tensor in rows.items()}
+            for side in ("q", "k"):
+                rows |= {f"cu_seq_lens_{side}": batch.starts, f"max_length_{side}": batch.longest}
+        elif attention == SDPA_AS_TOLD:
+            rows["attention_mask"] = batch.additive_mask(self.compute)
+        more = {} if outputs is None else {"sub_module_outputs": outputs}
+        hidden = self.model.model(**rows, use_cache=False, **more).last_hidden_state
+        logits: Tensor = self.model.lm_head(batch.scored_states(hidden))
+        return logits if self.scale == 1 else logits * self.scale
+
+    def forward(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
+        return self.scored_logits(batch, outputs)
+
+
+class Student(ScoredLogits):
+    """The model in training with its losses: what is wrapped, so that gradients and parameters are in one place."""
+
+    def __init__(self, model: Any, compute: torch.dtype, temperature: float = 1.0) -> None:
+        super().__init__(model, compute)
+        self.temperature = temperature
+
+    def forward(  # type: ignore[override]
+        self,
+        batch: Batch,
+        teacher_logits: Tensor | None = None,
+        teacher_outputs: SubModuleOutputs | None = None,
+    ) -> Tensor:
+        """Return the sums of cross-entropy, divergence and hidden error: [3], fp32. teacher_logits: [tokens that count,
+        vocab]."""
+        outputs = None if teacher_outputs is None else teacher_outputs.again()
+        logits = self.scored_logits(batch, outputs)
+        sums = token_losses(logits, batch.scored_targets, teacher_logits, self.temperature)
+        apart = sums[0].new_zeros(())
+        if outputs is not None and teacher_outputs is not None:
+            apart = hidden_error(outputs, teacher_outputs)
+        return torch.stack((*sums, apart))
+
+
+# ---- the models ----
+
+
+class CollectingLayer:
+    """Stands before a layer's class among the bases of another: the same layer, which also hands on what its
+    sub-modules add to the stream.
+
+    They leave ``forward`` as its results: so they are kept once where a layer is computed again for its backward pass
+    (activation checkpointing), and FSDP2 knows that gradients come through them.
+    """
+
+    self_attn: Any
+    attention_sync: str
+    with_outputs: Callable[..., tuple[Any, Tensor, Tensor]]
+    scaled: Callable[[Tensor], Tensor]
+
+    def __call__(self, *args: Any, sub_module_outputs: SubModuleOutputs | None = None, **kwargs: Any) -> Any:
+        layer: Any = super()
+        state, attention, mlp = layer.__call__(*args, **kwargs)
+        own = None if sub_module_outputs is None else sub_module_outputs.of(self.self_attn.layer_idx)
+        if own is not None:
+            own.attention(attention)
+            own.mlp(mlp)
+        return state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state, attention, mlp = self.with_outputs(*args, **kwargs)
+        if self.attention_sync == "dropped" and (bias := base_linear(self.self_attn.o_proj).bias) is not None:
+            attention = attention + self.scaled(bias)
+        return state, attention, mlp
+
+
+def open_model(checkpoint: Checkpoint, layout: Layout, attention: str, *, collecting: bool, device: Any) -> Any:
+    """Return the model of a checkpoint as it is stored, of our own class also where it is dense. collecting: layers can
+    tell what their sub-modules add to the stream. device: None leaves the weights to Accelerate, which shards them."""
+    blocks = Blocks(checkpoint, torch.float32, torch.device("cpu"))
+    model = ladderized_class(blocks.family, "ForCausalLM").from_pretrained(
+        checkpoint.folder,
+        config=blocks.model_config(layout),
+        dtype="auto",
+        use_safetensors=True,
+        **({} if device is None else {"device_map": {"": device}}),
+    )
+    model.config._attn_implementation = attention
+    if attention == "sdpa" and not any(blocks.decoder.windows):  # masks of windows are left to transformers
+        ALL_ATTENTION_FUNCTIONS.register(SDPA_AS_TOLD, ALL_ATTENTION_FUNCTIONS["sdpa"])
+        model.config._attn_implementation = SDPA_AS_TOLD
+    if collecting:
+        own = ladderized_class(blocks.family, "DecoderLayer")
+        kind = type(f"Collecting{own.__name__}", (CollectingLayer, own), {})
+        for layer in model.model.layers:
+            layer.__class__ = kind
+    return model
+
+
+def trained_tensors(names: Iterable[str], layers: Sequence[int], everything: bool) -> frozenset[str]:
+    """Return the tensors of a checkpoint that full retraining changes: those of ``layers``, or really all."""
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    return frozenset(name for name in names if everything or name.startswith(prefixes))
+
+
+def make_student(
+    model: Any,
+    compute: torch.dtype,
+    *,
+    trained: frozenset[str] = frozenset(),
+    lora: Any = None,
+    seed: int = 0,
+    temperature: float = 1.0,
+    gradient_checkpointing: bool = False,
+) -> Student:
+    """Return the model in training. trained: tensors that change. lora: a ``peft.LoraConfig`` instead, whose adapters
+    change."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+        parameter.data = parameter.data.to(torch.float32 if name in trained else compute)
+    if lora is not None:
+        add_adapters(model, lora, seed)  # puts them into the model's own modules
+    if gradient_checkpointing:
+        # transformers renamed it, and will drop the old name in version 6
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    student = Student(model, compute, temperature)
+    return student.train()
+
+
+def make_teacher(model: Any, compute: torch.dtype, student: Student | None) -> ScoredLogits:
+    """Return the dense model, frozen. student: whose frozen parameters are held once where both have the same."""
+    own = {}
+    if student is not None:
+        named = student.model.named_parameters()
+        own = {name.replace(".base_layer.", "."): value for name, value in named if not value.requires_grad}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(compute)
+        if (other := own.get(name)) is not None and torch.equal(parameter, other):
+            parameter.data = other.data
+    return ScoredLogits(model, compute).eval()
+
+
+def check_attention(name: str, device: str, compute: torch.dtype) -> None:
+    """Raise UserError where this attention cannot run."""
+    if name == FLASH and importlib.util.find_spec("flash_attn") is None:
+        raise UserError(
+            f"--attention {FLASH} needs the package flash-attn, which is not installed; take sdpa, or install it"
+        )
+    if name == FLASH and compute == torch.float32:
+        raise UserError(f"--attention {FLASH} computes in bfloat16 only; pass --dtype bfloat16, or take sdpa")
+    if name in (FLASH, FLEX) and device != "cuda":
+        raise UserError(f"--attention {name} needs a GPU; take sdpa")

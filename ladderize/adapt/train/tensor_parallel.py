@@ -1,0 +1,193 @@
+"""Training on the runtime's tensor-parallel model: every rank holds its slices of the weights, their gradients and
+their optimizer state, and the ranks of one group work on the same rows. Groups beside each other are data parallel
+(DDP)."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ladderize.adapt.lora import PEFT_PREFIX, initial_adapter
+from ladderize.adapt.methods import LORA
+from ladderize.adapt.train.task import Task
+from ladderize.adapt.train.training_model import TrainingModel, make_optimizer
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.console import Console
+from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.choose import choose
+from ladderize.runtime.loader import CheckpointSource
+from ladderize.runtime.shards import Shape
+from ladderize.runtime.training.lora import LoraPlan, TrainedLora
+from ladderize.runtime.training.model import TPTraining
+from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
+from ladderize.runtime.training.weights import TrainedWeights, build_weights
+
+STATISTICS_BYTES = 28  # of a token, that vocabulary-parallel losses send
+
+
+class TensorParallelTraining(TrainingModel):
+    """One rank of a student, which the runtime computes, and of its teacher. Accelerate prepares the loader alone:
+    every rank has parameters and moments of its own."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        student: TPTraining,
+        teacher: TPTraining | None,
+        collectives: Collectives,
+        data: Ranks,
+        tensor: Ranks,
+        *,
+        compared: Any = (),
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.weights, self.shape, self.collectives, self.tensor = student.weights, student.shape, collectives, tensor
+        self.pieces = student.weights.pieces()
+        self.shapes = {name: tuple(piece.shape) for name, piece in self.pieces.items()}
+        wrapped: Any = student
+        if data.size > 1:
+            wrapped = DistributedDataParallel(
+                student,
+                device_ids=[data.device] if data.device.type == "cuda" else None,
+                process_group=data.group,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+                init_sync=False,
+            )
+        scored = None if teacher is None else teacher.scored_logits
+        super().__init__(accelerator, wrapped, scored, compared, tp_size=tensor.size)
+        self.optimizer = make_optimizer(self.parameters, weight_decay, fused=True)
+        # Of each parameter's rows, how much of their squares this rank counts, so that what several ranks of a group
+        # hold counts once: [rows that it holds].
+        shares = {parameter: torch.ones(len(parameter)) for parameter in self.parameters}
+        for piece in self.pieces.values():
+            for parameter, rows in piece.parts:
+                shares[parameter][rows] /= tensor.size if piece.dim is None else piece.copies
+        self.shares = [share.to(data.device) for share in shares.values()]
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """First sums the gradients that each rank of a group knows a part of."""
+        self.weights.sum_partial_gradients(self.tensor)
+        squares = torch.zeros((), dtype=torch.float64, device=self.tensor.device)
+        gradients = [parameter.grad for parameter in self.parameters]
+        for gradient, share in zip(gradients, self.shares, strict=True):
+            if gradient is not None:
+                rows = gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None]
+                squares += (torch.linalg.vector_norm(rows, dim=1).square() * share).sum()
+        norm = self.tensor.sum(squares).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1)  # nobody asks the device whether it is less
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(scale)
+        return norm
+
+    def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        start, vocab = self.shape.vocab_start, self.shape.vocab
+        return vocab_parallel_losses(logits, targets, None, 1.0, self.collectives, start, vocab)[0]
+
+    def whole(self, name: str) -> Tensor:
+        return self.pieces[name].whole(lambda parameter: parameter.detach(), self.tensor).detach()
+
+    def save(self, folder: Path) -> None:
+        state = {"weights": [own.detach() for own in self.parameters], "optimizer": self.optimizer.state_dict()}
+        torch.save(state, self._state(folder))
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(self._state(folder), map_location=self.tensor.device, weights_only=True)
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, state["weights"], strict=True):
+                parameter.copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _state(self, folder: Path) -> Path:
+        return folder / f"rank-{self.accelerator.process_index}.pt"
+
+    def close(self) -> None:
+        self.collectives.close()
+
+
+def build_tensor_parallel(
+    task: Task, accelerator: Accelerator, ranks: Ranks, console: Console
+) -> TensorParallelTraining:
+    """Join the ranks of a model, load it and its teacher, and make the optimizer. All ranks call it."""
+    data, tensor = ranks.split(task.options.tp_size)
+    collectives = open_collectives(task, tensor, console)
+    with console.stage("loading the models" if task.teacher is not None else "loading the model"):
+        student = _model(task, task.checkpoint, task.layout, tensor, collectives)
+        teacher = None
+        if task.teacher is not None:
+            dense = Layout.dense(task.layout.num_layers)
+            teacher = _model(task, task.teacher, dense, tensor, collectives, student.weights, frozen=True).eval()
+    return TensorParallelTraining(
+        accelerator,
+        student.train(),
+        teacher,
+        collectives,
+        data,
+        tensor,
+        compared=task.compared,
+        weight_decay=task.training.weight_decay,
+    )
+
+
+def open_collectives(task: Task, tensor: Ranks, console: Console) -> Collectives:
+    """Return what the ranks of a model send each other their sums with: one object for student and teacher."""
+    tokens, schedule = task.training.micro_batch_size * task.training.seq_len, task.options.schedule
+    stream = tokens * int(task.checkpoint.config["hidden_size"]) * task.compute.itemsize
+    most = max(stream, tokens * STATISTICS_BYTES)
+    in_flight = schedule.in_flight + (schedule.chunks if task.compared else 0)  # sums of dropped attentions
+    collectives, chosen = choose("auto", tensor, max_bytes=most, in_flight=in_flight)
+    console.note(f"sums over {chosen}")
+    return collectives
+
+
+def _model(
+    task: Task,
+    checkpoint: Checkpoint,
+    layout: Layout,
+    tensor: Ranks,
+    collectives: Collectives,
+    shared: TrainedWeights | None = None,
+    *,
+    frozen: bool = False,
+) -> TPTraining:
+    """Return the student, or with ``frozen`` its teacher, which takes frozen tensors from ``shared`` where they are
+    equal."""
+    shape = Shape.from_config(checkpoint.config, tp_size=tensor.size, rank=tensor.rank)
+    lora = None
+    if task.options.method == LORA and not frozen:
+        asked, start = task.options.lora, functools.partial(adapter_start, seed=task.training.seed)
+        plan = LoraPlan(asked.rank, asked.scale / asked.rank, asked.targets, task.layers, asked.dropout)
+        lora = TrainedLora(plan, shape, start, tensor.device)
+    weights = build_weights(
+        lambda dtype: CheckpointSource(checkpoint, dtype, tensor.device),
+        checkpoint.config,
+        shape,
+        layout,
+        trained=frozenset() if frozen else task.trained,
+        compute=task.compute,
+        lora=lora,
+        shared=shared,
+    )
+    return TPTraining(
+        weights,
+        checkpoint.config,
+        layout,
+        collectives,
+        schedule=task.options.schedule,
+        temperature=task.training.objective.temperature,
+        gradient_checkpointing=task.options.gradient_checkpointing and not frozen,
+    )
+
+
+def adapter_start(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
+    """Return a whole adapter matrix as it begins, by its name in a file: the numbers that ``add_adapters`` draws."""
+    own = name.removeprefix(PEFT_PREFIX).removesuffix(".weight") + ".default.weight"
+    return initial_adapter(own, torch.Size(shape), seed)

@@ -1,0 +1,220 @@
+"""A student with its teacher and its optimizer, as the loop uses them: losses, clipping, states, and the trained tensors
+whole and by name. Here computed with the Hugging Face model, which Accelerate prepares: plain, DDP, FSDP2 or DeepSpeed,
+as its launcher was told. ``tensor_parallel`` computes the same with the runtime's model."""
+
+import contextlib
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ladderize.adapt.data.packing import PADDING_TARGET
+from ladderize.adapt.lora import PEFT_PREFIX
+from ladderize.adapt.train.student import ScoredLogits, Student, token_losses
+from ladderize.runtime.training.batch import Batch
+from ladderize.runtime.training.outputs import SubModuleOutputs
+
+BETAS, EPSILON = (0.9, 0.95), 1e-8
+
+
+class TrainingModel(ABC):
+    """All ranks call the same methods in the same order.
+
+    student: gives the losses of a micro-batch. teacher: gives the dense model's logits where targets count, None
+    without one. compared: layers of which ``losses`` compares what each sub-module adds to the stream, too. data_rank,
+    data_size: this rank among those that share the rows of a step; tp_size: ranks that work on the same rows. names: of
+    every trained parameter, or part of one, as a file calls it, and its whole shape.
+    """
+
+    optimizer: Any
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        student: Any,
+        teacher: Callable[..., Tensor] | None,
+        compared: Sequence[int],
+        tp_size: int = 1,
+    ) -> None:
+        self.accelerator, self.student, self.teacher, self.compared = accelerator, student, teacher, compared
+        self.tp_size = tp_size
+        self.data_rank, self.data_size = accelerator.process_index // tp_size, accelerator.num_processes // tp_size
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained, as this rank holds it."""
+        return [parameter for parameter in self.student.parameters() if parameter.requires_grad]
+
+    def losses(self, batch: Batch) -> Tensor:
+        """Return [3]: cross-entropy and divergence, summed over the tokens that count, and hidden error, summed over
+        all tokens, of one micro-batch (on the device); equal on ranks of the same rows."""
+        scores = None
+        outputs = SubModuleOutputs(self.compared, batch.targets != PADDING_TARGET) if self.compared else None
+        if self.teacher is not None:
+            with torch.no_grad():
+                scores = self.teacher(batch, outputs=outputs)
+        sums: Tensor = self.student(batch, teacher_logits=scores, teacher_outputs=outputs)
+        return sums
+
+    @torch.no_grad()
+    def teacher_entropy(self, batch: Batch) -> Tensor:
+        """Return the summed cross-entropy of a micro-batch under the teacher: a scalar."""
+        assert self.teacher is not None
+        return self.entropy(self.teacher(batch), batch.scored_targets)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of ``values`` over the ranks of different rows, on every rank."""
+        total: Tensor = self.accelerator.reduce(values, "sum")
+        return total / self.tp_size
+
+    @contextlib.contextmanager
+    def evaluating(self, stored: torch.dtype) -> Iterator[None]:
+        """Around losses that are not trained on: no dropout, no gradients, and the weights rounded to ``stored``, as a
+        file will hold them. Their own values take the room of the gradients meanwhile."""
+        locals_ = [local_part(parameter) for parameter in self.parameters]
+        with torch.no_grad():
+            kept = [own.clone() for own in locals_] if stored != torch.float32 else []
+            for own in locals_:
+                own.copy_(own.to(stored))
+            self.student.eval()
+            try:
+                yield
+            finally:
+                for own, value in zip(locals_, kept, strict=False):
+                    own.copy_(value)
+                for part in self.student.modules():
+                    if isinstance(part, FSDPModule):
+                        part.reshard()  # it keeps what it gathered for a backward pass, and would compute with it
+                self.student.train()
+
+    @abstractmethod
+    def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed cross-entropy of what the teacher gives: a scalar."""
+
+    @abstractmethod
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to ``max_norm``; returns their norm before, over all of the model: one number, equal
+        on all ranks. Called once, after a step's last micro-batch."""
+
+    @abstractmethod
+    def whole(self, name: str) -> Tensor:
+        """Return a trained tensor whole, on all ranks, which must all ask for it."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write what training needs to go on; every rank its part."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Go on from what ``save`` wrote."""
+
+    def close(self) -> None:
+        """Finish all communication: after the last use, by all ranks; not after an error, when others may be gone."""
+
+
+def make_optimizer(parameters: Sequence[nn.Parameter], weight_decay: float, *, fused: bool) -> torch.optim.AdamW:
+    """Return AdamW, which decays matrices only. Its learning rate is set at every step."""
+    matrices, others = ([p for p in parameters if (p.ndim > 1) == wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class HFTraining(TrainingModel):
+    """The Hugging Face model. micro_batch_size: DeepSpeed asks for it."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        student: Student,
+        teacher: ScoredLogits | None,
+        *,
+        compared: Sequence[int] = (),
+        weight_decay: float = 0.0,
+        micro_batch_size: int = 1,
+    ) -> None:
+        own = [parameter for parameter in student.parameters() if parameter.requires_grad]
+        optimizer = make_optimizer(own, weight_decay, fused=accelerator.distributed_type != DistributedType.DEEPSPEED)
+        plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == "DEEPSPEED" else None
+        if plugin is not None:
+            plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch_size
+        prepared, self.optimizer = accelerator.prepare(student, optimizer)
+        placed = None if teacher is None else place_teacher(teacher, accelerator)
+        super().__init__(accelerator, prepared, placed, compared)
+        named = accelerator.unwrap_model(prepared).model.named_parameters()
+        self.named = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
+        # of a tensor that ZeRO 3 has shared out only DeepSpeed knows the shape
+        self.shapes = {name: tuple(getattr(own, "ds_shape", own.shape)) for name, own in self.named.items()}
+        accelerator.register_save_state_pre_hook(self._leave_out_frozen)
+
+    def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return token_losses(logits, targets, None, 1.0)[0]
+
+    def clip(self, max_norm: float) -> Tensor:
+        norm = self.accelerator.clip_grad_norm_(self.parameters, max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+
+    def whole(self, name: str) -> Tensor:
+        parameter = self.named[name]
+        if hasattr(parameter, "ds_id"):
+            from deepspeed.zero import GatheredParameters
+
+            with GatheredParameters([parameter]):
+                return parameter.detach().clone()
+        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+    def save(self, folder: Path) -> None:
+        self.accelerator.save_state(str(folder))
+
+    def load(self, folder: Path) -> None:
+        sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        self.accelerator.load_state(str(folder), **({} if sharded else {"strict": False}))
+
+    def _leave_out_frozen(self, models: Any, weights: list[dict[str, Tensor]], folder: str) -> None:
+        """Save of the model what is trained: the rest is in the checkpoint. What is sharded Accelerate saves itself."""
+        trained = {name for name, parameter in self.student.named_parameters() if parameter.requires_grad}
+        for state in weights:
+            for name in state.keys() - trained:
+                del state[name]
+
+
+def file_name(name: str) -> str:
+    """Return the name that a file gives a parameter: a checkpoint's tensor, or PEFT's for an adapter."""
+    name = name.removeprefix("module.")
+    return f"{PEFT_PREFIX}{name.replace('.default.', '.')}" if ".lora_" in name else name
+
+
+def place_teacher(teacher: ScoredLogits, accelerator: Accelerator) -> Callable[..., Tensor]:
+    """Put the frozen teacher on the device, sharded as the student is; Accelerate prepares one model only."""
+    if accelerator.is_fsdp2:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        teacher = fsdp2_prepare_model(accelerator, teacher)
+    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
+        import deepspeed
+
+        config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+        for key in ("optimizer", "scheduler"):
+            config.pop(key, None)
+        teacher = deepspeed.initialize(model=teacher, config=config)[0].eval()
+    else:
+        teacher.to(accelerator.device)
+
+    def scored(*arguments: Any, **named: Any) -> Tensor:
+        with accelerator.autocast():
+            logits: Tensor = teacher(*arguments, **named)
+            return logits
+
+    return scored
