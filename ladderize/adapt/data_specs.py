@@ -1,7 +1,8 @@
-"""What ``--data SPEC`` means: files (a glob of them), or a dataset on the hub; and ``=WEIGHT`` after any of them.
+"""What ``--data SPEC`` means: files of one kind (one, a folder or a glob of them), or a dataset on the hub; and
+``=WEIGHT`` after any of them.
 
-``x.jsonl``, ``x.parquet``, ``x.txt``, ``x.npy``, ``x.npz[:array]``, ``dir/*.jsonl``, ``hub:OWNER/NAME[:CONFIG]:SPLIT``.
-Nothing is read here; no numpy.
+``x.jsonl``, ``x.json``, ``x.parquet``, ``x.txt``, ``x.npy``, ``x.npz[:array]``, ``folder``, ``folder/*.jsonl``,
+``hub:OWNER/NAME[:CONFIG]:SPLIT``. No file is opened here; no numpy.
 """
 
 import glob
@@ -14,17 +15,14 @@ from pathlib import Path
 from ladderize.errors import UsageError, UserError
 from ladderize.files.regular import check_regular, split_name
 
-SOURCE_SUFFIXES = (".jsonl", ".parquet", ".txt", ".npy", ".npz")
+SOURCE_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".npy", ".npz")
 HUB = "hub:"
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One --data. text: as it was given, without the weight. hub: name, configuration and split; None: ``text`` is a
-    path or a glob.
-
-    option: what it was given to, for messages.
-    """
+    """One --data. text: as it was given, without the weight. hub: name, configuration and split; None: ``text`` names
+    files. option: what it was given to, for messages."""
 
     text: str
     weight: float | None = None
@@ -43,36 +41,36 @@ class SourceSpec:
         """The files meant, sorted; ``.npz`` with their array's name. Raises UserError if there are none, or of several
         kinds."""
         path, key = split_name(self.text)
-        if not _is_glob(self.text):
-            if not path.exists():
-                raise UserError(f"{self.name}: {path} does not exist")
-            check_regular(path)
-            return [self.text]
-        found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
-        if not found:
-            raise UserError(f"{self.name}: no file matches")
+        if path.is_dir():  # which may hold a README too
+            found = [str(file) for file in path.iterdir() if file.suffix in SOURCE_SUFFIXES]
+        elif "*" in self.text and not path.exists():
+            found = [name for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
+        elif not path.exists():
+            raise UserError(f"{self.name}: {path} does not exist")
+        else:
+            found = [str(path)]
         suffixes = sorted({Path(name).suffix for name in found})
-        if len(suffixes) > 1 or suffixes[0] not in SOURCE_SUFFIXES:
-            raise UserError(
-                f"{self.name} matches files that end in {', '.join(suffixes)}; give one of {', '.join(SOURCE_SUFFIXES)}"
-            )
-        return [f"{name}:{key}" if key is not None else name for name in found]
+        if len(suffixes) != 1 or suffixes[0] not in SOURCE_SUFFIXES:
+            ends = f"files that end in {', '.join(suffixes)}" if found else "no file"
+            raise UserError(f"{self.name} names {ends}; give files of one of {', '.join(SOURCE_SUFFIXES)}")
+        for name in found:
+            check_regular(Path(name))
+        return [f"{name}:{key}" if key is not None else name for name in sorted(found)]
 
 
 def parse_specs(texts: Sequence[str], option: str = "--data") -> tuple[SourceSpec, ...]:
-    """``option`` as given on the command line; nothing is opened. Raises UsageError for what is not valid."""
+    """``option`` as given on the command line; no file is opened. Raises UsageError for what is not valid."""
     specs = tuple(_parse(text, option) for text in texts)
-    weighted = [spec for spec in specs if spec.weight is not None]
-    if len(specs) == 1 and weighted:
+    unweighted = [spec for spec in specs if spec.weight is None]
+    if len(specs) == 1 and not unweighted:
         raise UsageError(
             f"{option} {texts[0]}: a weight has no effect on a single source; leave it out, or give several {option}"
         )
-    if weighted and len(weighted) < len(specs):
-        without = next(spec.text for spec in specs if spec.weight is None)
+    if 0 < len(unweighted) < len(specs):
         raise UsageError(
-            f"{option} {without} has no weight, but others have one; give all sources a weight (SPEC=2.5), or none"
+            f"{unweighted[0].name} has no weight, but others have one; give all sources a weight (SPEC=2.5), or none"
         )
-    if not weighted and len(specs) > 1 and (streamed := next((spec for spec in specs if spec.is_streamed), None)):
+    if len(unweighted) > 1 and (streamed := next((spec for spec in specs if spec.is_streamed), None)):
         raise UsageError(
             f"{streamed.name} is streamed, so its number of rows is unknown; give every source a weight (SPEC=2.5)"
         )
@@ -85,30 +83,26 @@ def data_sources(*texts: str) -> tuple[SourceSpec, ...]:
 
 
 def _parse(text: str, option: str) -> SourceSpec:
-    head, equals, tail = text.rpartition("=")
-    if not (equals and _is_source(head)):
-        if not _is_source(text):
-            raise UsageError(
-                f"{option} {text}: neither a file that ends in {', '.join(SOURCE_SUFFIXES)}, nor a glob, nor"
-                " hub:OWNER/NAME[:CONFIG]:SPLIT"
-            )
-        return SourceSpec(text, None, _parse_hub(text, option), option)
+    name, equals, weight_text = text.rpartition("=")
+    if not equals or not _is_source(name):  # a path may hold a = too (date=2024/x.jsonl)
+        name, weight_text = text, "none"
+    if not _is_source(name):
+        raise UsageError(
+            f"{option} {text}: neither a file that ends in {', '.join(SOURCE_SUFFIXES)}, nor a folder, nor a glob, nor"
+            " hub:OWNER/NAME[:CONFIG]:SPLIT"
+        )
     try:
-        weight = float(tail)
+        weight = None if name == text else float(weight_text)
     except ValueError:
         weight = math.nan
-    if not (math.isfinite(weight) and weight > 0):
-        raise UsageError(f"{option} {text}: the weight after = is not a positive number: {tail!r}")
-    return SourceSpec(head, weight, _parse_hub(head, option), option)
-
-
-def _is_glob(text: str) -> bool:
-    return "*" in text and not Path(text).exists()
+    if weight is not None and not 0 < weight < math.inf:
+        raise UsageError(f"{option} {text}: the weight after = is not a positive number: {weight_text!r}")
+    return SourceSpec(name, weight, _parse_hub(name, option), option)
 
 
 def _is_source(text: str) -> bool:
-    """Whether this may be a whole SPEC; a path may hold a = too (``date=2024/x.jsonl``)."""
-    return text.startswith(HUB) or "*" in text or split_name(text)[0].suffix in SOURCE_SUFFIXES
+    path = split_name(text)[0]
+    return text.startswith(HUB) or "*" in text or path.suffix in SOURCE_SUFFIXES or path.is_dir()
 
 
 def _parse_hub(text: str, option: str) -> tuple[str, str | None, str] | None:

@@ -24,7 +24,9 @@ memory_limit = partial(parse_size, option="--max-memory")
 class WindowOptions:
     """What layers are rewritten from: windows of data. Raises UsageError for options that contradict each other."""
 
-    data: str = option("jsonl, parquet, txt, npy, npz:array, or a glob of one kind.", ..., metavar="FILE")
+    data: str = option(
+        "json, jsonl, parquet, txt, npy, npz:array, or a folder or glob of one kind.", ..., metavar="FILE"
+    )
     samples: int | None = option("Windows to train on.", min=1, shown="what the data give, up to 1024")
     heldout: int | None = option(
         "Windows to hold out for early stopping and for the table.", min=1, shown="a tenth, up to 64"
@@ -35,7 +37,6 @@ class WindowOptions:
     device: str = option(DEVICE, default_device)
     work_dir: Path | None = option(WORK_DIR)
     write: Write = "best"  # best: nothing where the held-out KL did not get lower; last: all the same
-    skipping: bool = False  # rows that cannot be read: --skip-bad-rows of the retraining to come, which counts them
 
     def __post_init__(self) -> None:
         check_options(self)

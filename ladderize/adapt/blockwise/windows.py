@@ -6,7 +6,6 @@ what a loss mask says is about the loss on the text, which is not taken here.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +55,7 @@ def training_windows(
         windows = (options.samples or tokens // seq_len + 1) + (options.heldout or 0)
         enough = 2 * (windows + LEAST_WINDOWS_HELDOUT) * seq_len
     drawn = draw_windows(
-        read_rows(checkpoint, options.source, enough=enough, seed=seed, skip_bad_rows=options.skipping),
+        read_rows(checkpoint, options.source, enough=enough, seed=seed),
         spec=options.data,
         positions=positions,
         seq_len=options.seq_len,
@@ -88,34 +87,21 @@ def window_counts(
 
 
 def read_rows(
-    checkpoint: Checkpoint,
-    spec: SourceSpec,
-    *,
-    enough: int | None = None,
-    seed: int = 0,
-    skip_bad_rows: bool = False,
+    checkpoint: Checkpoint, spec: SourceSpec, *, enough: int | None = None, seed: int = 0
 ) -> list[np.ndarray]:
-    """The ids of every row of files, int64 [tokens] each; passages of a longer text or array are joined to one.
+    """The ids of every row of files, int64 [tokens] each.
 
     enough: so many tokens of rows in an order drawn with ``seed`` are enough; None: all rows, in their order. Raises
-    UserError for data that cannot be used, BadRow for a row that cannot, unless such are to be skipped.
+    UserError for data that cannot be used.
     """
     tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(spec.text) else None
-    encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"])  # of such a length nothing is cut
-    rows, found, passages = open_rows(spec, skip_bad_rows=skip_bad_rows), [], False
-    order: Sequence[int] | np.ndarray = range(len(rows))
-    if enough is not None:
-        order = np.random.default_rng(seed).permutation(len(rows))
-    count = 0
+    encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"], spec.name)
+    rows, found = open_rows(spec), []
+    order = np.arange(len(rows)) if enough is None else np.random.default_rng(seed).permutation(len(rows))
     for begin in range(0, len(rows), ROWS_AT_ONCE):
-        batch = [rows.read(int(number)) for number in order[begin : begin + ROWS_AT_ONCE]]
-        for row, encoded in zip(batch, encoder.encode(batch), strict=True):
-            if encoded.problem is not None and not skip_bad_rows:
-                raise encoded.problem
-            # of a conversation in several examples the last, which has all turns
-            found += [example.ids for example in encoded.examples[-1:]]
-            passages |= row.is_passage
-            count += sum(len(example.ids) for example in encoded.examples[-1:])
-        if enough is not None and count >= enough:
+        numbers = order[begin : begin + ROWS_AT_ONCE].tolist()
+        # of a conversation in several examples the last, which has all turns
+        found += [parts[-1][0] for _, parts in encoder.encode(rows[numbers], numbers)]
+        if enough is not None and sum(map(len, found)) >= enough:
             break
-    return [np.concatenate(found)] if passages else found
+    return found

@@ -1,1 +1,1 @@
-"""Training data: from the rows of a source to packed batches, resumed at any place."""
+"""Training data on ``datasets``: from files and the hub to packed rows, and to batches of them."""

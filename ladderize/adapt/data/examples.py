@@ -4,23 +4,22 @@
 * ``messages``, ``conversations``: through the chat template; the assistant's tokens are scored (``ChatTemplate``).
   Where the template rewrites earlier turns, every turn of the assistant is an example of its own.
 * ``prompt`` and ``completion``: the completion is scored, and the EOS appended to it. BOS comes before the prompt.
-* ``text``: with the tokenizer's special tokens, and EOS appended unless it is a passage of something longer. Everything
-  is scored.
+* ``text``: with the tokenizer's special tokens, and EOS appended. Everything is scored.
 
 Ids and texts longer than ``seq_len`` are cut into pieces, each an example of its own; conversations and completions are
 cut off there, and dropped if nothing is left to score.
 """
 
+import json
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ladderize.chat_template import DATE_OF_DATA, ChatRenderer, RefusedConversation, Span
+from ladderize.chat_template import DATE_OF_DATA, Span
 from ladderize.data import need_tokenizer, text_ids
 from ladderize.errors import UserError
 from ladderize.rows import BadRow, Row, check_row, read_ids, read_messages
@@ -28,107 +27,61 @@ from ladderize.rows import BadRow, Row, check_row, read_ids, read_messages
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 Scored = tuple[np.ndarray, np.ndarray]  # int64 ids, and bool, which of them are scored: [tokens] each
+# of an example. conversation: its row's number, where others of this row have the same turns; else -1
+COLUMNS = ("input_ids", "scored", "length", "truncated", "conversation")
 
 
 @dataclass(frozen=True)
-class Example:
-    """ids: int64 [tokens]; scored: bool [tokens], whether the loss counts a token as a target. The first is never one:
-    nothing precedes it.
+class Encoder:
+    """Turns batches of rows into examples of at most ``seq_len`` tokens.
 
-    origin: the row it comes from, for people.
+    tokenizer: None, if all rows are ids. name: of the source, for messages. Every method raises BadRow for a row that
+    cannot be used, and UserError where the model has no tokenizer or no chat template.
     """
 
-    ids: np.ndarray
-    scored: np.ndarray
-    origin: str
+    tokenizer: "PreTrainedTokenizerBase | None"
+    seq_len: int
+    vocab_size: int
+    name: str
 
-
-@dataclass(frozen=True)
-class Encoded:
-    """What one row gives. problem: why it gives nothing. truncated, dropped: how many examples were cut off, or lost
-    what is scored."""
-
-    examples: tuple[Example, ...] = ()
-    problem: BadRow | None = None
-    truncated: int = 0
-    dropped: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(example.ids) for example in self.examples)
-
-
-class Encoder:
-    """Turns rows into examples of at most ``seq_len`` tokens. tokenizer: None, if all rows are ids."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None", seq_len: int, vocab_size: int) -> None:
-        if seq_len < 2:
-            raise UserError(f"--seq-len {seq_len} leaves nothing to predict; give at least 2")
-        self.tokenizer, self.seq_len, self.vocab_size = tokenizer, seq_len, vocab_size
-        self.eos: int | None = tokenizer.eos_token_id if tokenizer is not None else None
-        self._chat: ChatTemplate | None = None
-
-    def encode(self, rows: Sequence[Row]) -> list[Encoded]:
-        """One result for each row. Texts are tokenised together, which is several times as fast.
-
-        Raises UserError for what is wrong with the model rather than with a row: ids outside its vocabulary, no
-        tokenizer, no chat template.
-        """
-        formats = [_format(row) for row in rows]
-        texts = [row for row, name in zip(rows, formats, strict=True) if name == "text"]
-        ids_of_texts: Iterator[list[int]] = iter(())
-        if texts:
-            tokenizer = need_tokenizer(self.tokenizer, texts[0].origin)
-            ids_of_texts = iter(text_ids(tokenizer, [str(row.values["text"]) for row in texts]))
+    def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
+        """The examples of the rows ``numbers``, by ``COLUMNS``. One that lost all that is scored has no tokens."""
         found = []
-        for row, name in zip(rows, formats, strict=True):
-            try:
-                if isinstance(name, BadRow):
-                    raise name
-                parts = self._ids(row, name, ids_of_texts)
-                self._check(parts, row.origin)
-                cut = self._pieces if name in ("input_ids", "text") else self._cut_off
-                names = [f", example {number}" for number in range(1, len(parts) + 1)] if len(parts) > 1 else [""]
-                found.append(_joined([cut(*part, row.origin + name) for part, name in zip(parts, names, strict=True)]))
-            except BadRow as problem:
-                found.append(Encoded(problem=problem))
-        return found
+        for number, (in_pieces, parts) in zip(numbers, self.encode(batch, numbers), strict=True):
+            for ids, scored in parts:
+                # a last piece of one token would have nothing to predict
+                for start in range(0, len(ids) - 1 if in_pieces else 1, self.seq_len):
+                    piece = slice(
+                        start, start + self.seq_len if scored[start + 1 : start + self.seq_len].any() else start
+                    )
+                    length = len(ids[piece])
+                    truncated = not in_pieces and 0 < length < len(ids)
+                    found.append((ids[piece], scored[piece], length, truncated, number if len(parts) > 1 else -1))
+        return dict(zip(COLUMNS, map(list, zip(*found, strict=True)), strict=True))
 
-    def _ids(self, row: Row, name: str, ids_of_texts: Iterator[list[int]]) -> list[Scored]:
-        """Of each of a row's examples the ids and which are scored, whole. name: the row's format."""
-        if name == "input_ids":
-            return [read_ids(row)]
-        if name == "text":
-            ids = self._with_eos(next(ids_of_texts), add=not row.is_passage)
-            return [(ids, np.ones(len(ids), dtype=bool))]
-        if name == "prompt":
-            return [self._completion(row)]
-        if self._chat is None:
-            self._chat = ChatTemplate(need_tokenizer(self.tokenizer, row.origin), row.origin)
-        return self._chat.encode(read_messages(row, name), row.origin, self.seq_len)
-
-    def _with_eos(self, ids: list[int], *, add: bool = True) -> np.ndarray:
-        # some tokenizers append it themselves
-        end = [self.eos] if add and self.eos is not None and ids[-1:] != [self.eos] else []
-        return np.asarray([*ids, *end], dtype=np.int64)
-
-    def _completion(self, row: Row) -> Scored:
-        """A prompt as it is tokenised when the model is asked, and its completion.
-
-        The completion's ids come from both together where the prompt's are a prefix of that, since alone it may get a
-        space put before it.
-        """
-        tokenizer = need_tokenizer(self.tokenizer, row.origin)
-        prompt, completion = str(row.values["prompt"]), str(row.values["completion"])
-        before, both = text_ids(tokenizer, [prompt, prompt + completion])
-        if before and before[-1] == self.eos and not prompt.endswith(tokenizer.eos_token or ""):
-            before = before[:-1]
-        if both[: len(before)] != before:
-            both = [*before, *tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]]
-        ids = self._with_eos(both)
-        return ids, np.arange(len(ids)) >= len(before)
+    def encode(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> list[tuple[bool, list[Scored]]]:
+        """Of each row its examples, whole, and whether they may be cut into pieces. Texts are tokenised together, which
+        is several times as fast."""
+        rows = [
+            Row(dict(zip(batch, values, strict=True)), f"{self.name}, row {number + 1}")
+            for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True)
+        ]
+        formats = [check_row(row) for row in rows]
+        readers: dict[str, Callable[[list[Row]], list[list[Scored]]]] = {
+            "input_ids": lambda rows: [[read_ids(row)] for row in rows],
+            "text": self._texts,
+            "prompt": self._completions,
+            "messages": partial(self._chats, column="messages"),
+            "conversations": partial(self._chats, column="conversations"),
+        }
+        found: dict[int, list[Scored]] = {}
+        for name in dict.fromkeys(formats):
+            places = [place for place, other in enumerate(formats) if other == name]
+            found.update(zip(places, readers[name]([rows[place] for place in places]), strict=True))
+        for place, row in enumerate(rows):
+            self._check(found[place], row.origin)
+        return [(name in ("input_ids", "text"), found[place]) for place, name in enumerate(formats)]
 
     def _check(self, parts: Sequence[Scored], origin: str) -> None:
         if few := [len(ids) for ids, _ in parts if len(ids) < 2]:
@@ -141,128 +94,131 @@ class Encoder:
                 "were they made with another tokenizer?"
             )
 
-    def _pieces(self, ids: np.ndarray, scored: np.ndarray, origin: str) -> Encoded:
-        if len(ids) <= self.seq_len:
-            return Encoded((Example(ids, scored, origin),))
-        parts = [slice(start, start + self.seq_len) for start in range(0, len(ids) - 1, self.seq_len)]
-        pieces = [Example(ids[part], scored[part], f"{origin}, piece {n}") for n, part in enumerate(parts, start=1)]
-        kept = tuple(piece for piece in pieces if piece.scored[1:].any())
-        return Encoded(kept, dropped=len(pieces) - len(kept))
+    def _with_eos(self, tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> np.ndarray:
+        eos = tokenizer.eos_token_id
+        # some tokenizers append it themselves
+        return np.asarray([*ids, eos] if eos is not None and ids[-1:] != [eos] else ids, dtype=np.int64)
 
-    def _cut_off(self, ids: np.ndarray, scored: np.ndarray, origin: str) -> Encoded:
-        kept = Example(ids[: self.seq_len], scored[: self.seq_len], origin)
-        if not kept.scored[1:].any():
-            return Encoded(dropped=1)
-        return Encoded((kept,), truncated=int(len(ids) > self.seq_len))
+    def _texts(self, rows: list[Row]) -> list[list[Scored]]:
+        tokenizer = need_tokenizer(self.tokenizer, rows[0].origin)
+        texts = text_ids(tokenizer, [row.values["text"] for row in rows])
+        every = [self._with_eos(tokenizer, ids) for ids in texts]
+        return [[(ids, np.ones(len(ids), dtype=bool))] for ids in every]
+
+    def _completions(self, rows: list[Row]) -> list[list[Scored]]:
+        """Prompts as they are tokenised when the model is asked, and their completions.
+
+        A completion's ids come from both together where the prompt's are a prefix of that, since alone it may get a
+        space put before it.
+        """
+        tokenizer = need_tokenizer(self.tokenizer, rows[0].origin)
+        prompts, completions = ([row.values[key] for row in rows] for key in ("prompt", "completion"))
+        joined = text_ids(tokenizer, [prompt + rest for prompt, rest in zip(prompts, completions, strict=True)])
+        found = []
+        texts = zip(prompts, completions, text_ids(tokenizer, prompts), joined, strict=True)
+        for prompt, completion, before, both in texts:
+            if before and before[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token or ""):
+                before = before[:-1]
+            if both[: len(before)] != before:
+                both = [*before, *tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]]
+            ids = self._with_eos(tokenizer, both)
+            found.append([(ids, np.arange(len(ids)) >= len(before))])
+        return found
+
+    def _chats(self, rows: list[Row], column: str) -> list[list[Scored]]:
+        """Conversations; every text is tokenised as a whole, and only the template gives it a BOS."""
+        tokenizer = need_tokenizer(self.tokenizer, rows[0].origin)
+        template = ChatTemplate(tokenizer, rows[0].origin)
+        every = [template.examples(read_messages(row, column), row.origin) for row in rows]
+        texts = [text for examples in every for text, _ in examples]
+        if not texts:
+            return [[] for _ in rows]
+        given = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": True}
+        encoding = tokenizer(texts, **given, verbose=False)
+        tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
+        return [[_marked(*next(tokens), spans) for _, spans in examples] for examples in every]
 
 
-def _joined(parts: Sequence[Encoded]) -> Encoded:
-    return Encoded(
-        tuple(chain.from_iterable(part.examples for part in parts)),
-        truncated=sum(part.truncated for part in parts),
-        dropped=sum(part.dropped for part in parts),
-    )
+def _marked(ids: list[int], offsets: list[tuple[int, int]], spans: list[Span]) -> Scored:
+    """Every token that begins in one of the ``spans`` is scored. offsets: the characters of each token.
 
-
-def _format(row: Row) -> str | BadRow:
-    try:
-        return check_row(row)
-    except BadRow as problem:
-        return problem
+    transformers' own ``return_assistant_tokens_mask`` is not used: where a turn begins or ends in a space, and the
+    tokenizer's offsets leave spaces out (Llama 3's do), it scores nothing or all the rest.
+    """
+    begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T.copy()
+    # a token of spaces alone may have lost them all: it begins where the token before it ended
+    empty = np.flatnonzero(begins[1:] == ends[1:]) + 1
+    begins[empty] = ends[empty - 1]
+    scored = np.zeros(len(begins), dtype=bool)
+    for begin, end in spans:
+        scored |= (begins >= begin) & (begins < end)
+    return np.asarray(ids, dtype=np.int64), scored
 
 
 class ChatTemplate:
-    """A conversation -> ids through a tokenizer's chat template, and which of them the assistant wrote. Raises
+    """A conversation -> texts through a tokenizer's chat template, and what of them the assistant wrote. Raises
     UserError if there is no template, or if the tokenizer cannot say which characters a token stands for.
 
     Where the template has ``{% generation %}`` markers, a conversation is one example, and they say what is scored.
     Else it is what the template adds to the prompt for a turn of the assistant: the turn and what ends it. A turn goes
     on with the example of the turn before it if the template has left that as it was; where it writes earlier turns
     anew (Qwen3's leaves out what was thought), the turn is an example of its own, with the prompt as the model gets it.
-
-    transformers' own ``return_assistant_tokens_mask`` is not used: where a turn begins or ends in a space, and the
-    tokenizer's offsets leave spaces out (Llama 3's do), it scores nothing or all the rest. Here every token that begins
-    in an assistant's turn is scored.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", origin: str) -> None:
-        renderer = ChatRenderer.of(tokenizer, date=DATE_OF_DATA)
-        if renderer is None:
+        if not getattr(tokenizer, "chat_template", None):
             raise UserError(
                 f"{origin}: a conversation, but the tokenizer has no chat template; put a chat_template.jinja into the"
                 " model's folder"
             )
         if not tokenizer.is_fast:
-            raise UserError(
-                f"{origin}: a conversation, but the tokenizer is not a fast one, so token positions are unknown"
-            )
-        self.tokenizer, self.renderer = tokenizer, renderer
-        self.has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", renderer.template) is not None
-
-    def encode(self, messages: list[dict[str, Any]], origin: str, most: int = sys.maxsize) -> list[Scored]:
-        """The examples. Each text is tokenised as a whole, and only the template gives it a BOS. most: tokens of an
-        example that are of use; those behind them are left open.
-
-        Raises BadRow if the template refuses the conversation, or does not show where a turn is.
-        """
-        text, spans = self._render(messages, origin, return_assistant_tokens_mask=self.has_markers)
-        tokens = {text: self._tokens(text)}
-        if self.has_markers:
-            found = [(text, spans)]
-        else:
-            found = self._turns(messages, text, origin, int(tokens[text][1][:most].max(initial=0)))
-        for one, _ in found:
-            if one not in tokens:
-                tokens[one] = self._tokens(one)
-        return [(tokens[one][0], _inside(tokens[one][1], spans)) for one, spans in found]
-
-    def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Its ids, and the characters that each stands for: int64 [tokens], [tokens, 2]."""
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        return np.asarray(encoding["input_ids"], dtype=np.int64), offsets
-
-    def _render(self, messages: list[dict[str, Any]], origin: str, **options: Any) -> tuple[str, list[Span]]:
+            raise UserError(f"{origin}: a conversation, but the tokenizer is not a fast one, so positions are unknown")
         try:
-            return self.renderer.render(messages, **options)
-        except RefusedConversation as problem:
-            raise BadRow(f"{origin}: {problem}") from None
-        except UserError as problem:
-            raise UserError(f"{origin}: {problem}") from None
+            self.template = tokenizer.get_chat_template()
+        except ValueError as error:  # several, none of which is the default
+            raise UserError(f"{origin}: the chat template cannot be chosen: {' '.join(str(error).split())}") from None
+        # in training data "today" is always the same day
+        self.given = {**tokenizer.special_tokens_map, "date_string": DATE_OF_DATA.strftime("%d %b %Y")}
+        self.has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
 
-    def _turns(self, messages: list[dict[str, Any]], text: str, origin: str, end: int) -> list[tuple[str, list[Span]]]:
-        """The examples of a conversation whose whole is ``text``, and where the assistant's turns are in each.
-
-        All prefixes of thousands of turns take minutes to render. So where a prompt is the beginning of ``text`` beyond
-        its character ``end``, behind which nothing is of use, it and the turns after it are only counted.
-        """
+    def examples(self, messages: list[dict[str, Any]], origin: str) -> list[tuple[str, list[Span]]]:
+        """The text of each example, and the characters in it that the assistant wrote. Raises BadRow if the template
+        refuses the conversation, or does not show where a turn is."""
+        if self.has_markers:
+            return [self._render(messages, origin, return_assistant_tokens_mask=True)]
         found: list[tuple[str, list[Span]]] = []
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        for done, number in enumerate(turns):
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
             before, _ = self._render(messages[:number], origin, add_generation_prompt=True)
-            goes_on = bool(found) and before.startswith(found[-1][0])
-            beyond = bool(found) and len(before) > end and text.startswith(before)
-            after = text if beyond else self._render(messages[: number + 1], origin)[0]
+            after, _ = self._render(messages[: number + 1], origin)
             if not after.startswith(before):
                 raise BadRow(
                     f"{origin}: turn {number + 1}: the chat template does not begin it with the prompt for it, so the"
                     " assistant's text cannot be located; put {% generation %} and {% endgeneration %} around it in the"
                     " template"
                 )
-            spans = found.pop()[1] if goes_on else []
-            found.append((after, [*spans, (len(before), len(after))]))
-            if beyond:
-                return found if goes_on else [*found, *[found[-1]] * (len(turns) - done - 1)]
+            earlier = found.pop()[1] if found and before.startswith(found[-1][0]) else []
+            found.append((after, [*earlier, (len(before), len(after))]))
         return found
 
+    def _render(self, messages: list[dict[str, Any]], origin: str, **options: Any) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-def _inside(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """Whether each token begins inside a span. offsets: [tokens, 2], of characters."""
-    begins = offsets[:, 0].copy()
-    # a token of spaces alone may have lost them all: it begins where the token before it ended
-    empty = np.flatnonzero(offsets[:, 0] == offsets[:, 1])
-    begins[empty[empty > 0]] = offsets[empty[empty > 0] - 1, 1]
-    inside = np.zeros(len(offsets), dtype=bool)
-    for begin, end in spans:
-        inside |= (begins >= begin) & (begins < end)
-    return inside
+        given: dict[str, Any] = {"chat_template": self.template, **self.given, **options}
+        try:
+            texts, spans = render_jinja_template(conversations=[messages], **given)
+        except Exception as error:  # a template may raise whatever Python can
+            problem = " ".join(str(error).split())[:200] or type(error).__name__
+            raise BadRow(f"{origin}: the chat template refuses the conversation ({problem})") from None
+        return texts[0], spans[0] if spans else []
+
+
+def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """What decides the ids that a tokenizer makes, the same in every process."""
+    if tokenizer is None:
+        return ""
+    ids = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    return json.dumps(
+        [type(tokenizer).__name__, ids, tokenizer.special_tokens_map, tokenizer.chat_template], default=str
+    )
