@@ -4,7 +4,6 @@ import importlib
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from typer import BadParameter
@@ -85,7 +84,6 @@ class AdaptArguments:
         shown="what is free here",
         needs="dry_run",
     )
-    plot: Path | None = option("Draw the training curves: STEM.png and STEM.svg.", metavar="STEM")
     overwrite: bool = option(OVERWRITE, False, help="Replace OUT if it is a checkpoint (lora: an adapter).")
     verify: bool = option(NO_VERIFY, True)
     revision: str | None = option(REVISION)
@@ -150,11 +148,11 @@ OPTIONS: dict[Method, tuple[type, ...]] = {
         VALIDATION: "eval_data heldout eval_every save_every keep write resume",
         MEMORY: "dry_run device_memory micro_batch_size gradient_checkpointing tp_size schedule domino_chunks"
         " domino_columns attention max_memory dtype device threads",
-        OUTPUT: "log_with log_dir plot work_dir overwrite no_verify json",
+        OUTPUT: "log_with log_dir work_dir overwrite no_verify json",
         MODELS: "revision",
     },
     short="data seq_len show_data dry_run method distill_from train hidden_weight align lora_rank max_tokens max_steps"
-    " lr eval_data resume micro_batch_size gradient_checkpointing tp_size dtype device plot overwrite json config",
+    " lr eval_data resume micro_batch_size gradient_checkpointing tp_size dtype device overwrite json config",
 )
 def adapt(given: GivenOptions) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
@@ -171,10 +169,6 @@ def adapt(given: GivenOptions) -> None:
     if own.dry_run:
         _forecast(given, own, console)
         return
-    if own.plot is not None:
-        from ladderize.figure import check_plot
-
-        check_plot(own.plot)
     run = _retrain if own.method in (FULL, LORA) else _rewrite
     run(given, own, console)
 
@@ -262,7 +256,6 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None
     console.prose(document.MEANING)
     console.prose(document.target)
     console.result(f"wrote {document.out}")
-    _draw(document.out, own.plot, console)
     adapted = f"{out.rstrip('/')}-adapted"
     retrain = retrain_command(out, adapted, dense, given.params["data"][0], align=False)
     steps = [("retrain from there", retrain)] if own.method == ALIGN else []
@@ -287,7 +280,6 @@ def _retrain(given: GivenOptions, own: AdaptArguments, console: Console) -> None
         console.document(adaptation.to_dict())
         console.result(adaptation.summary())
         console.result(f"wrote {out}{' (an adapter)' if options.method == LORA else ''}")
-        _draw(out, own.plot, console)
         if options.method == LORA:
             show_next(console, ("make a checkpoint of it", command_line("merge", out, f"{out.rstrip('/')}-merged")))
         else:
@@ -329,17 +321,8 @@ def _check_retraining(given: GivenOptions) -> None:
             raise UsageError(f"{flag(name)} has no effect without --schedule domino")
         if name in names_of(Objective) and params["distill_from"] is None:
             raise UsageError(f"{flag(name)} has no effect without --distill-from")
-        if name == "plot" and params["show_data"]:
-            raise UsageError("--plot has no effect with --show-data, which trains nothing")
         if name in ("write", "eval_every") and params["heldout"] == 0:
             raise UsageError(f"{flag(name)} has no effect with --heldout 0, where nothing is validated on")
-
-
-def _draw(out: str, stem: Path | None, console: Console) -> None:
-    if stem is not None:
-        from ladderize.adapt.retrain.curves import draw_curves, read_curves
-
-        console.note(f"wrote {' and '.join(map(str, draw_curves([read_curves(Path(out))], stem)))}")
 
 
 def _measure(given: GivenOptions, own: AdaptArguments, out: str) -> tuple[str, str]:

@@ -88,7 +88,7 @@ def report(
 ) -> ReportSummary:
     """Write one HTML page about the trade-off between accuracy and speed.
 
-    paths: folders of sweeps, or files and folders with results.json, bench.json, sensitivity.json and training curves.
+    paths: folders of sweeps, or files and folders with results.json, bench.json, sensitivity.json and metrics.jsonl.
     Raises UserError for documents that are corrupt, foreign, or do not belong together.
     """
     options = options or ReportOptions()
