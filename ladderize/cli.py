@@ -20,7 +20,6 @@ from ladderize.commands import (
     inspect,
     merge,
     plan,
-    plot,
     report,
     sensitivity,
     spd,
@@ -103,7 +102,6 @@ add(app, CONVERT, sensitivity.sensitivity)
 add(app, RECOVER, spd.spd)
 add(app, RECOVER, adapt.adapt)
 add(app, RECOVER, merge.merge)
-add(app, RECOVER, plot.plot)
 add(app, MEASURE, evaluate.evaluate, "eval")
 add(app, MEASURE, compare.compare)
 add(app, MEASURE, bench.bench)

@@ -35,8 +35,6 @@ PALETTE = {
     "good": ("#1d7a3c", "#62cf88"),
     "bad": ("#b3261e", "#f59089"),
 }
-LINE_COLOURS = ("ladder", "spd", "both", "baseline", "dense")
-LINE_SHAPES = ("circle", "square", "diamond", "triangle-up")
 PICTURE_WIDTH = 720
 DASHES = [6, 4]
 # of an axis of differences: a plus, a true minus, or neither at 0
@@ -114,11 +112,6 @@ def looks(field: str, table: Mapping[str, tuple[str, str]]) -> Spec:
     }
 
 
-def line_look(number: int) -> tuple[str, str]:
-    """Colour and shape of one of several lines: different for the first twenty."""
-    return LINE_COLOURS[number % len(LINE_COLOURS)], LINE_SHAPES[number % len(LINE_SHAPES)]
-
-
 def rule(encoding: Spec, **mark: Any) -> Spec:
     """A line that says nothing to those who do not see it: an axis of comparison, or the bar of an interval."""
     return {"mark": {"type": "rule", "aria": False, **mark}, "encoding": encoding}
@@ -153,14 +146,14 @@ def lines(encoding: Spec, **mark: Any) -> Spec:
 # ---- pictures ----
 
 
-def check_plot(stem: Path, *, option: str = "--plot") -> None:
+def check_plot(stem: Path) -> None:
     """Raise UserError unless a picture can be drawn and written: before hours of work, not after."""
     try:
         import vl_convert  # noqa: F401
     except ImportError:
-        raise UserError(f"{option} needs vl-convert-python: pip install 'ladderize[report]'") from None
-    if not resolved(stem, f"{option} ").parent.is_dir():
-        raise UserError(f"{option} {stem}: the folder {stem.parent} does not exist")
+        raise UserError("--plot needs vl-convert-python: pip install 'ladderize[report]'") from None
+    if not resolved(stem, "--plot ").parent.is_dir():
+        raise UserError(f"--plot {stem}: the folder {stem.parent} does not exist")
 
 
 def picture_spec(panels: Sequence[PlotPanel], *, title: str = "", columns: int = 1, width: int = PICTURE_WIDTH) -> Spec:

@@ -251,12 +251,17 @@ def sensitivity_document(blocks: int = 4) -> dict[str, Any]:
     return document.to_dict()
 
 
-def write_curves(folder: Path, values: Sequence[float], *, dense: float | None = 3.4) -> None:
-    """metrics.jsonl of a retraining, validated at every step."""
+def write_metrics(folder: Path, values: Sequence[float], *, dense: float | None = 3.4) -> None:
+    """metrics.jsonl of a retraining, validated at every step of 500 tokens. dense: None for one without a teacher."""
     folder.mkdir(parents=True)
-    lines = [{"step": 0, "heldout_perplexity": values[0], "dense_heldout_perplexity": dense}]
-    for step, value in enumerate(values[1:], 1):
-        lines += [{"step": step, "loss": 1.0 / step}, {"step": step, "heldout_perplexity": value}]
+    lines: list[dict[str, Any]] = []
+    for step, value in enumerate(values):
+        lines += [{"step": step, "loss": 1.0 / step, "tokens": 500 * step}] if step else []
+        lines.append({"step": step, "heldout_perplexity": value})
+        if dense is not None:
+            lines[-1]["heldout_divergence"] = math.log(value / dense)
+    if dense is not None:
+        lines[0]["dense_heldout_perplexity"] = dense
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -275,7 +280,7 @@ def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: 
         written.model |= vars(_evaluated(model_path(name), models[layout]))
         written.write()
         if "full" in adapted:
-            write_curves(folder / f"stages/adapt-{name}", [9.0, 5.0, 4.0])
+            write_metrics(folder / f"stages/adapt-{name}", [9.0, 5.0, 4.0])
         timed[layout] = models[layout]
         control = f"dense-{tokens}"
         point = _point(name, models[layout], f"{place}/results.json")

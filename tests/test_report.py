@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -30,8 +31,8 @@ from tests.report_documents import (
     model_path,
     plan_document,
     sensitivity_document,
-    write_curves,
     write_document,
+    write_metrics,
     write_sweep,
 )
 
@@ -533,10 +534,33 @@ def test_speed_ups_over_another_model_are_refused(sweep):
     assert message in refused(sweep, out=sweep)
 
 
-def test_curves_with_values_that_are_no_numbers(tmp_path):
-    write_curves(tmp_path / "adapted", [9.0, float("nan"), float("inf"), 4.0])
+def test_a_retraining_is_drawn_by_its_divergence(tmp_path):
+    """Validations by the tokens that were read by then, without those that are no numbers."""
+    write_metrics(tmp_path / "adapted", [9.0, float("nan"), float("inf"), 4.0])
     text, _ = page_of(tmp_path)
-    assert [row["step"] for row in rows_of(text, "heldout")] == [0, 3]
+    rows = rows_of(text, "heldout")
+    assert [(row["step"], row["tokens"]) for row in rows] == [(0, 0), (3, 1500)]
+    assert [row["y"] for row in rows] == pytest.approx([math.log(9 / 3.4), math.log(4 / 3.4)])
+    assert "Dashed: the dense model" not in text
+
+
+def test_runs_with_and_without_a_teacher_are_drawn_by_their_perplexity(tmp_path):
+    """What only one of them measured tells them not apart; folders of the same name are told by those above them."""
+    write_metrics(tmp_path / "a" / "model", [9.0, 4.0])
+    write_metrics(tmp_path / "b" / "model", [9.0, 5.0], dense=None)
+    text, _ = page_of(tmp_path, tmp_path / "a", tmp_path / "b")
+    rows = [(row["name"], row["y"]) for row in rows_of(text, "heldout")]
+    assert rows == [("a/model", 9.0), ("a/model", 4.0), ("b/model", 9.0), ("b/model", 5.0)]
+    assert "Dashed: the dense model, 3.4." in text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("x", "metrics.jsonl, line 1 is not JSON"), ('{"step": "x"}', "line 1: step is 'x', but must be of type int")],
+)
+def test_damaged_metrics_are_named(tmp_path, line, message):
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    assert message in refused(tmp_path, out=tmp_path)
 
 
 def test_intervals_without_samples_show_nothing(tmp_path):

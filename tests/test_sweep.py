@@ -185,7 +185,7 @@ def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path):
     assert (out / single["adaptation"] / "alignment.json").is_file()
     assert (out / merged["adaptation"] / "adapter_config.json").is_file()
     assert (out / chain["model"] / "distillation.json").is_file()
-    assert chain["adaptation"] == f"{chain['stages'][2]['output']}/adapter"  # of the last stage with curves
+    assert chain["adaptation"] == f"{chain['stages'][2]['output']}/adapter"  # of the last stage that retrained
     for before, stage in itertools.pairwise(chain["stages"][1:4]):
         assert f"ladderize adapt {before['output']}/model " in stage["command"]
     started, *commands = [line for stage in chain["stages"][1:4] for line in stage["command"].split(" && ")]

@@ -14,7 +14,7 @@ class ReportArguments:
     sources: tuple[Path, ...] = argument(
         "DIR_OR_JSON...",
         "A sweep's folder; or results.json, bench.json, plan.json, sensitivity.json, or folders with these or with"
-        " training curves.",
+        " a retraining's metrics.jsonl.",
     )
     out: Path = option("Write the page to FILE.html.", Path("report.html"), metavar="FILE")
     as_json: bool = option(AS_JSON, False)

@@ -38,7 +38,7 @@ class SweepPoint(Record):
 
     adapted: ``none``, or the methods of its stages, such as ``align + full``. tokens: that these stages read, together.
     model: its folder (or, of the dense one, what the user named). results: results.json of its evaluation; adaptation:
-    the folder of the last stage that has curves, or of the last. timed: the model that bench.json names: speed depends
+    the folder of the last stage that retrained, or of the last. timed: the model that bench.json names: speed depends
     on the layout alone, so one model of each is timed, the one that is as converted. control: the model that the dense
     one became by the same training, where that was asked for.
     Where the layout is not known yet (its sensitivity failed), the lists of modes are empty.

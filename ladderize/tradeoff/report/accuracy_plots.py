@@ -1,34 +1,32 @@
 """Differences to the dense model, task by task, and what adaptation wins back."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from ladderize.adapt.retrain.curves import dense_perplexities, finite_heldout, heldout_panel
 from ladderize.figure import (
     SIGNED_LABEL,
     PlotPanel,
     Spec,
     intervals,
     level,
-    line_look,
     lines,
     make_spec,
     marks,
     nominal,
     quantitative,
 )
-from ladderize.tradeoff.report.documents import FoundCurves
 from ladderize.tradeoff.report.join import ReportContent
 from ladderize.tradeoff.report.plot import (
     BY_ACCURACY,
     BY_PERPLEXITY,
+    TOKENS_AXIS,
     Measure,
     ReportPlot,
     dots,
     family_colour,
     family_legend,
 )
+from ladderize.tradeoff.report.retraining_plot import retraining_plots
 from ladderize.tradeoff.report.subjects import Subject, TaskScore, WithInterval
 from ladderize.tradeoff.report.words import (
     TableCell,
@@ -109,13 +107,12 @@ def _task_row(subject: Subject, score: TaskScore, difference: WithInterval) -> d
     }
 
 
-# ---- recovery: models of one layout against the tokens that their adaptation read; and the curves of training ----
+# ---- recovery: models of one layout against the tokens that their adaptation read ----
 
 
 def recovery_plots(content: ReportContent) -> list[ReportPlot]:
-    """Points of one layout with other tokens, and curves; nothing where no model was adapted."""
-    curves = [found for found in content.found.curves if finite_heldout(found.curves)]
-    return [*_points_plot(content), *([_curves_plot(curves)] if curves else [])]
+    """Points of one layout with other tokens, and each retraining; nothing where no model was adapted."""
+    return [*_points_plot(content), *retraining_plots(content.found.retrainings)]
 
 
 def _adapted(content: ReportContent) -> Iterator[Subject]:
@@ -195,7 +192,7 @@ def _points_spec(rows: list[dict[str, Any]], measure: Measure, margin: float) ->
         "tokens",
         "tokens read",
         scale={"type": "symlog", "constant": max(1.0, max(row["tokens"] for row in rows) / 100)},
-        axis={"format": "~s", "labelExpr": "datum.value === 0 ? '0' : datum.label", "tickCount": 5},
+        axis=TOKENS_AXIS,
     )
     y = quantitative("y", measure.title, scale={"zero": False})
     levels = []
@@ -206,33 +203,3 @@ def _points_spec(rows: list[dict[str, Any]], measure: Measure, margin: float) ->
     by_line = lines({**encoding, "detail": nominal("line")}, opacity=0.8)
     layers = [*levels, by_line, intervals("y", encoding), marks(encoding, 80)]
     return make_spec(f"{measure.title} against tokens read", 300, on_lines, layers)
-
-
-def _curves_plot(found: list[FoundCurves]) -> ReportPlot:
-    names = [one.name or one.curves.name for one in found]
-    if len(set(names)) < len(names):
-        names = [f"{one.folder.parent.name}/{one.curves.name}" for one in found]
-    runs = [replace(one.curves, name=name) for name, one in zip(names, found, strict=True)]
-    table = make_table(
-        "Held-out perplexity: the data",
-        (
-            {
-                "training": run.name,
-                "step": number_cell(step, "{:.0f}"),
-                "held-out perplexity": number_cell(value, "{:.4f}"),
-            }
-            for run in runs
-            for step, value in finite_heldout(run)
-        ),
-    )
-    dense = dense_perplexities(runs)
-    at = f" The dashed line is the dense model, {', '.join(f'{value:.4g}' for value in dense)}." if dense else ""
-    return ReportPlot(
-        name="heldout",
-        title="Held-out perplexity while retraining",
-        caption=f"Of text that was held out, by step.{at}",
-        summary=f"Held-out perplexity of {len(found)} trainings, by step.",
-        panels=[heldout_panel(runs)],
-        table=table,
-        legend=[(name, *line_look(number)) for number, name in enumerate(dict.fromkeys(names))],
-    )

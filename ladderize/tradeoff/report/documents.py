@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ladderize.adapt.methods import METRICS
-from ladderize.adapt.retrain.curves import Curves, read_curves
 from ladderize.choices import flag
 from ladderize.convert.point_sensitivity import PointSensitivity
 from ladderize.convert.read_sensitivity import read_point_sensitivity, read_sensitivity
@@ -21,6 +20,7 @@ from ladderize.planning.plans.document import PlanResult
 from ladderize.planning.plans.options import PlanModel
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions
+from ladderize.tradeoff.report.retraining_plot import RetrainingRun, read_retraining
 from ladderize.workflows.sweep_document import SweepDocument
 
 SWEEP = "sweep.json"
@@ -58,15 +58,6 @@ class FoundDocument(Generic[AnyDocument]):
 FoundResults = FoundDocument[EvalResults]
 
 
-@dataclass(frozen=True)
-class FoundCurves:
-    """Of one retraining. folder: what it was written to; name: of the point of a sweep."""
-
-    folder: Path
-    curves: Curves
-    name: str | None = None
-
-
 @dataclass
 class FoundDocuments:
     """All that was found, in the order in which it was named."""
@@ -77,12 +68,12 @@ class FoundDocuments:
     plans: list[FoundDocument[PlanResult]] = field(default_factory=list)
     sensitivities: list[FoundDocument[SensitivityDocument]] = field(default_factory=list)
     points: list[FoundDocument[PointSensitivity]] = field(default_factory=list)
-    curves: list[FoundCurves] = field(default_factory=list)
+    retrainings: list[RetrainingRun] = field(default_factory=list)
     seen: set[Path] = field(default_factory=set)
 
     @property
     def empty(self) -> bool:
-        return not (self.curves or any(getattr(self, kind) for kind in READERS))
+        return not (self.retrainings or any(getattr(self, kind) for kind in READERS))
 
     def commands(self, *kinds: str) -> list[str]:
         """What made the sweeps, and the documents of these kinds."""
@@ -120,11 +111,11 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
             for file in sorted(path for path in place.glob(pattern) if path.is_file()):
                 _add_file(file, found, named=False)
         if (place / METRICS).is_file() and not place.name.endswith(".ladderize-work"):
-            _add_curves(place, found)
+            _add_retraining(place, found)
     if len(found.seen) == before:
         raise UserError(
-            f"{folder} has no {SWEEP}, results*.json, bench*.json, plan*.json or sensitivity*.json, and no training"
-            " curves; name a folder that `ladderize sweep` made, or files that eval or bench wrote"
+            f"{folder} has no {SWEEP}, results*.json, bench*.json, plan*.json or sensitivity*.json, and no"
+            f" {METRICS}; name a folder that `ladderize sweep` made, or files that eval or bench wrote"
         )
     return None
 
@@ -154,10 +145,10 @@ def _add_file(path: Path, found: FoundDocuments, command: str | None = None, *, 
         _add_stages(one, found)
 
 
-def _add_curves(folder: Path, found: FoundDocuments, name: str | None = None) -> None:
+def _add_retraining(folder: Path, found: FoundDocuments, name: str | None = None) -> None:
     if folder not in found.seen:
         found.seen.add(folder)
-        found.curves.append(FoundCurves(folder, read_curves(folder), name))
+        found.retrainings.append(read_retraining(folder, name))
 
 
 def _add_stages(sweep: FoundDocument[SweepDocument], found: FoundDocuments) -> None:
@@ -169,7 +160,7 @@ def _add_stages(sweep: FoundDocument[SweepDocument], found: FoundDocuments) -> N
         if point.results is not None:
             _add_stage(sweep.path, point.results, commands, found)
         if point.adaptation is not None and (_inside(sweep.path, point.adaptation) / METRICS).is_file():
-            _add_curves(_inside(sweep.path, point.adaptation), found, point.name)
+            _add_retraining(_inside(sweep.path, point.adaptation), found, point.name)
     for name in (*document.sensitivities, *document.benches):
         _add_stage(sweep.path, name, commands, found)
 

@@ -88,7 +88,7 @@ def report(
 ) -> ReportSummary:
     """Write one HTML page about the trade-off between accuracy and speed.
 
-    paths: folders of sweeps, or files and folders with results.json, bench.json, sensitivity.json and training curves.
+    paths: folders of sweeps, or files and folders with results.json, bench.json, sensitivity.json and metrics.jsonl.
     Raises UserError for documents that are corrupt, foreign, or do not belong together.
     """
     options = options or ReportOptions()
@@ -164,7 +164,8 @@ def build_page(content: ReportContent, answer: Answer, title: str | None) -> Rep
     setting = answer.setting or next(iter(content.real_settings), None)
     reference, found = content.reference, content.found
     lacking = MEASURE_ACCURACY if content.real_settings else MEASURE_SPEED
-    timing = found.commands("benches", "plans")
+    results, timing = found.commands("results"), found.commands("benches", "plans")
+    sensitivities = found.commands("sensitivities", "points")
     tradeoff = PageSection(
         name="tradeoff",
         title="The trade-off",
@@ -172,42 +173,17 @@ def build_page(content: ReportContent, answer: Answer, title: str | None) -> Rep
         commands=found.commands() or found.commands("results", "benches", "plans"),
         missing=f"There is no model with both a score and a time. `{lacking}` measures what is missing.",
     )
+    untasked = f"No task was evaluated. `{MEASURE_ACCURACY}` does it."
+    untimed = f"Nothing was timed. `{MEASURE_SPEED}` does it."
+    unsplit = f"The communication was not measured. `{MEASURE_SPEED}` does it."
+    unknown = f"The sensitivity of the blocks was not measured. `{MEASURE_SENSITIVITY}` does it."
+    unadapted = f"Nothing was adapted here. `{RETRAIN}` wins accuracy back."
     sections = [
-        PageSection(
-            name="tasks",
-            title="Task by task",
-            plots=task_plots(content),
-            commands=found.commands("results"),
-            missing=f"No task was evaluated. `{MEASURE_ACCURACY}` does it.",
-        ),
-        PageSection(
-            name="speed",
-            title="Speed",
-            plots=speed_plots(content),
-            commands=timing,
-            missing=f"Nothing was timed. `{MEASURE_SPEED}` does it.",
-        ),
-        PageSection(
-            name="time",
-            title="Where the time goes",
-            plots=time_plots(content),
-            commands=timing,
-            missing=f"The communication was not measured. `{MEASURE_SPEED}` does it.",
-        ),
-        PageSection(
-            name="sensitivity",
-            title="Sensitivity",
-            plots=sensitivity_plots(found),
-            commands=found.commands("sensitivities", "points"),
-            missing=f"The sensitivity of the blocks was not measured. `{MEASURE_SENSITIVITY}` does it.",
-        ),
-        PageSection(
-            name="recovery",
-            title="Recovery",
-            plots=recovery_plots(content),
-            commands=found.commands(),
-            missing=f"Nothing was adapted here. `{RETRAIN}` wins accuracy back.",
-        ),
+        PageSection("tasks", "Task by task", task_plots(content), results, untasked),
+        PageSection("speed", "Speed", speed_plots(content), timing, untimed),
+        PageSection("time", "Where the time goes", time_plots(content), timing, unsplit),
+        PageSection("sensitivity", "Sensitivity", sensitivity_plots(found), sensitivities, unknown),
+        PageSection("recovery", "Recovery", recovery_plots(content), found.commands(), unadapted),
     ]
     return ReportPage(
         title=title or (f"{TITLE}: {reference.name}" if reference is not None else TITLE),

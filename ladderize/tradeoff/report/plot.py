@@ -12,9 +12,10 @@ FAMILY_COLOURS = dict(zip(FAMILIES, ("dense", "ladder", "spd", "both", "baseline
 KIND_SHAPES = dict(zip(KIND_ORDER, ("circle", "diamond", "triangle-up"), strict=True))
 # a row for each model
 MODEL_ROWS: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}}
-PlotRows = Sequence[
-    Mapping[str, Any]
-]  # the data of a plot: of models they have ``name``, ``family`` and perhaps ``kind``
+# the data of a plot: of models they have ``name``, ``family`` and perhaps ``kind``
+PlotRows = Sequence[Mapping[str, Any]]
+TOKENS_AXIS: Spec = {"format": "~s", "labelExpr": "datum.value === 0 ? '0' : datum.label", "tickCount": 5}
+WIDE_RATIO = 4  # of the largest value to the least: beyond, a scale is logarithmic
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Measure:
 
 
 BY_ACCURACY, BY_PERPLEXITY = Measure("points from dense", True), Measure("perplexity", False)
+
+
+def is_wide(values: Sequence[float]) -> bool:
+    """Whether a logarithmic scale is needed to tell the values apart."""
+    return min(values) > 0 and max(values) / min(values) > WIDE_RATIO
 
 
 def row_height(rows: PlotRows) -> int:

@@ -69,7 +69,7 @@ def _model_row(one: Subject, setting: Setting | None, margin: float) -> dict[str
         f"speed-up (95 %), {kind}": estimate_cell(timing.whole if timing is not None else None, speedup),
         "perplexity (95 %)": estimate_cell(one.perplexity, perplexity_text),
         "accuracy": percent_cell(one.accuracy.value if one.accuracy is not None else None),
-        "KL to dense, nats": number_cell(predictions.mean_kl if predictions is not None else None, "{:.4f}"),
+        "KL to dense, nats": estimate_cell(one.divergence, lambda kl: f"{kl.value:.4f}"),
         "same top token": percent_cell(predictions.same_top_share if predictions is not None else None),
         f"prefill ms, {kind}": number_cell(row.prefill_ms if row is not None else None, "{:.2f}"),
         f"decode ms, {kind}": number_cell(row.decode_ms_per_token if row is not None else None, "{:.2f}"),

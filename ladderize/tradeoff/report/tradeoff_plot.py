@@ -18,6 +18,7 @@ from ladderize.tradeoff.report.plot import (
     ReportPlot,
     family_colour,
     family_legend,
+    is_wide,
     kind_shape,
 )
 from ladderize.tradeoff.report.subjects import PHASE_WORDS, WithInterval
@@ -35,7 +36,6 @@ WIDE_SPAN = 12  # points; beyond, the scale is logarithmic away from 0, so that 
 POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50)
 MARK_SIZES = (70, 120, 180)  # as converted; aligned; trained
 BEYOND = 2  # points from dense, beyond which a wide scale is logarithmic
-WIDE_RATIO = 4  # of the largest perplexity to the least: beyond, the scale is logarithmic
 
 
 def tradeoff_plots(content: ReportContent, answer: Answer) -> list[ReportPlot]:
@@ -220,9 +220,9 @@ def _vertical(measure: Measure, values: list[float]) -> Spec:
     low, high = min(values), max(values)
     scale: Spec = {"padding": 16, "nice": False}
     if not measure.more:
-        is_wide = low > 0 and high / low > WIDE_RATIO
-        scale |= {"reverse": True, **({"type": "log"} if is_wide else {"zero": False})}
-        title = f"perplexity ({'logarithmic, ' * is_wide}axis turned round: up is better)"
+        is_log = is_wide(values)
+        scale |= {"reverse": True, **({"type": "log"} if is_log else {"zero": False})}
+        title = f"perplexity ({'logarithmic, ' * is_log}axis turned round: up is better)"
         return quantitative("y", title, scale=scale, axis={"format": "~g", "tickCount": 7})
     title, axis = "mean accuracy, points from dense", {"labelExpr": SIGNED_LABEL, "tickCount": 7}
     scale["zero"] = False

@@ -113,7 +113,7 @@ class PlannedPoint:
 
     @property
     def adaptation(self) -> str | None:
-        """The folder of the last stage that has curves, or of the last."""
+        """The folder of the last stage that retrained, or of the last."""
         folders = [
             (asked.method, f"{stage.output}/{ADAPTER_FOLDER if asked.method == LORA else MODEL_FOLDER}")
             for asked, stage in zip(self.asked, self.adapting, strict=False)
