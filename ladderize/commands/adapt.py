@@ -3,14 +3,14 @@
 import importlib
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ladderize.adapt.align.options import AlignOptions
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions, WindowOptions
 from ladderize.adapt.lora import LoraOptions
 from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, FULL, LORA, Method
 from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
-from ladderize.choices import AS_JSON, OVERWRITE, DeviceName, argument, check_options, flag, option
+from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, DeviceName, argument, check_options, flag, option
 from ladderize.commands.builder import (
     DATA,
     MEMORY,
@@ -55,7 +55,13 @@ class AdaptArguments:
     device: DeviceName | None = None
     dry_run: bool = option("Show what it would take (memory, disk), and stop. No weights are read.", False)
     overwrite: bool = option(OVERWRITE, False, help="Replace OUT if it is a checkpoint (lora: an adapter).")
+    verify: bool = option(NO_VERIFY, True)
     as_json: bool = option(AS_JSON, False)
+
+    @property
+    def writing(self) -> dict[str, Any]:
+        """What every function that writes OUT is asked besides."""
+        return {"overwrite": self.overwrite, "verify": self.verify}
 
 
 @dataclass(frozen=True)
@@ -90,11 +96,11 @@ OPTIONS: dict[Method, tuple[type, ...]] = {
         OPTIMISATION: "max_tokens max_steps batch_size lr lr_schedule warmup_steps weight_decay max_grad_norm",
         VALIDATION: "eval_data heldout eval_every write resume",
         MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule attention dtype device",
-        OUTPUT: "log_with work_dir overwrite json",
+        OUTPUT: "log_with overwrite no_verify json",
     },
     short="data seq_len show_data dry_run method distill_from train hidden_weight align lora_rank max_tokens max_steps"
     " lr eval_data resume micro_batch_size gradient_checkpointing tp_size dtype device overwrite json config",
-    left_out="ridge random_share max_memory epochs patience",
+    left_out="ridge random_share max_memory epochs patience work_dir",
 )
 def adapt(given: GivenOptions) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
@@ -123,6 +129,8 @@ def check_effect(method: Method, given: GivenOptions) -> None:
     for name in given.names:
         if name in known - heeded:
             raise UsageError(f"{flag(name)} has no effect with --method {method}")
+    if method == LORA and "no_verify" in given.names:
+        raise UsageError("--no-verify has no effect with --method lora: an adapter cannot be loaded alone")
 
 
 def adapt_options(given: GivenOptions) -> RetrainOptions | WindowOptions:
@@ -162,7 +170,7 @@ def _estimate(given: GivenOptions, own: AdaptArguments, console: Console) -> Non
     console.prose(found.text())
 
 
-def _layer_method(method: Method) -> "LayerMethod":
+def _layer_method(method: Method) -> "LayerMethod[Any, Any]":
     if method == ALIGN:
         from ladderize.adapt.align.align import Aligning
 
@@ -182,7 +190,7 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None
     from ladderize.adapt.blockwise.rewrite import perplexity_rows, rewrite
 
     method = _layer_method(own.method)
-    document = rewrite(method, own.model, out, dense, options, console=console, overwrite=own.overwrite)
+    document = rewrite(method, own.model, out, dense, options, console=console, revision=None, **own.writing)
     if document is None:
         return
     console.document(document.to_dict())
@@ -212,7 +220,7 @@ def _retrain(given: GivenOptions, own: AdaptArguments, console: Console) -> None
         return
     out = own.out
     assert out is not None
-    adaptation = adapt_checkpoint(own.model, out, options, console=console, overwrite=own.overwrite)
+    adaptation = adapt_checkpoint(own.model, out, options, console=console, **own.writing)
     if adaptation is not None:
         console.document(adaptation.to_dict())
         console.result(adaptation.summary())

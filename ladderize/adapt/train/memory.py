@@ -1,5 +1,5 @@
-"""What a training takes: one formula, counted from headers, before anything is loaded. Tests compare it with the peaks of
-real steps."""
+"""The memory and the disk that a training takes: one formula, counted from headers, before anything is loaded. Tests
+compare it with the peaks of real steps."""
 
 import math
 import shutil

@@ -1,7 +1,7 @@
 """A retraining's result: a checkpoint or an adapter, with adaptation.json, the record of how it came about."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ class LossRange(Record):
 
 @dataclass(frozen=True)
 class HeldoutPerplexity(Record):
-    """Held-out perplexity of ``tokens`` scored tokens; after: with the weights as they are stored. dense: the teacher's, if there is one.
+    """Held-out perplexity of ``tokens`` scored tokens; after: with the weights as they are stored. dense: the teacher's,
+    if there is one.
 
     won_back: of the loss (the logarithm) that the conversion cost, the share that training won back.
     """

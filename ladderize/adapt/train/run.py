@@ -187,9 +187,7 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
         reset_accelerate()
 
 
-def train(
-    task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, console: Console
-) -> Adaptation | None:
+def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
     """Train, and write OUT, unless this very run has written it already."""
     options = task.options
     folder = work_folder(job.out, options.work_dir, *(source.folder for source in task.sources))

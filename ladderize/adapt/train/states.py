@@ -32,8 +32,8 @@ STEP, WEIGHTS = f"step-{DIGITS}", f"weights-{DIGITS}.safetensors"
 @dataclass
 class Progress(Record):
     """How far training is. recent: losses of the last steps. seconds: spent in steps, over all runs. before_loss,
-    best_loss, last_loss: the criterion (``Objective.criterion``) of the held-out rows before the first step, at the best
-    one and at the last validation; the perplexities likewise, and under the teacher, where there are such, of
+    best_loss, last_loss: the criterion (``Objective.criterion``) of the held-out rows before the first step, at the
+    best one and at the last validation; the perplexities likewise, and under the teacher, where there are such, of
     ``scored_heldout`` tokens. kept_step: the best one whose weights were saved. settings: what may be changed on the
     way, such as the learning rate."""
 
@@ -60,6 +60,7 @@ class TrainingFolder(WorkFolder):
 
     COMMAND = "adapt --method full or lora"
     CONTENT = (*WorkFolder.CONTENT, STEP, f"{STEP}.part", WEIGHTS, f"{WEIGHTS}.part", METRICS)
+    OPTION = "OUT"
     ADVICE = "give the old value again, start again with --resume no"
 
     def has_work(self) -> bool:
@@ -138,9 +139,8 @@ class TrainingFolder(WorkFolder):
                 model.whole(name)
             return
         part = path.with_name(path.name + ".part")
-        write_tensors(
-            part, {name: (dtype, shape) for name, shape in model.shapes.items()}, lambda name: model.whole(name).to(dtype)
-        )
+        infos = {name: (dtype, shape) for name, shape in model.shapes.items()}
+        write_tensors(part, infos, lambda name: model.whole(name).to(dtype))
         os.replace(part, path)
 
 

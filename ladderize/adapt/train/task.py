@@ -87,9 +87,7 @@ class Task:
     @property
     def trained(self) -> frozenset[str]:
         """Tensors that full retraining changes."""
-        return (
-            frozenset() if self.is_lora else trained_tensors(self.checkpoint.tensors, self.layers, self.everything)
-        )
+        return frozenset() if self.is_lora else trained_tensors(self.checkpoint.tensors, self.layers, self.everything)
 
     @property
     def lora(self) -> Any:

@@ -65,7 +65,7 @@ class TensorParallelTraining(TrainingModel):
         self.optimizer = make_optimizer(self.parameters, weight_decay, fused=True)
         # Of each parameter's rows, how much of their squares this rank counts, so that what several ranks of a group
         # hold counts once: [rows that it holds].
-        shares = {parameter: torch.ones(len(parameter)) for parameter in self.parameters}
+        shares: dict[Tensor, Tensor] = {parameter: torch.ones(len(parameter)) for parameter in self.parameters}
         for piece in self.pieces.values():
             for parameter, rows in piece.parts:
                 shares[parameter][rows] /= tensor.size if piece.dim is None else piece.copies

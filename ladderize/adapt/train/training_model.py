@@ -1,6 +1,9 @@
-"""A student with its teacher and its optimizer, as the loop uses them: losses, clipping, states, and the trained tensors
-whole and by name. Here computed with the Hugging Face model, which Accelerate prepares: plain, DDP, FSDP2 or DeepSpeed,
-as its launcher was told. ``tensor_parallel`` computes the same with the runtime's model."""
+"""A student with its teacher and its optimizer, as the loop uses them: losses, clipping, states, and the trained
+tensors whole and by name.
+
+Here they are the Hugging Face model's, which Accelerate prepares: plain, DDP, FSDP2 or DeepSpeed, as its launcher was
+told. ``tensor_parallel`` computes the same with the runtime's model.
+"""
 
 import contextlib
 import copy
@@ -29,8 +32,8 @@ class TrainingModel(ABC):
 
     student: gives the losses of a micro-batch. teacher: gives the dense model's logits where targets count, None
     without one. compared: layers of which ``losses`` compares what each sub-module adds to the stream, too. data_rank,
-    data_size: this rank among those that share the rows of a step; tp_size: ranks that work on the same rows. names: of
-    every trained parameter, or part of one, as a file calls it, and its whole shape.
+    data_size: this rank among those that share the rows of a step; tp_size: ranks that work on the same rows. shapes: of
+    every trained tensor, whole, by the name that a file gives it.
     """
 
     optimizer: Any
@@ -116,7 +119,7 @@ class TrainingModel(ABC):
     def load(self, folder: Path) -> None:
         """Go on from what ``save`` wrote."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - where Accelerate communicates nothing is to be closed
         """Finish all communication: after the last use, by all ranks; not after an error, when others may be gone."""
 
 

@@ -39,7 +39,7 @@ def vocab_parallel_losses(
     """Summed cross-entropy and KL(teacher || student) in nats: two fp32 scalars, equal on all ranks, differentiable in
     ``logits``. The second is 0 without a teacher.
 
-    The meaning is that of ``adapt.retrain.hf_model.token_losses`` on the whole vocabulary. logits, teacher_logits:
+    The meaning is that of ``adapt.train.student.token_losses`` on the whole vocabulary. logits, teacher_logits:
     [tokens, own_vocab] of any float dtype, this rank's columns ``vocab_start`` and on; columns from ``vocab`` on are
     padding, which counts for nothing. targets: [tokens], in the whole vocabulary, equal on all ranks; a target that is
     not in it makes the cross-entropy NaN.

@@ -11,7 +11,7 @@ import torch
 
 from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.adapt.methods import LORA
-from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.train.options import RetrainOptions
 from ladderize.checkpoint.config import most_positions, parameter_count
 from ladderize.commands.adapt import adapt_options
 from ladderize.console import human_count

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ladderize.adapt.methods import LORA
-from ladderize.adapt.retrain.memory_estimate import saved_bytes, trained_numbers
-from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.state import WEIGHT_BYTES
+from ladderize.adapt.train.memory import saved_bytes, trained_numbers
+from ladderize.adapt.train.options import RetrainOptions
+from ladderize.adapt.train.states import WEIGHT_BYTES
 from ladderize.checkpoint.opening import check_model
 from ladderize.commands.adapt import adapt_options
 from ladderize.console import human_bytes, human_seconds
@@ -111,7 +111,7 @@ class Forecaster:
             trained = trained_numbers(self.planner.config, layout, options)
             adapter = trained * WEIGHT_BYTES if options.method == LORA else 0
             here = sum(stage_files(self.planner.root / stage.output).values())  # of a run that was killed
-            return self.size + adapter, max(0, saved_bytes(trained, options.keep) - here)
+            return self.size + adapter, max(0, saved_bytes(trained) - here)
         alike = [one.bytes for one in self.history if one.stage == stage.kind]
         return round(fmean(alike)) if alike else None, 0
 

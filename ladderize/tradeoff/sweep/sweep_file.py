@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 
 from ladderize.adapt.data_specs import HUB
 from ladderize.adapt.methods import ALIGN, FULL, LORA, Method
-from ladderize.adapt.retrain.options import parse_count
+from ladderize.adapt.train.options import parse_count
 from ladderize.convert.recipe import AUTO, Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.errors import UserError
