@@ -76,7 +76,7 @@ def _parse(text: str, option: str) -> SourceSpec:
     name, _, weight = text.rpartition("=")
     if not _is_source(name):  # a path may hold a = too (date=2024/x.jsonl)
         name, weight = text, ""
-    elif not re.fullmatch(r"[\d.]*\d(e[+-]?\d+)?", weight) or not 0 < float(weight) < math.inf:
+    elif not re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", weight) or not 0 < float(weight) < math.inf:
         raise UsageError(f"{option} {text}: the weight after = is not a positive number: {weight!r}")
     if not _is_source(name):
         kinds = f"a file that ends in {', '.join(SOURCE_SUFFIXES)}, nor a folder, nor a glob"

@@ -21,7 +21,6 @@ from ladderize.checkpoint.reading import Checkpoint
 from ladderize.data import draw_windows, needs_tokenizer
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
-from ladderize.rows import quiet_datasets
 
 ROWS_AT_ONCE = 128  # that are tokenised together
 LEAST_WINDOWS_HELDOUT = 8
@@ -97,8 +96,7 @@ def read_rows(
     """
     tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(spec.text) else None
     encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"], spec.name)
-    with quiet_datasets():
-        rows, found = open_rows(spec), []
+    rows, found = open_rows(spec), []
     order = np.arange(len(rows)) if enough is None else np.random.default_rng(seed).permutation(len(rows))
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         numbers = order[begin : begin + ROWS_AT_ONCE].tolist()

@@ -13,12 +13,13 @@ from ladderize.data import file_sha256
 from ladderize.errors import UserError
 from ladderize.files.id_arrays import read_id_rows, shape_of_ids
 from ladderize.files.regular import open_regular, split_name
-from ladderize.rows import TRAINING
+from ladderize.rows import TRAINING, quiet_datasets
 
 ID_SUFFIXES = (".npy", ".npz")
 END_BYTES = 1 << 20  # hashed of a file's beginning and of its end
 
 
+@quiet_datasets()
 def open_rows(spec: SourceSpec) -> Any:
     """The rows of a source: ``datasets.Dataset``, or ``IterableDataset`` of one on the hub. A text is one row.
 

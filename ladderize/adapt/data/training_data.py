@@ -72,6 +72,7 @@ class TrainingData:
     counts: DataCounts
 
 
+@quiet_datasets()
 def open_data(
     specs: Sequence[SourceSpec], tokenizer: Any, options: DataOptions, eval_specs: Sequence[SourceSpec] = ()
 ) -> TrainingData:
@@ -84,27 +85,24 @@ def open_data(
 
     if streamed := next((spec for spec in eval_specs if spec.is_streamed), None):
         raise UserError(f"{streamed.name}: a stream cannot be used for validation; give a file")
-    own = replace(options, heldout=0) if eval_specs else options
-    with quiet_datasets():
-        found = [(_stream if spec.is_streamed else _map)(spec, tokenizer, own) for spec in specs]
-        rows, apart, tokens_of_row, counts = (list(column) for column in zip(*found, strict=True))
-        apart = [_examples(spec, tokenizer, options)[0] for spec in eval_specs] or apart
-        if not all(counts):  # one is a stream: all have to be
-            rows = [
-                one.shuffle(seed=options.seed).to_iterable_dataset().repeat(None) if own_counts else one
-                for one, own_counts in zip(rows, counts, strict=True)
-            ]
-        train = concatenate_datasets(rows) if len(rows) > 1 and specs[0].weight is None else rows[0]
-        if len(rows) > 1 and specs[0].weight is not None:  # rows are drawn, but weights are shares of tokens
-            shares = np.array([spec.weight for spec in specs]) / tokens_of_row
-            probabilities = (shares / shares.sum()).tolist()
-            train = interleave_datasets(rows, probabilities, options.seed, stopping_strategy="all_exhausted")
+    parted = replace(options, heldout=0) if eval_specs else options
+    found = [(_stream if spec.is_streamed else _map)(spec, tokenizer, parted) for spec in specs]
+    rows, apart, tokens_of_row, counts = (list(column) for column in zip(*found, strict=True))
+    apart = [_examples(spec, tokenizer, options)[0] for spec in eval_specs] or apart
+    if not all(counts):  # one is a stream: all have to be
+        pairs = zip(rows, counts, strict=True)
+        rows = [one.shuffle(options.seed).to_iterable_dataset().repeat(None) if own else one for one, own in pairs]
+    train = concatenate_datasets(rows) if len(rows) > 1 and specs[0].weight is None else rows[0]
+    if len(rows) > 1 and specs[0].weight is not None:  # rows are drawn, but weights are shares of tokens
+        shares = np.array([spec.weight for spec in specs]) / tokens_of_row
+        probabilities = (shares / shares.sum()).tolist()
+        train = interleave_datasets(rows, probabilities, options.seed, stopping_strategy="all_exhausted")
     heldout = options.pack(*([value for one in apart for value in one[name]] for name in COLUMNS[:2]))
     kept = [dict(zip(heldout, values, strict=True)) for values in zip(*heldout.values(), strict=True)]
     each = [SourceCounts(spec.text, spec.weight, *one[1:3]) for spec, one in zip(specs, counts, strict=True)]
     totals: list[Any] = [sum(one) for one in zip(*counts, strict=True)] if all(counts) else [None] * 5
     padding = 1 - totals[2] / (totals[1] * options.seq_len) if all(counts) else None
-    return TrainingData(train, kept, DataCounts(*totals, padding, each))
+    return TrainingData(train, kept, DataCounts(*totals, padding_share=padding, sources=each))
 
 
 def show_data(specs: Sequence[SourceSpec], tokenizer: Any, options: DataOptions, count: int) -> list[dict[str, Any]]:
@@ -124,7 +122,10 @@ def _examples(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[A
     if tokenizer is not None:  # datasets' own hash of a tokenizer is not the same in every process
         ids = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
         decides += [type(tokenizer), ids, tokenizer.special_tokens_map, tokenizer.chat_template]
-    every = rows.map(encoder, **given, new_fingerprint=_key(rows, *decides)).with_format(None)
+    try:
+        every = rows.map(encoder, **given, new_fingerprint=_key(rows, *decides)).with_format(None)
+    except UnicodeDecodeError:  # which datasets finds when it reads a row
+        raise UserError(f"{spec.name} holds text that is not UTF-8") from None
     usable = np.flatnonzero(every["length"][:])
     if not len(usable):
         why = f"of {len(every)} nothing that counts is within --seq-len {options.seq_len}"
@@ -147,9 +148,8 @@ _Source = tuple[Any, Any, float, tuple[int, ...]]
 def _map(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> _Source:
     """A source of files. Held-out examples are drawn, and with each come the others of the same conversation."""
     examples, dropped = _examples(spec, tokenizer, options)
-    total, count = len(examples), options.heldout
-    if count is None:
-        count = min(256, max(total // 100, min(8, total // 10), 1))
+    total = len(examples)
+    count = min(256, max(total // 100, min(8, total // 10), 1)) if options.heldout is None else options.heldout
     drawn = np.zeros(total, dtype=bool)
     drawn[np.random.default_rng(options.seed).permutation(total)[:count]] = True
     conversation = np.asarray(examples["conversation"][:])
