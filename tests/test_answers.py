@@ -12,19 +12,17 @@ import torch
 from pyarrow import parquet
 
 from ladderize import answer_prompts, load
-from ladderize.adapt.data.examples import Encoder
 from ladderize.demo.corpus import items
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UsageError
 from ladderize.modeling import load_tokenizer
-from ladderize.rows import Row
 from ladderize.runtime.decode import sample
 from ladderize.runtime.requests.continuous import ContinuousBatch, StopStrings
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import checkpoint_spec
 from ladderize.runtime.texts.answers import AnswerEnds, AnswersDocument, encode_prompts, read_prompts, text_after
 from ladderize.runtime.texts.samples import SampleFile
-from tests.adapt_data.rows import MARKED, PLAIN, TURNS, scored_text, write_jsonl
+from tests.adapt_data.rows import MARKED, PLAIN, TURNS, one, scored_text, write_jsonl
 from tests.helpers import clearly_chosen, invoke, listing, make_model, one_sentence
 from tests.test_corpus import failure, stop_after, work_of
 
@@ -242,13 +240,12 @@ def test_training_scores_the_answers_and_nothing_else(model, texts, prompts, tmp
     for template in (PLAIN, MARKED + "{% if add_generation_prompt %}<assistant>{% endif %}"):
         tokenizer = load_tokenizer(model)
         tokenizer.chat_template = template
-        encoded = Encoder(tokenizer, 256, 768).encode([Row(row, "there") for row in rows])
-        for row, found in zip(rows, encoded, strict=True):
-            (example,) = found.examples
-            assert scored_text(tokenizer, example) == [answer_of(row) + tokenizer.eos_token]
+        for row in rows:
+            ids, scored = one(tokenizer, row, seq_len=256, vocab_size=768)
+            assert scored_text(tokenizer, (ids, scored)) == [answer_of(row) + tokenizer.eos_token]
             before = prompt_ids(tokenizer, {**row, "messages": row["messages"][:-1]} if "messages" in row else row)
-            assert example.ids[: len(before)].tolist() == before
-            assert example.scored.tolist() == [place >= len(before) for place in range(len(example.ids))]
+            assert ids[: len(before)] == before
+            assert scored == [place >= len(before) for place in range(len(ids))]
 
 
 # ---- where answers end ----

@@ -5,55 +5,42 @@ import pytest
 import torch
 from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices
 
-from ladderize.adapt.data.examples import Example
-from ladderize.adapt.data.packing import (
-    IGNORED_TARGET,
-    PADDING_TARGET,
-    collate,
-    join,
-    pack,
-    segments,
-)
-from ladderize.adapt.data.stream import rank_rows
+from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET, best_fit, collate, show_batch
 from ladderize.runtime.training.batch import Batch
-from tests.helpers import make_model, random_ids
+from tests.adapt_data.rows import examples_of, packed
+from tests.helpers import fresh_rng, make_model, random_ids
 
 X, P = IGNORED_TARGET, PADDING_TARGET
+A, B, C = ([1, 50, 51, 52], [1] * 4), ([1, 60, 61], [0, 0, 1]), ([1, 70], [1, 1])
 
 
-def example(ids, scored=None, origin="here"):
-    ids = np.asarray(ids, dtype=np.int64)
-    return Example(ids, np.ones(len(ids), dtype=bool) if scored is None else np.asarray(scored, dtype=bool), origin)
+C_B = {"input_ids": [1, 70, 1, 60, 61], "targets": [70, X, X, 61, X], "lengths": [2, 3]}
 
 
-A = example([1, 50, 51, 52], origin="a")
-B = example([1, 60, 61], [0, 0, 1], origin="b")
-C = example([1, 70], origin="c")
+def join(*examples):
+    (row,) = packed(*zip(*examples, strict=True), 100)
+    return row
 
 
 def test_a_batch_by_hand():
     """A and B fill a row of 7; C has one of its own. No target crosses from one example into the next."""
-    rows = pack([C, B, A], 7)
-    assert [row.origins for row in rows] == [("a", "b"), ("c",)]
-    assert rows[0].ids.tolist() == [1, 50, 51, 52, 1, 60, 61]
-    assert rows[0].positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert rows[0].targets.tolist() == [50, 51, 52, X, X, 61, X]
-    assert [(part.start, part.stop) for part in segments(rows[0])] == [(0, 4), (4, 7)]
+    rows = packed(*zip(C, B, A, strict=True), 7)
+    assert rows == [
+        {"input_ids": [1, 50, 51, 52, 1, 60, 61], "targets": [50, 51, 52, X, X, 61, X], "lengths": [4, 3]},
+        {"input_ids": [1, 70], "targets": [70, X], "lengths": [2]},
+    ]
     batch = collate(rows)
     assert batch["input_ids"].tolist() == [[1, 50, 51, 52, 1, 60, 61], [1, 70, 0, 0, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6]]
     assert batch["targets"].tolist() == [[50, 51, 52, X, X, 61, X], [70, X, P, P, P, P, P]]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
-    assert find_packed_sequence_indices(batch["position_ids"]).tolist() == [
-        [0, 0, 0, 0, 1, 1, 1],
-        [0, 0, 0, 0, 0, 0, 0],
-    ]
+    assert find_packed_sequence_indices(batch["position_ids"]).tolist() == [[0] * 4 + [1] * 3, [0] * 7]
 
 
 def test_the_attention_mask_by_hand():
     """What transformers makes of the positions of a row with C and B: nobody sees another example, or what comes
     later."""
-    row = collate([join([C, B])])
+    row = collate([C_B])
     model = make_model("dense", attn_implementation="sdpa")
     mask = create_causal_mask(
         config=model.config,
@@ -73,7 +60,7 @@ def test_the_attention_mask_by_hand():
 
 
 def test_what_the_host_knows_of_a_batch():
-    batch = Batch.of(collate([join([C, B]), join([A])]), torch.device("cpu"))
+    batch = Batch.of(collate([C_B, join(A)]), torch.device("cpu"))
     assert batch.starts.tolist() == [0, 2, 5, 10]
     assert batch.starts.dtype == torch.int32
     assert batch.longest == 5
@@ -81,7 +68,7 @@ def test_what_the_host_knows_of_a_batch():
     states = torch.arange(20).view(2, 5, 2)
     assert batch.scored_states(states).tolist() == states[batch.targets >= 0].tolist()
     assert batch.mask is not None
-    padded = Batch.of(collate([join([A]), join([C])]), torch.device("cpu"))
+    padded = Batch.of(collate([join(A), join(C)]), torch.device("cpu"))
     assert padded.mask is None
     assert padded.starts.tolist() == [0, 4, 8]
 
@@ -91,62 +78,62 @@ def test_what_the_host_knows_of_a_batch():
 def test_a_packed_row_computes_what_each_example_does_alone(layout, attention):
     model = make_model(layout, seed=1, attn_implementation=attention)
     torch.manual_seed(1)
-    examples = [example(random_ids(length).numpy()) for length in (9, 5, 7, 2, 4)]
-    rows = pack(examples, 16)
+    examples = [random_ids(length).tolist() for length in (9, 5, 7, 2, 4)]
+    rows = packed(examples, [[1] * len(ids) for ids in examples], 16)
     assert len(rows) == 2
     batch = collate(rows)
     with torch.no_grad():
         # exactly this: without a cache and a mask transformers looks at the positions
-        packed = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        logits = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         default = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
         for number, row in enumerate(rows):
-            for order, part in enumerate(segments(row)):
-                alone = model(torch.from_numpy(row.ids[part])[None]).logits[0]
-                torch.testing.assert_close(packed[number, part], alone, rtol=1e-4, atol=1e-5)
-                leaks = (default[number, part] - alone).abs().max() > 1e-2
+            ends = np.cumsum(row["lengths"])
+            for order, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                alone = model(torch.tensor([row["input_ids"][begin:end]])).logits[0]
+                torch.testing.assert_close(logits[number, begin:end], alone, rtol=1e-4, atol=1e-5)
+                leaks = (default[number, begin:end] - alone).abs().max() > 1e-2
                 assert leaks == (order > 0), "with the model's defaults an example sees those before it"
 
 
 def test_best_fit_decreasing():
     """Into the fullest row with room, not the first: 6 and 5 begin rows of 10; 4 goes beside 6, 3 beside 5, and 2
     beside those."""
-    rows = pack([example(range(length), origin=str(length)) for length in (2, 3, 4, 5, 6)], 10)
-    assert [row.origins for row in rows] == [("6", "4"), ("5", "3", "2")]
-    rows = pack([example(range(length), origin=str(length)) for length in (7, 6, 3)], 10)
-    assert [row.origins for row in rows] == [("7", "3"), ("6",)]
+    assert best_fit([2, 3, 4, 5, 6], 10) == [[4, 2], [3, 1, 0]]
+    assert best_fit([7, 6, 3], 10) == [[0, 2], [1]]
 
 
 def test_packing_loses_nothing_and_little_room():
-    generator = np.random.default_rng(0)
-    examples = [
-        example(generator.integers(0, 97, length), origin=str(number))
-        for number, length in enumerate(generator.integers(2, 64, 3000))
+    rng = fresh_rng()
+    ids = [rng.integers(0, 97, length).tolist() for length in rng.integers(2, 64, 3000)]
+    scored = [rng.integers(0, 2, len(one)).tolist() for one in ids]
+    rows = packed(ids, scored, 64)
+    slowly = [
+        [after if counts else X for after, counts in zip(one[1:], mask[1:], strict=True)] + [X]
+        for one, mask in zip(ids, scored, strict=True)
     ]
-    rows = pack(examples, 64)
-    assert [row.ids.tolist() for row in pack(examples, 64)] == [row.ids.tolist() for row in rows]
-    by_name = {item.origin: item.ids.tolist() for item in examples}
-    seen = [
-        (where, row.ids[part].tolist()) for row in rows for where, part in zip(row.origins, segments(row), strict=True)
-    ]
-    assert len(seen) == len(by_name)
-    assert dict(seen) == by_name
-    assert all(len(row) <= 64 for row in rows)
-    assert sum(map(len, rows)) / (64 * len(rows)) > 0.97
-    with pytest.raises(ValueError, match="longer than 63"):
-        pack([example(range(64))], 63)
-
-
-@pytest.mark.parametrize("micro", [1, 2, 3, 8])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_ranks_share_a_step(ranks, micro):
-    rows = [join([example([number, number])]) for number in range(7)]
-    parts = [rank_rows(rows, rank, ranks, micro) for rank in range(ranks)]
-    assert len({len(part) for part in parts}) == 1  # every rank takes part in every pass
-    assert all(len(batch) <= micro for part in parts for batch in part)
-    assert sorted(int(row.ids[0]) for part in parts for batch in part for row in batch) == list(range(7))
+    assert examples_of(rows) == sorted(zip(ids, slowly, strict=True))
+    lengths = [len(row["input_ids"]) for row in rows]
+    assert max(lengths) <= 64
+    assert sum(lengths) / (64 * len(rows)) > 0.97
 
 
 def test_a_rank_without_rows_counts_nothing():
     batch = collate([])
     assert batch["input_ids"].shape == (1, 1)
     assert batch["targets"].tolist() == [[P]]
+
+
+def test_a_batch_for_people():
+    assert show_batch([join(A, B), join(C)], None).splitlines() == [
+        "[[...]]: tokens that the loss counts",
+        "",
+        "row 1: 7 tokens, 4 scored, 2 examples",
+        "  4 tokens, 3 scored",
+        "    1[[ 50 51 52]]",
+        "  3 tokens, 1 scored",
+        "    1 60[[ 61]]",
+        "",
+        "row 2: 2 tokens, 1 scored, 1 examples",
+        "  2 tokens, 1 scored",
+        "    1[[ 70]]",
+    ]

@@ -42,20 +42,16 @@ class SourceSpec:
         kinds."""
         path, key = split_name(self.text)
         if path.is_dir():  # which may hold a README too
-            found = [str(file) for file in path.iterdir() if file.suffix in SOURCE_SUFFIXES]
-        elif "*" in self.text and not path.exists():
-            found = [name for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
-        elif not path.exists():
-            raise UserError(f"{self.name}: {path} does not exist")
+            found = [file for file in path.iterdir() if file.suffix in SOURCE_SUFFIXES]
         else:
-            found = [str(path)]
-        suffixes = sorted({Path(name).suffix for name in found})
+            found = [path] if path.exists() else [Path(name) for name in glob.glob(str(path), recursive=True)]
+        suffixes = sorted({file.suffix for file in found})
         if len(suffixes) != 1 or suffixes[0] not in SOURCE_SUFFIXES:
-            ends = f"files that end in {', '.join(suffixes)}" if found else "no file"
-            raise UserError(f"{self.name} names {ends}; give files of one of {', '.join(SOURCE_SUFFIXES)}")
-        for name in found:
-            check_regular(Path(name))
-        return [f"{name}:{key}" if key is not None else name for name in sorted(found)]
+            what = f"files that end in {', '.join(suffixes)}" if found else "nothing that exists"
+            raise UserError(f"{self.name} names {what}; give files of one of {', '.join(SOURCE_SUFFIXES)}")
+        for file in found:
+            check_regular(file)
+        return [f"{file}:{key}" if key is not None else str(file) for file in sorted(found)]
 
 
 def parse_specs(texts: Sequence[str], option: str = "--data") -> tuple[SourceSpec, ...]:
@@ -63,17 +59,11 @@ def parse_specs(texts: Sequence[str], option: str = "--data") -> tuple[SourceSpe
     specs = tuple(_parse(text, option) for text in texts)
     unweighted = [spec for spec in specs if spec.weight is None]
     if len(specs) == 1 and not unweighted:
-        raise UsageError(
-            f"{option} {texts[0]}: a weight has no effect on a single source; leave it out, or give several {option}"
-        )
+        raise UsageError(f"{option} {texts[0]}: a weight has no effect on a single source; leave it out")
     if 0 < len(unweighted) < len(specs):
-        raise UsageError(
-            f"{unweighted[0].name} has no weight, but others have one; give all sources a weight (SPEC=2.5), or none"
-        )
+        raise UsageError(f"{unweighted[0].name} has no weight, but others have one; give all one (SPEC=2.5), or none")
     if len(unweighted) > 1 and (streamed := next((spec for spec in specs if spec.is_streamed), None)):
-        raise UsageError(
-            f"{streamed.name} is streamed, so its number of rows is unknown; give every source a weight (SPEC=2.5)"
-        )
+        raise UsageError(f"{streamed.name} is streamed, so its length is unknown; give all a weight (SPEC=2.5)")
     return specs
 
 
@@ -83,36 +73,20 @@ def data_sources(*texts: str) -> tuple[SourceSpec, ...]:
 
 
 def _parse(text: str, option: str) -> SourceSpec:
-    name, equals, weight_text = text.rpartition("=")
-    if not equals or not _is_source(name):  # a path may hold a = too (date=2024/x.jsonl)
-        name, weight_text = text, "none"
+    name, _, weight = text.rpartition("=")
+    if not _is_source(name):  # a path may hold a = too (date=2024/x.jsonl)
+        name, weight = text, ""
+    elif not re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", weight) or not 0 < float(weight) < math.inf:
+        raise UsageError(f"{option} {text}: the weight after = is not a positive number: {weight!r}")
     if not _is_source(name):
-        raise UsageError(
-            f"{option} {text}: neither a file that ends in {', '.join(SOURCE_SUFFIXES)}, nor a folder, nor a glob, nor"
-            " hub:OWNER/NAME[:CONFIG]:SPLIT"
-        )
-    try:
-        weight = None if name == text else float(weight_text)
-    except ValueError:
-        weight = math.nan
-    if weight is not None and not 0 < weight < math.inf:
-        raise UsageError(f"{option} {text}: the weight after = is not a positive number: {weight_text!r}")
-    return SourceSpec(name, weight, _parse_hub(name, option), option)
+        kinds = f"a file that ends in {', '.join(SOURCE_SUFFIXES)}, nor a folder, nor a glob"
+        raise UsageError(f"{option} {text}: neither {kinds}, nor hub:OWNER/NAME[:CONFIG]:SPLIT")
+    hub = re.fullmatch(HUB + r"([\w.-]+/[\w.-]+)(?::([^:\[]+))?:([^:\[]+)", name)
+    if name.startswith(HUB) and hub is None:
+        raise UsageError(f"{option} {text}: write hub:OWNER/NAME:SPLIT or hub:OWNER/NAME:CONFIG:SPLIT, a whole split")
+    return SourceSpec(name, float(weight) if weight else None, (hub[1], hub[2], hub[3]) if hub else None, option)
 
 
 def _is_source(text: str) -> bool:
     path = split_name(text)[0]
-    return text.startswith(HUB) or "*" in text or path.suffix in SOURCE_SUFFIXES or path.is_dir()
-
-
-def _parse_hub(text: str, option: str) -> tuple[str, str | None, str] | None:
-    if not text.startswith(HUB):
-        return None
-    if "[" in text:
-        raise UsageError(f"{option} {text}: a slice of a split cannot be streamed; name a whole split")
-    name, *rest = text.removeprefix(HUB).split(":")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or len(rest) not in (1, 2) or not all(rest):
-        raise UsageError(
-            f"{option} {text}: a dataset on the hub is written hub:OWNER/NAME:SPLIT or hub:OWNER/NAME:CONFIG:SPLIT"
-        )
-    return name, rest[0] if len(rest) == 2 else None, rest[-1]
+    return text.startswith(HUB) or "*" in text or path.suffix in SOURCE_SUFFIXES or (text != "" and path.is_dir())

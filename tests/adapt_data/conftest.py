@@ -1,9 +1,8 @@
-"""What the tests of training data share: a tokenizer, chat templates, an own cache, small chunks."""
+"""What the tests of training data share: a tokenizer, chat templates, an own cache."""
 
 import datasets
 import pytest
 
-from ladderize.adapt.data import stream
 from ladderize.modeling import load_tokenizer
 from tests.adapt_data.rows import DEMO
 
@@ -28,8 +27,3 @@ def chat(tokenizer):
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(stream, "CHUNK_ROWS", 3)

@@ -3,9 +3,9 @@
 import json
 
 from ladderize.adapt.data.examples import Encoder
-from ladderize.adapt.data.stream import Stream, StreamOptions, StreamPlace
+from ladderize.adapt.data.packing import pack
+from ladderize.adapt.data.training_data import DataOptions, open_data
 from ladderize.adapt.data_specs import parse_specs
-from ladderize.rows import Row
 from tests.helpers import ROOT
 
 DEMO = ROOT / "ladderize" / "demo" / "model"
@@ -46,47 +46,39 @@ TURNS = [
 ]
 
 
-def through_json(place):
-    return StreamPlace.from_dict(json.loads(json.dumps(place.to_dict())), "a state")
-
-
-def text_of(number):
-    return f"row {number} " + "the cat sat on a mat. " * (1 + number % 4)
-
-
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def texts(path, count, start=0):
-    return write_jsonl(path, [{"text": text_of(number)} for number in range(start, start + count)])
-
-
 def options(**changed):
-    return StreamOptions(**{"seq_len": 64, "vocab_size": VOCAB, **changed})
+    return DataOptions(**{"seq_len": 64, "vocab_size": VOCAB, "seed": 3, **changed})
 
 
-def stream(data, tokenizer, **changed):
-    return Stream(parse_specs([data] if isinstance(data, str) else data), tokenizer, options(**changed))
+def opened(data, tokenizer, *, eval_data=(), **changed):
+    specs = parse_specs([data] if isinstance(data, str) else data)
+    return open_data(specs, tokenizer, options(**changed), parse_specs(eval_data, "--eval-data"))
 
 
-def encode(tokenizer, values, *, seq_len=64, vocab_size=VOCAB, is_passage=False):
-    return Encoder(tokenizer, seq_len, vocab_size).encode([Row(values, "there", is_passage)])[0]
+def encode(tokenizer, row, *, seq_len=64, vocab_size=VOCAB):
+    """The examples of a row: ids and which are scored; without those that lost all that is."""
+    found = Encoder(tokenizer, seq_len, vocab_size, "there")({name: [value] for name, value in row.items()}, [0])
+    return [
+        (ids.tolist(), scored.tolist())
+        for ids, scored in zip(found["input_ids"], found["scored"], strict=True)
+        if len(ids)
+    ]
 
 
-def one(tokenizer, values, **changed):
-    """The one example of a row; checks that nothing is wrong with it."""
-    encoded = encode(tokenizer, values, **changed)
-    assert encoded.problem is None, encoded.problem
-    (example,) = encoded.examples
+def one(tokenizer, row, **changed):
+    (example,) = encode(tokenizer, row, **changed)
     return example
 
 
 def scored_text(tokenizer, example):
     """The runs of scored tokens, decoded."""
     runs, before = [], False
-    for token, counts in zip(example.ids, example.scored, strict=True):
+    for token, counts in zip(*example, strict=True):
         if counts and not before:
             runs.append([])
         if counts:
@@ -95,13 +87,20 @@ def scored_text(tokenizer, example):
     return [tokenizer.decode(run) for run in runs]
 
 
-def plain(rows):
-    return [(row.ids.tolist(), row.positions.tolist(), row.targets.tolist(), row.origins) for row in rows]
+def packed(ids, scored, seq_len):
+    """Packed rows of examples."""
+    columns = pack(ids, scored, seq_len)
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def origins(rows):
-    return [where for row in rows for where in row.origins]
-
-
-def plain_example(example):
-    return example.ids.tolist(), example.scored.tolist()
+def examples_of(rows):
+    """The examples of packed rows, sorted: ids, and the targets of all but their last token."""
+    found = []
+    for row in rows:
+        begin = 0
+        for length in row["lengths"]:
+            part = slice(begin, begin + length)
+            found.append((list(row["input_ids"][part]), list(row["targets"][part])))
+            begin += length
+        assert begin == len(row["input_ids"]) == len(row["targets"])
+    return sorted(found)

@@ -1,9 +1,7 @@
-"""Several examples side by side in a row of at most ``seq_len`` tokens, so that little of a batch is padding; and a
-batch as a person can read it.
+"""Several examples side by side in a row of at most ``seq_len`` tokens, and a batch as a person can read it.
 
-A packed row is what a row of a dataset is, a dictionary: ``input_ids``; ``targets``, of each position the NEXT token of
-the same example where the loss counts it, else -100, so that no shift is needed later, and no example is predicted from
-the one before it; ``lengths`` of the examples in it.
+A packed row is a row of a dataset: ``input_ids``; ``targets``, of each position the NEXT token of the same example
+where the loss counts it, else -100, so that no shift is needed later; and the ``lengths`` of its examples.
 
 What keeps examples apart: position ids that begin at 0 with every example. transformers makes a block-diagonal mask of
 them, but only if the model is called with ``use_cache=False`` and without an attention mask
@@ -13,17 +11,13 @@ them, but only if the model is called with ``use_cache=False`` and without an at
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 # Targets below 0 do not count: of a position whose next token is not scored, and of padding.
 IGNORED_TARGET, PADDING_TARGET = -100, -101
-SHOWN_FIRST, SHOWN_LAST = 400, 100  # tokens of an example that --show-data shows, if it has more
 
 
 def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
@@ -84,12 +78,9 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 # ---- --show-data: whether the chat template, the loss mask and the packing are what was meant ----
 
 
-def show_batch(rows: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """The text of every row's examples; tokens that the loss counts stand in double brackets.
-
-    Control characters are escaped. Of an example of more than 500 tokens the middle is left out, and said to be.
-    tokenizer: None shows ids.
-    """
+def show_batch(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
+    """The text of every row's examples; tokens that the loss counts stand in double brackets. Control characters are
+    escaped. tokenizer: None shows ids."""
 
     def decode(ids: list[int]) -> str:
         if tokenizer is None:
@@ -112,12 +103,6 @@ def show_batch(rows: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenize
         scored = [False, *(target != IGNORED_TARGET for target in row["targets"][:-1])]  # of the token after it
         lines += ["", f"row {number}: {len(scored)} tokens, {sum(scored)} scored, {len(row['lengths'])} examples"]
         for end, length in zip(accumulate(row["lengths"]), row["lengths"], strict=True):
-            part = slice(end - length, end)
-            ids, counts = list(row["input_ids"][part]), scored[part]
-            text = marked(ids, counts)
-            if (missing := length - SHOWN_FIRST - SHOWN_LAST) > 0:
-                first, last = slice(None, SHOWN_FIRST), slice(-SHOWN_LAST, None)
-                text = f"{marked(ids[first], counts[first])} ... {missing} tokens left out ..."
-                text += f" {marked(ids[last], counts[last])}"
-            lines += [f"  {length} tokens, {sum(counts)} scored", f"    {text}"]
+            ids, counts = list(row["input_ids"][end - length : end]), scored[end - length : end]
+            lines += [f"  {length} tokens, {sum(counts)} scored", f"    {marked(ids, counts)}"]
     return "\n".join(lines)

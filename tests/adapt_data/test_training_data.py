@@ -1,0 +1,213 @@
+"""What is trained on and what is held out: every example once, packed, mixed by weights, cached, streamed."""
+
+import itertools
+import json
+import random
+
+import datasets
+import numpy as np
+import pytest
+
+from ladderize.adapt.data import training_data
+from ladderize.adapt.data.examples import Encoder
+from ladderize.adapt.data.training_data import DataCounts, show_data
+from ladderize.adapt.data_specs import parse_specs
+from ladderize.errors import UserError
+from ladderize.modeling import load_tokenizer
+from tests.adapt_data.rows import (
+    DEMO,
+    PLAIN,
+    QWEN3,
+    TURNS,
+    VOCAB,
+    encode,
+    examples_of,
+    opened,
+    options,
+    packed,
+    write_jsonl,
+)
+
+
+def texts(count, start=0):
+    return [{"text": f"row {n} " + "the cat sat. " * random.randint(1, 9)} for n in range(start, start + count)]
+
+
+def slowly(tokenizer, rows, seq_len=64):
+    """The examples of rows one by one, each in a row of its own, sorted."""
+    found = [example for row in rows for example in encode(tokenizer, row, seq_len=seq_len)]
+    return examples_of(packed(*zip(*found, strict=True), None))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("kind", ["texts", "ids", "chats", "two files"])
+def test_every_example_once(kind, packing, tmp_path, chat):
+    tokenizer, seq_len = chat(QWEN3), random.randint(60, 150)
+    files = {
+        "texts": [texts(40)],
+        "ids": [[{"input_ids": np.random.randint(2, VOCAB, random.randint(2, 200)).tolist()} for _ in range(30)]],
+        "chats": [[{"messages": [*TURNS[1:4], {"role": "assistant", "content": f"<think>\n{n}\n</think>\n\nbye"}]}
+                   for n in range(30)]],
+        "two files": [texts(15), texts(25, 15)],
+    }[kind]  # fmt: skip
+    names = [write_jsonl(tmp_path / f"{number}.jsonl", rows) for number, rows in enumerate(files)]
+    data = opened(names, tokenizer, seq_len=seq_len, packing=packing)
+    rows = list(data.train)
+    every = slowly(tokenizer, [row for rows in files for row in rows], seq_len)
+    assert sorted(examples_of(rows) + examples_of(data.heldout)) == every
+    assert all(len(row["input_ids"]) <= seq_len for row in [*rows, *data.heldout])
+    assert packing or all(len(row["lengths"]) == 1 for row in rows)
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    counts = data.counts
+    assert (counts.rows, counts.tokens, counts.examples) == (len(rows), tokens, len(examples_of(rows)))
+    assert [one.data for one in counts.sources] == names
+    assert sum(one.tokens for one in counts.sources) == tokens
+    assert counts.padding_share == pytest.approx(1 - tokens / (len(rows) * seq_len))
+    assert DataCounts.from_dict(json.loads(json.dumps(counts.to_dict())), "counts") == counts
+    if kind == "chats":  # no held-out turn is the continuation of one that is trained on
+        heldout = {str(ids) for ids, _ in examples_of(data.heldout)}
+        for row in files[0]:
+            assert len({str(ids) in heldout for ids, _ in encode(tokenizer, row, seq_len=seq_len)}) <= 1
+
+
+def test_what_is_held_out(tmp_path):
+    for count, expected in ((2, 1), (50, 5), (99, 8), (1000, 10), (30_000, 256)):
+        data = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [2, 3 + number % 500]} for number in range(count)])
+        assert len(examples_of(opened(data, None).heldout)) == expected
+    data = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [2, 3 + number]} for number in range(30)])
+    assert opened(data, None, heldout=0).heldout == []
+    drawn = [examples_of(opened(data, None, heldout=7, seed=seed).heldout) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(drawn[0]) == 7
+    other = write_jsonl(tmp_path / "c.jsonl", [{"input_ids": [5, 6]}, {"input_ids": [7, 8]}])
+    given = opened(data, None, heldout=7, eval_data=[other])
+    assert [ids for ids, _ in examples_of(given.heldout)] == [[5, 6], [7, 8]]
+    assert given.counts.examples == 30
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_weights_are_shares_of_tokens(packing, tmp_path, tokenizer):
+    """Whatever the lengths of the rows."""
+    short = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [2] * random.randint(5, 9)} for _ in range(600)])
+    long = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [3] * 60} for _ in range(300)])
+    rows = list(opened([short + "=1", long + "=2.5"], tokenizer, packing=packing, heldout=0).train)
+    tokens = np.concatenate([row["input_ids"] for row in rows])
+    assert (tokens == 3).mean() == pytest.approx(2.5 / 3.5, abs=0.06)
+    assert {2, 3} == set(tokens)
+
+
+def test_the_same_data_are_found_in_the_cache(tmp_path, monkeypatch):
+    data = write_jsonl(tmp_path / "a.jsonl", texts(40))
+    first, calls, call = opened(data, load_tokenizer(DEMO)), [], Encoder.__call__
+    monkeypatch.setattr(Encoder, "__call__", lambda *given: calls.append(1) or call(*given))
+    again = opened(data, load_tokenizer(DEMO))
+    assert again.train._fingerprint == first.train._fingerprint
+    assert (again.heldout, again.counts, list(again.train)) == (first.heldout, first.counts, list(first.train))
+    assert opened(data, load_tokenizer(DEMO), seed=9).train._fingerprint != first.train._fingerprint
+    assert calls == []  # of another seed only the packing is
+    fresh = load_tokenizer(DEMO)
+    fresh.add_tokens(["cat"])
+    assert opened(data, fresh, vocab_size=VOCAB + 1).train._fingerprint != first.train._fingerprint
+    assert opened(data, load_tokenizer(DEMO), seq_len=32).train._fingerprint != first.train._fingerprint
+    write_jsonl(tmp_path / "a.jsonl", texts(41))
+    assert opened(data, load_tokenizer(DEMO)).train._fingerprint != first.train._fingerprint
+    assert len(calls) == 3
+
+
+def test_cut_off_and_dropped_examples_are_counted(tmp_path, chat):
+    rows = [
+        {"messages": TURNS},
+        {"prompt": "the cat " * 40, "completion": "sat"},
+        {"prompt": "a", "completion": " cat" * 60},
+    ]
+    counts = opened(write_jsonl(tmp_path / "a.jsonl", rows), chat(PLAIN), heldout=0, seq_len=50).counts
+    assert (counts.examples, counts.truncated_examples, counts.dropped_examples) == (2, 2, 1)
+
+
+def test_rows_to_look_at(tmp_path, tokenizer):
+    data, rows = write_jsonl(tmp_path / "a.jsonl", texts(60)), []
+    rows = show_data(parse_specs([data]), tokenizer, options(), 3)
+    assert len(rows) == 3
+    train = list(opened(data, tokenizer).train)
+    assert all(row in train for row in rows)
+    assert rows != train[:3]
+
+
+# ---- streams ----
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Rows, as if they were on the hub."""
+
+    def put(rows):
+        path, load = write_jsonl(tmp_path / "hub.jsonl", rows), datasets.load_dataset
+        monkeypatch.setattr(
+            datasets,
+            "load_dataset",
+            lambda *given, **named: (
+                load("json", data_files=path, split="train", streaming=True)
+                if "streaming" in named
+                else load(*given, **named)
+            ),
+        )
+        return "hub:o/n:train"
+
+    return put
+
+
+def test_a_stream(hub, tokenizer, monkeypatch):
+    monkeypatch.setattr(training_data, "EXAMPLES_AT_ONCE", 30)
+    rows = texts(150)
+    data = opened(hub(rows), tokenizer, heldout=10)
+    every = slowly(tokenizer, rows)
+    in_order = [example for row in rows for example in slowly(tokenizer, [row])]
+    assert len(examples_of(data.heldout)) == 10
+    train = sorted(every, key=str)
+    for example in examples_of(data.heldout):
+        train.remove(example)
+    assert {str(one) for one in examples_of(data.heldout)} <= {str(one) for one in in_order[:30]}
+    epoch, count = [], 0
+    endless = iter(data.train)
+    while count < len(train):
+        epoch.append(next(endless))
+        count += len(epoch[-1]["lengths"])
+    assert sorted(examples_of(epoch), key=str) == train
+    again = list(itertools.islice(endless, len(epoch)))
+    assert sorted(examples_of(again), key=str) == train
+    assert data.counts.rows is None
+    assert list(itertools.islice(opened("hub:o/n:train", tokenizer, heldout=10).train, 5)) == epoch[:5]
+    assert list(itertools.islice(opened("hub:o/n:train", tokenizer, heldout=10, seed=5).train, 5)) != epoch[:5]
+
+
+def test_a_stream_beside_files(hub, tmp_path, tokenizer):
+    streamed = hub([{"input_ids": [2] * random.randint(40, 64)} for _ in range(300)])
+    file = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [3] * 60} for _ in range(20)])
+    data = opened([streamed + "=1", file + "=3"], tokenizer)
+    tokens = np.concatenate([row["input_ids"] for row in itertools.islice(data.train, 800)])
+    assert (tokens == 3).mean() == pytest.approx(0.75, abs=0.06)
+    assert [one.rows for one in data.counts.sources] == [None, 18]
+    assert len(examples_of(data.heldout)) == 66
+
+
+# ---- what is wrong ----
+
+
+def test_data_that_cannot_be_used(tmp_path, tokenizer, hub):
+    ids = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [2, 3]}] * 5)
+    long = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "once upon a time " * 99, "completion": "the end"}] * 3)
+    bad = write_jsonl(tmp_path / "c.jsonl", [{"input_ids": [2, 3]}] * 300 + [{"input_ids": [2]}])
+    text = write_jsonl(tmp_path / "d.jsonl", texts(3))
+    (tmp_path / "e.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    stream = hub([{"input_ids": [2, 3]}] * 64)
+    for given, changed, message in [
+        (ids, {"heldout": 5}, "of 5 examples 5 held out leave none; lower --heldout"),
+        (long, {}, "gives no example that can be scored: of 3 nothing that counts is within --seq-len 64"),
+        (bad, {}, "c.jsonl, row 301: gives 1 tokens"),
+        (text, {}, "d.jsonl, row 1 is text, but the model has no tokenizer"),
+        (str(tmp_path / "e.jsonl"), {}, "e.jsonl holds text that is not UTF-8"),
+        (stream, {}, "64 of 64 examples held out leave none"),
+        (ids, {"eval_data": [stream]}, "--eval-data hub:o/n:train: a stream cannot be used for validation"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            opened(given, tokenizer if given == long else None, **changed)
