@@ -5,7 +5,7 @@ from ladderize.adapt.blockwise.distill import adapt_blocks as adapt_blocks
 from ladderize.adapt.blockwise.options import BlockwiseOptions as BlockwiseOptions
 from ladderize.adapt.blockwise.options import DistillOptions as DistillOptions
 from ladderize.adapt.data_specs import data_sources as data_sources
-from ladderize.adapt.lora.config import LoraOptions as LoraOptions
+from ladderize.adapt.lora import LoraOptions as LoraOptions
 from ladderize.adapt.retrain.options import Budget as Budget
 from ladderize.adapt.retrain.options import Objective as Objective
 from ladderize.adapt.retrain.options import RetrainOptions as RetrainOptions

@@ -11,7 +11,7 @@ from typer import BadParameter
 
 from ladderize.adapt.align.options import AlignOptions
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions, WindowOptions
-from ladderize.adapt.lora.config import LoraOptions
+from ladderize.adapt.lora import LoraOptions
 from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, FULL, LORA, Method, ScheduleKind
 from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, DeviceName, argument, check_options, flag, option

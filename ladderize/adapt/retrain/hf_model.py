@@ -8,8 +8,6 @@ tokens that count, the third over all; the trainer divides by how many those are
 """
 
 import importlib.util
-import math
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +18,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ladderize.adapt.lora.config import PEFT_PREFIX
+from ladderize.adapt.lora import PEFT_PREFIX, initial_adapter
 from ladderize.adapt.methods import FLASH, FLEX
 from ladderize.adapt.retrain.engine import Engine, shard, whole
 from ladderize.blocks import LOGITS_AT_ONCE, Blocks
@@ -247,16 +245,6 @@ def build_teacher(checkpoint: Checkpoint, setup: ModelSetup, student: TrainedMod
     teacher = ScoredLogits(model, setup.compute)
     _materialise(teacher, model, parameter, setup)
     return teacher.eval()
-
-
-def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """LoRA's start (arXiv 2106.09685): A random, B zero. The draw depends on name and seed, not on the ranks or the
-    order."""
-    if LORA_B in name:
-        return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
-    bound = 1 / math.sqrt(shape[-1])  # PEFT's kaiming_uniform_ with a = sqrt(5)
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def _meta_model(checkpoint: Checkpoint, layout: Layout, setup: ModelSetup) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ladderize.adapt.data_specs import SourceSpec, parse_specs
-from ladderize.adapt.lora.config import LoraOptions
+from ladderize.adapt.lora import LoraOptions
 from ladderize.adapt.methods import (
     BLOCKS,
     COMPUTE_DTYPE,

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize.adapt.data.stream import DataCounts
-from ladderize.adapt.lora.config import ADAPTATION, AdapterBase
-from ladderize.adapt.lora.write import adapter_base, check_adapter_target, write_adapter
+from ladderize.adapt.lora import ADAPTATION, AdapterBase, adapter_base, check_adapter_target, write_adapter
 from ladderize.adapt.methods import LORA, METRICS
 from ladderize.adapt.retrain.memory_estimate import CUT, Cut
 from ladderize.adapt.retrain.options import DecidingOptions

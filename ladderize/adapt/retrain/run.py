@@ -15,7 +15,7 @@ from ladderize.adapt.align.options import AlignOptions, short_tokens
 from ladderize.adapt.blockwise.rewrite import rewrite
 from ladderize.adapt.data.packing import PackedRow, batch_document, show_batch
 from ladderize.adapt.data.stream import Stream, StreamOptions, fixed_rows
-from ladderize.adapt.lora.config import ADAPTATION
+from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.forecast import TrainingForecast, forecast_training

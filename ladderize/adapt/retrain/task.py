@@ -10,7 +10,7 @@ import torch
 
 from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.data.stream import Stream
-from ladderize.adapt.lora.config import lora_config
+from ladderize.adapt.lora import lora_config
 from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.retrain.hf_model import check_attention, trained_tensors
 from ladderize.adapt.retrain.options import RetrainOptions, TrainOptions

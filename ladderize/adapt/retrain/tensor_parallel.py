@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from ladderize.adapt.lora.config import PEFT_PREFIX
+from ladderize.adapt.lora import PEFT_PREFIX, initial_adapter
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.engine import Engine, distributed_like, shard
-from ladderize.adapt.retrain.hf_model import initial_adapter
 from ladderize.adapt.retrain.task import Task
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console

@@ -1,0 +1,223 @@
+"""LoRA by PEFT: its options, adapters on a model, and the folder of a trained one. No torch and no peft at import."""
+
+import copy
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ladderize import __version__
+from ladderize.checkpoint.config import expected_tensors
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.tensors import fingerprint, infos_of, write_tensors
+from ladderize.choices import check_options, option, split_names
+from ladderize.console import code_span, sentence, to_json
+from ladderize.convert.card import TAGS
+from ladderize.errors import UsageError, UserError
+from ladderize.files import output
+from ladderize.files.records import Record
+from ladderize.files.regular import resolved
+from ladderize.layout import Layout, format_ranges
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from torch import Tensor
+
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTATION = "adaptation.json"  # how an adapter, or a checkpoint, was trained
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PEFT_PREFIX = "base_model.model."  # what PEFT puts before the names of the model that it wraps
+
+
+@dataclass(frozen=True)
+class AdapterBase(Record):
+    """``base`` of an adapter's adaptation.json: the checkpoint that it belongs to. model: a folder or a hub id."""
+
+    model: str
+    revision: str | None
+    fingerprint: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+
+
+@dataclass(frozen=True)
+class LoraOptions(Record):
+    """How adapters are made. Raises UsageError for what fits no model."""
+
+    rank: int = option("lora: rank.", 16, flags="--lora-rank", min=1)
+    alpha: float | None = option(
+        "lora: alpha; adapters are scaled by alpha / rank.", flags="--lora-alpha", shown="twice the rank"
+    )
+    dropout: float = option(
+        "lora: dropout of the adapters' input.", 0.0, flags="--lora-dropout", min=0.0, max=0.99, shown="0"
+    )
+    targets: tuple[str, ...] = option(
+        "lora: projections that get adapters.",
+        LORA_TARGETS,
+        flags="--lora-targets",
+        metavar="A,B",
+        parse=split_names,
+        shown="all seven of a layer",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.alpha == 0:
+            raise UsageError("--lora-alpha must be above 0, not 0")
+        if not self.targets or set(self.targets) - set(LORA_TARGETS):
+            raise UsageError(f"--lora-targets must name some of {', '.join(LORA_TARGETS)}, not {list(self.targets)}")
+
+    @property
+    def scale(self) -> float:
+        """Alpha, its default filled in."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+def lora_config(config: Mapping[str, Any], layers: Sequence[int], options: LoraOptions) -> "LoraConfig":
+    """Return PEFT's configuration of LoRA on these layers of a model with this config.json.
+
+    Raises UserError for a layer that there is not, and for a rank that is no low one.
+    """
+    from peft import LoraConfig
+
+    if not layers or min(layers) < 0 or max(layers) >= config["num_hidden_layers"]:
+        last = config["num_hidden_layers"] - 1
+        raise UserError(f"LoRA on layers {format_ranges(layers)}: the model has 0 to {last}; name some of them")
+    sizes = {
+        name.split(".")[-2]: min(shape) for name, shape in expected_tensors(config).items() if ".layers.0." in name
+    }
+    most, narrowest = min((sizes[name], name) for name in options.targets)
+    if options.rank > most:
+        raise UserError(
+            f"--lora-rank {options.rank} is larger than the smaller side of {narrowest}, {most};"
+            f" give at most {most}, or leave {narrowest} out"
+        )
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options.rank,
+        lora_alpha=int(options.scale) if options.scale % 1 == 0 else options.scale,
+        lora_dropout=options.dropout,
+        target_modules=list(options.targets),
+        layers_to_transform=sorted(set(layers)),
+        layers_pattern="layers",  # else any number in a name would be a layer
+    )
+
+
+def add_adapters(model: Any, config: "LoraConfig", seed: int) -> "PeftModel":
+    """Return ``model`` wrapped by PEFT: its own parameters frozen, adapters in float32 that begin as
+    ``initial_adapter`` says, whatever the number of ranks."""
+    import torch
+    from peft import get_peft_model
+
+    wrapped = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if ".lora_A." in name or ".lora_B." in name:
+                parameter.copy_(initial_adapter(name.removeprefix(PEFT_PREFIX), parameter.shape, seed))
+    return wrapped
+
+
+def initial_adapter(name: str, shape: Sequence[int], seed: int) -> "Tensor":
+    """Return LoRA's start (arXiv 2106.09685), in float32: A random, B zero.
+
+    name: the parameter's in the model, such as ``model.layers.0.self_attn.q_proj.lora_A.default.weight``. The draw
+    depends on name and seed, not on the ranks or the order.
+    """
+    import torch
+
+    values = torch.zeros(*shape)
+    if ".lora_B." in name:
+        return values
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
+    bound = 1 / math.sqrt(shape[-1])  # PEFT's kaiming_uniform_ with a = sqrt(5)
+    return values.uniform_(-bound, bound, generator=generator)
+
+
+def not_an_adapter(folder: Path) -> str | None:
+    """Return what tells ``folder`` from the adapters that --overwrite may replace; None if it is one."""
+    is_whole = all((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_TENSORS))
+    return None if is_whole and not (folder / "config.json").exists() else "is not an adapter, or a whole checkpoint"
+
+
+def check_adapter_target(out: Path, base: Checkpoint, *, overwrite: bool) -> Path:
+    """Return ``out`` resolved; raises UserError unless an adapter may be written there."""
+    return output.check_target(out, base.folder, overwrite=overwrite, foreign=not_an_adapter)
+
+
+def adapter_base(base: Checkpoint, name: str, revision: str | None) -> AdapterBase:
+    """Return what an adapter belongs to. name, revision: where people get ``base`` from, a folder or a hub id."""
+    if Path(name).expanduser().is_dir():
+        name = str(Path(name).expanduser().resolve())  # wherever the next command is started
+    layout = Layout.from_config(base.config)
+    return AdapterBase(name, revision, fingerprint(base), str(layout), **layout.to_config())
+
+
+def write_adapter(
+    out: Path,
+    config: "LoraConfig",
+    tensors: Mapping[str, "Tensor"],
+    *,
+    base: Checkpoint,
+    base_name: str,
+    document: Mapping[str, Any],
+    revision: str | None = None,
+    extra_files: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write the adapter folder ``out``, whole or not at all: PEFT's own files and adaptation.json.
+
+    tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names, with or without its prefix and
+    ``.default``. base_name, revision: where people get ``base`` from, a folder or a hub id. document: what
+    adaptation.json says besides ``base``. extra_files: name -> text. Raises UserError where it cannot be written.
+    """
+    output.complete_journal(resolved(out, "OUT "))
+    out = check_adapter_target(Path(out), base, overwrite=overwrite)
+    belongs = adapter_base(base, base_name, revision)
+    names = {name: PEFT_PREFIX + name.removeprefix(PEFT_PREFIX).replace(".default.", ".") for name in tensors}
+    stored = {names[name]: tensor for name, tensor in tensors.items()}
+    config = copy.deepcopy(config)
+    config.base_model_name_or_path, config.revision, config.inference_mode = belongs.model, revision, True
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # or each run would write them in another order
+    texts = {
+        **(extra_files or {}),
+        ADAPTATION: to_json({**document, "base": belongs.to_dict()}) + "\n",
+        "README.md": adapter_card(out.name, belongs, config),
+    }
+    try:
+        with output.atomic_folder(out, overwrite=overwrite) as folder:
+            config.save_pretrained(str(folder))
+            write_tensors(folder / ADAPTER_TENSORS, infos_of(stored), stored.__getitem__)
+            for name, text in texts.items():
+                (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"writing OUT {out} failed ({sentence(error)}); nothing was left there") from error
+
+
+def adapter_card(name: str, base: AdapterBase, config: "LoraConfig") -> str:
+    """Return the README.md of an adapter."""
+    tags = ["ladderize", "lora", *(tag for kind, tag in TAGS.items() if kind in base.layout)]
+    # the hub takes no folder for a model's base
+    hub = {} if Path(base.model).is_dir() else {"base_model": base.model}
+    front = yaml.safe_dump({"library_name": "peft", **hub, "tags": tags}, sort_keys=False, allow_unicode=True)
+    return f"""---
+{front.strip()}
+---
+
+# {name}
+
+A LoRA adapter of rank {config.r} for {code_span(base.model)}, trained with ladderize {__version__}; `adaptation.json`
+says how. It belongs to this layout: {base.layout}. On another layout, it does not work.
+
+```python
+model = peft.PeftModel.from_pretrained(ladderize.load("{base.model}"), "{name}")
+```
+
+`ladderize merge {name} OUT` makes an ordinary checkpoint of both.
+"""

@@ -1,1 +1,0 @@
-"""Adapters: their options, and reading, writing and checking them as PEFT has them."""
