@@ -231,14 +231,12 @@ def test_files_without_adapted_tensors_are_linked_and_out_says_what_it_is(tmp_pa
 
 def test_whose_base_it_is(pair, tmp_path):
     base, adapter = pair
-    other, ladder = (save_base(tmp_path / name, name, seed=3) for name in ("spd all 2", "ladder all"))
-    weights = save_base(tmp_path / "weights", "spd all 4", seed=4)
+    layout, weights = save_base(tmp_path / "layout", "spd all 2"), save_base(tmp_path / "weights", "spd all 4")
+    shutil.copytree(base, tmp_path / "same weights")
+    edit_json(tmp_path / "same weights" / "config.json", sync_tp_size=2)
+    other = "has other weights or another layout"
     for model, message in {
-        **{
-            weights: "has other weights than the checkpoint that",
-            other: "has other layout",
-            ladder: "has other layout",
-        },
+        **{weights: other, layout: f"{other} (4 layers: spd 0:4 (sync_tp_size 2))", tmp_path / "same weights": other},
         **{tmp_path / "nothing": "does not exist", adapter: "is a PEFT adapter"},
     }.items():
         assert message in one_sentence(ladderize_merge(adapter, tmp_path / "out", "--base", model))

@@ -1,5 +1,6 @@
 """``ladderize merge``: a LoRA adapter and the checkpoint that it was trained on become one ordinary checkpoint."""
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -39,7 +40,6 @@ class MergeReport(ConversionReport):
     max_abs_logit: float
     max_abs_logit_difference: float
     max_abs_logit_difference_of_rounding: float
-    compared_tokens: int
 
 
 def merge(
@@ -60,9 +60,8 @@ def merge(
     """
     folder, out = Path(adapter).expanduser(), resolved(out, "OUT ")
     output.complete_journal(out)
-    document, trained = check_adapter(folder), None
-    if document is not None:
-        trained = AdapterBase.from_dict(document.get("base"), f"{folder / ADAPTATION}: base")
+    document = check_adapter(folder)
+    trained = AdapterBase.from_dict(document.get("base"), f"{folder / ADAPTATION}: base") if document else None
     if base is None and trained is not None:
         base, revision = trained.model, revision or trained.revision
         if Path(base).is_absolute() and not Path(base).exists():
@@ -71,10 +70,10 @@ def merge(
         raise UserError(f"{folder} has no {ADAPTATION}, so its base is unknown; name the checkpoint with --base")
     checkpoint = open_checkpoint(base, revision)
     layout, found = Layout.from_config(checkpoint.config), fingerprint(checkpoint)
-    if trained and trained != replace(trained, fingerprint=found, **layout.to_config()):
-        what = f"layout ({layout}, not {trained.layout})" if trained.fingerprint == found else "weights"
+    if trained and (trained.fingerprint != found or trained != replace(trained, **layout.to_config())):
         raise UserError(
-            f"{base} has other {what} than the checkpoint that {folder} was trained on; name that one with --base"
+            f"{base} has other weights or another layout ({layout}) than the checkpoint that {folder} was trained on"
+            f" ({trained.layout}); name that one with --base"
         )
     digest = file_sha256(str(folder / ADAPTER_TENSORS))
     record = {"merged_adapter": {"adapter": str(folder), "sha256": digest, "base_fingerprint": found}}
@@ -86,29 +85,23 @@ def merge(
     with output.scratch_folder(out) as scratch:
         with console.stage("merging"):
             compare = merge_tensors(folder, checkpoint, base, scratch / "merged.safetensors", console)
-        changes = Changes(
-            replace=locate_tensors(scratch / "merged.safetensors"),
-            record=record,
-            is_recorded=True,
-            **story_of(folder, document),
-        )
+        replaced, story = locate_tensors(scratch / "merged.safetensors"), story_of(folder, document)
         report = convert_checkpoint(
-            *(base, out, Recipe(), changes),
+            base,
+            out,
+            Recipe(),
+            Changes(replace=replaced, record=record, is_recorded=True, **story),
             revision=revision,
             overwrite=overwrite,
             verify=verify,
             check=compare,
             console=console,
         )
-    figures = report.checked or compare(out)
-    return MergeReport(**vars(replace(report, checked=None)), adapter=str(folder), **figures)
+    return MergeReport(**vars(replace(report, checked=None)), adapter=str(folder), **(report.checked or compare(out)))
 
 
-def check_adapter(folder: Path) -> dict[str, Any] | None:
-    """Return an adapter's adaptation.json, None where ladderize did not train it.
-
-    Raises UserError for what is no LoRA that PEFT reads as it is meant, without opening pickles.
-    """
+def check_adapter(folder: Path) -> dict[str, Any]:
+    """Return an adapter's adaptation.json, or {}; raises UserError for what PEFT cannot read safely as it is meant."""
     from peft import LoraConfig
 
     if not (path := folder / ADAPTER_CONFIG).is_file():
@@ -126,7 +119,7 @@ def check_adapter(folder: Path) -> dict[str, Any] | None:
             f"{folder} holds no {ADAPTER_TENSORS}; pickle weights (adapter_model.bin) can run code when opened and are"
             " not read here: save them again with PEFT's save_pretrained"
         )
-    return read_document(folder / ADAPTATION, ADAPTATION) if (folder / ADAPTATION).is_file() else None
+    return read_document(folder / ADAPTATION, ADAPTATION) if (folder / ADAPTATION).is_file() else {}
 
 
 def merge_tensors(
@@ -186,7 +179,6 @@ def merge_tensors(
             "max_abs_logit": largest,
             "max_abs_logit_difference": float((peft - stored).abs().max()),
             "max_abs_logit_difference_of_rounding": float((exact - rounded).abs().max()),
-            "compared_tokens": ids.numel(),
         }
 
     return compare
@@ -199,15 +191,14 @@ def logits_of(model: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-def story_of(folder: Path, document: Mapping[str, Any] | None) -> dict[str, Any]:
+def story_of(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an adapter of ours hands on of its training, as fields of ``Changes``."""
     from ladderize.adapt.retrain.outcome import Adaptation
 
-    files = [path for name in (ADAPTATION, METRICS) if document and (path := folder / name).is_file()]
+    files = [folder / name for name in (ADAPTATION, METRICS) if document and (folder / name).is_file()]
     for path in files:
         check_stays(path, folder)
-    try:
-        note = Adaptation.from_dict(document, ADAPTATION).card_note()
-    except UserError:  # there is none, or it is not one of a retraining
-        note = ""
-    return {"extra_files": {path.name: read_text(path) for path in files}, "note": note}
+    story: dict[str, Any] = {"extra_files": {path.name: read_text(path) for path in files}}
+    with contextlib.suppress(UserError):  # there is none, or it is not one of a retraining
+        story["note"] = Adaptation.from_dict(document, ADAPTATION).card_note()
+    return story
