@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 
-from ladderize.adapt.lora.config import LORA_TARGETS
-from ladderize.adapt.retrain.hf_model import initial_adapter
+from ladderize.adapt.lora import LORA_TARGETS, initial_adapter
 from ladderize.convert.remote_code.modeling_ladderized import column_parallel, row_parallel
 from ladderize.layout import Layout
 from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET
-from ladderize.adapt.lora.config import LORA_TARGETS, LoraOptions, lora_config
+from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, lora_config
 from ladderize.adapt.retrain.hf_model import (
     ModelSetup,
     build_student,

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from ladderize import __version__
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.checkpoint.tensors import fingerprint, infos_of, write_tensors
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import check_options, option, split_names
 from ladderize.console import code_span, sentence, to_json
 from ladderize.convert.card import TAGS
@@ -51,12 +49,8 @@ class LoraOptions(Record):
     """How adapters are made. Raises UsageError for what fits no model."""
 
     rank: int = option("lora: rank.", 16, flags="--lora-rank", min=1)
-    alpha: float | None = option(
-        "lora: alpha; adapters are scaled by alpha / rank.", flags="--lora-alpha", shown="twice the rank"
-    )
-    dropout: float = option(
-        "lora: dropout of the adapters' input.", 0.0, flags="--lora-dropout", min=0.0, max=0.99, shown="0"
-    )
+    alpha: float | None = option("lora: alpha; scales by alpha / rank.", flags="--lora-alpha", shown="twice the rank")
+    dropout: float = option("lora: dropout before A.", 0.0, flags="--lora-dropout", min=0.0, max=0.99, shown="0")
     targets: tuple[str, ...] = option(
         "lora: projections that get adapters.",
         LORA_TARGETS,
@@ -176,48 +170,45 @@ def write_adapter(
     ``.default``. base_name, revision: where people get ``base`` from, a folder or a hub id. document: what
     adaptation.json says besides ``base``. extra_files: name -> text. Raises UserError where it cannot be written.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     output.complete_journal(resolved(out, "OUT "))
     out = check_adapter_target(Path(out), base, overwrite=overwrite)
     belongs = adapter_base(base, base_name, revision)
-    names = {name: PEFT_PREFIX + name.removeprefix(PEFT_PREFIX).replace(".default.", ".") for name in tensors}
-    stored = {names[name]: tensor for name, tensor in tensors.items()}
+    names = {PEFT_PREFIX + name.removeprefix(PEFT_PREFIX).replace(".default.", "."): name for name in tensors}
     config = copy.deepcopy(config)
     config.base_model_name_or_path, config.revision, config.inference_mode = belongs.model, revision, True
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # or each run would write them in another order
-    texts = {
-        **(extra_files or {}),
-        ADAPTATION: to_json({**document, "base": belongs.to_dict()}) + "\n",
-        "README.md": adapter_card(out.name, belongs, config),
-    }
+    texts = {**(extra_files or {}), ADAPTATION: to_json({**document, "base": belongs.to_dict()}) + "\n"}
+    texts["README.md"] = adapter_card(out.name, belongs, config.r)
     try:
         with output.atomic_folder(out, overwrite=overwrite) as folder:
             config.save_pretrained(str(folder))
-            write_tensors(folder / ADAPTER_TENSORS, infos_of(stored), stored.__getitem__)
+            stored = {name: tensors[own].detach().cpu().contiguous() for name, own in names.items()}
+            save_file(stored, folder / ADAPTER_TENSORS, {"format": "pt"})
             for name, text in texts.items():
                 (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"writing OUT {out} failed ({sentence(error)}); nothing was left there") from error
 
 
-def adapter_card(name: str, base: AdapterBase, config: "LoraConfig") -> str:
-    """Return the README.md of an adapter."""
+def adapter_card(name: str, base: AdapterBase, rank: int) -> str:
+    """Return the README.md of an adapter of this rank; the hub takes no folder for a model's base."""
+    hub = "" if Path(base.model).is_dir() else f"base_model: {base.model}\n"
     tags = ["ladderize", "lora", *(tag for kind, tag in TAGS.items() if kind in base.layout)]
-    # the hub takes no folder for a model's base
-    hub = {} if Path(base.model).is_dir() else {"base_model": base.model}
-    front = yaml.safe_dump({"library_name": "peft", **hub, "tags": tags}, sort_keys=False, allow_unicode=True)
     return f"""---
-{front.strip()}
+library_name: peft
+{hub}tags: [{", ".join(tags)}]
 ---
 
 # {name}
 
-A LoRA adapter of rank {config.r} for {code_span(base.model)}, trained with ladderize {__version__}; `adaptation.json`
-says how. It belongs to this layout: {base.layout}. On another layout, it does not work.
+A LoRA adapter of rank {rank} for {code_span(base.model)}, trained with ladderize {__version__}; `adaptation.json` says
+how. It belongs to this layout: {base.layout}. On another layout, it does not work.
 
-```python
-model = peft.PeftModel.from_pretrained(ladderize.load("{base.model}"), "{name}")
-```
+    model = peft.PeftModel.from_pretrained(ladderize.load("{base.model}"), "{name}")
 
 `ladderize merge {name} OUT` makes an ordinary checkpoint of both.
 """

@@ -7,7 +7,6 @@ from ladderize.commands.builder import MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import FILE, LOADING, command_line, show_next
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UsageError
-from ladderize.layout import format_ranges
 
 
 @dataclass(frozen=True)
@@ -29,25 +28,14 @@ def merge(given: GivenOptions) -> None:
     own = given.fill(MergeArguments)
     if not own.out.strip():
         raise UsageError("OUT is empty; name the folder to write")
-    if not own.adapter.strip():
-        raise UsageError("ADAPTER is empty; name the folder of a PEFT adapter")
     console = Console(own.as_json)
     with console.stage(LOADING):
         from ladderize.workflows.merge import merge as merge_adapter
-    report = merge_adapter(
-        own.adapter,
-        own.out,
-        base=own.base,
-        console=console,
-        overwrite=own.overwrite,
-        verify=own.verify,
-        revision=own.revision,
-    )
+    options = {key: value for key, value in vars(own).items() if key not in ("as_json", "out")}
+    report = merge_adapter(out=own.out, console=console, **options)
     console.document(report.to_dict())
-    how = " and ".join(f"{count} {how}" for how, count in report.weights.items())
-    console.result(
-        f"merged   {len(report.merged_tensors)} tensors in layers {format_ranges(report.layers)} of {report.base}"
-    )
+    how = " and ".join(f"{count} {how}" for how, count in (report.weights or {}).items())
+    console.result(f"merged   {len(report.replaced_tensors)} tensors of {report.source}")
     console.result(f"layout   {report.layout}")
     console.result(f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {how}")
     console.prose(
@@ -56,4 +44,4 @@ def merge(given: GivenOptions) -> None:
         indent=9,
     )
     console.result(f"wrote {own.out}")
-    show_next(console, ("measure it", command_line("eval", report.base, own.out, "--perplexity", FILE)))
+    show_next(console, ("measure it", command_line("eval", report.source, own.out, "--perplexity", FILE)))

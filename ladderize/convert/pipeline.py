@@ -201,7 +201,8 @@ def convert_checkpoint(
     if not dry_run:
         output.complete_journal(resolved(out, "OUT "))
     make = functools.partial(make_plan, str(src), Path(out), recipe, revision=revision, changes=changes or Changes())
-    if changes is None and not overwrite and (resolved(out) / RECORD).is_file():
+    is_told = changes is None or changes.is_recorded
+    if is_told and not overwrite and (resolved(out) / RECORD).is_file():
         plan = make(overwrite=True)  # as if OUT might be replaced: it is only looked at
         if is_written(plan):
             console.note(f"{plan.out} is complete: this command wrote it in an earlier run")

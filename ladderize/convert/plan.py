@@ -51,6 +51,7 @@ class Changes:
     # dtype of those that they replace.
     replace: Mapping[str, TensorInfo] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)  # more keys of ladderize.yaml
+    is_recorded: bool = False  # whether record says what ``replace`` was made of, so that an output can be told by it
     extra_files: Mapping[str, str] = field(default_factory=dict)  # name -> JSON text; they win over the source's
     note: str = ""  # a paragraph for the model card
 

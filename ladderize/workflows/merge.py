@@ -1,57 +1,45 @@
 """``ladderize merge``: a LoRA adapter and the checkpoint that it was trained on become one ordinary checkpoint."""
 
-import shutil
+import contextlib
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
-from ladderize.adapt.lora.merge_check import ComparedLogits, add_product, check_merged
-from ladderize.adapt.lora.read import Adapter, check_adapter_fits, read_adapter
+from ladderize.adapt.lora import ADAPTATION, ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterBase
 from ladderize.adapt.methods import METRICS
-from ladderize.adapt.retrain.outcome import Adaptation
 from ladderize.blocks import open_checkpoint
-from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.reading import Checkpoint, torch_dtype
+from ladderize.checkpoint.config import most_positions
+from ladderize.checkpoint.reading import Checkpoint, check_entries, torch_dtype
 from ladderize.checkpoint.tensors import TensorReader, fingerprint, locate_tensors, write_tensors
-from ladderize.console import SILENT, Console, human_bytes
-from ladderize.convert.pipeline import RECORD, THERE, convert_checkpoint
-from ladderize.convert.plan import Changes, check_stays
+from ladderize.console import SILENT, Console, sentence
+from ladderize.convert.pipeline import RECORD, convert_checkpoint
+from ladderize.convert.plan import Changes, ConversionReport, check_stays
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.verify import Verification
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
 from ladderize.files import output
+from ladderize.files.documents import read_document, read_json
 from ladderize.files.parsing import read_yaml
 from ladderize.files.regular import read_text, resolved
-from ladderize.layout import Layout, format_ranges
+from ladderize.layout import Layout
+from ladderize.modeling import load
+
+LOGIT_TOLERANCE = 1e-4  # of the largest logit: two orders of summation in float32
 
 
-@dataclass(frozen=True)
-class MergeReport(ComparedLogits):
+@dataclass(frozen=True, kw_only=True)
+class MergeReport(ConversionReport):
     """The document of ``ladderize merge --json``; docs/files.md says what the keys mean."""
 
-    LEFT_OUT: ClassVar = ("verified",)
-
     adapter: str
-    base: str
-    out: str
-    layout: str
-    attention_sync: list[str]
-    mlp_sync: list[str]
-    sync_tp_size: int | None
-    fingerprint: str
-    layers: list[int]
-    merged_tensors: list[str]
-    weight_bytes: int
-    weight_files: list[str]
-    weight_files_rewritten: list[str]
-    weights: dict[str, int]
-    verified: Verification | None
+    max_abs_logit: float
+    max_abs_logit_difference: float
+    max_abs_logit_difference_of_rounding: float
 
 
 def merge(
@@ -64,204 +52,153 @@ def merge(
     verify: bool = True,
     revision: str | None = None,
 ) -> MergeReport:
-    """Write ``out``: the adapter's base with W + scaling * B @ A instead of every adapted W; returns what was done.
+    """Write ``out``: the adapter's base with the adapter merged into it by PEFT; returns what was done.
 
-    base, revision: where the base is now, if not where the adapter says. One matrix is in memory at a time, to check
-    the result one layer; beside ``out`` the adapted matrices need their size on disk once more, meanwhile. The logits
-    of ``out`` are compared with PEFT's before it appears; verify: it is loaded in plain transformers too. Raises
-    UserError.
+    base, revision: where the base is now, if not where the adapter says. The whole model is in memory, in float32 (or
+    float64, if stored so); what changes is rounded once, to its stored dtype. The logits of ``out`` are compared with
+    PEFT's before it appears; verify: it is loaded in plain transformers too. Raises UserError.
     """
-    out = resolved(out, "OUT ")
+    folder, out = Path(adapter).expanduser(), resolved(out, "OUT ")
     output.complete_journal(out)
-    source = read_adapter(Path(adapter))
-    name, revision = base_of(source, base, revision)
-    checkpoint = open_checkpoint(name, revision)
-    layout = Layout.from_config(checkpoint.config)
-    found = fingerprint(checkpoint)
-    check_base_is(source, name, layout, found)
-    check_adapter_fits(source, checkpoint.config, name)
-    if source.document is None:
-        console.note(
-            f"Note: {source.folder} has no {ADAPTATION}, so what it was trained on is unknown; its shapes fit {name}"
-        )
-    merged, record = sorted(f"{module}.weight" for module in source.modules), merge_record(source, found)
-    documents = documents_of(source)
-
-    def check(folder: Path) -> dict[str, Any]:
-        return check_merged(source, checkpoint, folder, console).to_dict()
-
-    if not overwrite and is_merged(out, name, record):
-        console.note(f"{out} is complete: this command wrote it in an earlier run")
-        output.clean_up(out)
-        tensors = read_checkpoint(out).tensors
-        files = sorted({info.file for info in tensors.values()})
-        weights = {
-            **check(out),
-            "weight_bytes": sum(info.nbytes for info in tensors.values()),
-            "weight_files": files,
-            "weight_files_rewritten": sorted({tensors[changed].file for changed in merged if changed in tensors}),
-            "weights": {THERE: len(files)},
-            "verified": None,
-        }
-    else:
-        for folder in (source.folder, checkpoint.folder):
-            output.check_target(out, folder, overwrite=overwrite)
-        check_merge_space(source, checkpoint, out)
-        with output.scratch_folder(out) as scratch:
-            file = scratch / "merged.safetensors"
-            total = sum(checkpoint.tensors[changed].nbytes for changed in merged)
-            with console.progress("merging", total, is_bytes=True) as advance:
-                write_merged(source, checkpoint, file, advance)
-            report = convert_checkpoint(
-                name,
-                out,
-                Recipe(),
-                revision=revision,
-                overwrite=overwrite,
-                verify=verify,
-                changes=Changes(
-                    replace=locate_tensors(file),
-                    record={"merged_adapter": record},
-                    extra_files=documents,
-                    note=note_of(source),
-                ),
-                console=console,
-                check=check,
-            )
-        told = ("weight_bytes", "weight_files", "weight_files_rewritten", "weights", "verified")
-        weights = {**(report.checked or {}), **{key: getattr(report, key) for key in told}}
-    return MergeReport(
-        adapter=str(source.folder),
-        base=name,
-        out=str(out),
-        layout=str(layout),
-        **layout.to_config(),
-        fingerprint=found,
-        layers=source.layers,
-        merged_tensors=merged,
-        **weights,
-    )
-
-
-def documents_of(adapter: Adapter) -> dict[str, str]:
-    """What the adapter says of its training; empty if it is not ours."""
-    names = (ADAPTATION, METRICS) if adapter.document is not None else ()
-    files = [path for name in names if (path := adapter.folder / name).is_file()]
-    for path in files:
-        check_stays(path, adapter.folder)
-    return {path.name: read_text(path) for path in files}
-
-
-def note_of(adapter: Adapter) -> str:
-    """How the adapter came about, for the model card; empty where its adaptation.json does not say."""
-    try:
-        return Adaptation.from_dict(adapter.document, ADAPTATION).card_note()
-    except UserError:  # there is none, or it is not one of a retraining
-        return ""
-
-
-def is_merged(out: Path, base: str, record: Mapping[str, Any]) -> bool:
-    """Whether ``out`` says that this adapter was merged into this base: a run may be killed after OUT appeared."""
-    path = out / RECORD
-    try:
-        found = read_yaml(path) if path.is_file() else None
-    except UserError:
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("source"), dict):
-        return False
-    return found["source"].get("name") == base and found.get("merged_adapter") == record
-
-
-def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[str, str | None]:
-    """Name and revision of the base: what the user says, else what the adapter does."""
-    if base is not None:
-        return base, revision
-    if adapter.base is None:
+    document = check_adapter(folder)
+    trained = AdapterBase.from_dict(document.get("base"), f"{folder / ADAPTATION}: base") if document else None
+    if base is None and trained is not None:
+        base, revision = trained.model, revision or trained.revision
+        if Path(base).is_absolute() and not Path(base).exists():
+            raise UserError(f"{base}, which {folder} was trained on, does not exist; give its location with --base")
+    if base is None:
+        raise UserError(f"{folder} has no {ADAPTATION}, so its base is unknown; name the checkpoint with --base")
+    checkpoint = open_checkpoint(base, revision)
+    layout, found = Layout.from_config(checkpoint.config), fingerprint(checkpoint)
+    if trained and (trained.fingerprint != found or trained != replace(trained, **layout.to_config())):
         raise UserError(
-            f"{adapter.folder} has no {ADAPTATION}, so ladderize did not train it; name the checkpoint that it belongs"
-            " to with --base"
+            f"{base} has other weights or another layout ({layout}) than the checkpoint that {folder} was trained on"
+            f" ({trained.layout}); name that one with --base"
         )
-    name = adapter.base.model
-    if Path(name).is_absolute() and not Path(name).exists():
-        raise UserError(f"{name}, which {adapter.folder} was trained on, does not exist; give its location with --base")
-    return name, revision or adapter.base.revision
+    digest = file_sha256(str(folder / ADAPTER_TENSORS))
+    record = {"merged_adapter": {"adapter": str(folder), "sha256": digest, "base_fingerprint": found}}
+    # a run may be killed after OUT appeared: then OUT is looked at instead of written
+    told = read_yaml(out / RECORD) if (out / RECORD).is_file() else None
+    is_there = isinstance(told, dict) and record.items() <= told.items()
+    for source in (folder, checkpoint.folder):
+        output.check_target(out, source, overwrite=overwrite or is_there)
+    with output.scratch_folder(out) as scratch:
+        with console.stage("merging"):
+            compare = merge_tensors(folder, checkpoint, base, scratch / "merged.safetensors", console)
+        replaced, story = locate_tensors(scratch / "merged.safetensors"), story_of(folder, document)
+        report = convert_checkpoint(
+            base,
+            out,
+            Recipe(),
+            Changes(replace=replaced, record=record, is_recorded=True, **story),
+            revision=revision,
+            overwrite=overwrite,
+            verify=verify,
+            check=compare,
+            console=console,
+        )
+    return MergeReport(**vars(replace(report, checked=None)), adapter=str(folder), **(report.checked or compare(out)))
 
 
-def check_base_is(adapter: Adapter, name: str, layout: Layout, found: str) -> None:
-    """Raise UserError unless this is the checkpoint that the adapter was trained on, or, where it does not say, a
-    converted one."""
-    trained = adapter.base
-    if trained is None:
-        if layout.is_dense:
-            raise UserError(
-                f"{name} is dense; merge an adapter for it with PEFT's merge_and_unload, or name a converted checkpoint"
-                " with --base"
-            )
-        return
-    if any(getattr(trained, key) != value for key, value in layout.to_config().items()):
+def check_adapter(folder: Path) -> dict[str, Any]:
+    """Return an adapter's adaptation.json, or {}; raises UserError for what PEFT cannot read safely as it is meant."""
+    from peft import LoraConfig
+
+    if not (path := folder / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{folder} is not the folder of a PEFT adapter; it holds no {ADAPTER_CONFIG}")
+    check_entries(folder)
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA can be merged here")
+    # PEFT would leave out what it does not know, and import whatever module goes with a megatron_config
+    known = {field.name for field in fields(LoraConfig)} - {"megatron_config"}
+    if other := [key for key, value in config.items() if value and key not in known]:
+        raise UserError(f"{path}: {other[0]} is set, which the PEFT installed here cannot merge; upgrade peft")
+    if not (folder / ADAPTER_TENSORS).is_file():
         raise UserError(
-            f"{adapter.folder} was trained on the layout {trained.layout}, but {name} has {layout}; name the"
-            " checkpoint that it was trained on with --base"
+            f"{folder} holds no {ADAPTER_TENSORS}; pickle weights (adapter_model.bin) can run code when opened and are"
+            " not read here: save them again with PEFT's save_pretrained"
         )
-    if trained.fingerprint != found:
-        raise UserError(
-            f"{name} has other weights than the checkpoint that {adapter.folder} was trained on (their fingerprints"
-            " differ); name that one with --base"
-        )
+    return read_document(folder / ADAPTATION, ADAPTATION) if (folder / ADAPTATION).is_file() else {}
 
 
-def check_merge_space(adapter: Adapter, base: Checkpoint, out: Path) -> None:
-    """Find a full disk before merging: the adapted matrices lie there twice for a while, once in the files of
-    ``out``."""
-    adapted = [base.tensors[f"{module}.weight"] for module in adapter.modules]
-    files = {info.file for info in adapted}
-    needed = sum(info.nbytes for info in adapted) + sum(
-        info.nbytes for info in base.tensors.values() if info.file in files
-    )
-    if needed > (free := shutil.disk_usage(output.existing_parent(out)).free):
-        raise UserError(
-            f"OUT {out} temporarily needs {human_bytes(needed)}, but only {human_bytes(free)} are free there; choose"
-            " another disk"
-        )
+def merge_tensors(
+    folder: Path, checkpoint: Checkpoint, name: str, file: Path, console: Console
+) -> Callable[[Path], Mapping[str, float | int]]:
+    """Write the tensors that merging changes into ``file``, in the dtype that the base ``name`` has them in.
 
+    Returns the comparison of a written checkpoint's logits with PEFT's, which raises UserError where it fails.
+    """
+    from peft import LoraConfig, get_peft_model
 
-def write_merged(adapter: Adapter, base: Checkpoint, path: Path, advance: Callable[[int], None]) -> None:
-    """Write every W + scaling * B @ A into one safetensors file, in the dtype in which the base has W."""
-    reader = TensorReader(base.folder)
-    with torch.no_grad():
+    dtype = "float64" if any(info.dtype == "F64" for info in checkpoint.tensors.values()) else "float32"
+    size = (4, min(32, most_positions(checkpoint.config)))
+    ids = torch.randint(checkpoint.config["vocab_size"], size, generator=torch.Generator().manual_seed(0))
+    locate_tensors(folder / ADAPTER_TENSORS)  # which says in a sentence where the file is broken
+    with console.contained():
+        model: Any = load(checkpoint.folder, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = get_peft_model(model, LoraConfig.from_pretrained(str(folder)))
+            # what PeftModel.from_pretrained does, but it does not say which tensors are left over
+            loaded = model.load_adapter(str(folder), "default", torch_device="cpu")
+            peft = logits_of(model, ids)
+            model = model.merge_and_unload(safe_merge=True)
+        except Exception as error:  # whatever a stranger's config leads PEFT to
+            raise UserError(f"PEFT cannot merge {folder} into {name}: {sentence(error)[:400]}") from error
+    if other := [*loaded.missing_keys, *loaded.unexpected_keys]:
+        raise UserError(f"{folder}: {ADAPTER_CONFIG} and {ADAPTER_TENSORS} differ: only one of them has {other[0]}")
+    state, exact, changed = model.state_dict(), logits_of(model, ids), {}
+    with TensorReader(checkpoint.folder) as reader:
+        for tensor, info in checkpoint.tensors.items():
+            if not torch.equal(reader.read(info, dtype=state[tensor].dtype), state[tensor]):
+                changed[tensor] = (torch_dtype(info.dtype), info.shape)
 
-        def produce(name: str) -> Tensor:
-            module, info = name.removesuffix(".weight"), base.tensors[name]
-            a, b = (reader.read(part) for part in adapter.modules[module])
-            if not (a.isfinite().all() and b.isfinite().all()):
-                raise UserError(f"{adapter.folder}: the LoRA of {module} holds NaN or infinity; train it again")
-            stored = reader.read(info)
-            exact = add_product(stored, a, b, adapter.scaling(module))
-            result = exact.to(stored.dtype)
-            if not result.isfinite().all() and exact.isfinite().all() and stored.isfinite().all():
+    def round_once(tensor: str) -> Tensor:
+        values = state[tensor].to(changed[tensor][0])
+        if not values.isfinite().all():
+            raise UserError(f"{tensor} with its LoRA is too large for {values.dtype}; convert {name} to bfloat16 first")
+        state[tensor].copy_(values)
+        return values
+
+    write_tensors(file, changed, round_once)
+    rounded = logits_of(model, ids)
+
+    def compare(written: Path) -> Mapping[str, float | int]:
+        with console.contained():
+            stored = logits_of(load(written, dtype=dtype), ids)
+        largest = float(peft.abs().max())
+        for one, other, what in ((peft, exact, "merged"), (rounded, stored, "written")):
+            if not (apart := float((one - other).abs().max())) <= LOGIT_TOLERANCE * largest:  # NaN, too
                 raise UserError(
-                    f"{name} with its LoRA is too large for {stored.dtype}; convert {base.folder} with --dtype bfloat16"
-                    " first"
+                    f"{folder}, {what} into {name}, computes other logits than with PEFT: {apart:.3g} apart, of up to"
+                    f" {largest:.3g}; nothing was written"
                 )
-            return result
+        return {
+            "max_abs_logit": largest,
+            "max_abs_logit_difference": float((peft - stored).abs().max()),
+            "max_abs_logit_difference_of_rounding": float((exact - rounded).abs().max()),
+        }
 
-        names = {f"{module}.weight": base.tensors[f"{module}.weight"] for module in adapter.modules}
-        write_tensors(
-            path,
-            {name: (torch_dtype(info.dtype), info.shape) for name, info in names.items()},
-            produce,
-            advance=advance,
-        )
+    return compare
 
 
-def merge_record(adapter: Adapter, found: str) -> Mapping[str, Any]:
-    """What ladderize.yaml says about the adapter."""
-    return {
-        "adapter": str(adapter.folder),
-        "sha256": file_sha256(str(adapter.folder / ADAPTER_TENSORS)),
-        "base_fingerprint": found,
-        "layers": format_ranges(adapter.layers),
-        "tensors": len(adapter.modules),
-        "rank": adapter.config["r"],
-        "alpha": adapter.config["lora_alpha"],
-    }
+@torch.no_grad()
+def logits_of(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits [windows, tokens, vocabulary] of ids [windows, tokens]."""
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def story_of(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an adapter of ours hands on of its training, as fields of ``Changes``."""
+    from ladderize.adapt.train.outcome import Adaptation
+
+    files = [folder / name for name in (ADAPTATION, METRICS) if document and (folder / name).is_file()]
+    for path in files:
+        check_stays(path, folder)
+    story: dict[str, Any] = {"extra_files": {path.name: read_text(path) for path in files}}
+    with contextlib.suppress(UserError):  # there is none, or it is not one of a retraining
+        story["note"] = Adaptation.from_dict(document, ADAPTATION).card_note()
+    return story

@@ -8,7 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ladderize.adapt.data.examples import Example
 from ladderize.adapt.data.packing import collate, pack, segments
-from ladderize.adapt.lora.config import LORA_TARGETS, LoraOptions, lora_config
+from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, lora_config
 from ladderize.adapt.retrain import hf_model
 from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher, trained_parameters
 from ladderize.adapt.retrain.options import Objective

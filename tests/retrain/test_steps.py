@@ -162,7 +162,7 @@ def test_token_budget_and_document(place, tmp_path):
 
 
 def test_trained_parameters_have_names_that_files_give_them(place):
-    from ladderize.adapt.lora.config import LoraOptions, lora_config
+    from ladderize.adapt.lora import LoraOptions, lora_config
 
     checkpoint = open_checkpoint(str(place / "both"))
     layout = Layout.from_config(checkpoint.config)

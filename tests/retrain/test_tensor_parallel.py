@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize.adapt.data_specs import parse_specs
-from ladderize.adapt.lora.config import LoraOptions
+from ladderize.adapt.lora import LoraOptions
 from ladderize.adapt.retrain.hf_model import HFEngine
 from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
 from ladderize.adapt.retrain.run import adapt_checkpoint
