@@ -21,10 +21,8 @@ END_BYTES = 1 << 20  # hashed of a file's beginning and of its end
 
 @quiet_datasets()
 def open_rows(spec: SourceSpec) -> Any:
-    """The rows of a source: ``datasets.Dataset``, or ``IterableDataset`` of one on the hub. A text is one row.
-
-    Raises UserError for what cannot be read, holds no rows, or has none of the columns that training reads.
-    """
+    """The rows of a source: ``datasets.Dataset``, or ``IterableDataset`` of one on the hub. A text is one row. Raises
+    UserError for what cannot be read, holds no rows, or has none of the columns that training reads."""
     import datasets
 
     files = [] if spec.hub is not None else [split_name(file) for file in spec.files()]

@@ -99,8 +99,8 @@ def open_data(
     kept = [dict(zip(heldout, values, strict=True)) for values in zip(*heldout.values(), strict=True)]
     each = [SourceCounts(spec.text, spec.weight, *one[1:3]) for spec, one in zip(specs, counts, strict=True)]
     totals: list[Any] = [sum(one) for one in zip(*counts, strict=True)] if all(counts) else [None] * 5
-    padding = 1 - totals[2] / (totals[1] * options.seq_len) if all(counts) else None
-    return TrainingData(train, kept, DataCounts(*totals, padding_share=padding, sources=each))
+    totals += [1 - totals[2] / (totals[1] * options.seq_len) if all(counts) else None, each]
+    return TrainingData(train, kept, DataCounts(*totals))
 
 
 def show_data(specs: Sequence[SourceSpec], tokenizer: Any, options: DataOptions, count: int) -> list[dict[str, Any]]:
