@@ -1,8 +1,7 @@
-"""What ``--data SPEC`` means: files of one kind (one, a folder or a glob of them), or a dataset on the hub; and
-``=WEIGHT`` after any of them.
+"""What ``--data SPEC`` means: files of one kind, or a dataset on the hub; and ``=WEIGHT`` after any of them.
 
-``x.jsonl``, ``x.json``, ``x.parquet``, ``x.txt``, ``x.npy``, ``x.npz[:array]``, ``folder``, ``folder/*.jsonl``,
-``hub:OWNER/NAME[:CONFIG]:SPLIT``. No file is opened here; no numpy.
+``x.jsonl``, ``x.npz[:array]``, ``folder``, ``folder/*.parquet``, ``hub:OWNER/NAME[:CONFIG]:SPLIT``. No file is opened
+here; no numpy.
 """
 
 import glob

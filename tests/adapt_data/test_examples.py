@@ -161,7 +161,7 @@ def test_bad_rows(row, message):
         (None, 5, "a conversation, but the tokenizer has no chat template"),
         ("{{ raise_exception('roles must alternate') }}", 5, r"refuses the conversation \(roles must alternate\)"),
         ("{{ 1 / 0 }}", 5, r"refuses the conversation \(division by zero\)"),
-        (PLAIN.replace("<assistant>{%", "<bot>{%"), 5, "turn 3: the chat template does not begin it with the prompt"),
+        (PLAIN.replace("<assistant>{%", "<bot>{%"), 5, "turn 3: the chat template does not begin it with its prompt"),
         (PLAIN, 2, "gives 0 tokens, none of which the loss could score"),
         (MARKED, 2, "none of which the loss could score"),
     ],

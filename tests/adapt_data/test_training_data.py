@@ -46,7 +46,8 @@ def test_every_example_once(kind, packing, tmp_path, chat):
     files = {
         "texts": [texts(40)],
         "ids": [[{"input_ids": np.random.randint(2, VOCAB, random.randint(2, 200)).tolist()} for _ in range(30)]],
-        "chats": [[{"messages": [*TURNS[1:4], {"role": "assistant", "content": f"<think>\n{n}\n</think>\n\nbye"}]}
+        "chats": [[{"messages": [{"role": "user", "content": str(n)}, *TURNS[2:4],
+                                 {"role": "assistant", "content": f"<think>\n{n}\n</think>\n\nbye"}]}
                    for n in range(30)]],
         "two files": [texts(15), texts(25, 15)],
     }[kind]  # fmt: skip
@@ -201,7 +202,7 @@ def test_data_that_cannot_be_used(tmp_path, tokenizer, hub):
     (tmp_path / "e.jsonl").write_bytes(b'{"text": "\xff"}\n')
     stream = hub([{"input_ids": [2, 3]}] * 64)
     for given, changed, message in [
-        (ids, {"heldout": 5}, "of 5 examples 5 held out leave none; lower --heldout"),
+        (ids, {"heldout": 5}, "5 of 5 examples held out leave none; lower --heldout"),
         (long, {}, "gives no example that can be scored: of 3 nothing that counts is within --seq-len 64"),
         (bad, {}, "c.jsonl, row 301: gives 1 tokens"),
         (text, {}, "d.jsonl, row 1 is text, but the model has no tokenizer"),

@@ -53,8 +53,7 @@ class Encoder:
         return dict(zip(COLUMNS, map(list, zip(*found, strict=True)), strict=True))
 
     def encode(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> list[tuple[bool, list[Scored]]]:
-        """Of each row its examples, whole, and whether they may be cut into pieces. Texts are tokenised together, which
-        is several times as fast."""
+        """Of each row its examples, whole, and whether they may be cut into pieces. Together is faster."""
         values = zip(numbers, zip(*batch.values(), strict=True), strict=True)
         rows = [Row(dict(zip(batch, own, strict=True)), f"{self.name}, row {number + 1}") for number, own in values]
         formats = [check_row(row) for row in rows]
@@ -138,15 +137,13 @@ def marked_texts(
 ) -> list[tuple[str, list[Span]]]:
     """The text of each example of a conversation, and the characters in it that the assistant wrote.
 
-    Where the template has ``{% generation %}`` markers, a conversation is one example, and they say what is scored.
-    Else it is what the template adds to the prompt for a turn of the assistant: the turn and what ends it. A turn goes
-    on with the example of the turn before it if the template has left that as it was; where it writes earlier turns
-    anew (Qwen3's leaves out what was thought), the turn is an example of its own, with the prompt as the model gets it.
-    Raises BadRow if the template refuses the conversation, or does not show where a turn is.
-    """
-    from transformers.utils import chat_template_utils
+    Where the template has ``{% generation %}`` markers, a conversation is one example. Else this is what the template
+    adds to the prompt for a turn of the assistant. A turn goes on with the example of the turn before it if the
+    template left that as it was; where it writes earlier turns anew (Qwen3's drops thoughts), it is one of its own.
+    Raises BadRow if the template refuses the conversation, or does not show where a turn is."""
+    from transformers.utils import chat_template_utils as templates
 
-    to_text: Any = chat_template_utils.render_jinja_template  # annotated as returning a string
+    to_text: Any = templates.render_jinja_template  # annotated as returning a string
 
     def render(part: list[dict[str, Any]], **options: bool) -> tuple[str, list[Span]]:
         try:
@@ -163,9 +160,8 @@ def marked_texts(
         before, _ = render(messages[:number], add_generation_prompt=True)
         after, _ = render(messages[: number + 1])
         if not after.startswith(before):
-            where = "the chat template does not begin it with the prompt for it, so the assistant's text is nowhere"
-            mend = "put {% generation %} and {% endgeneration %} around it in the template"
-            raise BadRow(f"{origin}: turn {number + 1}: {where}; {mend}")
+            problem = "the chat template does not begin it with its prompt; mark it there with {% generation %}"
+            raise BadRow(f"{origin}: turn {number + 1}: {problem}")
         earlier = found.pop()[1] if found and before.startswith(found[-1][0]) else []
         found.append((after, [*earlier, (len(before), len(after))]))
     return found

@@ -50,9 +50,8 @@ def pack(ids: Sequence[Any], scored: Sequence[Any], seq_len: int | None) -> dict
         joined, counts = (np.concatenate([values[number] for number in row]) for values in (ids, scored))
         counts[[0, *accumulate(own[:-1])]] = False  # nothing precedes an example's first token
         targets = np.append(np.where(counts[1:], joined[1:], IGNORED_TARGET), IGNORED_TARGET)
-        for column, values in (("input_ids", joined), ("targets", targets)):
-            found[column].append(values.tolist())
-        found["lengths"].append(own)
+        for column, values in zip(found, (joined.tolist(), targets.tolist(), own), strict=True):
+            found[column].append(values)
     return found
 
 
@@ -60,9 +59,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """input_ids, position_ids and targets, int64 [rows, tokens of the longest] each, padded on the right.
 
     Padding has the id 0, the target -101, and positions that go on from the row's last example, whose tokens do not see
-    what follows: so a row of one example needs no mask. No rows at all become one padded token, so that a rank without
-    rows takes part in a step without adding to its loss.
-    """
+    it: so a row of one example needs no mask. No rows become one padded token: a rank without rows adds nothing."""
     longest = max((len(row["input_ids"]) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)
     ids, targets = np.zeros(shape, dtype=np.int64), np.full(shape, PADDING_TARGET, dtype=np.int64)
@@ -75,12 +72,9 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(value) for name, value in batch.items()}
 
 
-# ---- --show-data: whether the chat template, the loss mask and the packing are what was meant ----
-
-
 def show_batch(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
-    """The text of every row's examples; tokens that the loss counts stand in double brackets. Control characters are
-    escaped. tokenizer: None shows ids."""
+    """The text of every row's examples, for --show-data. Tokens that the loss counts stand in double brackets, control
+    characters are escaped. tokenizer: None shows ids."""
 
     def decode(ids: list[int]) -> str:
         if tokenizer is None:

@@ -21,10 +21,8 @@ END_BYTES = 1 << 20  # hashed of a file's beginning and of its end
 
 @quiet_datasets()
 def open_rows(spec: SourceSpec) -> Any:
-    """The rows of a source: ``datasets.Dataset``, or ``IterableDataset`` of one on the hub. A text is one row.
-
-    Raises UserError for what cannot be read, holds no rows, or has none of the columns that training reads.
-    """
+    """The rows of a source: ``datasets.Dataset``, or ``IterableDataset`` of one on the hub. A text is one row. Raises
+    UserError for what cannot be read, holds no rows, or has none of the columns that training reads."""
     import datasets
 
     files = [] if spec.hub is not None else [split_name(file) for file in spec.files()]
@@ -40,8 +38,8 @@ def open_rows(spec: SourceSpec) -> Any:
             ids = [row for path, key in files for row in read_id_rows(path, key) if len(row)]
             rows = datasets.Dataset.from_dict({"input_ids": ids}).with_format("numpy")
         elif full:
-            given = {"sample_by": "document"} if loader == "text" else {}
-            rows = datasets.load_dataset(loader, data_files=full, split="train", **given)
+            whole = {"sample_by": "document"} if loader == "text" else {}
+            rows = datasets.load_dataset(loader, data_files=full, split="train", **whole)
         if files and full and len(rows):
             columns = rows.column_names
     except UserError:
@@ -49,10 +47,7 @@ def open_rows(spec: SourceSpec) -> Any:
     except Exception as error:  # datasets' own, pyarrow's, pandas' and the network's, one around the other
         for file in spec.files() if len(files) > 1 else ():
             open_rows(replace(spec, text=file))  # raises the same for the file that is wrong, where it is one
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        problem = " ".join(str(cause).split())[:200] or type(cause).__name__
+        problem = " ".join(str(error.__cause__ or error).split())[:200] or type(error).__name__
         raise UserError(f"{spec.name} cannot be read ({problem}); is it there, and complete?") from None
     if not columns:
         raise UserError(f"{spec.name} holds no rows")

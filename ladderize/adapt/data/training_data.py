@@ -1,7 +1,7 @@
 """What a retraining reads: packed rows of all sources, and others that are held out.
 
-Each source becomes examples, then rows, by ``Dataset.map``, whose cache the next run of the same command finds: its key
-is made of all that decides the result. Sources are packed by themselves, and then joined, or mixed by their weights.
+Each source becomes examples, then rows, by ``Dataset.map``, in whose cache the next run of the same command finds them.
+Sources are packed by themselves, and then joined, or mixed by their weights.
 """
 
 import hashlib
@@ -77,10 +77,8 @@ def open_data(
     specs: Sequence[SourceSpec], tokenizer: Any, options: DataOptions, eval_specs: Sequence[SourceSpec] = ()
 ) -> TrainingData:
     """All sources, ready to be trained on. tokenizer: transformers'; None, if all rows are ids. eval_specs: files that
-    are held out, in the place of a part of ``specs``.
-
-    Raises UserError for what cannot be read or used, for a row that cannot, and where nothing is left to train on.
-    """
+    are held out, in the place of a part of ``specs``. Raises UserError for what cannot be read or used, for a row that
+    cannot, and where nothing is left to train on."""
     from datasets import concatenate_datasets, interleave_datasets
 
     if streamed := next((spec for spec in eval_specs if spec.is_streamed), None):
@@ -101,8 +99,8 @@ def open_data(
     kept = [dict(zip(heldout, values, strict=True)) for values in zip(*heldout.values(), strict=True)]
     each = [SourceCounts(spec.text, spec.weight, *one[1:3]) for spec, one in zip(specs, counts, strict=True)]
     totals: list[Any] = [sum(one) for one in zip(*counts, strict=True)] if all(counts) else [None] * 5
-    padding = 1 - totals[2] / (totals[1] * options.seq_len) if all(counts) else None
-    return TrainingData(train, kept, DataCounts(*totals, padding_share=padding, sources=each))
+    totals += [1 - totals[2] / (totals[1] * options.seq_len) if all(counts) else None, each]
+    return TrainingData(train, kept, DataCounts(*totals))
 
 
 def show_data(specs: Sequence[SourceSpec], tokenizer: Any, options: DataOptions, count: int) -> list[dict[str, Any]]:
@@ -141,12 +139,9 @@ def _packed(examples: Any, options: DataOptions, **given: Any) -> Any:
     return examples.map(options.pack, batched=True, batch_size=EXAMPLES_AT_ONCE, **given)
 
 
-# of a source: packed rows, held-out examples by columns, tokens of a row, ``DataCounts``' first five (none of a stream)
-_Source = tuple[Any, Any, float, tuple[int, ...]]
-
-
-def _map(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> _Source:
-    """A source of files. Held-out examples are drawn, and with each come the others of the same conversation."""
+def _map(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, Any, float, tuple[int, ...]]:
+    """Of a source of files the packed rows, the held-out examples by columns, tokens of a row, and the first five of
+    ``DataCounts``. Held-out examples are drawn, and with each come the others of the same conversation."""
     examples, dropped = _examples(spec, tokenizer, options)
     total = len(examples)
     count = min(256, max(total // 100, min(8, total // 10), 1)) if options.heldout is None else options.heldout
@@ -155,17 +150,15 @@ def _map(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> _Source:
     conversation = np.asarray(examples["conversation"][:])
     drawn |= (conversation >= 0) & np.isin(conversation, conversation[drawn])
     if drawn.all():
-        raise UserError(
-            f"{spec.name}: of {total} examples {count} held out leave none; lower --heldout, or give --eval-data"
-        )
+        raise UserError(f"{spec.name}: {count} of {total} examples held out leave none; lower --heldout")
     kept = examples.select(np.flatnonzero(~drawn))
     rows, tokens = _packed(kept, options, new_fingerprint=_key(kept, options)), sum(kept["length"][:])
     counts = (len(kept), len(rows), tokens, sum(kept["truncated"][:]), dropped)
     return rows, examples.select(np.flatnonzero(drawn)), tokens / len(rows), counts
 
 
-def _stream(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> _Source:
-    """A source on the hub. Its first examples are held out."""
+def _stream(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, Any, float, tuple[()]]:
+    """The same of a source on the hub, of which nothing is counted. Its first examples are held out."""
     examples, _ = _examples(spec, tokenizer, options)
     count = 64 if options.heldout is None else options.heldout
     first = list(examples.take(count + 1))
