@@ -83,10 +83,8 @@ def lora_config(config: Mapping[str, Any], layers: Sequence[int], options: LoraO
     if not layers or min(layers) < 0 or max(layers) >= config["num_hidden_layers"]:
         last = config["num_hidden_layers"] - 1
         raise UserError(f"LoRA on layers {format_ranges(layers)}: the model has 0 to {last}; name some of them")
-    sizes = {
-        name.split(".")[-2]: min(shape) for name, shape in expected_tensors(config).items() if ".layers.0." in name
-    }
-    most, narrowest = min((sizes[name], name) for name in options.targets)
+    shapes = {tuple(name.split(".")[-2:]): shape for name, shape in expected_tensors(config).items()}
+    most, narrowest = min((min(shapes[name, "weight"]), name) for name in options.targets)
     if options.rank > most:
         raise UserError(
             f"--lora-rank {options.rank} is larger than the smaller side of {narrowest}, {most};"
