@@ -14,7 +14,6 @@ from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import check_options, option, split_names
 from ladderize.console import code_span, sentence, to_json
-from ladderize.convert.card import TAGS
 from ladderize.errors import UsageError, UserError
 from ladderize.files import output
 from ladderize.files.records import Record
@@ -194,6 +193,8 @@ def write_adapter(
 
 def adapter_card(name: str, base: AdapterBase, rank: int) -> str:
     """Return the README.md of an adapter of this rank; the hub takes no folder for a model's base."""
+    from ladderize.convert.card import TAGS  # the command line starts without all that a card is made of
+
     hub = "" if Path(base.model).is_dir() else f"base_model: {base.model}\n"
     tags = ["ladderize", "lora", *(tag for kind, tag in TAGS.items() if kind in base.layout)]
     return f"""---
