@@ -10,9 +10,11 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 import ladderize
-from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, add_adapters, lora_config, write_adapter
+from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, add_adapters, initial_adapter, lora_config, write_adapter
 from ladderize.blocks import open_checkpoint
 from ladderize.errors import UsageError, UserError
+from ladderize.runtime.shards import Shape
+from ladderize.runtime.training.lora import LoraPlan, TrainedLora
 from ladderize.workflows import merge as merging
 from ladderize.workflows.merge import merge
 from tests.helpers import SHAPE, edit_json, invoke, listing, make_model, one_sentence, random_ids
@@ -87,6 +89,14 @@ def test_adapters_begin_the_same_everywhere(dtype):
         assert parameter.any() == ("lora_A" in name)
     assert not any(torch.equal(other[name], some[name]) for name in other if "lora_A" in name)
 
+    def asked(name, shape):  # as each rank of tensor parallelism asks for whole matrices
+        return initial_adapter(name.removeprefix("base_model.model.").replace(".weight", ".default.weight"), shape, 5)
+
+    plan, shape = LoraPlan(2, 1.0, ("o_proj", "up_proj"), [1, 3]), Shape.from_config(SHAPE, tp_size=1, rank=0)
+    for name, piece in TrainedLora(plan, shape, asked, torch.device("cpu")).pieces().items():
+        ((parameter, _),) = piece.parts
+        assert torch.equal(parameter, some[name.replace(".weight", ".default.weight")])
+
 
 OPTIONS = {
     "rank must be an integer of at least 1, not 0": {"rank": 0},
@@ -153,6 +163,7 @@ KINDS = {
     "DoRA": {"use_dora": True, "target_modules": list(LORA_TARGETS)},
     "biases": {"bias": "lora_only", "target_modules": ["o_proj", "up_proj"]},
     "lm_head": {"target_modules": ["down_proj", "lm_head"]},
+    "whole modules": {"target_modules": ["down_proj"], "modules_to_save": ["lm_head"]},
 }
 
 

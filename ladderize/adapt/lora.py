@@ -14,7 +14,6 @@ from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import check_options, option, split_names
 from ladderize.console import code_span, sentence, to_json
-from ladderize.convert.card import TAGS
 from ladderize.errors import UsageError, UserError
 from ladderize.files import output
 from ladderize.files.records import Record
@@ -83,10 +82,8 @@ def lora_config(config: Mapping[str, Any], layers: Sequence[int], options: LoraO
     if not layers or min(layers) < 0 or max(layers) >= config["num_hidden_layers"]:
         last = config["num_hidden_layers"] - 1
         raise UserError(f"LoRA on layers {format_ranges(layers)}: the model has 0 to {last}; name some of them")
-    sizes = {
-        name.split(".")[-2]: min(shape) for name, shape in expected_tensors(config).items() if ".layers.0." in name
-    }
-    most, narrowest = min((sizes[name], name) for name in options.targets)
+    shapes = {tuple(name.split(".")[-2:]): shape for name, shape in expected_tensors(config).items()}
+    most, narrowest = min((min(shapes[name, "weight"]), name) for name in options.targets)
     if options.rank > most:
         raise UserError(
             f"--lora-rank {options.rank} is larger than the smaller side of {narrowest}, {most};"
@@ -196,6 +193,8 @@ def write_adapter(
 
 def adapter_card(name: str, base: AdapterBase, rank: int) -> str:
     """Return the README.md of an adapter of this rank; the hub takes no folder for a model's base."""
+    from ladderize.convert.card import TAGS  # the command line starts without all that a card is made of
+
     hub = "" if Path(base.model).is_dir() else f"base_model: {base.model}\n"
     tags = ["ladderize", "lora", *(tag for kind, tag in TAGS.items() if kind in base.layout)]
     return f"""---

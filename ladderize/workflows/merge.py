@@ -134,6 +134,7 @@ def merge_tensors(
     dtype = "float64" if any(info.dtype == "F64" for info in checkpoint.tensors.values()) else "float32"
     size = (4, min(32, most_positions(checkpoint.config)))
     ids = torch.randint(checkpoint.config["vocab_size"], size, generator=torch.Generator().manual_seed(0))
+    logits_of = torch.no_grad()(lambda model: model(input_ids=ids, use_cache=False).logits)
     locate_tensors(folder / ADAPTER_TENSORS)  # which says in a sentence where the file is broken
     with console.contained():
         model: Any = load(checkpoint.folder, dtype=dtype)
@@ -143,13 +144,13 @@ def merge_tensors(
             model = get_peft_model(model, LoraConfig.from_pretrained(str(folder)))
             # what PeftModel.from_pretrained does, but it does not say which tensors are left over
             loaded = model.load_adapter(str(folder), "default", torch_device="cpu")
-            peft = logits_of(model, ids)
+            peft = logits_of(model)
             model = model.merge_and_unload(safe_merge=True)
         except Exception as error:  # whatever a stranger's config leads PEFT to
             raise UserError(f"PEFT cannot merge {folder} into {name}: {sentence(error)[:400]}") from error
     if other := [*loaded.missing_keys, *loaded.unexpected_keys]:
         raise UserError(f"{folder}: {ADAPTER_CONFIG} and {ADAPTER_TENSORS} differ: only one of them has {other[0]}")
-    state, exact, changed = model.state_dict(), logits_of(model, ids), {}
+    state, exact, changed = model.state_dict(), logits_of(model), {}
     with TensorReader(checkpoint.folder) as reader:
         for tensor, info in checkpoint.tensors.items():
             if not torch.equal(reader.read(info, dtype=state[tensor].dtype), state[tensor]):
@@ -163,11 +164,11 @@ def merge_tensors(
         return values
 
     write_tensors(file, changed, round_once)
-    rounded = logits_of(model, ids)
+    rounded = logits_of(model)
 
     def compare(written: Path) -> Mapping[str, float | int]:
         with console.contained():
-            stored = logits_of(load(written, dtype=dtype), ids)
+            stored = logits_of(load(written, dtype=dtype))
         largest = float(peft.abs().max())
         for one, other, what in ((peft, exact, "merged"), (rounded, stored, "written")):
             if not (apart := float((one - other).abs().max())) <= LOGIT_TOLERANCE * largest:  # NaN, too
@@ -182,13 +183,6 @@ def merge_tensors(
         }
 
     return compare
-
-
-@torch.no_grad()
-def logits_of(model: Any, ids: Tensor) -> Tensor:
-    """Return the logits [windows, tokens, vocabulary] of ids [windows, tokens]."""
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits
 
 
 def story_of(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
