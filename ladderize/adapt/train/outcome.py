@@ -44,8 +44,8 @@ class LossRange(Record):
 
 @dataclass(frozen=True)
 class HeldoutPerplexity(Record):
-    """Held-out perplexity of ``tokens`` scored tokens; after: with the weights as they are stored. dense: the teacher's,
-    if there is one.
+    """Held-out perplexity of ``tokens`` scored tokens; after: with the weights as they are stored. dense: the
+    teacher's, if there is one.
 
     won_back: of the loss (the logarithm) that the conversion cost, the share that training won back.
     """

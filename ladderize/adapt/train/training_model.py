@@ -32,8 +32,8 @@ class TrainingModel(ABC):
 
     student: gives the losses of a micro-batch. teacher: gives the dense model's logits where targets count, None
     without one. compared: layers of which ``losses`` compares what each sub-module adds to the stream, too. data_rank,
-    data_size: this rank among those that share the rows of a step; tp_size: ranks that work on the same rows. shapes: of
-    every trained tensor, whole, by the name that a file gives it.
+    data_size: this rank among those that share the rows of a step; tp_size: ranks that work on the same rows. shapes:
+    of every trained tensor, whole, by the name that a file gives it.
     """
 
     optimizer: Any
