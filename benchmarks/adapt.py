@@ -21,15 +21,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ladderize.adapt.retrain.options import Budget, RetrainOptions
+from ladderize.adapt.retrain.run import Trackers, make_trainer, open_data
+from ladderize.adapt.retrain.state import TrainingFolder
+from ladderize.adapt.retrain.task import open_task
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import ladderize
 from ladderize.adapt.data.packing import IGNORED_TARGET, collate
 from ladderize.adapt.data_specs import parse_specs
-from ladderize.adapt.retrain.options import Budget, RetrainOptions
-from ladderize.adapt.retrain.run import Trackers, make_trainer, open_data
-from ladderize.adapt.retrain.state import TrainingFolder
-from ladderize.adapt.retrain.task import open_task
 from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe

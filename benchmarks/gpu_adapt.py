@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from gpu_spd import random_checkpoint
-
-from ladderize.adapt.data_specs import parse_specs
 from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
 from ladderize.adapt.retrain.run import Trackers, adapt_checkpoint, make_trainer, open_data
 from ladderize.adapt.retrain.state import TrainingFolder, read_metrics
 from ladderize.adapt.retrain.task import open_task
+
+from ladderize.adapt.data_specs import parse_specs
 from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe

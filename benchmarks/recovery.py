@@ -136,11 +136,12 @@ def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Pa
 
 
 def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> Path:
+    from ladderize.adapt.retrain.options import FULL_LR, WIDTH, Budget, Objective, RetrainOptions
+    from ladderize.adapt.retrain.run import adapt_checkpoint
+
     from ladderize.adapt.blockwise.distill import adapt_blocks
     from ladderize.adapt.blockwise.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions, DistillOptions
     from ladderize.adapt.data_specs import parse_specs
-    from ladderize.adapt.retrain.options import FULL_LR, WIDTH, Budget, Objective, RetrainOptions
-    from ladderize.adapt.retrain.run import adapt_checkpoint
     from ladderize.blocks import open_checkpoint
 
     hidden = int(open_checkpoint(str(bench.model)).config["hidden_size"])

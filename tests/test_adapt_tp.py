@@ -12,20 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from ladderize.adapt.data_specs import data_sources
 from ladderize.adapt.retrain.memory_estimate import Demand
 from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.run import adapt_checkpoint
 from ladderize.adapt.retrain.state import read_metrics
 from ladderize.adapt.retrain.task import open_task
+from ladderize.ranks.training import wants_fsdp
+
+from ladderize.adapt.data_specs import data_sources
 from ladderize.checkpoint.opening import read_config
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout, LayoutError
 from ladderize.ranks.group import Ranks
-from ladderize.ranks.training import wants_fsdp
 from ladderize.runtime.schedule import Schedule
 from tests import warm
 from tests.helpers import CLIPPED, SHAPE, all_gone, edit_json, invoke, invoke_well, listing, one_sentence, save_llama

@@ -4,9 +4,6 @@ import math
 
 import pytest
 import torch
-
-from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET
-from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, lora_config
 from ladderize.adapt.retrain.hf_model import (
     ModelSetup,
     build_student,
@@ -15,6 +12,9 @@ from ladderize.adapt.retrain.hf_model import (
     trained_tensors,
 )
 from ladderize.adapt.retrain.options import Objective
+
+from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET
+from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, lora_config
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.layout import DROPPED, OVERLAPPED, Layout
 from ladderize.ranks.group import Ranks

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from ladderize.ranks.training import compute_dtype
 
 from ladderize.errors import UserError
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import ALONE, Place, already_started, launched, started_rank_variables
 from ladderize.ranks.group import join_ranks
-from ladderize.ranks.training import compute_dtype
 from tests.helpers import invoke, listing, one_sentence, training_command
 
 REFUSED = {

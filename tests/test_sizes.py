@@ -1,8 +1,8 @@
 """Sizes that nobody means, or that this machine does not hold: one sentence before any work, not a killed process."""
 
 import pytest
-
 from ladderize.adapt.retrain.options import parse_count
+
 from ladderize.errors import UsageError
 from tests.helpers import invoke, listing, one_sentence
 

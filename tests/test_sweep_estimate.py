@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
-
 from ladderize.adapt.retrain.forecast import RATE
+
 from ladderize.console import human_bytes
 from ladderize.demo.inputs import TASKS
 from ladderize.errors import UserError

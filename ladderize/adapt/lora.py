@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ladderize import __version__
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
@@ -193,6 +192,7 @@ def write_adapter(
 
 def adapter_card(name: str, base: AdapterBase, rank: int) -> str:
     """Return the README.md of an adapter of this rank; the hub takes no folder for a model's base."""
+    from ladderize import __version__
     from ladderize.convert.card import TAGS  # the command line starts without all that a card is made of
 
     hub = "" if Path(base.model).is_dir() else f"base_model: {base.model}\n"

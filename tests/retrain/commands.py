@@ -7,11 +7,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from ladderize.adapt.retrain import run
+from ladderize.adapt.retrain.state import read_metrics
 from torch.nn.functional import cross_entropy
 
 import ladderize
-from ladderize.adapt.retrain import run
-from ladderize.adapt.retrain.state import read_metrics
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from tests.helpers import all_tensors, invoke, one_sentence

@@ -5,12 +5,12 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
 from ladderize.adapt.retrain.engine import whole
 from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher
 from ladderize.adapt.retrain.tensor_parallel import TPEngine, TPRanks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-
 from ladderize.adapt.retrain import run
 from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.task import left_by_alignment
+
 from tests.helpers import all_tensors, invoke, invoke_well, listing, one_sentence
 from tests.retrain.commands import adapt, losses_of, same_weights, succeed
 

@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
-
 from ladderize.adapt.retrain import outcome, trainer
 from ladderize.adapt.retrain.options import Objective
 from ladderize.adapt.retrain.state import read_metrics
+
 from tests.helpers import listing, one_sentence
 from tests.retrain.commands import adapt, stopped_before_the_end, succeed
 

@@ -8,14 +8,14 @@ import re
 import numpy as np
 import pytest
 import torch
-
-import ladderize
-from ladderize.adapt.data_specs import parse_specs
 from ladderize.adapt.retrain import memory_estimate
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain.memory_estimate import Cut, Demand, cuts_of, demand_of, fit_memory, fitted, remedies
 from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
 from ladderize.adapt.retrain.task import open_task
+
+import ladderize
+from ladderize.adapt.data_specs import parse_specs
 from ladderize.console import SILENT, human_bytes
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe

@@ -9,12 +9,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-
-from ladderize.adapt.blockwise import rewrite
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.hf_model import HFEngine
 from ladderize.adapt.retrain.state import TrainingFolder, read_metrics
+from safetensors.torch import load_file
+
+from ladderize.adapt.blockwise import rewrite
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError

@@ -8,15 +8,15 @@ import re
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
 from ladderize.adapt.retrain import run
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.hf_model import HFEngine
+from ladderize.ranks.training import wants_fsdp
+from safetensors.torch import load_file, save_file
+
 from ladderize.adapt.teacher import share_won_back, target_text
 from ladderize.commands.adapt import adapt_options
 from ladderize.errors import UsageError, UserError
-from ladderize.ranks.training import wants_fsdp
 from ladderize.tradeoff.sweep.stages import asked_by
 from tests.helpers import listing, one_sentence
 from tests.retrain.commands import adapt, losses_of, perplexity_of, succeed

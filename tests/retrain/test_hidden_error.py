@@ -4,15 +4,15 @@ import json
 
 import pytest
 import torch
+from ladderize.adapt.retrain import hf_model
+from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher, trained_parameters
+from ladderize.adapt.retrain.options import Objective
+from ladderize.adapt.retrain.state import read_metrics
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ladderize.adapt.data.examples import Example
 from ladderize.adapt.data.packing import collate, pack, segments
 from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, lora_config
-from ladderize.adapt.retrain import hf_model
-from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher, trained_parameters
-from ladderize.adapt.retrain.options import Objective
-from ladderize.adapt.retrain.state import read_metrics
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.commands.adapt import adapt_options
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error

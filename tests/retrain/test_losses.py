@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-
 from ladderize.adapt.retrain.hf_model import token_losses
 from ladderize.adapt.retrain.options import Budget, Objective, RateSchedule, parse_count
+
 from ladderize.errors import UserError
 
 

@@ -3,6 +3,7 @@
 import sys
 
 from ladderize.adapt.retrain.hf_model import HFEngine
+
 from tests import warm
 from tests.helpers import CLIPPED, listing
 from tests.retrain.commands import adapt, arguments, check_same_run, succeed

@@ -8,10 +8,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
-
-import ladderize
-from ladderize.adapt.data_specs import data_sources
 from ladderize.adapt.retrain import outcome
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain import trainer as training
@@ -24,6 +20,10 @@ from ladderize.adapt.retrain.hf_model import (
     trained_tensors,
 )
 from ladderize.adapt.retrain.options import Budget
+from torch.nn.functional import cross_entropy
+
+import ladderize
+from ladderize.adapt.data_specs import data_sources
 from ladderize.blocks import open_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime.training.batch import Batch

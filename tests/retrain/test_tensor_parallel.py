@@ -5,14 +5,14 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
-from ladderize.adapt.data_specs import parse_specs
-from ladderize.adapt.lora import LoraOptions
 from ladderize.adapt.retrain.hf_model import HFEngine
 from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
 from ladderize.adapt.retrain.run import adapt_checkpoint
 from ladderize.adapt.retrain.state import read_metrics
+from safetensors.torch import load_file
+
+from ladderize.adapt.data_specs import parse_specs
+from ladderize.adapt.lora import LoraOptions
 from ladderize.blocks import open_checkpoint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe

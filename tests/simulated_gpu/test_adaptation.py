@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher, trained_tensors
 
 from ladderize.adapt.align.align import align
 from ladderize.adapt.align.options import AlignSettings
@@ -15,7 +16,6 @@ from ladderize.adapt.blockwise.head_grouping import group_heads
 from ladderize.adapt.blockwise.layer_files import LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.adapt.blockwise.windows import Windows
-from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher, trained_tensors
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import SILENT
 from ladderize.eval.options import SensitivityOptions

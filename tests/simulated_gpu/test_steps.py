@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from ladderize.adapt.data.examples import Example
-from ladderize.adapt.data.packing import pack
 from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher
 from ladderize.adapt.retrain.options import Objective, RateSchedule
 from ladderize.adapt.retrain.tensor_parallel import TPEngine, TPRanks
 from ladderize.adapt.retrain.trainer import Trainer
+
+from ladderize.adapt.data.examples import Example
+from ladderize.adapt.data.packing import pack
 from ladderize.blocks import open_checkpoint
 from ladderize.console import SILENT
 from ladderize.layout import Layout
