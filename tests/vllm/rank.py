@@ -81,8 +81,8 @@ def run(job: Job) -> list[Any]:
     """Build an engine, do the steps, take it down.
 
     The number of threads must stay. oneDNN packs a weight for as many as there are, and vLLM keeps oneDNN's kernels for
-    the whole process by the weight's shape alone: with another number, the next engine of this process may multiply by a
-    weight that is packed otherwise. Without AVX512 it does, for instance by 192 x 128.
+    the whole process, by the weight's shape alone. With another number, the next engine of this process may multiply by
+    a weight that is packed otherwise: without AVX512 it does by one of 192 x 128.
     """
     if any(isinstance(step, Refused) for step in job.steps):
         return [refusal(job)]
