@@ -78,10 +78,18 @@ def replace_kernels_once() -> None:
 
 
 def run(job: Job) -> list[Any]:
+    """Build an engine, do the steps, take it down.
+
+    The number of threads must stay. oneDNN packs a weight for as many as there are, and vLLM keeps oneDNN's kernels for
+    the whole process, by the weight's shape alone. With another number, the next engine of this process may multiply by
+    a weight that is packed otherwise: without AVX512 it does by one of 192 x 128.
+    """
     if any(isinstance(step, Refused) for step in job.steps):
         return [refusal(job)]
+    import torch
     from vllm import LLM
 
+    threads = torch.get_num_threads()
     with contextlib.ExitStack() as stack:
         if job.engine.get("compilation_config") == IN_PIECES:
             from tests.vllm.pieces import as_on_a_gpu
@@ -95,6 +103,8 @@ def run(job: Job) -> list[Any]:
     del stack
     gc.collect()
     assert model() is None, "the last engine's model is still referenced"
+    now = torch.get_num_threads()
+    assert now == threads, f"torch had {threads} threads before this engine and has {now} after it"
     return results
 
 

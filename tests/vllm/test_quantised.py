@@ -17,6 +17,9 @@ RECIPES = {
     "spd": (Recipe(spd="all", sync_tp_size=2), "llama"),
     "both": (Recipe(ladder="1:", spd="all", sync_tp_size=2), "granite"),
 }
+# Without these, x86 has only products of pairs of bytes whose sum saturates at 16 bits: vLLM's int8 products (oneDNN's)
+# are then off by a tenth and more, of the dense model, too.
+EXACT = ("avx512_vnni", "avx_vnni")
 
 
 def int8_tokens(x):
@@ -25,6 +28,10 @@ def int8_tokens(x):
     return torch.round(x / scale) * scale
 
 
+@pytest.mark.skipif(
+    not any(torch.cpu.get_capabilities().get(name) for name in EXACT),
+    reason="this processor has no VNNI: the sums in vLLM's int8 products saturate",
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", RECIPES)
 def test_int8(engines, tmp_path, name, ranks):
