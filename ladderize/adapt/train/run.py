@@ -2,6 +2,7 @@
 adapter."""
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from ladderize.adapt.align.align import Aligning
 from ladderize.adapt.align.options import AlignOptions, short_tokens
 from ladderize.adapt.blockwise.rewrite import rewrite
 from ladderize.adapt.lora import ADAPTATION
-from ladderize.adapt.train.loop import Loop
+from ladderize.adapt.train.loop import Loop, Order
 from ladderize.adapt.train.memory import check_disk, estimate
 from ladderize.adapt.train.options import Budget, RetrainOptions, TrainOptions
 from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, write_outcome
@@ -202,6 +203,11 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
     check_out(job, task.sources)
     with console.stage("reading the data"), accelerator.main_process_first():
         data = read_data(task.checkpoint, options, task.training)
+    if hasattr(data.train, "__len__") and len(data.train) < task.training.batch_size:
+        raise UserError(
+            f"the data give only {len(data.train)} rows of {task.training.seq_len} tokens, fewer than --batch-size"
+            f" {task.training.batch_size}; give more data or lower --batch-size"
+        )
     with ranks.main_first():
         if ranks.is_main and not options.resume:
             TrainingFolder.discard(folder)
@@ -246,13 +252,7 @@ def read_data(checkpoint: Checkpoint, options: RetrainOptions, training: TrainOp
     from ladderize.adapt.data.training_data import DataOptions, open_data
 
     asked = DataOptions(training.seq_len, checkpoint.config["vocab_size"], training.seed, heldout=training.heldout)
-    data = open_data(options.data, load_tokenizer(checkpoint.folder), asked, options.eval_data)
-    if hasattr(data.train, "__len__") and len(data.train) < training.batch_size:
-        raise UserError(
-            f"the data give only {len(data.train)} rows of {training.seq_len} tokens, fewer than --batch-size"
-            f" {training.batch_size}; give more data or lower --batch-size"
-        )
-    return data
+    return open_data(options.data, load_tokenizer(checkpoint.folder), asked, options.eval_data)
 
 
 def make_loop(
@@ -346,6 +346,8 @@ def show_data_of(model: str, options: RetrainOptions, revision: str | None, rows
         options, budget=options.budget if options.budget.tokens else Budget(steps=options.budget.steps or 1)
     )
     training = options.resolve(checkpoint.config, 1)
-    data = read_data(checkpoint, options, training)
-    taken = [row for _, row in zip(range(rows), data.train, strict=False)]
+    train = read_data(checkpoint, options, training).train
+    numbers = Order(len(train), training.seed, 0) if hasattr(train, "__len__") else None
+    source = iter(train) if numbers is None else (train[number] for number in numbers)
+    taken = list(itertools.islice(source, rows))
     return show_batch(taken, load_tokenizer(checkpoint.folder)), {"model": model, "rows": taken}
