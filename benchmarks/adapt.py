@@ -17,25 +17,26 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import torch
-from ladderize.adapt.retrain.options import Budget, RetrainOptions
-from ladderize.adapt.retrain.run import Trackers, make_trainer, open_data
-from ladderize.adapt.retrain.state import TrainingFolder
-from ladderize.adapt.retrain.task import open_task
+from gpu_adapt import open_loop
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import ladderize
 from ladderize.adapt.data.packing import IGNORED_TARGET, collate
-from ladderize.adapt.data_specs import parse_specs
-from ladderize.console import Console
+from ladderize.adapt.data.training_data import DataOptions, open_data
+from ladderize.adapt.data_specs import data_sources
+from ladderize.adapt.train.loop import Loop, micro_batches
+from ladderize.adapt.train.options import Budget, RetrainOptions
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
 from ladderize.runtime.bench.messages import synchronize
+from ladderize.runtime.training.batch import Batch
 
 LAYOUTS = {"ladder": Recipe(ladder="all"), "spd": Recipe(spd="all", sync_tp_size=4)}
 STEPS, LR = 4, 1e-4
@@ -63,30 +64,35 @@ def make_data(folder: Path, args: argparse.Namespace) -> None:
     """Random ids; a conversation is 2 to 6 turns whose lengths are spread as those of real ones are: many short ones, a
     few long."""
     rng = random.Random(0)
-    np.save(folder / "full.npy", np.random.default_rng(0).integers(3, args.vocab, (4096, args.seq_len)))
+    np.save(folder / "full.npy", np.random.default_rng(0).integers(3, args.vocab, (1024, args.seq_len)))
     with (folder / "chat.jsonl").open("w") as file:
-        for _ in range(20000):
+        for _ in range(5000):
             ids, mask = [1], [0]
             for turn in range(2 * rng.randint(1, 3)):
-                length = min(400, 3 + round(rng.lognormvariate(2.5, 0.9)))
+                length = min(400, args.seq_len - 8, 3 + round(rng.lognormvariate(2.5, 0.9)))
                 ids += [rng.randrange(3, args.vocab) for _ in range(length)]
                 mask += [turn % 2] * length
             file.write(json.dumps({"input_ids": ids[: args.seq_len], "loss_mask": mask[: args.seq_len]}) + "\n")
 
 
+def read_rows(file: Path, args: argparse.Namespace, *, packing: bool = True):
+    """Return the rows that `ladderize adapt` would train on."""
+    asked = DataOptions(args.seq_len, args.vocab, seed=0, packing=packing, heldout=1)
+    return open_data(data_sources(str(file)), None, asked)
+
+
 class Ours:
     """`ladderize adapt`, step by step."""
 
-    def __init__(
-        self, model: Path, data: Path, work: Path, args: argparse.Namespace, *, rows: int, packing: bool = True
-    ) -> None:
-        ranks = Ranks(0, 1, torch.device(args.device))
-        options = RetrainOptions(
-            data=parse_specs([str(data)]),
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.batches = loop, micro_batches(loop.rows, loop.options, loop.model, 0)
+
+    @staticmethod
+    def options(args: argparse.Namespace, rows: int) -> RetrainOptions:
+        return RetrainOptions(
+            data=data_sources("rows.npy"),
             train="all",
-            heldout=1,
             seq_len=args.seq_len,
-            packing=packing,
             budget=Budget(steps=10**6),
             batch_size=rows,
             micro_batch_size=rows,
@@ -96,19 +102,14 @@ class Ours:
             dtype=args.dtype,
             device=args.device,
         )
-        task = open_task(str(model), options, ranks, None)
-        self.stream, heldout = open_data(task.checkpoint, options, task.training)
-        self.trainer = make_trainer(
-            task, ranks, self.stream, heldout, TrainingFolder(work, {}), Console(), Trackers((), work, {}, ranks)
-        )
 
-    def steps(self, count: int) -> tuple[int, float, float]:
-        """Tokens, seconds, and the last loss."""
-        before, begin = self.trainer.progress.tokens, time.perf_counter()
+    def steps(self, count: int) -> tuple[int, float]:
+        """Return tokens and seconds."""
+        before, begin = self.loop.progress.tokens, time.perf_counter()
         for _ in range(count):
-            loss = self.trainer.step(0.0, lambda: False)["loss"]
-        synchronize(self.trainer.engine.ranks.device)
-        return self.trainer.progress.tokens - before, time.perf_counter() - begin, loss
+            self.loop.step(self.batches, 0.0, lambda: False)
+        synchronize(self.loop.accelerator.device)
+        return self.loop.progress.tokens - before, time.perf_counter() - begin
 
 
 class Clock(TrainerCallback):
@@ -116,7 +117,7 @@ class Clock(TrainerCallback):
     ours."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.begin, self.end, self.losses = device, None, 0.0, []
+        self.device, self.begin, self.end = device, None, 0.0
 
     def on_step_begin(self, *_, **__):
         if self.begin is None:
@@ -127,10 +128,6 @@ class Clock(TrainerCallback):
         synchronize(self.device)
         self.end = time.perf_counter()
 
-    def on_log(self, *_, logs=None, **__):
-        if logs and "loss" in logs:
-            self.losses.append(logs["loss"])
-
 
 class Theirs:
     """transformers' Trainer with its own loop; every round is a `train()` of a few steps that goes on with the
@@ -140,7 +137,7 @@ class Theirs:
         self.model = ladderize.load(model, dtype="float32").to(args.device).train()
         self.examples, self.rows, self.work, self.args, self.taken = examples, rows, work, args, 0
 
-    def steps(self, count: int) -> tuple[int, float, float]:
+    def steps(self, count: int) -> tuple[int, float]:
         examples = [self.examples[(self.taken + i) % len(self.examples)] for i in range(count * self.rows)]
         self.taken += len(examples)
         settings = TrainingArguments(
@@ -165,7 +162,7 @@ class Theirs:
         trainer = Trainer(model=self.model, args=settings, train_dataset=examples, data_collator=pad, callbacks=[clock])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-        return sum(len(example["input_ids"]) for example in examples), clock.end - clock.begin, clock.losses[-1]
+        return sum(len(example["input_ids"]) for example in examples), clock.end - clock.begin
 
 
 def pad(examples):
@@ -181,39 +178,75 @@ def pad(examples):
     return {name: torch.tensor(value) for name, value in batch.items()}
 
 
-def read_examples(stream, count: int):
-    """The stream's rows, one example each, as transformers wants them."""
-    rows = stream.take(count)
-    found = []
-    for row in rows:
-        labels = np.full(len(row), IGNORED_TARGET)
-        labels[1:] = row.targets[:-1]
-        found.append({"input_ids": row.ids.tolist(), "labels": labels.tolist()})
-    return found
+def examples_of(rows, count: int):
+    """Rows of one example each, as transformers wants them."""
+    return [
+        {"input_ids": row["input_ids"], "labels": [IGNORED_TARGET, *row["targets"][:-1]]}
+        for row in rows.select(range(min(count, len(rows))))
+    ]
 
 
-def same_loss(ours: Ours, theirs: Theirs) -> float:
-    """Relative difference of the loss of the same examples under the two models as they are; and neither trains on
-    them."""
-    place = ours.stream.place()
-    rows = ours.stream.take(4)
-    ours.stream.go_to(place)
+def same_loss(ours: Ours, theirs: Theirs, rows) -> float:
+    """Relative difference of the loss of the same examples under the two models as they are; nothing is trained.
+    rows: of one example each."""
+    model, device = ours.loop.model, ours.loop.accelerator.device
     with torch.no_grad():
-        sums = ours.trainer.engine.losses(ours.trainer.engine.to_device(collate(rows)))
-        own = float(sums[0]) / sum(int((row.targets != IGNORED_TARGET).sum()) for row in rows)
+        batch = Batch.of(collate(list(rows.select(range(4)))), device)
+        own = float(model.losses(batch)[0]) / len(batch.scored)
         total, count = 0.0, 0
-        for row in rows:
-            ids = torch.from_numpy(row.ids)[None].to(theirs.model.device)
-            positions = torch.from_numpy(row.positions)[None].to(theirs.model.device)
-            labels = np.full(len(row), IGNORED_TARGET)
-            labels[1:] = row.targets[:-1]
+        for example in examples_of(rows, 4):
+            ids, labels = (torch.tensor([example[name]], device=device) for name in ("input_ids", "labels"))
             scored = int((labels != IGNORED_TARGET).sum())
-            with torch.autocast(theirs.args.device, torch.bfloat16, enabled=theirs.args.dtype == "bfloat16"):
-                loss = theirs.model(
-                    ids, position_ids=positions, use_cache=False, labels=torch.from_numpy(labels)[None].to(ids.device)
-                ).loss
+            with torch.autocast(device.type, torch.bfloat16, enabled=theirs.args.dtype == "bfloat16"):
+                loss = theirs.model(ids, labels=labels, use_cache=False).loss
             total, count = total + float(loss) * scored, count + scored
     return abs(own - total / count) / abs(own)
+
+
+def measure(layout: str, folder: Path, args: argparse.Namespace) -> dict:
+    """Return the samples of all variants on one layout, interleaved, and their ratios."""
+    many = args.rows * 6
+    full, chat = (read_rows(folder / name, args).train for name in ("full.npy", "chat.jsonl"))
+    alone = read_rows(folder / "chat.jsonl", args, packing=False)
+    given = {("full", "ladderize"): (full, args.rows), ("chat", "ladderize"): (chat, args.rows)}
+    given["chat", "unpacked"] = (alone.train, many)
+    with ExitStack() as stack:
+        variants = {}
+        for key, (rows, count) in given.items():
+            work = folder / f"{layout}-{'-'.join(key)}"
+            opened = open_loop(folder / layout, Ours.options(args, count), rows, work)
+            variants[key] = Ours(stack.enter_context(opened)[1])
+        for kind, rows, count in (("full", full, args.rows), ("chat", alone.train, many)):
+            variants[kind, "Trainer"] = Theirs(folder / layout, examples_of(rows, 1024), folder, args, rows=count)
+        pairs = (("full", full), ("chat", alone.train))
+        differences = {
+            kind: same_loss(variants[kind, "ladderize"], variants[kind, "Trainer"], rows) for kind, rows in pairs
+        }
+        if max(differences.values()) > (1e-4 if args.dtype == "float32" else 0.02):
+            sys.exit(f"{layout}: the losses differ by {differences}; not the same work is timed")
+        samples = {"/".join(key): [] for key in variants}
+        for round_ in range(args.rounds + 2):
+            for key, variant in variants.items():
+                tokens, seconds = variant.steps(STEPS)
+                if round_ >= 2:  # two rounds of warm-up are not counted
+                    samples["/".join(key)].append(tokens / seconds)
+    medians = {key: statistics.median(values) for key, values in samples.items()}
+    ratios = {
+        "full: ladderize / Trainer": medians["full/ladderize"] / medians["full/Trainer"],
+        "chat: packed / unpacked": medians["chat/ladderize"] / medians["chat/unpacked"],
+        "chat: packed / Trainer": medians["chat/ladderize"] / medians["chat/Trainer"],
+    }
+    for key, value in medians.items():
+        print(f"{layout:8} {key:20} {value:10,.0f} tokens/s")
+    for key, value in ratios.items():
+        print(f"{layout:8} {key:28} {value:6.2f}x", flush=True)
+    return {
+        "tokens_per_s": samples,
+        "medians": medians,
+        "ratios": ratios,
+        "relative_loss_difference": differences,
+        "unpacked_padding_share_of_seq_len": alone.counts.padding_share,
+    }
 
 
 def main() -> None:
@@ -229,58 +262,19 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device, results = torch.device(args.device), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder, args)
         make_data(folder, args)
-        for layout in args.layouts.split(","):
-            model, many = folder / layout, args.rows * 6
-            variants = {
-                ("full", "ladderize"): Ours(model, folder / "full.npy", folder / f"{layout}-1", args, rows=args.rows),
-                ("chat", "ladderize"): Ours(model, folder / "chat.jsonl", folder / f"{layout}-2", args, rows=args.rows),
-                ("chat", "unpacked"): Ours(
-                    model, folder / "chat.jsonl", folder / f"{layout}-3", args, rows=many, packing=False
-                ),
-            }
-            full, chat = variants["full", "ladderize"], variants["chat", "unpacked"]
-            variants["full", "Trainer"] = Theirs(model, read_examples(full.stream, 256), folder, args, rows=args.rows)
-            variants["chat", "Trainer"] = Theirs(model, read_examples(chat.stream, 1024), folder, args, rows=many)
-            differences = {
-                "full": same_loss(full, variants["full", "Trainer"]),
-                "chat": same_loss(variants["chat", "ladderize"], variants["chat", "Trainer"]),
-            }
-            if max(differences.values()) > (1e-4 if args.dtype == "float32" else 0.02):
-                sys.exit(f"{layout}: the losses differ by {differences}; not the same work is timed")
-            samples = {f"{kind}/{who}": [] for kind, who in variants}
-            for round_ in range(args.rounds + 2):
-                for (kind, who), variant in variants.items():
-                    tokens, seconds, _ = variant.steps(STEPS)
-                    if round_ >= 2:  # two rounds of warm-up are not counted
-                        samples[f"{kind}/{who}"].append(tokens / seconds)
-            for variant in variants.values():
-                if isinstance(variant, Ours):
-                    variant.stream.close()
-                    padding = variant.stream.counts.padding_share
-            medians = {key: statistics.median(values) for key, values in samples.items()}
-            ratios = {
-                "full: ladderize / Trainer": medians["full/ladderize"] / medians["full/Trainer"],
-                "chat: packed / unpacked": medians["chat/ladderize"] / medians["chat/unpacked"],
-                "chat: packed / Trainer": medians["chat/ladderize"] / medians["chat/Trainer"],
-            }
-            results[layout] = {
-                "tokens_per_s": samples, "medians": medians, "ratios": ratios, "relative_loss_difference": differences,
-                "unpacked_padding_share_of_seq_len": padding,
-            }  # fmt: skip
-            for key, value in medians.items():
-                print(f"{layout:8} {key:20} {value:10,.0f} tokens/s")
-            for key, value in ratios.items():
-                print(f"{layout:8} {key:28} {value:6.2f}x", flush=True)
+        results = {layout: measure(layout, folder, args) for layout in args.layouts.split(",")}
     if args.out:
         record = {
-            "schema_version": 1, "environment": environment(Ranks(0, 1, device)).to_dict(),
-            "options": {k: str(v) for k, v in vars(args).items()}, "steps_per_round": STEPS, "results": results,
-        }  # fmt: skip
+            "schema_version": 1,
+            "environment": environment(Ranks(0, 1, torch.device(args.device))).to_dict(),
+            "options": {key: str(value) for key, value in vars(args).items()},
+            "steps_per_round": STEPS,
+            "results": results,
+        }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

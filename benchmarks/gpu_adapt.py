@@ -2,10 +2,12 @@
 announced?
 
     python benchmarks/gpu_adapt.py [--layers 4] [--steps 8] [--out FILE]
+    python benchmarks/gpu_adapt.py --device cpu --shape tiny --seq-len 64
 
 A random checkpoint with the 8B shape and few layers: full retraining and LoRA in bfloat16, with a dense teacher, with
 and without gradient checkpointing; tokens per second, and peak memory beside the announced one. Before that, steps of a
-small model in float32 on the GPU and on the CPU: correctness first.
+small model in float32 on the GPU and on the CPU, and steps that go on from a saved state: correctness first. Rows are
+made here, so that no ``datasets`` is needed.
 """
 
 import argparse
@@ -13,18 +15,23 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from gpu_spd import random_checkpoint
-from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
-from ladderize.adapt.retrain.run import Trackers, adapt_checkpoint, make_trainer, open_data
-from ladderize.adapt.retrain.state import TrainingFolder, read_metrics
-from ladderize.adapt.retrain.task import open_task
 
-from ladderize.adapt.data_specs import parse_specs
-from ladderize.console import Console
+from ladderize.adapt.data_specs import data_sources
+from ladderize.adapt.train.loop import Loop, micro_batches
+from ladderize.adapt.train.memory import estimate
+from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
+from ladderize.adapt.train.run import make_model, open_accelerator, reset_accelerate
+from ladderize.adapt.train.states import TrainingFolder
+from ladderize.adapt.train.task import Launch, Task, open_task
+from ladderize.console import SILENT
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.group import Ranks
@@ -37,88 +44,95 @@ SMALL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
+    "head_dim": 8,
+    "vocab_size": 512,
 }
 RECIPES = {"ladder": Recipe(ladder="all"), "spd": Recipe(spd="all", sync_tp_size=8)}
+Rows = list[dict[str, list[int]]]
 
 
-def make(folder: Path, config: dict, dtype: torch.dtype, device: torch.device, rows: int, tokens: int) -> None:
+def make_models(folder: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
     random_checkpoint(folder / "dense", config, dtype, device)
     for name, recipe in RECIPES.items():
         convert_checkpoint(str(folder / "dense"), folder / name, recipe, verify=False)
-    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, config["vocab_size"], (rows, tokens)))
 
 
-def options_for(folder: Path, device: str, **more) -> RetrainOptions:
-    return RetrainOptions(
-        data=parse_specs([str(folder / "ids.npy")]),
-        distill_from=str(folder / "dense"),
-        objective=Objective(0.5),
-        device=device,
-        heldout=2,
-        warmup_steps=0,
-        **more,
-    )
+def packed_rows(count: int, tokens: int, vocab: int) -> Rows:
+    """Return rows as packing makes them, of two examples each: random ids, of which all but the first are targets."""
+    found = []
+    for ids in np.random.default_rng(0).integers(3, vocab, (count, tokens)):
+        targets = np.append(ids[1:], -100)
+        targets[tokens // 3 - 1] = -100  # the last of the first example
+        lengths = [tokens // 3, tokens - tokens // 3]
+        found.append({"input_ids": ids.tolist(), "targets": targets.tolist(), "lengths": lengths})
+    return found
 
 
-def agrees_with_the_cpu(folder: Path, device: str) -> dict[str, float]:
-    """The largest relative difference of a loss in float32 between the devices, by method."""
-    config = {**read_shape("8b"), **SMALL, "head_dim": 8, "vocab_size": 512, "max_position_embeddings": 256}
-    make(folder, config, torch.float32, torch.device("cpu"), 200, 128)
-    worst = {}
+def options_for(folder: Path, device: str, **more: Any) -> RetrainOptions:
+    given = {"objective": Objective(0.5), "warmup_steps": 0, "budget": Budget(steps=1000)} | more
+    return RetrainOptions(data=data_sources("rows.npy"), distill_from=str(folder / "dense"), device=device, **given)
+
+
+@contextmanager
+def open_loop(model: Path, options: RetrainOptions, rows: Any, work: Path) -> Iterator[tuple[Task, Loop]]:
+    """Yield the training of a model on rows, before its first step, as ``adapt`` makes it on one process."""
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
+    task = open_task(str(model), options, Launch(device.type), None)
+    reset_accelerate()
+    accelerator = open_accelerator(options, work, "bf16" if task.compute == torch.bfloat16 else None)
+    trained = make_model(task, accelerator, Ranks(0, 1, device), SILENT)
+    with TrainingFolder(work, {}) as folder:
+        yield task, Loop(trained, rows, list(rows[:2]), task.training, folder, SILENT, task.stored)
+    reset_accelerate()
+
+
+def losses(loop: Loop, count: int, first: int = 0) -> list[float]:
+    batches = micro_batches(loop.rows, loop.options, loop.model, first * loop.options.batch_size)
+    return [loop.step(batches, 0.0, lambda: False)["loss"] for _ in range(count)]
+
+
+def agrees(folder: Path, device: str) -> dict[str, float]:
+    """Return the largest relative differences of a loss in float32: to the CPU, and of steps that go on from a state,
+    by method."""
+    config = {**read_shape("8b"), **SMALL, "max_position_embeddings": 256}
+    make_models(folder, config, torch.float32, torch.device("cpu"))
+    rows, worst = packed_rows(64, 128, config["vocab_size"]), {}
     for method in ("full", "lora"):
-        losses = []
-        for number, where in enumerate(("cpu", device)):
-            out = folder / f"{method}-{number}"
-            options = options_for(
-                folder,
-                where,
-                method=method,
-                budget=Budget(steps=6),
-                batch_size=8,
-                seq_len=256,
-                lr=1e-3,
-                dtype="float32",
-            )
-            adapt_checkpoint(str(folder / "ladder"), str(out), options, console=Console(True), verify=False)
-            losses.append(read_metrics(out / "metrics.jsonl", "loss"))
-        worst[method] = max(abs(a / b - 1) for a, b in zip(*losses, strict=True))
+        found = []
+        for where in ("cpu", device):
+            more = {"method": method, "batch_size": 8, "micro_batch_size": 4, "seq_len": 128, "dtype": "float32"}
+            options, work = options_for(folder, where, lr=1e-3, **more), folder / f"{method}-{len(found)}"
+            with open_loop(folder / "ladder", options, rows, work) as (_, loop):
+                first = losses(loop, 3)
+                loop.folder.save(loop.progress, loop.model)
+                found.append([*first, *losses(loop, 3, first=3)])
+        with open_loop(folder / "ladder", options, rows, work) as (_, loop):
+            loop.progress = loop.folder.load(3, loop.model)
+            resumed = losses(loop, 3, first=3)
+        worst[method] = max(abs(a / b - 1) for a, b in zip(*found, strict=True))
+        worst[f"{method}, resumed"] = max(abs(a / b - 1) for a, b in zip(resumed, found[1][3:], strict=True))
     return worst
 
 
-def measure(folder: Path, model: str, device: torch.device, steps: int, **more) -> dict:
-    """Tokens per second (median of steps, two of warm-up not counted) and memory of steps of one configuration."""
-    ranks = Ranks(0, 1, device)
-    options = options_for(
-        folder,
-        device.type,
-        budget=Budget(steps=1000),
-        seq_len=2048,
-        batch_size=4,
-        micro_batch_size=2,
-        lr=1e-5,
-        train="converted",
-        **more,
-    )
-    task = open_task(str(folder / model), options, ranks, None)
-    if device.type == "cuda":
+def measure(folder: Path, model: str, rows: Rows, device: str, steps: int, **more: Any) -> dict[str, Any]:
+    """Return tokens per second (median of steps, two of warm-up not counted) and memory of one configuration."""
+    seq_len = len(rows[0]["input_ids"])
+    options = options_for(folder, device, seq_len=seq_len, batch_size=4, micro_batch_size=2, lr=1e-5, **more)
+    if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    stream, heldout = open_data(task.checkpoint, options, task.training)
-    with stream, tempfile.TemporaryDirectory() as work, TrainingFolder(Path(work), {}) as training:
-        trainer = make_trainer(
-            task, ranks, stream, heldout, training, Console(True), Trackers((), Path(work), {}, ranks)
-        )
-        samples = [trainer.step(0.0, lambda: False)["tokens_per_s"] for _ in range(steps + 2)][2:]
+    with tempfile.TemporaryDirectory() as work, open_loop(folder / model, options, rows, Path(work)) as (task, loop):
+        batches = micro_batches(rows, task.training, loop.model, 0)
+        samples = [loop.step(batches, 0.0, lambda: False)["tokens_per_s"] for _ in range(steps + 2)][2:]
         begin = time.perf_counter()
-        trainer.save(stream.place())
+        loop.folder.save(loop.progress, loop.model)
         seconds = time.perf_counter() - begin
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return {
         "tokens_per_s": statistics.median(samples),
         "samples": samples,
         "save_seconds": seconds,
-        "peak_memory_bytes": peak,
-        "announced_memory_bytes": task.demand(1).total,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "announced_memory_bytes": estimate(task).memory_bytes,
     }
 
 
@@ -126,25 +140,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--shape", default="8b")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--shape", default="8b", help="tiny: the one that is compared with the CPU's")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
     results = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "small").mkdir()
-        worst = agrees_with_the_cpu(folder / "small", args.device)
-        print(
-            "largest relative difference of a loss to the CPU:",
-            ", ".join(f"{key} {value:.1e}" for key, value in worst.items()),
-            flush=True,
-        )
-        assert max(worst.values()) < 1e-2, "the GPU computes something else"
-        config = {**read_shape(args.shape), "num_hidden_layers": args.layers, "max_position_embeddings": 2048}
-        (folder / "large").mkdir()
-        make(folder / "large", config, torch.bfloat16, device, 400, 2048)
+        worst = agrees(folder / "small", args.device)
+        print("largest relative difference of a loss:", ", ".join(f"{key} {value:.1e}" for key, value in worst.items()))
+        assert max(worst.values()) < 1e-2, "the GPU, or what goes on from a state, computes something else"
+        shape = {**read_shape("8b"), **SMALL} if args.shape == "tiny" else read_shape(args.shape)
+        config = {**shape, "num_hidden_layers": args.layers, "max_position_embeddings": args.seq_len}
+        make_models(folder / "large", config, torch.bfloat16, torch.device(args.device))
+        rows = packed_rows(32, args.seq_len, config["vocab_size"])
         for label, model, more in (
             ("ladder, full", "ladder", {}),
             ("ladder, full, checkpointing", "ladder", {"gradient_checkpointing": True}),
@@ -152,23 +162,22 @@ def main() -> None:
             ("spd, full", "spd", {}),
             ("spd, lora", "spd", {"method": "lora"}),
         ):
-            results[label] = found = measure(folder / "large", model, device, args.steps, **more)
-            peak = f"{found['peak_memory_bytes'] / 1e9:7.2f} GB" if found["peak_memory_bytes"] else "      -"
-            announced = found["announced_memory_bytes"] / 1e9
+            results[label] = found = measure(folder / "large", model, rows, args.device, args.steps, **more)
+            peak, announced = (found[f"{key}_memory_bytes"] for key in ("peak", "announced"))
+            shown = f"{peak / 1e9:7.2f} GB" if peak else "      -"
             print(
-                f"{label:30} {found['tokens_per_s']:10,.0f} tokens/s  peak {peak}, announced {announced:7.2f} GB",
+                f"{label:30} {found['tokens_per_s']:10,.0f} tokens/s  peak {shown}, announced {announced / 1e9:.2f} GB",
                 flush=True,
             )
     if args.out:
-        record = {
+        document = {
             "schema_version": 1,
-            "environment": environment(Ranks(0, 1, device)).to_dict(),
-            "layers": args.layers,
-            "shape": args.shape,
-            "relative_loss_difference_to_cpu": worst,
+            "environment": environment(Ranks(0, 1, torch.device(args.device))).to_dict(),
+            "options": {key: str(value) for key, value in vars(args).items()},
+            "relative_loss_differences": worst,
             "results": results,
         }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

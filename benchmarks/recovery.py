@@ -2,7 +2,6 @@
 
     python benchmarks/recovery.py OUT.json [--models demo,stories] [--prose MODEL] [--layouts ...] [--recipes ...]
         [--tokens 16k,60k] [--seeds 0,1,2] [--lr-factors 1] [--jobs 2]
-    python benchmarks/recovery.py OUT.json --plot STEM
 
 Every cell is a run of ``ladderize.adapt_checkpoint``, ``adapt_blocks`` or ``align_checkpoint`` with the options that a
 user gets by default, on one thread, and is judged in float32 on texts that nothing was trained on; of the demo model
@@ -136,12 +135,11 @@ def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Pa
 
 
 def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> Path:
-    from ladderize.adapt.retrain.options import FULL_LR, WIDTH, Budget, Objective, RetrainOptions
-    from ladderize.adapt.retrain.run import adapt_checkpoint
-
     from ladderize.adapt.blockwise.distill import adapt_blocks
     from ladderize.adapt.blockwise.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions, DistillOptions
     from ladderize.adapt.data_specs import parse_specs
+    from ladderize.adapt.train.options import FULL_LR, WIDTH, Budget, Objective, RetrainOptions
+    from ladderize.adapt.train.run import adapt_checkpoint
     from ladderize.blocks import open_checkpoint
 
     hidden = int(open_checkpoint(str(bench.model)).config["hidden_size"])
@@ -176,7 +174,6 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
         lr=None if cell.lr_factor is None else cell.lr_factor * FULL_LR * WIDTH / hidden,
         heldout=64,
         eval_every=10**6,
-        save_every=10**6,
         seed=cell.seed,
         dtype="float32",
         write="last",
