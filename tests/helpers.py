@@ -208,7 +208,7 @@ def listing(folder: Path) -> list[str]:
 
 def training_command(name: str, place: Path, out: Path) -> list[object]:
     """The arguments of a short command of each kind that trains on what is in the fixture ``place``."""
-    same = ["--data", place / "ids.npy", "--threads", 1, "--device", "cpu"]
+    same = ["--data", place / "ids.npy", "--device", "cpu"]
     adapt = ["adapt", place / "spd", out, *same, "--write", "last"]
     retraining = [*adapt, "--max-steps", 3, "--batch-size", 2, "--seq-len", 16]
     taught = [*adapt, "--no-verify", "--distill-from", place / "dense", "--method"]
@@ -217,8 +217,8 @@ def training_command(name: str, place: Path, out: Path) -> list[object]:
         "full": [*retraining, "--no-verify"],
         "lora": [*retraining, "--method", "lora", "--lora-rank", 2],
         "align": [*taught, "align"],
-        "blocks": [*taught, "blocks", "--epochs", 1],
-        "spd": [*spd, "--epochs", 1],
+        "blocks": [*taught, "blocks", "--samples", 8],
+        "spd": [*spd, "--threads", 1, "--epochs", 1],
     }[name]
 
 

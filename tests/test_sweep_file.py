@@ -9,7 +9,7 @@ from ladderize.commands.adapt import adapt_options
 from ladderize.tradeoff.sweep import builder, execute, run
 from ladderize.tradeoff.sweep.builder import Inputs
 from ladderize.tradeoff.sweep.hosts import OtherHost
-from ladderize.tradeoff.sweep.launch import Launch
+from ladderize.tradeoff.sweep.launch import StageLaunch
 from ladderize.tradeoff.sweep.stages import Stage, adapt_words, asked_by
 from ladderize.tradeoff.sweep.sweep_file import sweep_spec
 from ladderize.tradeoff.sweep.workers import ThisHost
@@ -205,7 +205,7 @@ def test_no_two_stages_share_a_gpu_and_the_widest_waits_for_none_that_is_ready(t
             started.append(stage.title)
 
     def stage(title, gpus, kind="eval", hosts=1):
-        return Stage.of(kind, title, {"title": title}, lambda output: (), launch=Launch(gpus=gpus, hosts=hosts))
+        return Stage.of(kind, title, {"title": title}, lambda output: (), launch=StageLaunch(gpus=gpus, hosts=hosts))
 
     running = Fake(tmp_path, None, jobs, ThisHost(tmp_path, ("a", "b", "c", "d")), [], lambda *_: None)
     stages = [stage("one", 1), stage("two", 2), stage("timed", 0, "bench"), stage("none", 0), stage("more", 3)]
