@@ -6,7 +6,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -220,6 +221,23 @@ def training_command(name: str, place: Path, out: Path) -> list[object]:
         "blocks": [*taught, "blocks", "--samples", 8],
         "spd": [*spd, "--threads", 1, "--epochs", 1],
     }[name]
+
+
+@contextlib.contextmanager
+def python_options(**values: object) -> Iterator[None]:
+    """Give the command ``adapt`` options of align and blocks that only Python can name."""
+    from ladderize.commands import adapt
+
+    made = adapt._window_options
+
+    def named(*arguments: object) -> object:
+        options = made(*arguments)
+        own = {name: value for name, value in values.items() if hasattr(options, name)}
+        rest = {name: value for name, value in values.items() if name not in own}
+        return replace(options, **own, **({"distill": replace(options.distill, **rest)} if rest else {}))
+
+    with mock.patch.object(adapt, "_window_options", named):
+        yield
 
 
 def assert_there_and_back(kind: type[Record], document: dict[str, object]) -> None:
