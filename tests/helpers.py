@@ -80,7 +80,7 @@ FAMILIES = {
 
 # Adam's first step is as long for a gradient that all but cancels, of which rounding decides the sign. Gradients that
 # are clipped to this norm leave of such a one less than Adam's epsilon: then runs that round otherwise train the same.
-CLIPPED = ("--max-gradient", 1e-4)
+CLIPPED = ("--max-grad-norm", 1e-4)
 
 
 def make_layout(name: str) -> Layout:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from ladderize.adapt.retrain.memory_estimate import Demand
-from ladderize.adapt.retrain.options import Budget, RetrainOptions
-from ladderize.adapt.retrain.run import adapt_checkpoint
-from ladderize.adapt.retrain.state import read_metrics
-from ladderize.adapt.retrain.task import open_task
+from ladderize.adapt.train.options import Budget, RetrainOptions
+from ladderize.adapt.train.run import adapt_checkpoint
+from ladderize.adapt.train.states import read_metrics
+from ladderize.adapt.train.task import open_task
 from ladderize.ranks.training import wants_fsdp
 
 from ladderize.adapt.data_specs import data_sources
@@ -29,7 +29,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.schedule import Schedule
 from tests import warm
 from tests.helpers import CLIPPED, SHAPE, all_gone, edit_json, invoke, invoke_well, listing, one_sentence, save_llama
-from tests.retrain.commands import check_same_run
+from tests.train.commands import check_same_run
 
 LENGTH, ROWS = 16, 32
 

@@ -6,8 +6,8 @@ from unittest import mock
 
 import torch
 from ladderize.adapt.retrain import tensor_parallel
-from ladderize.adapt.retrain.run import make_engine, retrain
-from ladderize.adapt.retrain.task import RetrainJob, open_task
+from ladderize.adapt.train.run import make_engine, retrain
+from ladderize.adapt.train.task import RetrainJob, open_task
 from ladderize.adapt.retrain.tensor_parallel import TPEngine
 
 from ladderize.console import SILENT

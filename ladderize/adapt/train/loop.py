@@ -289,13 +289,8 @@ class Loop:
         """Score the held-out rows with the weights as OUT would hold them, write the result down, and keep the weights
         if they are the best. advance: is told of the rows that were scored."""
         progress, model = self.progress, self.model
-        sums = torch.zeros(5, device=self.accelerator.device, dtype=torch.float64)
         with model.evaluating(self.stored):
-            for batch in self.heldout_batches(advance):
-                sums[:3] += model.losses(batch)
-                sums[3:] += sums.new_tensor([len(batch.scored), int((batch.targets >= IGNORED_TARGET).sum())])
-            entropy, divergence, hidden, scored, tokens = model.sum(sums).tolist()
-            scores = Scores(entropy / scored, divergence / scored, round(scored), hidden / tokens)
+            scores = self.score(advance)
             loss = scores.criterion(self.options.objective)
             progress.last_loss, progress.last_perplexity = loss, scores.perplexity
             if progress.best_loss is None or loss < progress.best_loss:
@@ -315,6 +310,15 @@ class Loop:
             values["heldout_hidden_error"] = scores.hidden_error
         self.write(values)
         return scores
+
+    def score(self, advance: Callable[[int], None]) -> Scores:
+        """Return the losses of the held-out rows under the weights as they are; every rank takes its part of them."""
+        sums = torch.zeros(5, device=self.accelerator.device, dtype=torch.float64)
+        for batch in self.heldout_batches(advance):
+            sums[:3] += self.model.losses(batch)
+            sums[3:] += torch.stack((batch.targets >= 0, batch.targets >= IGNORED_TARGET)).sum((1, 2))
+        entropy, divergence, hidden, scored, tokens = self.model.sum(sums).tolist()
+        return Scores(entropy / scored, divergence / scored, round(scored), hidden / tokens)
 
     def heldout_batches(self, advance: Callable[[int], None]) -> Iterator[Batch]:
         """Yield a rank's part of the held-out rows in micro-batches, as many on every rank: FSDP gathers parameters in

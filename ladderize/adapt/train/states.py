@@ -2,6 +2,7 @@
 OUT."""
 
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class TrainingFolder(WorkFolder):
     COMMAND = "adapt --method full or lora"
     CONTENT = (*WorkFolder.CONTENT, STEP, f"{STEP}.part", STEP_WEIGHTS, f"{STEP_WEIGHTS}.part", METRICS)
     OPTION = "OUT"
+    at: int | None = None  # the step of the state that this process wrote or read last
     ADVICE = "give the old value again, start again with --resume no"
 
     def has_work(self) -> bool:
@@ -92,6 +94,8 @@ class TrainingFolder(WorkFolder):
     def save(self, progress: Progress, model: TrainingModel) -> None:
         """Write this step's state beside the others, and rename it when it is whole; the last ones stay, and the best
         weights. All ranks call it."""
+        if self.at == progress.step:
+            return  # without it a run that is killed while it is written anew would have none
         accelerator, path = model.accelerator, self.state_path(progress.step)
         part = path.with_suffix(".part")
         if accelerator.is_main_process:
@@ -117,6 +121,7 @@ class TrainingFolder(WorkFolder):
             for old in set(self.folder.glob(STEP_WEIGHTS)) - {self.weights(progress.kept_step or 0)}:
                 old.unlink()
         accelerator.wait_for_everyone()
+        self.at = progress.step
 
     def load(self, step: int, model: TrainingModel) -> Progress:
         """Go on from a state; raises UserError for one that is damaged."""
@@ -124,10 +129,14 @@ class TrainingFolder(WorkFolder):
         try:
             progress = Progress.from_dict(read_json(path / STATE), STATE)
             model.load(path)
-        except (OSError, ValueError, KeyError, RuntimeError, EOFError, UserError, SafetensorError) as error:
+        except (
+            *(OSError, ValueError, KeyError, RuntimeError, EOFError, UserError),
+            *(SafetensorError, pickle.UnpicklingError),
+        ) as error:
             raise UserError(
                 f"{path} is damaged ({sentence(error)[:200]}); delete it to resume from the state before it"
             ) from None
+        self.at = step
         return progress
 
     def save_weights(self, step: int, model: TrainingModel, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
 from ladderize.adapt.lora import add_adapters
 from ladderize.adapt.methods import FLASH, FLEX
@@ -174,13 +175,19 @@ def open_model(checkpoint: Checkpoint, layout: Layout, attention: str, *, collec
     """Return the model of a checkpoint as it is stored, of our own class also where it is dense. collecting: layers can
     tell what their sub-modules add to the stream. device: None leaves the weights to Accelerate, which shards them."""
     blocks = Blocks(checkpoint, torch.float32, torch.device("cpu"))
-    model = ladderized_class(blocks.family, "ForCausalLM").from_pretrained(
-        checkpoint.folder,
-        config=blocks.model_config(layout),
-        dtype="auto",
-        use_safetensors=True,
-        **({} if device is None else {"device_map": {"": device}}),
-    )
+    kind, had_bars = ladderized_class(blocks.family, "ForCausalLM"), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = kind.from_pretrained(
+            checkpoint.folder,
+            config=blocks.model_config(layout),
+            dtype="auto",
+            use_safetensors=True,
+            **({} if device is None else {"device_map": {"": device}}),
+        )
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
     model.config._attn_implementation = attention
     if attention == "sdpa" and not any(blocks.decoder.windows):  # masks of windows are left to transformers
         ALL_ATTENTION_FUNCTIONS.register(SDPA_AS_TOLD, ALL_ATTENTION_FUNCTIONS["sdpa"])

@@ -7,11 +7,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from ladderize.adapt.retrain import run
-from ladderize.adapt.retrain.state import read_metrics
 from torch.nn.functional import cross_entropy
 
 import ladderize
+from ladderize.adapt.train import run
+from ladderize.adapt.train.states import read_metrics
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from tests.helpers import all_tensors, invoke, one_sentence
@@ -23,7 +23,7 @@ LENGTH, ROWS = 24, 40
 def arguments(place, out, *more, model="both", steps=6, without=()):
     """The command; ``more`` wins over what is given here. out: None to name none. without: options to leave out."""
     given = {"--data": place / "ids.npy", "--eval-data": place / "eval.npy", "--max-steps": steps, "--batch-size": 4}
-    given |= {"--seq-len": 2 * LENGTH, "--lr": "3e-3", "--threads": 1, "--device": "cpu"}
+    given |= {"--seq-len": 2 * LENGTH, "--lr": "3e-3", "--device": "cpu"}
     given["--write"] = "last"  # what random models learn need not show on other data
     given = {name: value for name, value in given.items() if name not in (*more, *without)}
     switches = [] if "lora" in more else ["--no-verify"]

@@ -6,7 +6,7 @@ import pytest
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from tests.helpers import SHAPE, save_llama
-from tests.retrain.commands import LENGTH, ROWS
+from tests.train.commands import LENGTH, ROWS
 
 
 @pytest.fixture(scope="session")

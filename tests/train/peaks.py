@@ -7,12 +7,12 @@ from unittest import mock
 import torch
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain.memory_estimate import OTHER_BYTES, demand_of
-from ladderize.adapt.retrain.run import retrain
-from ladderize.adapt.retrain.task import RetrainJob
 from ladderize.adapt.retrain.trainer import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ladderize.adapt.train.run import retrain
+from ladderize.adapt.train.task import RetrainJob
 from ladderize.console import SILENT
 
 

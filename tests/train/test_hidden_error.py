@@ -5,21 +5,21 @@ import json
 import pytest
 import torch
 from ladderize.adapt.retrain import hf_model
-from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher, trained_parameters
-from ladderize.adapt.retrain.options import Objective
-from ladderize.adapt.retrain.state import read_metrics
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ladderize.adapt.data.examples import Example
 from ladderize.adapt.data.packing import collate, pack, segments
 from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, lora_config
+from ladderize.adapt.train.options import Objective
+from ladderize.adapt.train.states import read_metrics
+from ladderize.adapt.train.student import HFEngine, ModelSetup, build_student, build_teacher, trained_parameters
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.commands.adapt import adapt_options
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 from ladderize.tradeoff.sweep.stages import adapt_words, asked_by
 from tests.helpers import FAMILIES, LAYOUTS, fresh_rng, make_layout, make_model, one_sentence
 from tests.oracle import Oracle
-from tests.retrain.commands import CPU, adapt, losses_of, succeed
+from tests.train.commands import CPU, adapt, losses_of, succeed
 
 SCALE = 5.0 / 3  # of LoRA
 

@@ -13,7 +13,7 @@ import ladderize
 from ladderize.checkpoint.opening import read_config
 from ladderize.layout import Layout
 from tests.helpers import all_tensors, changed_tensors, invoke, invoke_well, listing, one_sentence, save_llama
-from tests.retrain.commands import adapt, losses_of, succeed
+from tests.train.commands import adapt, losses_of, succeed
 
 
 def plain(folder):

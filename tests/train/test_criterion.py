@@ -5,22 +5,20 @@ import math
 
 import numpy as np
 import pytest
-from ladderize.adapt.retrain import outcome, trainer
-from ladderize.adapt.retrain.options import Objective
-from ladderize.adapt.retrain.state import read_metrics
 
+from ladderize.adapt.train.loop import Loop, Scores
+from ladderize.adapt.train.options import Objective
+from ladderize.adapt.train.states import read_metrics
 from tests.helpers import listing, one_sentence
-from tests.retrain.commands import adapt, stopped_before_the_end, succeed
+from tests.train.commands import adapt, succeed
 
 BEST = ("--write", "best", "--eval-every", 1)
 
 
 def scripted(monkeypatch, values):
-    """Each validation has the next of these cross-entropies and divergences, and the weights as they are stored the
-    last ones."""
+    """Each validation has the next of these cross-entropies and divergences."""
     values = iter(values)
-    for module in (trainer, outcome):
-        monkeypatch.setattr(module, "score", lambda *arguments: trainer.Scores(*next(values), tokens=9))
+    monkeypatch.setattr(Loop, "score", lambda self, advance: Scores(*next(values), tokens=9))
 
 
 @pytest.mark.parametrize(
@@ -35,8 +33,8 @@ def scripted(monkeypatch, values):
 )
 def test_the_criterion_is_the_loss_without_the_hidden_error(objective, name, expected):
     assert objective.criterion.label == name
-    assert trainer.Scores(3.0, 0.5, 9, 7.0).criterion(objective) == pytest.approx(expected)
-    assert trainer.Scores(math.nan, math.nan, 9).criterion(objective) == math.inf
+    assert Scores(3.0, 0.5, 9, 7.0).criterion(objective) == pytest.approx(expected)
+    assert Scores(math.nan, math.nan, 9).criterion(objective) == math.inf
 
 
 def test_a_model_better_than_the_dense_one_is_brought_back_to_it(place, tmp_path):
@@ -56,7 +54,7 @@ def test_a_model_better_than_the_dense_one_is_brought_back_to_it(place, tmp_path
 
 
 def test_the_step_of_least_divergence_is_written(place, tmp_path, monkeypatch):
-    scripted(monkeypatch, [(3.0, 0.5), (3.1, 0.4), (3.2, 0.2), (2.9, 0.3), (3.2, 0.2)])
+    scripted(monkeypatch, [(3.0, 0.5), (3.1, 0.4), (3.2, 0.2), (2.9, 0.3)])
     told = adapt(place, tmp_path / "out", "--distill-from", place / "dense", *BEST, steps=3)
     assert told.code == 0, told.stderr
     assert "before training: held-out KL 0.5, perplexity 20.0855; dense model (target)" in told.stderr
@@ -74,31 +72,7 @@ def test_the_step_of_least_divergence_is_written(place, tmp_path, monkeypatch):
     ],
 )
 def test_a_divergence_that_rises_is_refused(place, tmp_path, monkeypatch, more, said):
-    scripted(monkeypatch, [(3.0, 0.2), (2.99, 0.3), (2.99, 0.3)])
+    scripted(monkeypatch, [(3.0, 0.2), (2.99, 0.3)])
     refused = adapt(place, tmp_path / "out", "--distill-from", place / "dense", *more, *BEST, steps=1)
     assert f"training never lowered the held-out {said}, so nothing is written" in one_sentence(refused)
     assert listing(tmp_path) == ["out.ladderize-work"]
-
-
-@pytest.mark.parametrize(
-    ("weight", "more", "then", "step", "criterion"),
-    [
-        (1, 0, (9.0, 0.3), 2, ("KL", 0.5, 0.3)),  # nothing is trained; it was refused for its perplexity
-        (1, 1, (3.3, 0.35), 2, ("KL", 0.5, 0.35)),  # step 3 is worse than step 2, which is kept
-        (1, 1, (3.3, 0.25), 3, ("KL", 0.5, 0.25)),
-        (0, 1, (2.9, 0.0), 3, ("cross-entropy", 3.0, 2.9)),
-    ],
-)
-def test_a_state_of_an_earlier_version(place, tmp_path, monkeypatch, weight, more, then, step, criterion):
-    """It knows the best step and the one before the first by their perplexities only."""
-    taught = [*BEST, *(("--distill-from", place / "dense") if weight else ())]
-    scripted(monkeypatch, [(3.0, 0.5), (3.1, 0.4), (3.2, 0.3)])
-    stopped_before_the_end(place, tmp_path / "out", *taught, steps=2)
-    state = tmp_path / "out.ladderize-work" / "step-00000002" / "state.json"
-    content = json.loads(state.read_text())
-    assert (content.pop("best_loss"), content.pop("before_loss")) == ((0.3, 0.5) if weight else (3.0, 3.0))
-    state.write_text(json.dumps({**content, "best_step": 0, "best_perplexity": content["before_perplexity"]}))
-    scripted(monkeypatch, [then] * (1 + more))
-    document = succeed(place, tmp_path / "out", *taught, steps=2 + more)
-    assert document["written_step"] == step
-    assert document["criterion"] == dict(zip(("name", "before", "after"), criterion, strict=True))

@@ -5,14 +5,14 @@ import re
 
 import pytest
 import torch
-from ladderize.adapt.retrain.hf_model import HFEngine
-from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
-from ladderize.adapt.retrain.run import adapt_checkpoint
-from ladderize.adapt.retrain.state import read_metrics
 from safetensors.torch import load_file
 
 from ladderize.adapt.data_specs import parse_specs
 from ladderize.adapt.lora import LoraOptions
+from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
+from ladderize.adapt.train.run import adapt_checkpoint
+from ladderize.adapt.train.states import read_metrics
+from ladderize.adapt.train.student import HFEngine
 from ladderize.blocks import open_checkpoint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
@@ -23,7 +23,7 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.weights import build_weights
 from tests.helpers import BIASES, CLIPPED, save_llama
-from tests.retrain.commands import LENGTH, losses_of
+from tests.train.commands import LENGTH, losses_of
 from tests.training_groups import Killed, failing, losses_of_zeros, retrain_all
 
 STEPS, FEW, LEAST = 16, 8, 4

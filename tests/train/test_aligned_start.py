@@ -2,15 +2,14 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
-from ladderize.adapt.retrain import run
-from ladderize.adapt.retrain.options import Budget, RetrainOptions
-from ladderize.adapt.retrain.task import left_by_alignment
 
+from ladderize.adapt.train import run
+from ladderize.adapt.train.options import Budget, RetrainOptions
+from ladderize.adapt.train.task import left_by_alignment
 from tests.helpers import all_tensors, invoke, invoke_well, listing, one_sentence
-from tests.retrain.commands import adapt, losses_of, same_weights, succeed
+from tests.train.commands import adapt, losses_of, same_weights, succeed
 
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32}
 
@@ -38,7 +37,7 @@ def test_it_is_an_alignment_and_a_retraining_of_that(place, done, tmp_path):
     assert listing(done) == ["out", "out-aligned"]
     alone = invoke(
         *("adapt", place / "both", tmp_path / "beside", "--method", "align", "--distill-from", place / "dense"),
-        *("--data", place / "ids.npy", "--seq-len", 48, "--threads", 1, "--device", "cpu", "--write", "last"),
+        *("--data", place / "ids.npy", "--seq-len", 48, "--device", "cpu", "--write", "last"),
         "--no-verify",
     )
     assert alone.code == 0, alone.stderr
@@ -105,7 +104,7 @@ def test_an_adapter_belongs_to_the_aligned_checkpoint(place, tmp_path):
 def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypatch):
     """Stopped after the alignment, the same command trains on from there; done, it finds both."""
     with monkeypatch.context() as patch:
-        patch.setattr("ladderize.adapt.retrain.run.retrain", lambda *_: 1 / 0)
+        patch.setattr("ladderize.adapt.train.run.retrain", lambda *_: 1 / 0)
         assert aligned(place, tmp_path / "out").code != 0
     assert listing(tmp_path) == ["out-aligned"]
     monkeypatch.setattr("ladderize.adapt.align.align.align", lambda *_, **__: pytest.fail("aligned again"))
@@ -135,15 +134,6 @@ def test_what_is_refused(place, done, tmp_path):
     assert "was retrained already (full); align before that" in one_sentence(again)
     assert "--align needs --distill-from DENSE" in one_sentence(adapt(place, tmp_path / "out", "--align"))
     assert listing(tmp_path) == []
-
-
-def test_rows_that_training_skips_are_skipped_by_the_alignment_too(place, tmp_path):
-    ids = np.load(place / "ids.npy")
-    lines = [json.dumps({"input_ids": row.tolist()}) for row in ids]
-    (tmp_path / "a.jsonl").write_text("\n".join(["{", *lines, '{"input_ids": [7]}']))  # found at opening, and later
-    more = ["--data", tmp_path / "a.jsonl"]
-    assert "a.jsonl, line 1: is not JSON" in one_sentence(aligned(place, tmp_path / "no", *more))
-    well_aligned(place, tmp_path / "out", *more, "--skip-bad-rows")
 
 
 def test_beside_the_folder_where_one_is(place, tmp_path, monkeypatch):

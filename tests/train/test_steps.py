@@ -1,34 +1,26 @@
 """A step against a plain loop, what it trains, and that how it is cut changes nothing."""
 
+import itertools
 import json
 import math
-import re
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from ladderize.adapt.retrain import outcome
-from ladderize.adapt.retrain import run as retraining
-from ladderize.adapt.retrain import trainer as training
-from ladderize.adapt.retrain.engine import BETAS, EPSILON
-from ladderize.adapt.retrain.hf_model import (
-    ModelSetup,
-    build_student,
-    build_teacher,
-    trained_parameters,
-    trained_tensors,
-)
-from ladderize.adapt.retrain.options import Budget
 from torch.nn.functional import cross_entropy
 
 import ladderize
 from ladderize.adapt.data_specs import data_sources
+from ladderize.adapt.train import run as retraining
+from ladderize.adapt.train.loop import Order
+from ladderize.adapt.train.options import Budget
+from ladderize.adapt.train.student import make_student, make_teacher, open_model, trained_tensors
+from ladderize.adapt.train.training_model import BETAS, EPSILON, file_name
 from ladderize.blocks import open_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime.training.batch import Batch
 from tests.helpers import CLIPPED, all_tensors, changed_tensors, invoke, invoke_well
-from tests.retrain.commands import CPU, LENGTH, adapt, losses_of, perplexity_of, succeed
+from tests.train.commands import CPU, LENGTH, ROWS, adapt, losses_of, perplexity_of, succeed
 
 
 def test_training_is_a_plain_loop(place, tmp_path):
@@ -46,7 +38,8 @@ def test_training_is_a_plain_loop(place, tmp_path):
         seq_len=2 * LENGTH,
         budget=Budget(steps=3),
     )
-    stream, _ = retraining.open_data(checkpoint, options, options.resolve(checkpoint.config, 1))
+    data = retraining.read_data(checkpoint, options, options.resolve(checkpoint.config, 1))
+    order = iter(Order(len(data.train), 0, 0))
     model, dense = ladderize.load(place / "both").train(), ladderize.load(place / "dense")
     names = dict(model.named_parameters())
     matrices = [p for p in names.values() if p.ndim > 1]
@@ -54,25 +47,25 @@ def test_training_is_a_plain_loop(place, tmp_path):
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=BETAS, eps=EPSILON)
     losses = []
-    with stream:
-        for _ in range(3):
-            entropy, divergence, count = 0.0, 0.0, 0
-            for row in stream.take(4):
-                starts = [*np.flatnonzero(row.positions == 0), len(row)]
-                for begin, end in pairwise(starts):
-                    ids = torch.from_numpy(row.ids[begin:end])[None]
-                    scores, targets = model(ids).logits[0, :-1], ids[0, 1:]
-                    with torch.no_grad():
-                        p = dense(ids).logits[0, :-1].softmax(-1)
-                    entropy = entropy + cross_entropy(scores, targets, reduction="sum")
-                    divergence = divergence + (p * (p.log() - scores.log_softmax(-1))).sum()
-                    count += len(targets)
-            loss = ((1 - weight) * entropy + weight * divergence) / count
-            losses.append(float(loss.detach()))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(list(names.values()), CLIPPED[1])
-            optimizer.step()
-            optimizer.zero_grad()
+    for _ in range(3):
+        entropy, divergence, count = 0.0, 0.0, 0
+        for number in itertools.islice(order, 4):
+            row = data.train[number]
+            starts = [0, *itertools.accumulate(row["lengths"])]
+            for begin, end in itertools.pairwise(starts):
+                ids = torch.tensor(row["input_ids"][begin:end])[None]
+                scores, targets = model(ids).logits[0, :-1], ids[0, 1:]
+                with torch.no_grad():
+                    p = dense(ids).logits[0, :-1].softmax(-1)
+                entropy = entropy + cross_entropy(scores, targets, reduction="sum")
+                divergence = divergence + (p * (p.log() - scores.log_softmax(-1))).sum()
+                count += len(targets)
+        loss = ((1 - weight) * entropy + weight * divergence) / count
+        losses.append(float(loss.detach()))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(names.values()), CLIPPED[1])
+        optimizer.step()
+        optimizer.zero_grad()
     assert losses_of(tmp_path / "out") == pytest.approx(losses, rel=1e-4)
     written = all_tensors(tmp_path / "out")
     for name, parameter in names.items():
@@ -95,23 +88,26 @@ def test_only_what_is_named_is_trained(place, tmp_path):
 
 def test_student_and_teacher_share_what_is_frozen(place):
     student_checkpoint, dense = open_checkpoint(str(place / "upper")), open_checkpoint(str(place / "dense"))
-    layout, setup = Layout.from_config(student_checkpoint.config), ModelSetup(CPU.device, torch.bfloat16)
-    student = build_student(
-        student_checkpoint, layout, setup, trained=trained_tensors(student_checkpoint.tensors, [2, 3], False)
-    )
-    teacher = build_teacher(dense, setup, student)
+    layout = Layout.from_config(student_checkpoint.config)
+    trained = trained_tensors(student_checkpoint.tensors, [2, 3], False)
+
+    def opened(checkpoint, layout):
+        return open_model(checkpoint, layout, "sdpa", collecting=False, device=CPU.device)
+
+    student = make_student(opened(student_checkpoint, layout), torch.bfloat16, trained=trained)
+    teacher = make_teacher(opened(dense, Layout.dense(4)), torch.bfloat16, student)
     own, theirs = dict(student.model.named_parameters()), dict(teacher.model.named_parameters())
     assert own.keys() == theirs.keys()
     for name in own:
         trained = name.startswith(("model.layers.2.", "model.layers.3."))
         assert own[name].requires_grad == trained
         assert own[name].dtype == (torch.float32 if trained else torch.bfloat16)
-        assert (own[name] is theirs[name]) == (not trained)
+        assert (own[name].data_ptr() == theirs[name].data_ptr()) == (not trained)
     ids = torch.randint(3, 90, (2, 9))
     expected = ladderize.load(place / "dense")(ids).logits
     positions, targets = torch.arange(9).expand(2, 9), torch.zeros(2, 9, dtype=torch.long)
     batch = Batch.of({"input_ids": ids, "position_ids": positions, "targets": targets}, CPU.device)
-    plain = build_teacher(dense, ModelSetup(CPU.device), student)
+    plain = make_teacher(opened(dense, Layout.dense(4)), torch.float32, student)
     with torch.no_grad():
         torch.testing.assert_close(plain(batch).view(2, 9, -1), expected, rtol=1e-4, atol=1e-4)
 
@@ -127,14 +123,12 @@ def test_how_a_step_is_cut_does_not_matter(place, tmp_path, more):
     assert losses_of(tmp_path / "a") == pytest.approx(losses_of(tmp_path / "b"), rel=1e-4)
 
 
-def test_bfloat16_and_no_packing(place, tmp_path):
-    document = succeed(
-        place, tmp_path / "out", "--dtype", "bfloat16", "--no-packing", "--distill-from", place / "dense", steps=12
-    )
+def test_bfloat16(place, tmp_path):
+    document = succeed(place, tmp_path / "out", "--dtype", "bfloat16", "--distill-from", place / "dense", steps=12)
     assert document["dtype"] == "bfloat16"
     losses = losses_of(tmp_path / "out")
     assert sum(losses[-3:]) < sum(losses[:3])  # what random models learn need not show on held-out rows
-    assert document["tokens"] == 12 * 4 * LENGTH
+    assert document["tokens"] == 12 * 4 * 2 * LENGTH
     assert all_tensors(tmp_path / "out")["model.norm.weight"].dtype == torch.float32  # as stored
 
 
@@ -166,19 +160,20 @@ def test_trained_parameters_have_names_that_files_give_them(place):
 
     checkpoint = open_checkpoint(str(place / "both"))
     layout = Layout.from_config(checkpoint.config)
-    student = build_student(
-        checkpoint, layout, ModelSetup(CPU.device), trained=trained_tensors(checkpoint.tensors, [1], False)
-    )
-    assert {name for name, _ in trained_parameters(student)} == {
+
+    def trained(**how):
+        model = open_model(checkpoint, layout, "sdpa", collecting=False, device=CPU.device)
+        named = make_student(model, torch.float32, **how).model.named_parameters()
+        return {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
+
+    assert set(trained(trained=trained_tensors(checkpoint.tensors, [1], False))) == {
         name for name in checkpoint.tensors if name.startswith("model.layers.1.")
     }
     config = lora_config(checkpoint.config, [1], LoraOptions(rank=2, targets=("o_proj",)))
-    lora = build_student(checkpoint, layout, ModelSetup(CPU.device), lora=config, seed=3)
+    values, again = (trained(lora=config, seed=3) for _ in range(2))
     prefix = "base_model.model.model.layers.1.self_attn.o_proj."
-    values = dict(trained_parameters(lora))
     assert set(values) == {f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"}
     assert values[f"{prefix}lora_B.weight"].abs().sum() == 0
-    again = dict(trained_parameters(build_student(checkpoint, layout, ModelSetup(CPU.device), lora=config, seed=3)))
     assert torch.equal(values[f"{prefix}lora_A.weight"], again[f"{prefix}lora_A.weight"])
 
 
@@ -186,7 +181,7 @@ def test_rows_of_the_data_are_held_out(place, tmp_path):
     document = succeed(place, tmp_path / "out", "--heldout", 3, steps=1, without=["--eval-data"])
     assert document["options"]["heldout"] == 3
     assert document["heldout_perplexity"]["tokens"] == 3 * (LENGTH - 1)
-    assert document["data_counts"]["trained_tokens"] == document["tokens"] < document["data_counts"]["tokens"]
+    assert document["data_counts"]["tokens"] == (ROWS - 3) * LENGTH
 
 
 def test_retrained_weights_are_known_as_such(place, tmp_path):
@@ -210,20 +205,3 @@ def test_retrained_weights_are_known_as_such(place, tmp_path):
     assert "Warning" not in same.stderr
 
 
-@pytest.mark.parametrize("more", [["--eval-every", 2], ["--eval-every", 5]])
-def test_the_estimate_counts_every_validation(place, tmp_path, monkeypatch, more):
-    found, scored = [], []
-
-    def validations_left(trainer, original=retraining.validations_left):
-        found.append(original(trainer))
-        return found[0]
-
-    def counted(function):
-        return lambda *given: scored.append(1) or function(*given)
-
-    monkeypatch.setattr(retraining, "validations_left", validations_left)
-    for module, name in ((training, "score"), (training, "score_teacher"), (outcome, "score")):
-        monkeypatch.setattr(module, name, counted(getattr(module, name)))
-    said = adapt(place, tmp_path / "out", "--distill-from", place / "dense", *more, steps=5).stderr
-    assert re.search(r"about \d+ s on cpu, of which \d+ s validating$", said, re.MULTILINE)
-    assert found == [len(scored)]
