@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from ladderize.adapt.retrain.memory_estimate import Demand
+from ladderize.ranks.training import wants_fsdp
+
+from ladderize.adapt.data_specs import data_sources
 from ladderize.adapt.train.options import Budget, RetrainOptions
 from ladderize.adapt.train.run import adapt_checkpoint
 from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.task import open_task
-from ladderize.ranks.training import wants_fsdp
-
-from ladderize.adapt.data_specs import data_sources
 from ladderize.checkpoint.opening import read_config
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe

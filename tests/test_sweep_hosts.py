@@ -50,7 +50,7 @@ def test_stages_run_on_every_host(place, tmp_path):
 
 
 def test_where_the_leader_is_killed_the_other_ends_and_all_goes_on(place, tmp_path):
-    long = retraining(place, max_steps=150, save_every=5, eval_every=150)
+    long = retraining(place, max_steps=150, heldout=1, eval_every=5)
     file, out = write(tmp_path / "s.yaml", long), tmp_path / "out"
     lead, other = start_on_two(file, out)
     warm.wait_until(lambda: last_saved(out), lead)

@@ -6,10 +6,10 @@ from unittest import mock
 
 import torch
 from ladderize.adapt.retrain import tensor_parallel
-from ladderize.adapt.train.run import make_engine, retrain
-from ladderize.adapt.train.task import RetrainJob, open_task
 from ladderize.adapt.retrain.tensor_parallel import TPEngine
 
+from ladderize.adapt.train.run import make_engine, retrain
+from ladderize.adapt.train.task import RetrainJob, open_task
 from ladderize.console import SILENT
 from ladderize.errors import UserError
 from tests.groups import Counting

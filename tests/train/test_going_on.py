@@ -173,9 +173,7 @@ def test_another_command_s_unfinished_work_is_named(place, tmp_path, monkeypatch
             f"{work} holds unfinished work of ladderize adapt --method align or blocks, or spd (method align)"
             in message
         )
-        assert (
-            "go on with it by the same command as before, or delete it, or choose another OUT" in message
-        )
+        assert "go on with it by the same command as before, or delete it, or choose another OUT" in message
     assert listing(work) == there
     assert invoke(*align).code == 0  # goes on
     shutil.rmtree(tmp_path / "out")

@@ -203,5 +203,3 @@ def test_retrained_weights_are_known_as_such(place, tmp_path):
     )
     same = invoke("convert", out, tmp_path / "same", "--dtype", "bfloat16", "--no-verify")
     assert "Warning" not in same.stderr
-
-

@@ -23,7 +23,7 @@ PROCESSES, FSDP = "processes", "fsdp"
 LAUNCH_KEYS = {"sensitivity": (PROCESSES,), "adapt": (PROCESSES, FSDP), "eval": (PROCESSES,)}
 SHARDS = (FULL, LORA)  # methods whose models FSDP2 shards, and whose batch is shared
 OF_ALL_GPUS = (*SHARDS, "sensitivity")  # what takes all GPUs of the machine
-TAKE_ALL_CORES = ("sensitivity", "adapt")  # commands that do so, whatever OMP_NUM_THREADS says
+TAKE_ALL_CORES = ("sensitivity",)  # unless --threads says otherwise, whatever OMP_NUM_THREADS does; so does adapt
 LOOPBACK = "127.0.0.1"
 
 Words = tuple[str, ...]  # of a command line, without the program
