@@ -5,11 +5,10 @@ import math
 from unittest import mock
 
 import torch
-from ladderize.adapt.retrain import tensor_parallel
-from ladderize.adapt.retrain.tensor_parallel import TPEngine
 
-from ladderize.adapt.train.run import make_engine, retrain
-from ladderize.adapt.train.task import RetrainJob, open_task
+from ladderize.adapt.train import tensor_parallel
+from ladderize.adapt.train.run import retrain
+from ladderize.adapt.train.task import RetrainJob
 from ladderize.console import SILENT
 from ladderize.errors import UserError
 from tests.groups import Counting
@@ -31,7 +30,8 @@ def retrain_all(group, runs):
             counted = []
             patches.enter_context(mock.patch.object(tensor_parallel, "choose", _counting(counted)))
             if more:
-                patches.enter_context(mock.patch.object(TPEngine, "losses", failing(TPEngine, group.rank, out, **more)))
+                wrong = failing(tensor_parallel.TensorParallelTraining, group.rank, out, **more)
+                patches.enter_context(mock.patch.object(tensor_parallel.TensorParallelTraining, "losses", wrong))
             try:
                 retrain(group, RetrainJob(str(model), str(out), options, False, False, None), SILENT)
                 ended = None
@@ -40,24 +40,6 @@ def retrain_all(group, runs):
             in_flight = [one.started - one.waited for one in counted]
         results.append(group.gather((ended, in_flight)))
     return results
-
-
-def losses_of_zeros(group, model, choices):
-    """For each of ``choices`` (options) the mean loss of some tokens before and after all that is trained became 0."""
-    found = []
-    for options in choices:
-        engine = make_engine(open_task(str(model), options, group, None), group, SILENT)
-        ids = torch.arange(1, 9)[None]
-        batch = engine.to_device({"input_ids": ids, "position_ids": ids - 1, "targets": ids})
-        losses = []
-        for _ in range(2):
-            with engine.evaluating():
-                losses.append(float(engine.losses(batch)[0]) / ids.numel())
-            for name, shape in engine.shapes.items():
-                engine.assign(name, torch.zeros(shape))
-        engine.close()
-        found.append(losses)
-    return found
 
 
 def _counting(counted):
@@ -70,7 +52,7 @@ def _counting(counted):
 
 
 def failing(engine, rank, out, *, kill_at=None, nan_at=None):
-    """``losses`` of a class of engines, for ``rank``; see ``retrain_all``."""
+    """``losses`` of a class of training models, for ``rank``; see ``retrain_all``."""
 
     def saved(step):
         return out.with_name(f"{out.name}.ladderize-work").joinpath(f"step-{step:08d}").is_dir()

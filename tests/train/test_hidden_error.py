@@ -4,19 +4,27 @@ import json
 
 import pytest
 import torch
-from ladderize.adapt.retrain import hf_model
+from accelerate import Accelerator
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ladderize.adapt.data.examples import Example
-from ladderize.adapt.data.packing import collate, pack, segments
+from ladderize.adapt.data.packing import collate
 from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, lora_config
+from ladderize.adapt.train import student
 from ladderize.adapt.train.options import Objective
 from ladderize.adapt.train.states import read_metrics
-from ladderize.adapt.train.student import HFEngine, ModelSetup, build_student, build_teacher, trained_parameters
+from ladderize.adapt.train.student import (
+    make_student,
+    make_teacher,
+    open_model,
+)
+from ladderize.adapt.train.training_model import HFTraining
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.commands.adapt import adapt_options
+from ladderize.layout import Layout
+from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 from ladderize.tradeoff.sweep.stages import adapt_words, asked_by
+from tests.adapt_data.rows import packed
 from tests.helpers import FAMILIES, LAYOUTS, fresh_rng, make_layout, make_model, one_sentence
 from tests.oracle import Oracle
 from tests.train.commands import CPU, adapt, losses_of, succeed
@@ -27,13 +35,12 @@ SCALE = 5.0 / 3  # of LoRA
 @pytest.fixture
 def rows():
     """Rows with several examples, of different lengths, of which some tokens do not count in the loss."""
-    random = fresh_rng()
-    lengths = (9, 6, 7, 3)
+    random, lengths = fresh_rng(), (9, 6, 7, 3)
     # not the id of padding, of which transformers' embedding has no gradient
-    examples = [Example(random.integers(3, 97, n), random.random(n) < 0.6, f"row {n}") for n in lengths]
-    found = pack(examples, 12)
-    assert len({len(row) for row in found}) > 1  # so there is padding
-    assert max(len(row.origins) for row in found) > 1
+    examples = [random.integers(3, 97, n).tolist() for n in lengths]
+    found = packed(examples, [(random.random(n) < 0.6).tolist() for n in lengths], 12)
+    assert len({len(row["input_ids"]) for row in found}) > 1  # so there is padding
+    assert max(len(row["lengths"]) for row in found) > 1
     return found
 
 
@@ -44,8 +51,7 @@ def oracle_error(weights, layout, config, teacher, rows):
     total = 0.0
     for row in rows:
         distance, size = {}, {}
-        for part in segments(row):
-            ids = torch.from_numpy(row.ids[part])[None]
+        for ids in torch.tensor(row["input_ids"])[None].split(row["lengths"], 1):
             student(ids), dense(ids)
             for place, output in dense.added.items():
                 if place[0] in layout.converted_layers:
@@ -53,26 +59,21 @@ def oracle_error(weights, layout, config, teacher, rows):
                     distance[place] = distance.get(place, 0.0) + difference
                     size[place] = size.get(place, 0.0) + output.square().sum()
         assert len(size) == 2 * len(layout.converted_layers)
-        total = total + len(row) * sum(distance[place] / size[place] for place in size) / len(size)
+        total = total + len(row["input_ids"]) * sum(distance[place] / size[place] for place in size) / len(size)
     return total
 
 
-def engine_of(folder, layout, *, lora=None, recompute=False, attention="sdpa"):
-    """Student and teacher, as ``run.make_engine`` makes them."""
-    setup = ModelSetup(CPU.device, collecting=True, gradient_checkpointing=recompute, attention=attention)
+def model_of(folder, layout, *, lora=None, recompute=False, attention="sdpa"):
+    """Student and teacher, as ``run.make_model`` makes them."""
     checkpoint, dense = read_checkpoint(folder / "student"), read_checkpoint(folder / "dense")
-    trained = frozenset() if lora else frozenset(checkpoint.tensors)
-    student = build_student(checkpoint, layout, setup, trained=trained, lora=lora)
-    teacher = build_teacher(dense, setup, student)
-    return HFEngine(
-        student,
-        CPU,
-        compute=torch.float32,
-        sharded=False,
-        weight_decay=0.0,
-        teacher=teacher,
-        compared=layout.converted_layers,
+    student, teacher = (
+        open_model(one, modes, attention, collecting=True, device=CPU.device)
+        for one, modes in ((checkpoint, layout), (dense, Layout.dense(layout.num_layers)))
     )
+    trained = frozenset() if lora else frozenset(checkpoint.tensors)
+    student = make_student(student, torch.float32, trained=trained, lora=lora, gradient_checkpointing=recompute)
+    teacher = make_teacher(teacher, torch.float32, student)
+    return HFTraining(Accelerator(cpu=True), student, teacher, compared=layout.converted_layers)
 
 
 @pytest.mark.parametrize("method", ["full", "recompute", "lora"])
@@ -94,9 +95,9 @@ def check_against_the_oracle(tmp_path, rows, name, method, model_type):
     lora = None
     if method == "lora":
         lora = lora_config(student.config.to_dict(), range(4), LoraOptions(rank=3, alpha=5.0, targets=LORA_TARGETS))
-    engine = engine_of(tmp_path, layout, lora=lora, recompute=method == "recompute")
+    training = model_of(tmp_path, layout, lora=lora, recompute=method == "recompute")
     weights = {key: value.clone() for key, value in student.state_dict().items()}
-    names = dict(trained_parameters(engine.student))
+    names = training.named
     copies = {}  # of what is trained, for the oracle
     for key, parameter in names.items():
         if lora is not None:
@@ -112,7 +113,7 @@ def check_against_the_oracle(tmp_path, rows, name, method, model_type):
     expected = oracle_error(weights, layout, student.config, dense, rows)
     expected.backward()
 
-    sums = engine.losses(engine.to_device(collate(rows)))
+    sums = training.losses(Batch.of(collate(rows), CPU.device))
     torch.testing.assert_close(sums[2], expected.detach(), rtol=1e-4, atol=1e-5)
     sums[2].backward()
     reached = {key: copy.grad for key, copy in copies.items() if copy.grad is not None}
@@ -120,16 +121,16 @@ def check_against_the_oracle(tmp_path, rows, name, method, model_type):
     least = 1e-3 * max(gradient.norm() for gradient in reached.values())
     for key, gradient in reached.items():
         assert (names[key].grad - gradient).norm() <= 1e-4 * max(gradient.norm(), least), key
-    with engine.evaluating():
-        parts = [engine.losses(engine.to_device(collate([row]))) for row in rows]
+    with training.evaluating(torch.float32):
+        parts = [training.losses(Batch.of(collate([row]), CPU.device)) for row in rows]
         torch.testing.assert_close(sum(part[2] for part in parts), sums[2].detach(), rtol=1e-5, atol=1e-5)
-        assert engine.losses(engine.to_device(collate([])))[2] == 0
-    plain = engine.student.model
+        assert training.losses(Batch.of(collate([]), CPU.device))[2] == 0
+    plain = training.student.model
     with torch.no_grad():  # what is collected changes nothing
         tensors = collate(rows)
         ids = tensors["input_ids"]
-        everything = engine.to_device({**tensors, "targets": torch.zeros_like(ids)})
-        scored = engine.student.scored(everything, SubModuleOutputs(engine.compared, ids >= 0))
+        everything = Batch.of({**tensors, "targets": torch.zeros_like(ids)}, CPU.device)
+        scored = training.student.scored_logits(everything, SubModuleOutputs(training.compared, ids >= 0))
         plain.config._attn_implementation = "sdpa"  # which finds out by itself where the texts begin
         logits = plain(ids, position_ids=tensors["position_ids"], use_cache=False).logits
     torch.testing.assert_close(scored, logits.flatten(0, 1), rtol=1e-6, atol=1e-7)
@@ -141,9 +142,9 @@ def test_rows_that_are_computed_as_one(tmp_path, rows, monkeypatch):
     layout = make_layout("mixed")
     make_model("mixed").save_pretrained(tmp_path / "student")
     make_model("dense").save_pretrained(tmp_path / "dense")
-    engine = engine_of(tmp_path, layout)
-    batch = engine.to_device(collate(rows))
-    expected = engine.losses(batch)
+    training = model_of(tmp_path, layout)
+    batch = Batch.of(collate(rows), CPU.device)
+    expected = training.losses(batch)
 
     def text_by_text(module, query, key, value, mask, *, cu_seq_lens_q, cu_seq_lens_k, max_length_q, **more):
         assert mask is None
@@ -155,8 +156,8 @@ def test_rows_that_are_computed_as_one(tmp_path, rows, monkeypatch):
         return torch.cat(outputs, 1), None
 
     ALL_ATTENTION_FUNCTIONS.register("text by text", text_by_text)
-    monkeypatch.setattr(hf_model, "FLASH", "text by text")
-    alone = engine_of(tmp_path, layout, attention="text by text")
+    monkeypatch.setattr(student, "FLASH", "text by text")
+    alone = model_of(tmp_path, layout, attention="text by text")
     torch.testing.assert_close(alone.losses(batch), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -231,7 +232,7 @@ def test_weights_that_cannot_be_meant(place, tmp_path, more, expected):
 def test_the_words_of_the_loss():
     assert Objective(hidden_weight=0.5).label == "cross-entropy + 0.5 hidden error"
     assert Objective(0.25, hidden_weight=1).label == "0.25 KL + 0.75 cross-entropy + 1 hidden error"
-    assert Objective(0.25, 2.0, 3.0).total(1.0, 2.0, 4.0) == 0.75 * 1 + 0.25 * 4 * 2 + 3 * 4
+    assert Objective(0.25, 3.0, 2.0).total(1.0, 2.0, 4.0) == 0.75 * 1 + 0.25 * 4 * 2 + 3 * 4
     assert Objective(hidden_weight=3.0).has_teacher
     assert not Objective().has_teacher
 

@@ -2,9 +2,11 @@
 
 import sys
 
+import pytest
+
 from tests import warm
 from tests.helpers import CLIPPED, listing
-from tests.train.commands import arguments, check_same_run, succeed
+from tests.train.commands import arguments, check_same_run, losses_of, succeed
 
 
 def run_group(place, out, *more, **environment):
@@ -26,3 +28,57 @@ def test_two_processes_align_before_they_train(place, tmp_path):
     """What one writes, all train from."""
     run_group(place, tmp_path / "two", "--align", "--distill-from", place / "dense")
     assert listing(tmp_path) == ["two", "two-aligned"]
+
+
+# Accelerate has FSDP on GPUs alone: there its state says so of processes on CPUs, too. The first argument is a step
+# before which the process ends as if it was killed; 0: it does not.
+FSDP_ON_CPUS = """
+import os, sys
+from accelerate import DistributedType
+from accelerate.state import AcceleratorState, PartialState
+from ladderize.adapt.train.loop import Loop
+from ladderize.cli import main
+made, stepped, last = AcceleratorState.__init__, Loop.step, int(sys.argv[1])
+def made_sharded(self, *given, **more):
+    made(self, *given, **more)
+    if more.get("fsdp_plugin") is not None:
+        self.fsdp_plugin = more["fsdp_plugin"]
+        self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        if self._mixed_precision != "no":
+            self.fsdp_plugin.set_mixed_precision(self._mixed_precision)
+def step(self, *given):
+    if self.progress.step + 1 == last:
+        os._exit(9)
+    return stepped(self, *given)
+AcceleratorState.__init__, Loop.step = made_sharded, step
+sys.argv = ["ladderize", *sys.argv[2:]]
+main()
+"""
+
+
+def run_sharded(place, out, kill, *more, **kwargs):
+    command = arguments(place, out, *more, "--micro-batch-size", 1, steps=4, **kwargs)
+    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    fsdp |= {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    return warm.run_group([sys.executable, "-c", FSDP_ON_CPUS, kill, *command], **fsdp)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_fsdp2_makes_the_steps_of_one_process_and_goes_on(qwen3, tmp_path, method):
+    """Killed, and ended by the same command. Of another family than elsewhere in this file."""
+    more = ["--distill-from", qwen3 / "dense", "--hidden-weight", 1, "--eval-every", 2, "--method", method, *CLIPPED]
+    succeed(qwen3, tmp_path / "one", *more, steps=4)
+    assert run_sharded(qwen3, tmp_path / "two", 4, *more).returncode != 0
+    assert (tmp_path / "two.ladderize-work" / "step-00000002" / "state.json").is_file()
+    outcome = run_sharded(qwen3, tmp_path / "two", 0, *more)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    assert "resuming after step 2" in outcome.stderr
+    check_same_run(tmp_path / "two", tmp_path / "one")
+
+
+def test_fsdp2_in_bfloat16(place, tmp_path):
+    more = ["--distill-from", place / "dense", "--dtype", "bfloat16", "--train", "all", *CLIPPED]
+    succeed(place, tmp_path / "one", *more, steps=4)
+    outcome = run_sharded(place, tmp_path / "two", 0, *more)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=0.02)

@@ -270,10 +270,6 @@ class Loop:
         progress, has_teacher = self.progress, self.model.teacher is not None
         passes = 2 if has_teacher else 1
         with self.console.progress("validating before the first step", passes * len(self.heldout)) as advance:
-            scores = self.validate(advance, first=True)
-            progress.before_loss = progress.best_loss
-            progress.before_perplexity, progress.scored_heldout = scores.perplexity, scores.tokens
-            target = ""
             if has_teacher:
                 sums = torch.zeros(2, device=self.accelerator.device, dtype=torch.float64)
                 for batch in self.heldout_batches(advance):
@@ -281,11 +277,13 @@ class Loop:
                     sums[1] += len(batch.scored)
                 entropy, tokens = self.model.sum(sums).tolist()
                 progress.dense_perplexity = Scores(entropy / tokens, 0.0, round(tokens)).perplexity
-                self.write({"step": 0, "dense_heldout_perplexity": progress.dense_perplexity})
-                target = f"; dense model (target) {progress.dense_perplexity:.4f}"
+            scores = self.validate(advance)
+        progress.before_loss, progress.before_perplexity = progress.best_loss, scores.perplexity
+        progress.scored_heldout = scores.tokens
+        target = f"; dense model (target) {progress.dense_perplexity:.4f}" if has_teacher else ""
         self.console.note(f"before training: {scores.text(self.options.objective)}{target}")
 
-    def validate(self, advance: Callable[[int], None], *, first: bool = False) -> Scores:
+    def validate(self, advance: Callable[[int], None]) -> Scores:
         """Score the held-out rows with the weights as OUT would hold them, write the result down, and keep the weights
         if they are the best. advance: is told of the rows that were scored."""
         progress, model = self.progress, self.model
@@ -296,9 +294,9 @@ class Loop:
             if progress.best_loss is None or loss < progress.best_loss:
                 progress.best_step, progress.best_loss = progress.step, loss
                 progress.best_perplexity = scores.perplexity
-            if progress.best_step == progress.step and not first:
-                self.folder.save_weights(progress.step, model, self.stored)
-                progress.kept_step = progress.step
+                if progress.step:
+                    self.folder.save_weights(progress.step, model, self.stored)
+                    progress.kept_step = progress.step
         values = {
             "step": progress.step,
             "heldout_perplexity": scores.perplexity,
@@ -308,6 +306,8 @@ class Loop:
             values["heldout_divergence"] = scores.divergence
         if model.compared:
             values["heldout_hidden_error"] = scores.hidden_error
+        if not progress.step and progress.dense_perplexity is not None:
+            values["dense_heldout_perplexity"] = progress.dense_perplexity
         self.write(values)
         return scores
 

@@ -155,6 +155,7 @@ def estimate_training(model: str, options: RetrainOptions, *, revision: str | No
     it does for models and options that do not go together."""
     options.check()
     options.budget.check()
+    options.check_data()
     processes = max(launched().size, options.tp_size)
     return estimate(open_task(model, options, Launch(options.device, processes), revision))
 

@@ -330,8 +330,7 @@ class RetrainOptions:
         check_options(self)
 
     def check(self) -> None:
-        """Raise UsageError for values that no retraining can have, and for options that take no effect together;
-        UserError for files that are not there."""
+        """Raise UsageError for values that no retraining can have, and for options that take no effect together."""
         if self.method not in (FULL, LORA):
             raise UsageError(f"--method {self.method} has options of its own")
         check_training(self.dtype, self.lr)
@@ -358,6 +357,9 @@ class RetrainOptions:
                 f"--attention {self.attention} has no effect with --tp-size {self.tp_size}, which computes with sdpa;"
                 " leave it out"
             )
+
+    def check_data(self) -> None:
+        """Raise UserError for files that are not there."""
         for spec in (*self.data, *self.eval_data):
             if not spec.is_streamed:
                 spec.files()

@@ -65,6 +65,7 @@ def adapt_checkpoint(
     job = RetrainJob(str(model), str(out), options, overwrite, verify, revision)
     options.check()
     options.budget.check()
+    options.check_data()
     check_trackers(options.log_with)
     if options.align:
         job = start_aligned(job, console)

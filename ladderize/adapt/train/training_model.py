@@ -7,6 +7,7 @@ told. ``tensor_parallel`` computes the same with the runtime's model.
 
 import contextlib
 import copy
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -153,6 +154,8 @@ class HFTraining(TrainingModel):
         plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == "DEEPSPEED" else None
         if plugin is not None:
             plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch_size
+        # of FSDP2: a ladder layer hands on the stream that it was given; nothing writes into it
+        warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
         prepared, self.optimizer = accelerator.prepare(student, optimizer)
         placed = None if teacher is None else place_teacher(teacher, accelerator)
         super().__init__(accelerator, prepared, placed, compared)
