@@ -1,17 +1,15 @@
 """The memory that a step of training really takes: the bytes of all tensors that are alive at once."""
 
-import os
 import weakref
 from unittest import mock
 
 import torch
-from ladderize.adapt.retrain import run as retraining
-from ladderize.adapt.retrain.memory_estimate import OTHER_BYTES, demand_of
-from ladderize.adapt.retrain.trainer import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ladderize.adapt.train.run import retrain
+from ladderize.adapt.train import run
+from ladderize.adapt.train.loop import Loop
+from ladderize.adapt.train.memory import OTHER_BYTES, estimate
 from ladderize.adapt.train.task import RetrainJob
 from ladderize.console import SILENT
 
@@ -26,7 +24,7 @@ class Peak(TorchDispatchMode):
 
     def add(self, tensors):
         for tensor in tensors:
-            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            storage = tensor.untyped_storage()
             if (key := storage._cdata) not in self.alive:
                 self.alive[key] = weakref.ref(storage)
                 weakref.finalize(storage, self.alive.pop, key, None)
@@ -35,47 +33,52 @@ class Peak(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         self.add(result for result in tree_leaves(results) if isinstance(result, torch.Tensor))
         sizes = [storage.nbytes() for known in list(self.alive.values()) if (storage := known()) is not None]
-        self.peak = max(self.peak, sum(sizes))  # FSDP2 gives storages back without an end of their tensors
+        self.peak = max(self.peak, sum(sizes))
         return results
 
 
-def state_of(engine):
+def state_of(model, teacher):
     """Weights, gradients and moments."""
-    for module in (engine.student, getattr(engine.teacher, "__self__", engine.teacher)):
+    for module in (model.student, teacher):
         for parameter in module.parameters() if module is not None else ():
             yield parameter
             if parameter.grad is not None:
                 yield parameter.grad
-    for kept in engine.optimizer.state.values():
+    optimizer = getattr(model.optimizer, "optimizer", model.optimizer)
+    for kept in optimizer.state.values():
         yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
 
 
 def peak_and_estimate(ranks, model, out, options):
     """Bytes of the second step of a training, and those that were estimated."""
-    found = []
+    found, teachers = [], [None]
 
-    def step(self, *given, original=Trainer.step):
+    def step(self, *given, original=Loop.step):
         if self.progress.step != 1:
             return original(self, *given)
-        with Peak(state_of(self.engine)) as peak:
+        with Peak(state_of(self.model, teachers[-1])) as peak:
             metrics = original(self, *given)
         found.append(peak.peak)
         return metrics
 
-    def make_trainer(task, *given, original=retraining.make_trainer):
-        found.append(demand_of(task).total - OTHER_BYTES)
+    def made(task, *given, original=run.make_loop):
+        found.append(estimate(task).memory_bytes - OTHER_BYTES)
         return original(task, *given)
 
-    with mock.patch.object(Trainer, "step", step), mock.patch.object(retraining, "make_trainer", make_trainer):
-        retrain(ranks, RetrainJob(str(model), str(out), options, False, False, None), SILENT)
-    estimate, peak = found
-    return peak, estimate
+    def taught(*given, original=run.make_teacher):
+        teachers.append(original(*given))
+        return teachers[-1]
+
+    with (
+        mock.patch.object(Loop, "step", step),
+        mock.patch.object(run, "make_loop", made),
+        mock.patch.object(run, "make_teacher", taught),
+    ):
+        run.retrain(ranks, RetrainJob(str(model), str(out), options, False, False, None), SILENT)
+    expected, peak = found
+    return peak, expected
 
 
 def of_ranks(group, runs):
-    """The same for each of ``runs`` (model, out, options, variables) by two ranks."""
-    found = []
-    for *run, variables in runs:
-        with mock.patch.dict(os.environ, variables):
-            found.append(peak_and_estimate(group, *run))
-    return found
+    """The same for each of ``runs`` (model, out, options) by two ranks."""
+    return [peak_and_estimate(group, *run) for run in runs]
