@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from ladderize.adapt.retrain.options import Objective
 
 from ladderize.adapt.data.packing import PADDING_TARGET
+from ladderize.adapt.train.options import Objective
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime import kv_cache

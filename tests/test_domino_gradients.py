@@ -4,17 +4,12 @@ import math
 
 import pytest
 import torch
-from ladderize.adapt.retrain.hf_model import (
-    ModelSetup,
-    build_student,
-    build_teacher,
-    trained_parameters,
-    trained_tensors,
-)
-from ladderize.adapt.retrain.options import Objective
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET
 from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, lora_config
+from ladderize.adapt.train.options import Objective
+from ladderize.adapt.train.student import make_student, make_teacher, open_model, trained_tensors
+from ladderize.adapt.train.training_model import file_name
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.layout import DROPPED, OVERLAPPED, Layout
 from ladderize.ranks.group import Ranks
@@ -33,8 +28,8 @@ IN_FLIGHT = 3 * 4 + 2
 LAYERS = SHAPE["num_hidden_layers"]
 SIZE = (5, 11)  # rows and tokens: neither 2 nor 3 parts are even
 ROW = (1, 13)  # is cut along its tokens
-TEACHER = Objective(0.3, 1.7)
-HIDDEN = Objective(0.3, 1.7, hidden_weight=1.5)
+TEACHER = Objective(0.3, temperature=1.7)
+HIDDEN = Objective(0.3, 1.5, 1.7)
 
 # What else differs from case to case: rows x tokens of each micro-batch, and
 #   packed, recompute, tied, teacher: whether; hidden: whether sub-modules' outputs are compared with a teacher's;
@@ -137,22 +132,34 @@ def random_lora(tensors, targets, layers, dropout):
 def reference(case):
     """Losses and gradients of one process, in float32: transformers and PEFT."""
     checkpoint = read_checkpoint(case.folder)
-    setup = ModelSetup(CPU, gradient_checkpointing=case.recompute, collecting=bool(case.objective.hidden_weight))
+
+    def opened(one, layout):
+        return open_model(one, layout, "sdpa", collecting=bool(case.objective.hidden_weight), device=CPU)
+
     lora = None
     if case.plan is not None:
         plan = case.plan
         options = LoraOptions(plan.rank, plan.scaling * plan.rank, plan.dropout, tuple(plan.targets))
         lora = lora_config(checkpoint.config, plan.layers, options)
     layout = Layout.from_config(checkpoint.config)
-    student = build_student(
-        checkpoint, layout, setup, trained=case.trained, lora=lora, temperature=case.objective.temperature
+    student = make_student(
+        opened(checkpoint, layout),
+        torch.float32,
+        trained=case.trained,
+        lora=lora,
+        temperature=case.objective.temperature,
+        gradient_checkpointing=case.recompute,
     )
-    parameters = dict(trained_parameters(student))
+    named = student.model.named_parameters()
+    parameters = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
     if case.adapters is not None:
         assert parameters.keys() == case.adapters.keys()
         for name, matrix in case.adapters.items():
             parameters[name].data.copy_(matrix)
-    teacher = None if case.teacher is None else build_teacher(read_checkpoint(case.teacher), setup, student)
+    teacher = None
+    if case.teacher is not None:
+        dense = Layout.dense(layout.num_layers)
+        teacher = make_teacher(opened(read_checkpoint(case.teacher), dense), torch.float32, student)
     losses = []
     for tensors in case.micros:
         micro = Batch.of(tensors, CPU)

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from ladderize.adapt.retrain.hf_model import token_losses
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
+from ladderize.adapt.train.student import token_losses
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.emulated import Emulated
 from ladderize.runtime.collectives.links import Link

@@ -19,18 +19,16 @@ from ladderize.runtime.layers import Linear
 
 class LaterLinear(Linear):
     """y = x W^T + b with gradients; one object for each use. value: the parameter in the dtype that is computed in.
-    gradient: of the parameter, to which all its uses add. token: whose gradient comes after the weight's."""
+    gradient: of the parameter, to which all its uses add."""
 
     __slots__ = ("use",)
 
-    def __init__(
-        self, parameter: Tensor, value: Tensor, bias: Tensor | None, gradient: "WeightGradient", token: Tensor | None
-    ) -> None:
+    def __init__(self, parameter: Tensor, value: Tensor, bias: Tensor | None, gradient: "WeightGradient") -> None:
         super().__init__(value, bias)
         self.use: WeightUse | None = None
         if torch.is_grad_enabled() and parameter.requires_grad:
             self.use = WeightUse(gradient)
-            self.weight = _Enter.apply(self.use, parameter, value.detach(), token)
+            self.weight = _Enter.apply(self.use, parameter, value.detach())
 
     def __call__(self, x: Tensor) -> Tensor:
         (product,) = self.products(x, 1)
@@ -100,7 +98,7 @@ class _Enter(Function):
     """The weight of a product. Its gradient does not come from there but is computed here."""
 
     @staticmethod
-    def forward(ctx: Any, use: WeightUse, parameter: Tensor, value: Tensor, token: Tensor | None) -> Tensor:
+    def forward(ctx: Any, use: WeightUse, parameter: Tensor, value: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.use, ctx.like = use, parameter.detach()
         return value.view_as(value)
@@ -108,7 +106,7 @@ class _Enter(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         parts, ctx.use.parts = ctx.use.parts, []
-        return None, ctx.use.gradient.add(parts, ctx.like), None, None
+        return None, ctx.use.gradient.add(parts, ctx.like), None
 
 
 class _Product(Function):

@@ -106,22 +106,13 @@ def _can_share(own: Tensor, other: Tensor) -> bool:
     return not other.requires_grad and own.shape == other.shape and torch.equal(own, other)
 
 
-class SubModuleWeights(nn.Module):
-    """The parameters of a sub-module, which FSDP2 may share out by themselves. It gathers them when this is called, at
-    the beginning of a pass's first use, and takes their gradients when that of the token arrives, after those of all
-    uses."""
-
-    def forward(self, token: Tensor | None) -> Tensor | None:
-        return None if token is None else token.view_as(token)
-
-
 class TrainedLinear(nn.Module):
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         self.weight, self.bias = _parameter(linear.weight), _parameter(linear.bias)
 
 
-class TrainedAttention(SubModuleWeights):
+class TrainedAttention(nn.Module):
     def __init__(self, weights: AttentionWeights) -> None:
         super().__init__()
         self.norm, self.o_bias = _parameter(weights.norm.weight), _parameter(weights.o_bias)
@@ -132,7 +123,7 @@ class TrainedAttention(SubModuleWeights):
         self.k_norm = None if norms is None else _parameter(norms.key)
 
 
-class TrainedMlp(SubModuleWeights):
+class TrainedMlp(nn.Module):
     def __init__(self, weights: MlpWeights) -> None:
         super().__init__()
         self.norm, self.down_bias = _parameter(weights.norm.weight), _parameter(weights.down_bias)
@@ -267,20 +258,14 @@ class TrainedWeights(nn.Module):
         return [(parameter, rows, shape.kv_copies) for parameter, rows in found if parameter.requires_grad]
 
     @torch.no_grad()
-    def sum_partial_gradients(
-        self, tensor: Ranks, own: Callable[[Tensor, slice], Tensor] = lambda gradient, rows: gradient[rows]
-    ) -> None:
-        """Once all backward passes of a step are done: one message. All ranks of ``tensor`` call it.
-
-        own: a view of the rows of a gradient, or, where data ranks share it out, of those of them that this rank holds.
-        """
+    def sum_partial_gradients(self, tensor: Ranks) -> None:
+        """Sum, once all backward passes of a step are done, what ranks know parts of: one message. All ranks of
+        ``tensor`` call it."""
         if tensor.size == 1:
             return
-        partial = [
-            own(parameter.grad, slice(None)) for parameter in self.partial_parameters() if parameter.grad is not None
-        ]
+        partial = [parameter.grad for parameter in self.partial_parameters() if parameter.grad is not None]
         copied = [
-            (own(parameter.grad, rows), copies)
+            (parameter.grad[rows], copies)
             for parameter, rows, copies in self.copied_rows()
             if parameter.grad is not None
         ]
@@ -305,8 +290,6 @@ class UsedWeights:
 
     def __init__(self, weights: TrainedWeights) -> None:
         self.weights = weights
-        self._token = torch.zeros((), device=weights.norm.device, requires_grad=True)
-        self._tokens: dict[int, Tensor | None] = {}
         self._values: dict[int, Tensor] = {}
         self._gradients: dict[int, WeightGradient] = {}
 
@@ -319,15 +302,15 @@ class UsedWeights:
         return self._norm(self.weights.norm)
 
     def take_head(self) -> LaterLinear:
-        return self._later(self.weights.head, None, None)
+        return self._later(self.weights.head, None)
 
     def attention(self, layer: int) -> AttentionWeights:
         own: Any = self.weights.attentions[layer]
-        shape, token = self.weights.shape, self._begin(own)
+        shape = self.weights.shape
         made = AttentionWeights(
             self._norm(own.norm),
-            self._linear(own.qkv, token),
-            [self._linear(o, token) for o in own.o],
+            self._linear(own.qkv),
+            [self._linear(o) for o in own.o],
             self._small(own.o_bias),
             HeadNorms(own.q_norm, own.k_norm, shape.own_heads, shape.own_kv_heads, shape.eps)
             if own.q_norm is not None
@@ -337,11 +320,10 @@ class UsedWeights:
 
     def mlp(self, layer: int) -> MlpWeights:
         own: Any = self.weights.mlps[layer]
-        token = self._begin(own)
         made = MlpWeights(
             self._norm(own.norm),
-            [self._linear(gate_up, token) for gate_up in own.gate_up],
-            self._linear(own.down, token),
+            [self._linear(gate_up) for gate_up in own.gate_up],
+            self._linear(own.down),
             self._small(own.down_bias),
         )
         return made if self.weights.lora is None else self.weights.lora.mlp(layer, made, self.weights.compute)
@@ -354,18 +336,12 @@ class UsedWeights:
     def resident_bytes(self) -> int:
         return self.nbytes
 
-    def _begin(self, own: nn.Module) -> Tensor | None:
-        """The token of a sub-module that is about to be used; see ``SubModuleWeights``."""
-        if id(own) not in self._tokens:
-            self._tokens[id(own)] = own(self._token if torch.is_grad_enabled() else None)
-        return self._tokens[id(own)]
+    def _linear(self, linear: Any) -> LaterLinear:
+        return self._later(linear.weight, self._small(linear.bias))
 
-    def _linear(self, linear: Any, token: Tensor | None) -> LaterLinear:
-        return self._later(linear.weight, self._small(linear.bias), token)
-
-    def _later(self, parameter: Tensor, bias: Tensor | None, token: Tensor | None) -> LaterLinear:
+    def _later(self, parameter: Tensor, bias: Tensor | None) -> LaterLinear:
         gradient = self._gradients.setdefault(id(parameter), WeightGradient())
-        return LaterLinear(parameter, self._value(parameter), bias, gradient, token)
+        return LaterLinear(parameter, self._value(parameter), bias, gradient)
 
     def _norm(self, weight: Tensor) -> RMSNorm:
         kind = RMSNorm if self.weights.compute == torch.float32 else WideRMSNorm
