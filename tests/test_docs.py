@@ -177,8 +177,11 @@ def test_options_in_prose_exist(page: Path) -> None:
 
 
 @each_page
-def test_sweep_files_are_read(page: Path) -> None:
-    """A YAML block that describes a sweep is one, whatever it names: its keys, options and layouts are checked."""
+def test_sweep_files_are_read(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A YAML block that describes a sweep is one: its keys, options and layouts are checked."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("chat.jsonl", "wiki.txt"):  # data have to be there
+        (tmp_path / name).write_text("")
     for block in blocks(page):
         if block.language == "yaml" and re.search(r"^layouts:", block.text, re.MULTILINE):
             document = parse_yaml(block.text)

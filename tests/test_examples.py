@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
@@ -12,6 +14,12 @@ from ladderize.demo.inputs import MODEL, write_documents
 from tests.helpers import ROOT, invoke, save_llama
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+LAUNCHERS = {  # of accelerate launch: how many processes, and how they share the model
+    "one_gpu": (1, "NO"),
+    "fsdp2_8_gpus": (8, "FSDP"),
+    "fsdp2_2_hosts": (16, "FSDP"),
+    "zero3_8_gpus": (8, "DEEPSPEED"),
+}
 # what the command line changes of an example, so that a test takes seconds
 SHORTENED = {
     "adapt.yaml": ["--max-tokens", "2048", "--write", "last", "--no-verify"],
@@ -66,3 +74,18 @@ def test_an_example_recipe_converts(example, tmp_path):
     outcome = invoke("convert", dense, tmp_path / "out", "--recipe", example, "--no-verify")
     assert outcome.code == 0, outcome.stderr
     assert (tmp_path / "out" / "ladderize.yaml").exists()
+
+
+def test_every_launcher_is_known():
+    assert {path.stem for path in (ROOT / "examples" / "accelerate").iterdir()} == set(LAUNCHERS)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_accelerate_knows_every_key_of_a_launcher(name):
+    """Of the file by its own reader, of what is nested in it by the parser of ``accelerate launch``."""
+    file = ROOT / "examples" / "accelerate" / f"{name}.yaml"
+    config = load_config_from_file(str(file))
+    assert (config.num_processes, config.distributed_type.value) == LAUNCHERS[name]
+    known = {action.dest for action in launch_command_parser()._actions}
+    assert not {*config.fsdp_config, *config.deepspeed_config} - known
+    assert f"--config_file examples/accelerate/{file.name} " in file.read_text()

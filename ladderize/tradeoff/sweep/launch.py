@@ -81,7 +81,8 @@ class StageLaunch(Record):
     @property
     def variables(self) -> dict[str, str]:
         """Of accelerate launch, which asks for FSDP2 in this way."""
-        return {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if self.fsdp else {}
+        wrapped = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}  # else the whole model is gathered at once
+        return {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **wrapped} if self.fsdp else {}
 
     def command(self, words: Words) -> str:
         """As a user types it."""
