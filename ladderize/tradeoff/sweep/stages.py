@@ -27,7 +27,7 @@ from ladderize.tradeoff.sweep.launch import IN_ONE, LAUNCH_KEYS, Given, StageLau
 StageKind = Literal["sensitivity", "convert", "adapt", "eval", "bench"]
 # Of the code behind each stage. Raise a stage's number when its output changes for the same input (another result,
 # another form of its files): what earlier versions of ladderize kept is then made anew.
-STAGE_VERSIONS: dict[StageKind, int] = {"sensitivity": 1, "convert": 1, "adapt": 3, "eval": 1, "bench": 1}
+STAGE_VERSIONS: dict[StageKind, int] = {"sensitivity": 1, "convert": 1, "adapt": 4, "eval": 1, "bench": 1}
 RESUMES = ("sensitivity", "convert", "adapt", "eval")  # stages that go on with what a killed run left in their folder
 TIMED: StageKind = "bench"  # its times are the result, so nothing runs beside it
 STAGES = "stages"  # folder of their outputs
