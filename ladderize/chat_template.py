@@ -59,9 +59,8 @@ class ChatRenderer:
             raise UserError(f"the chat template cannot be chosen: {' '.join(str(error).split())[:200]}") from None
         return cls(template, tokenizer.special_tokens_map, date=date)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, list[Span]]:
-        """The text of a conversation. options: as ``apply_chat_template`` of transformers takes them; with
-        ``return_assistant_tokens_mask`` the spans of characters that the template marks as the assistant's come too.
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Return the text of a conversation. options: as ``apply_chat_template`` of transformers takes them.
 
         Raises RefusedConversation where the template does, and UserError where the template is broken, runs for more
         than 5 seconds, or takes more than 2 GiB.
@@ -78,7 +77,7 @@ class ChatRenderer:
             if answer["of"] == "template":
                 raise UserError(f"the chat template cannot be used: {problem}")
             raise RefusedConversation(f"the chat template refuses the conversation ({problem})")
-        return answer["text"], [(begin, end) for begin, end in answer["spans"]]
+        return str(answer["text"])
 
     def _ask(self, request: bytes) -> dict[str, Any]:
         if self._process is None or self._owner != os.getpid():  # a fork must not talk to it too
@@ -127,8 +126,8 @@ def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
 
 
 def serve(cpu_seconds: int) -> None:
-    """Each line of stdin is a request, and each line of stdout its answer, both JSON: {"text", "spans"}, or
-    {"problem", "of": "template" or "conversation"}. A request that takes longer ends the process (SIGXCPU)."""
+    """Each line of stdin is a request, and each line of stdout its answer, both JSON: {"text"}, or {"problem", "of":
+    "template" or "conversation"}. A request that takes longer ends the process (SIGXCPU)."""
     import transformers.utils.chat_template_utils  # noqa: F401  (before the clock of the first request)
 
     answers = os.fdopen(os.dup(1), "wb")
@@ -155,7 +154,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         day = datetime.fromisoformat(request["date"])
         templates.datetime = type("Day", (), {"now": staticmethod(lambda: day)})  # what strftime_now asks
     try:
-        texts, spans = templates.render_jinja_template(
+        texts, _ = templates.render_jinja_template(
             conversations=[request["messages"]], chat_template=request["template"], **request["options"]
         )
         if len(texts[0]) > MAX_TEXT:
@@ -168,4 +167,4 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"of": "template", "problem": str(error)}
     except Exception as error:  # a template may raise whatever Python can: division by zero, a range that is too big
         return {"of": "conversation", "problem": str(error) or type(error).__name__}
-    return {"text": texts[0], "spans": spans[0] if spans else []}
+    return {"text": texts[0]}

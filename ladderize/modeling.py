@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ladderize.checkpoint.opening import open_model
+from ladderize.checkpoint.opening import open_sound_checkpoint
 from ladderize.checkpoint.quantised import quantisation_of
 from ladderize.checkpoint.reading import has_tokenizer
 from ladderize.errors import UserError
@@ -86,7 +86,7 @@ def load(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    checkpoint = open_model(model, revision)
+    checkpoint = open_sound_checkpoint(model, revision)
     register()
     folder, taken = checkpoint.folder, checkpoint.config
     check_transformers_runs(str(model), taken, folder)

@@ -1,53 +1,31 @@
-"""Files of rows, read by row number in any order without holding them in memory, and what a row may look like by its
-columns: token ids, a conversation, a prompt with its completion, or text."""
+"""What a row may look like by its columns: token ids, a conversation, a prompt with its completion, or text. And files
+of rows, read one after the other."""
 
 import contextlib
-import glob
-from array import array
-from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ladderize.data import as_ids, parse_line
 from ladderize.errors import UserError
-from ladderize.files.records import Record
-from ladderize.files.regular import MAX_LINE_BYTES, read_lines
+from ladderize.files.regular import read_lines
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 class BadRow(UserError):
-    """A row that cannot be used; the sentence names its place. The only error that --skip-bad-rows passes over."""
+    """A row that cannot be used; the sentence names its place."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a source. origin: its place, for people. is_passage: cut out of a longer text, so that its end is no
-    end of a text."""
+    """One row of a source. origin: its place, for people."""
 
     values: Mapping[str, Any]
     origin: str
-    is_passage: bool = False
-
-
-@dataclass
-class BadRows(Record):
-    """The rows that were left out: how many, and what was wrong with the first of them."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, problem: BadRow) -> None:
-        self.extend(BadRows(1, [str(problem)]))
-
-    def extend(self, other: "BadRows") -> None:
-        self.count += other.count
-        self.first = [*self.first, *other.first][:5]
 
 
 # ---- what a row may look like ----
@@ -133,108 +111,44 @@ def read_messages(row: Row, column: str) -> list[dict[str, Any]]:
 # ---- files of them ----
 
 
-class Rows(Protocol):
-    """Rows 0, 1, ..., and the bad ones that were left out of them at opening."""
-
-    bad: BadRows
-
-    def __len__(self) -> int: ...
-
-    def read(self, number: int) -> Row: ...
-
-
-class JoinedRows:
-    """Several files as one source, in their order."""
-
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self.parts, self.bad = parts, BadRows()
-        for part in parts:
-            self.bad.extend(part.bad)
-        self._ends = list(accumulate(len(part) for part in parts))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def read(self, number: int) -> Row:
-        part = bisect_right(self._ends, number)
-        return self.parts[part].read(number - (self._ends[part - 1] if part else 0))
+def jsonl_rows(path: Path, formats: Formats) -> Iterator[Row]:
+    """Yield the JSON object of each line that is not empty. Raises BadRow naming the first bad line."""
+    for number, line in enumerate(read_lines(path), start=1):
+        if line.strip():
+            origin = f"{path}, line {number}"
+            try:
+                row = Row(parse_line(line), origin)
+            except ValueError as error:
+                raise BadRow(f"{origin}: {error}") from None
+            check_row(row, formats)
+            yield row
 
 
-class JsonlRows:
-    """A JSON object a line. Every line is checked at opening; only where it begins is kept. Raises BadRow naming the
-    first bad line."""
+def parquet_rows(path: Path, formats: Formats) -> Iterator[Row]:
+    """Yield the rows of a parquet file, whose columns alone are checked."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
 
-    def __init__(self, path: Path, formats: Formats = TRAINING, *, skip_bad_rows: bool = False) -> None:
-        self.path, self.formats, self.bad = path, formats, BadRows()
-        self._offsets, self._lines = array("q"), array("q")
-        offset = 0
-        for number, line in enumerate(read_lines(path), start=1):
-            if line.strip():
-                try:
-                    self._parse(line, number)
-                    self._offsets.append(offset)
-                    self._lines.append(number)
-                except BadRow as problem:
-                    if not skip_bad_rows:
-                        raise
-                    self.bad.add(problem)
-            offset += len(line)
-
-    def _parse(self, line: bytes, number: int) -> Row:
-        origin = f"{self.path}, line {number}"
-        try:
-            row = Row(parse_line(line), origin)
-        except ValueError as error:
-            raise BadRow(f"{origin}: {error}") from None
-        check_row(row, self.formats)
-        return row
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def read(self, number: int) -> Row:
-        with self.path.open("rb") as file:
-            file.seek(self._offsets[number])
-            line = file.readline(MAX_LINE_BYTES)
-        try:
-            return self._parse(line, self._lines[number])
-        except BadRow:
-            raise UserError(f"{self.path} was changed while it was in use; start again") from None
-
-
-class ParquetRows:
-    """A parquet file through ``datasets``, which maps its own copy of it into memory. Columns are checked at opening,
-    values later."""
-
-    def __init__(self, path: Path, formats: Formats = TRAINING) -> None:
-        from datasets import Dataset
-        from pyarrow import parquet
-
-        self.path, self.bad = path, BadRows()
-        self._dataset: Any = ()
-        try:
-            about = parquet.read_metadata(path)
-            columns = about.schema.to_arrow_schema().names
-            if about.num_rows:  # datasets refuses a file without rows
-                with quiet_datasets():
-                    self._dataset = Dataset.from_parquet(glob.escape(str(path)))  # which takes patterns
-        except Exception as error:  # pyarrow's own errors, and datasets' around them
-            cause = " ".join(str(error.__cause__ or error).split())[:200]
-            raise UserError(f"{path} cannot be read as parquet ({cause}); is it complete?") from None
-        if formats.find(columns) is None:
-            raise UserError(
-                f"{path} has the columns {', '.join(columns) or 'of nothing'}; rows need {formats.in_words}"
-            )
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def read(self, number: int) -> Row:
-        origin = f"{self.path}, row {number + 1}"
-        try:
-            return Row(self._dataset[number], origin)
-        except UnicodeDecodeError:
-            raise BadRow(f"{origin}: holds text that is not UTF-8") from None
+    try:
+        with ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if formats.find(columns) is None:
+                raise UserError(
+                    f"{path} has the columns {', '.join(columns) or 'of nothing'}; rows need {formats.in_words}"
+                )
+            number = 0
+            for batch in file.iter_batches():
+                for place in range(len(batch)):
+                    number += 1
+                    origin = f"{path}, row {number}"
+                    try:
+                        (values,) = batch.slice(place, 1).to_pylist()
+                    except UnicodeDecodeError:
+                        raise BadRow(f"{origin}: holds text that is not UTF-8") from None
+                    yield Row(values, origin)
+    except (pyarrow.ArrowException, OSError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} cannot be read as parquet ({cause}); is it complete?") from None
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -208,7 +209,7 @@ def listing(folder: Path) -> list[str]:
 
 def training_command(name: str, place: Path, out: Path) -> list[object]:
     """The arguments of a short command of each kind that trains on what is in the fixture ``place``."""
-    same = ["--data", place / "ids.npy", "--threads", 1, "--device", "cpu"]
+    same = ["--data", place / "ids.npy", "--device", "cpu"]
     adapt = ["adapt", place / "spd", out, *same, "--write", "last"]
     retraining = [*adapt, "--max-steps", 3, "--batch-size", 2, "--seq-len", 16]
     taught = [*adapt, "--no-verify", "--distill-from", place / "dense", "--method"]
@@ -217,9 +218,26 @@ def training_command(name: str, place: Path, out: Path) -> list[object]:
         "full": [*retraining, "--no-verify"],
         "lora": [*retraining, "--method", "lora", "--lora-rank", 2],
         "align": [*taught, "align"],
-        "blocks": [*taught, "blocks", "--epochs", 1],
-        "spd": [*spd, "--epochs", 1],
+        "blocks": [*taught, "blocks", "--samples", 8],
+        "spd": [*spd, "--threads", 1, "--epochs", 1],
     }[name]
+
+
+@contextlib.contextmanager
+def python_options(**values: object) -> Iterator[None]:
+    """Give the command ``adapt`` options of align and blocks that only Python can name."""
+    from ladderize.commands import adapt
+
+    made = adapt._window_options
+
+    def named(*arguments: object) -> object:
+        options = made(*arguments)
+        own = {name: value for name, value in values.items() if hasattr(options, name)}
+        rest = {name: value for name, value in values.items() if name not in own}
+        return replace(options, **own, **({"distill": replace(options.distill, **rest)} if rest else {}))
+
+    with mock.patch.object(adapt, "_window_options", named):
+        yield
 
 
 def assert_there_and_back(kind: type[Record], document: dict[str, object]) -> None:

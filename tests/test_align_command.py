@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import torch
 from ladderize.adapt.align import align as alignment
 from ladderize.adapt.align import cost
 from ladderize.adapt.align.align import Aligning
-from ladderize.adapt.align.options import AlignOptions
+from ladderize.adapt.align.options import RANDOM_SHARE, AlignOptions
 from ladderize.adapt.blockwise import rewrite
 from ladderize.adapt.blockwise.layer_files import LayerFiles
 from ladderize.adapt.blockwise.measures import HeldoutMeasures
@@ -24,6 +25,7 @@ from ladderize.blocks import open_checkpoint
 from ladderize.console import Console
 from ladderize.demo import corpus
 from ladderize.demo.inputs import MODEL, write_documents
+from ladderize.errors import UsageError
 from ladderize.eval.results import Perplexity
 from ladderize.modeling import load
 from tests import warm
@@ -39,6 +41,7 @@ from tests.helpers import (
     invoke_well,
     listing,
     one_sentence,
+    python_options,
     save_llama,
     save_pair,
 )
@@ -61,6 +64,15 @@ Ranks.sum = sum
 sys.argv[:1] = ["ladderize"]
 from ladderize.cli import main
 main()
+"""
+
+FROM_DISK = """
+import sys
+from tests.helpers import python_options
+sys.argv[:1] = ["ladderize"]
+from ladderize.cli import main
+with python_options(max_memory=1):
+    main()
 """
 
 
@@ -94,17 +106,21 @@ def command(pair, out, *options, data="ids.npy"):
     write = [] if "--write" in options else ["--write", "last"]
     return [
         *("adapt", model, out, "--method", "align", "--distill-from", dense, "--data", dense.parent / data),
-        *("--threads", 1, "--device", "cpu", *own, *sizes, *write, *options),
+        *("--device", "cpu", *own, *sizes, *write, *options),
     ]
 
 
-def align(pair, out, *options, **more):
-    return invoke(*command(pair, out, *options, **more))
+def align(pair, out, *options, data="ids.npy", **named):
+    """named: options that Python alone has."""
+    with python_options(**named):
+        return invoke(*command(pair, out, *options, data=data))
 
 
 def aligned(pair, out, *options, **more):
     """The same where nothing is to fail."""
-    return invoke_well(*command(pair, out, *options, **more))
+    outcome = align(pair, out, *options, **more)
+    assert outcome.code == 0, outcome.stderr
+    return outcome
 
 
 def bits(folder):
@@ -177,9 +193,9 @@ def test_the_documents_keys_are_described(pair, tmp_path):
 def test_a_chain_of_methods_is_told_in_its_order(pair, tmp_path):
     """align, then blocks, then full: each starts from what the one before wrote, and the last says all of it."""
     dense, _ = pair
-    same = ["--data", tmp_path / "ids.npy", "--no-verify", "--threads", 1, "--write", "last"]
+    same = ["--data", tmp_path / "ids.npy", "--no-verify", "--write", "last"]
     aligned(pair, tmp_path / "one")
-    blocks = ["--method", "blocks", "--distill-from", dense, "--epochs", 1, "--samples", 60, "--heldout", 8]
+    blocks = ["--method", "blocks", "--distill-from", dense, "--samples", 60, "--heldout", 8]
     invoke_well("adapt", tmp_path / "one", tmp_path / "two", *blocks, *same)
     full = ["--max-steps", 1, "--batch-size", 2, "--seq-len", 16]
     invoke_well("adapt", tmp_path / "two", tmp_path / "three", *full, *same)
@@ -241,7 +257,7 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(LayerFiles, "save", killed)
     assert align(pair, tmp_path / "out").code == 130
     assert listing(tmp_path / WORK) == ["aligned-00001.safetensors", "aligned-00002.safetensors", "run.json"]
-    again = align(pair, tmp_path / "out", "--max-memory", "1B")  # also: from disk this time
+    again = align(pair, tmp_path / "out", max_memory=1)  # also: from disk this time
     assert again.code == 0, again.stderr
     assert "layers up to 2 are already aligned" in again.stderr
     assert "aligning 1 layers on 960 tokens" in again.stderr
@@ -268,12 +284,19 @@ def stopped(solved, tmp_path):
 
 @pytest.mark.parametrize(
     "other",
-    [["--seed", 1], ["--ridge", 0.3], ["--random-share", 0.5], ["--train", "2:"], ["--samples", 59, "--heldout", 12]],
+    [
+        (["--seed", 1], {}),
+        ([], {"ridge": 0.3}),
+        ([], {"random_share": 0.5}),
+        (["--train", "2:"], {}),
+        (["--samples", 59, "--heldout", 12], {}),
+    ],
 )
 def test_layers_that_were_solved_otherwise_are_solved_anew(made, stopped, tmp_path, other):
-    again = aligned(models_of(made), tmp_path / "out", *other)
+    options, named = other
+    again = aligned(models_of(made), tmp_path / "out", *options, **named)
     assert "already aligned" not in again.stderr
-    aligned(models_of(made), tmp_path / "fresh", *other)
+    aligned(models_of(made), tmp_path / "fresh", *options, **named)
     assert bits(tmp_path / "out") == bits(tmp_path / "fresh")
 
 
@@ -291,8 +314,8 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
     """But for rounding: sums are added up in another order. One of them has no window that is held out."""
     sizes = ["--samples", 61, "--heldout", 1]
     aligned(pair, tmp_path / "one", *sizes)
-    more = command(pair, tmp_path / "two", *sizes, "--json", "--max-memory", "1B")
-    result = warm.run_group([sys.executable, "-m", "ladderize", *more])
+    more = command(pair, tmp_path / "two", *sizes, "--json")
+    result = warm.run_group([sys.executable, "-c", FROM_DISK, *more])
     assert result.returncode == 0, result.stderr
     assert [row["layer"] for row in json.loads(result.stdout)["layers"]] == [1, 2, 3]
     documents = [json.loads((tmp_path / name / "alignment.json").read_text()) for name in ("one", "two")]
@@ -338,12 +361,8 @@ def test_a_rank_that_dies_ends_the_others(pair, tmp_path):
         (["--seq-len", 1], 2, "--seq-len"),
         (["--seq-len", 65], 1, "--seq-len 65 is over the model's 64 positions"),
         (["--heldout", 0, "--samples", 3], 2, "--heldout"),
-        (["--ridge", 0], 2, "--ridge must be above 0"),
-        (["--ridge", "nan"], 2, "--ridge must be a finite number of at least 0, not nan"),
-        (["--random-share", -1], 2, "--random-share must be a finite number of at least 0, not -1"),
-        (["--random-share", 11], 2, "--random-share must be between 0 and 10"),
         (["--dtype", "float16"], 2, "--dtype float16 has too small a range"),
-        (["--max-memory", "much"], 2, "--max-memory: 'much' is not a size"),
+        (["--max-memory", "1B"], 2, "No such option: --max-memory"),
         (["--data", "b.npy"], 2, "--method align reads one --data file"),
         (["--lr", 1e-3], 2, "--lr has no effect with --method align"),
     ],
@@ -430,7 +449,7 @@ def test_rows_of_one_token_are_joined(pair, tmp_path):
     for name in ("rows.jsonl", "column.npy"):
         outcome = align(pair, tmp_path / "out", "--samples", 20, "--heldout", 8, "--json", data=name)
         print(outcome)
-        assert "gives 1 tokens, too few for one to be predicted from another" in one_sentence(outcome)
+        assert "gives 1 tokens, none of which the loss could score" in one_sentence(outcome)
 
 
 def test_windows_that_say_nothing_change_nothing(pair, tmp_path):
@@ -466,7 +485,7 @@ def test_a_full_disk_is_one_sentence(pair, tmp_path, monkeypatch, number):
         reserve(descriptor, offset, size)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert "no space left on device" in one_sentence(align(pair, tmp_path / "out", "--max-memory", "1B"))
+    assert "no space left on device" in one_sentence(align(pair, tmp_path / "out", max_memory=1))
     assert len(reserved) == number
     assert listing(tmp_path) == PLACE
 
@@ -486,13 +505,13 @@ def test_killed_while_states_are_on_disk(pair, tmp_path, monkeypatch):
     """Ctrl-C frees the disk; the states of a run that was killed are overwritten, and go with the work."""
     layer = alignment.LayerAlignment.run
     monkeypatch.setattr(alignment.LayerAlignment, "run", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert align(pair, tmp_path / "out", "--max-memory", "1B").code == 130
+    assert align(pair, tmp_path / "out", max_memory=1).code == 130
     assert listing(tmp_path) == PLACE
     monkeypatch.setattr(alignment.LayerAlignment, "run", layer)
     (tmp_path / WORK).mkdir()
     (tmp_path / WORK / "run.json").write_text("{}")
     (tmp_path / WORK / "states-0-dense-0.bin").write_bytes(b"old")
-    aligned(pair, tmp_path / "out", "--max-memory", "1B")
+    aligned(pair, tmp_path / "out", max_memory=1)
     assert listing(tmp_path) == sorted([*PLACE, "out"])
 
 
@@ -508,11 +527,12 @@ def test_other_kinds_of_text_get_no_worse(tmp_path):
         write_documents(tmp_path / f"{kind}.jsonl", 60, test=True, seed=4, weights={kind: 1})
     invoke_well("convert", MODEL, tmp_path / "ladder", "--ladder", "4:", "--no-verify")
     models = {"as converted": tmp_path / "ladder"}
-    for name, more in {"aligned": [], "without": ["--random-share", 0]}.items():
+    for name, share in {"aligned": RANDOM_SHARE, "without": 0}.items():
         models[name] = tmp_path / name
         aligning = ["--method", "align", "--distill-from", MODEL, "--data", tmp_path / "prose.jsonl", "--no-verify"]
-        sizes = ["--seq-len", 128, "--samples", 192, "--heldout", 24, "--threads", 1, "--dtype", "float32"]
-        invoke_well("adapt", models["as converted"], models[name], *aligning, *sizes, *more)
+        sizes = ["--seq-len", 128, "--samples", 192, "--heldout", 24, "--dtype", "float32"]
+        with python_options(random_share=share):
+            invoke_well("adapt", models["as converted"], models[name], *aligning, *sizes)
     found = {}
     for kind in kinds:
         data = ["--perplexity", tmp_path / f"{kind}.jsonl", "--seq-len", 128, "--dtype", "float32", "--device", "cpu"]
@@ -529,7 +549,7 @@ def test_a_trained_model_gets_nearer_to_the_dense_one(tmp_path):
     """The bundled model, in bfloat16: much of the divergence goes, and the output is stored as the source is."""
     text = tmp_path / "text.txt"
     text.write_text("".join(corpus.documents(400, test=False)))
-    same = ["--seq-len", 64, "--samples", 64, "--heldout", 16, "--no-verify", "--threads", 1]
+    same = ["--seq-len", 64, "--samples", 64, "--heldout", 16, "--no-verify"]
     for name, layout in {"ladder": ["--ladder", "4:"], "spd": ["--spd", "all", "--sync-tp-size", 4]}.items():
         invoke_well("convert", MODEL, tmp_path / name, *layout, "--no-verify")
         aligning = ["--method", "align", "--distill-from", MODEL, "--data", text, *same, "--json"]
@@ -538,3 +558,17 @@ def test_a_trained_model_gets_nearer_to_the_dense_one(tmp_path):
         divergences = document["heldout_divergence"]
         assert divergences["aligned"] < 0.7 * divergences["before"]
         assert {weight.dtype for weight in all_tensors(tmp_path / f"{name}-aligned").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"ridge": 0.0}, "--ridge must be above 0"),
+        ({"ridge": math.nan}, "--ridge must be a finite number of at least 0, not nan"),
+        ({"random_share": -1.0}, "--random-share must be a finite number of at least 0, not -1"),
+        ({"random_share": 11.0}, "--random-share must be between 0 and 10"),
+    ],
+)
+def test_what_python_is_refused(named, message):
+    with pytest.raises(UsageError, match=message):
+        AlignOptions("ids.npy", **named)

@@ -121,7 +121,8 @@ def blockwise(**given):
 
 
 def retraining(**given):
-    options = RetrainOptions(**{"data": data_sources("a.jsonl"), "budget": Budget(steps=1), **given})
+    data = data_sources(str(ROOT / "constraints.txt"))  # any file that is there
+    options = RetrainOptions(**{"data": data, "budget": Budget(steps=1), **given})
     options.check()
     options.budget.check()
 
@@ -154,7 +155,7 @@ def retraining(**given):
         (lambda: retraining(budget=Budget()), "say how long to train"),
         (lambda: retraining(budget=Budget(1, 1)), "both say how long to train"),
         (lambda: retraining(method="half"), "--method half is not one of full, lora, blocks"),
-        (lambda: retraining(method="blocks"), "for adapt_blocks"),
+        (lambda: retraining(method="blocks"), "--method blocks has options of its own"),
         (lambda: retraining(lr=0.0), "--lr must be above 0"),
         (lambda: retraining(distill_from="dense"), "--distill-weight 0 makes --distill-from useless"),
         (lambda: retraining(objective=Objective(1.0)), "--distill-weight has no effect without --distill-from"),

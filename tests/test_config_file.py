@@ -9,7 +9,7 @@ from ladderize.demo.inputs import MODEL
 from tests.helpers import invoke, one_sentence
 
 CONFIGURABLE = {
-    "adapt": ["in", "out", "--data", "a.jsonl", "--data", "b.jsonl=2", "--max-tokens", "1M", "--no-packing"],
+    "adapt": ["in", "out", "--data", "a.jsonl", "--data", "b.jsonl=2", "--max-tokens", "1M", "--align"],
     "spd": ["in", "out", "--sync-tp-size", "4", "--data", "wiki.txt", "--spd-fraction", "0.5"],
     "sensitivity": ["in", "--data", "wiki.txt", "--out", "s.json", "--mode", "ladder"],
     "eval": ["in", "out", "--tasks", "a,b", "--limit", "10", "--json"],

@@ -29,12 +29,21 @@ from tests.helpers import (
     listing,
     make_layout,
     one_sentence,
+    python_options,
     save_llama,
     save_pair,
 )
 
 LAYERS = SHAPE["num_hidden_layers"]
 DEVICE = torch.device("cpu")
+FROM_DISK = """
+import sys
+from tests.helpers import python_options
+sys.argv[:1] = ["ladderize"]
+from ladderize.cli import main
+with python_options(epochs=3, max_memory=1):
+    main()
+"""
 
 
 def blocks_of(folder):
@@ -144,19 +153,23 @@ def pair(made, tmp_path):
 
 def command(pair, out, *options, method="blocks", data="ids.npy"):
     dense, model = pair
-    sizes = ["--epochs", 3, "--batch-size", 4, "--lr", 1e-3, "--samples", 64, "--heldout", 8, "--threads", 1]
+    sizes = ["--batch-size", 4, "--lr", 1e-3, "--samples", 64, "--heldout", 8]
     write = [] if "--write" in options else ["--write", "last"]  # random models need not get better on other data
     what = ["--method", method, "--distill-from", dense, "--data", dense.parent / data, "--no-verify"]
     return ["adapt", model, out, *what, *sizes, *write, *options]
 
 
-def adapt(pair, out, *options, **more):
-    return invoke(*command(pair, out, *options, **more))
+def adapt(pair, out, *options, data="ids.npy", **named):
+    """named: options that Python alone has."""
+    with python_options(**{"epochs": 3, **named}):
+        return invoke(*command(pair, out, *options, data=data))
 
 
 def adapted(pair, out, *options, **more):
     """The same where nothing is to fail."""
-    return invoke_well(*command(pair, out, *options, **more))
+    outcome = adapt(pair, out, *options, **more)
+    assert outcome.code == 0, outcome.stderr
+    return outcome
 
 
 def test_every_block_gets_better(pair, tmp_path):
@@ -199,7 +212,7 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     assert adapt(pair, tmp_path / "out").code == 130
     assert "out" not in listing(tmp_path)
     assert "block-00002.safetensors" in listing(tmp_path / "out.ladderize-work")
-    again = adapt(pair, tmp_path / "out", "--max-memory", "1B")  # also: from disk this time
+    again = adapt(pair, tmp_path / "out", max_memory=1)  # also: from disk this time
     assert again.code == 0
     assert "blocks 1:3 are already done" in again.stderr
     assert trained == [1, 2, 3]
@@ -211,8 +224,8 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
 
 def test_two_processes_train_the_same_weights(pair, tmp_path):
     adapted(pair, tmp_path / "one")
-    more = command(pair, tmp_path / "two", "--device", "cpu", "--json", "--max-memory", "1B")
-    result = warm.run_group([sys.executable, "-m", "ladderize", *more])
+    more = command(pair, tmp_path / "two", "--device", "cpu", "--json")
+    result = warm.run_group([sys.executable, "-c", FROM_DISK, *more])
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)["blocks"]) == 3
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
@@ -228,7 +241,7 @@ def test_ladder_blocks_are_distilled_too(pair, tmp_path):
 
 
 def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
-    outcome = adapt(pair, tmp_path / "out", "--lr", 30, "--epochs", 9, "--json")  # absurd, but finite
+    outcome = adapt(pair, tmp_path / "out", "--lr", 30, "--json", epochs=9)  # absurd, but finite
     assert outcome.code == 0, outcome.stderr
     for block in json.loads(outcome.stdout)["blocks"]:
         assert block["loss_after"] <= block["loss_before"]
@@ -285,7 +298,7 @@ def test_what_is_refused(pair, tmp_path, options, code, message):
 
 
 def test_missing_data_is_refused(pair, tmp_path):
-    assert "nothing.npy does not exist" in one_sentence(adapt(pair, tmp_path / "out", data="nothing.npy"))
+    assert "nothing.npy names nothing that exists" in one_sentence(adapt(pair, tmp_path / "out", data="nothing.npy"))
 
 
 def test_work_of_another_run_is_not_mixed_in(tmp_path):
@@ -340,7 +353,7 @@ def test_blocks_trained_otherwise_are_trained_anew(pair, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("place", ["dense", "spd/inner", "out", "out/inner", "."])
 def test_work_has_a_place_of_its_own(pair, tmp_path, place):
-    outcome = adapt(pair, tmp_path / "out", "--work-dir", tmp_path / place)
+    outcome = adapt(pair, tmp_path / "out", work_dir=tmp_path / place)
     assert "choose a folder of its own" in one_sentence(outcome)
     assert listing(tmp_path) == ["dense", "ids.npy", "spd"]
 

@@ -124,18 +124,11 @@ def test_loops_of_links(tmp_path, llama):
 # ---- arrays of ids ----
 
 
-def bomb(path, shape, *, held: int) -> None:
-    """An archive whose array promises ``shape`` of uint16, of which ``held`` bytes are there: all zero."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("ids.npy", "w") as member:
-        np.lib.format.write_array_header_1_0(member, {"descr": "<u2", "fortran_order": False, "shape": shape})
-        for _ in range(held >> 20):
-            member.write(bytes(1 << 20))
-
-
 def test_an_archive_larger_than_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("ladderize.memory.available_bytes", lambda device: 1 << 28)
-    bomb(tmp_path / "a.npz", (1 << 28,), held=1 << 29)
-    assert (tmp_path / "a.npz").stat().st_size < 1 << 20
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive, archive.open("ids.npy", "w") as member:
+        # the header alone says so
+        np.lib.format.write_array_header_1_0(member, {"descr": "<u2", "fortran_order": False, "shape": (1 << 28,)})
     for read in (check_data_file, lambda spec: read_documents(spec, None)):
         with pytest.raises(UserError, match="needs 537 MB of memory, and 268 MB are free"):
             read(str(tmp_path / "a.npz"))
@@ -143,13 +136,6 @@ def test_an_archive_larger_than_memory(tmp_path, monkeypatch):
     assert len(open_ids(tmp_path / "a.npy")) == 1 << 26
     with pytest.raises(UserError, match="needs 537 MB of memory"):
         read_documents(str(tmp_path / "a.npy"), None)
-
-
-@pytest.mark.parametrize("shape", [(1 << 40,), (1,), (10**400,), (-5,)])
-def test_an_archive_whose_header_lies(tmp_path, shape):
-    bomb(tmp_path / "a.npz", shape, held=2 << 20)
-    with pytest.raises(UserError, match="is damaged|is no archive"):
-        check_data_file(str(tmp_path / "a.npz"))
 
 
 def test_archives_that_are_none(tmp_path):

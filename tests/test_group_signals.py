@@ -21,7 +21,7 @@ from tests.helpers import ROOT, all_gone
 def work(group, folder, save_seconds):
     """What a training does with signals: a note of each rank that began, and a last step after SIGTERM. No seconds: a
     library that lets no other thread run, as torch does where ranks meet."""
-    from ladderize.adapt.retrain.trainer import stop_signals
+    from ladderize.adapt.train.loop import stop_signals
 
     with stop_signals(announce=group.is_main) as stopped:
         (folder / f"{group.rank}.pid").write_text(str(os.getpid()))

@@ -1,23 +1,13 @@
-"""What launchers say, and that every way to train understands it alike."""
-
-import json
+"""What launchers say of the processes they start, and the device and dtype to compute in."""
 
 import pytest
 import torch
-from ladderize.ranks.training import compute_dtype
 
+from ladderize.blocks import compute_dtype
 from ladderize.errors import UserError
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import ALONE, Place, already_started, launched, started_rank_variables
 from ladderize.ranks.group import join_ranks
-from tests.helpers import invoke, listing, one_sentence, training_command
-
-REFUSED = {
-    "DeepSpeed": {"ACCELERATE_USE_DEEPSPEED": "true"},
-    "--gradient_accumulation_steps": {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
-    "FSDP": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
-    "mixed_precision fp16": {"ACCELERATE_MIXED_PRECISION": "fp16"},
-}
 
 
 def test_without_a_launcher_a_process_is_alone():
@@ -42,38 +32,17 @@ def test_a_started_rank_reads_what_it_was_given(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "launcher", "stored", "dtype"),
+    ("asked", "stored", "dtype"),
     [
-        ("auto", "", "float32", torch.float32),
-        ("auto", "no", "bfloat16", torch.bfloat16),
-        ("auto", "bf16", "float32", torch.bfloat16),
-        ("auto", "", "float64", torch.float32),
-        ("auto", "", "float16", torch.bfloat16),
-        ("float32", "bf16", "bfloat16", torch.float32),
+        ("auto", "float32", torch.float32),
+        ("auto", "bfloat16", torch.bfloat16),
+        ("auto", "float64", torch.float32),
+        ("auto", "float16", torch.bfloat16),
+        ("float32", "bfloat16", torch.float32),
     ],
 )
-def test_one_policy_for_the_dtype(monkeypatch, asked, launcher, stored, dtype):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+def test_one_policy_for_the_dtype(asked, stored, dtype):
     assert compute_dtype(asked, stored) == dtype
-
-
-@pytest.mark.parametrize("command", ["blocks", "spd"])
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_block_to_block_distillation_refuses(place, tmp_path, monkeypatch, command, what):
-    """As the other methods do: none of it would take effect."""
-    for name, value in REFUSED[what].items():
-        monkeypatch.setenv(name, value)
-    outcome = invoke(*training_command(command, place, tmp_path / "out"))
-    assert what in one_sentence(outcome)
-    assert outcome.code == 1
-    assert listing(tmp_path) == []
-
-
-def test_blocks_train_in_the_launchers_precision(place, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    outcome = invoke(*training_command("blocks", place, tmp_path / "out"))
-    assert outcome.code == 0, outcome.stderr
-    assert json.loads((tmp_path / "out" / "distillation.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(

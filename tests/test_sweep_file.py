@@ -3,13 +3,14 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 from ladderize.commands.adapt import adapt_options
 from ladderize.tradeoff.sweep import builder, execute, run
 from ladderize.tradeoff.sweep.builder import Inputs
 from ladderize.tradeoff.sweep.hosts import OtherHost
-from ladderize.tradeoff.sweep.launch import Launch
+from ladderize.tradeoff.sweep.launch import StageLaunch
 from ladderize.tradeoff.sweep.stages import Stage, adapt_words, asked_by
 from ladderize.tradeoff.sweep.sweep_file import sweep_spec
 from ladderize.tradeoff.sweep.workers import ThisHost
@@ -30,6 +31,15 @@ def planned(place, tmp_path, **changes):
 
 
 # ---- grids ----
+
+
+@pytest.fixture(autouse=True)
+def _data(tmp_path_factory, monkeypatch):
+    """What files name without a folder is there."""
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("a", "b", "x"):
+        np.save(folder / f"{name}.npy", np.arange(3, 67).reshape(4, 16))
+    monkeypatch.chdir(folder)
 
 
 def test_lists_are_a_grid(place):
@@ -205,7 +215,7 @@ def test_no_two_stages_share_a_gpu_and_the_widest_waits_for_none_that_is_ready(t
             started.append(stage.title)
 
     def stage(title, gpus, kind="eval", hosts=1):
-        return Stage.of(kind, title, {"title": title}, lambda output: (), launch=Launch(gpus=gpus, hosts=hosts))
+        return Stage.of(kind, title, {"title": title}, lambda output: (), launch=StageLaunch(gpus=gpus, hosts=hosts))
 
     running = Fake(tmp_path, None, jobs, ThisHost(tmp_path, ("a", "b", "c", "d")), [], lambda *_: None)
     stages = [stage("one", 1), stage("two", 2), stage("timed", 0, "bench"), stage("none", 0), stage("more", 3)]
@@ -234,11 +244,11 @@ def test_no_two_stages_share_a_gpu_and_the_widest_waits_for_none_that_is_ready(t
 
 
 @pytest.mark.parametrize("said", [True, False, None])
-def test_a_switch_that_is_left_open_can_be_said_no(place, said):
+def test_a_switch_can_be_said_no(place, said):
     full = {"method": "full", "data": str(place / "ids.npy"), "max_steps": 2, "gradient_checkpointing": said}
     ((stage,),) = [choice.stages for choice in sweep_spec(spec(place, adapt=[full]), "s.yaml").adapt]
     (words,) = adapt_words("MODEL", "OUTPUT", "full", "DENSE", stage.given, True)
-    assert adapt_options(asked_by(words)).gradient_checkpointing is said
+    assert adapt_options(asked_by(words)).gradient_checkpointing is bool(said)
 
 
 # ---- what is refused ----
@@ -363,7 +373,7 @@ REFUSED = {
     "a control of none": ({"adapt": [{"method": "none", "control": True}]}, r"adapt\[0\]: control needs stages"),
     "a control that is text": ({"adapt": [{**FULL, "control": "yes"}]}, r"adapt\[0\]: control is 'yes', but must"),
     "data that nothing reads": ({"adapt": ["none"], "data": "x.npy"}, "data has no effect"),
-    "data to train on": ({"adapt": [FULL]}, "x.npy does not exist"),
+    "data to train on": ({"adapt": [{**FULL, "data": "nowhere.npy"}]}, "nowhere.npy names nothing that exists"),
     "nothing to evaluate": ({"eval": {"batch_size": 3}}, "eval: nothing to evaluate"),
     "eval's slip": ({"eval": {"perplexit": "a"}}, "eval: eval has no option 'perplexit'; did you mean perplexity"),
     "a backend that tells no predictions": (

@@ -14,7 +14,7 @@ from ladderize.ranks.environment import launch_variables, launched, set_by_srun,
 from ladderize.ranks.group import meet
 from ladderize.tradeoff.sweep import hosts
 from ladderize.tradeoff.sweep.hosts import linked, started_hosts
-from ladderize.tradeoff.sweep.launch import Launch
+from ladderize.tradeoff.sweep.launch import StageLaunch
 from tests import warm
 from tests.helpers import invoke
 from tests.sweeps import FAST, last_saved, ran, read, retraining, stages_of, start, write
@@ -50,7 +50,7 @@ def test_stages_run_on_every_host(place, tmp_path):
 
 
 def test_where_the_leader_is_killed_the_other_ends_and_all_goes_on(place, tmp_path):
-    long = retraining(place, max_steps=150, save_every=5, eval_every=150)
+    long = retraining(place, max_steps=150, heldout=1, eval_every=5)
     file, out = write(tmp_path / "s.yaml", long), tmp_path / "out"
     lead, other = start_on_two(file, out)
     warm.wait_until(lambda: last_saved(out), lead)
@@ -100,23 +100,23 @@ def test_a_host_that_says_nothing_more_is_missed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("method", "given", "gpus", "expected"),
     [
-        ("full", {"batch_size": 64}, 8, Launch(16, True, 8, 2)),
-        ("full", {}, 8, Launch(16, True, 8, 2)),
-        ("lora", {"batch_size": 12}, 8, Launch(12, True, 6, 2)),
-        ("full", {"batch_size": 7}, 8, Launch(7, True, 7)),
-        ("full", {"processes": 8, "fsdp": False}, 8, Launch(8, False, 8)),
-        ("full", {"processes": 16, "tp_size": 8}, 8, Launch(16, True, 8, 2)),
-        ("sensitivity", {}, 8, Launch(8, False, 8)),
-        ("align", {}, 8, Launch(1, False, 1)),
-        ("align", {"processes": 16}, 8, Launch(16, False, 8, 2)),
-        ("eval", {"tp_size": 4}, 8, Launch(1, False, 4)),
-        ("full", {"device": "cpu"}, 8, Launch()),
-        ("full", {"processes": 2}, 0, Launch(2, True, 1, 2)),
-        ("full", {"processes": 4}, 0, Launch(4, True, 4)),
+        ("full", {"batch_size": 64}, 8, StageLaunch(16, True, 8, 2)),
+        ("full", {}, 8, StageLaunch(16, True, 8, 2)),
+        ("lora", {"batch_size": 12}, 8, StageLaunch(12, True, 6, 2)),
+        ("full", {"batch_size": 7}, 8, StageLaunch(7, True, 7)),
+        ("full", {"processes": 8, "fsdp": False}, 8, StageLaunch(8, False, 8)),
+        ("full", {"processes": 16, "tp_size": 8}, 8, StageLaunch(16, True, 8, 2)),
+        ("sensitivity", {}, 8, StageLaunch(8, False, 8)),
+        ("align", {}, 8, StageLaunch(1, False, 1)),
+        ("align", {"processes": 16}, 8, StageLaunch(16, False, 8, 2)),
+        ("eval", {"tp_size": 4}, 8, StageLaunch(1, False, 4)),
+        ("full", {"device": "cpu"}, 8, StageLaunch()),
+        ("full", {"processes": 2}, 0, StageLaunch(2, True, 1, 2)),
+        ("full", {"processes": 4}, 0, StageLaunch(4, True, 4)),
     ],
 )
 def test_which_stages_take_all_hosts(method, given, gpus, expected):
-    assert Launch.of(given, method, gpus, hosts=2) == expected
+    assert StageLaunch.of(given, method, gpus, hosts=2) == expected
 
 
 STEP = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}

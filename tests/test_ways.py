@@ -62,9 +62,9 @@ def test_the_way_through_adapt(llama, tmp_path):
     assert invoke("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify").code == 0
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 97, (24, 16)))
     data = ("--data", tmp_path / "ids.npy", "--distill-from", llama, "--no-verify", "--write", "last")
-    sizes = ("--max-steps", 2, "--batch-size", 2, "--seq-len", 16, "--device", "cpu", "--threads", 1)
+    sizes = ("--max-steps", 2, "--batch-size", 2, "--seq-len", 16, "--device", "cpu")
     ran = files_at_work("adapt", tmp_path / "ladder", tmp_path / "out", *data, *sizes)
-    rooms = ("commands/adapt.py", "adapt/retrain/", "adapt/data/")
+    rooms = ("commands/adapt.py", "adapt/train/", "adapt/data/")
     way = files_on_the_way("adapt")
     assert sorted(way) == sorted(name for name in ran if name.startswith(rooms))
     assert len(way) <= 15

@@ -51,11 +51,11 @@ COMPARED_BYTES = 4 << 20  # of two tensors at a time
 
 
 def check_model(model: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of ``open_model``."""
-    return open_model(model, revision).folder
+    """Return the folder of ``open_sound_checkpoint``."""
+    return open_sound_checkpoint(model, revision).folder
 
 
-def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
+def open_sound_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
     """Return a checkpoint (a folder or a hub id, which is downloaded), whose config, headers and other JSON were read
     and found sound; of a family that ladderize converts every tensor's shape too.
 

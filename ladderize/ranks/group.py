@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from ladderize.console import sentence, silenced
 from ladderize.errors import UsageError, UserError
@@ -264,29 +263,12 @@ class Ranks:
             dist.all_reduce(values, group=self.group)
         return values
 
-    def mesh(self) -> Any:
-        """These ranks in a row, as a device mesh, for FSDP2."""
-        if self.group is None:
-            return dist.init_device_mesh(self.device.type, (self.size,))
-        return DeviceMesh.from_group(self.group, self.device.type)
-
-    def groups_of(self, tp_size: int) -> int:
-        """How many groups of ``tp_size`` these ranks make. Raises UserError where ``tp_size`` does not divide them."""
-        if self.size % tp_size:
-            raise UserError(
-                f"--tp-size {tp_size} does not divide the {self.size} processes that the launcher started; start a"
-                " multiple of it"
-            )
-        return self.size // tp_size
-
     def split(self, tp_size: int) -> tuple["Ranks", "Ranks"]:
         """These ranks as a table of ``size / tp_size`` rows and ``tp_size`` columns; returns (data, tensor).
 
         tensor: this rank's row, ``tp_size`` neighbours that share one model. data: its column, the ranks that hold the
-        same part of the model and read different data. All ranks call it. Raises UserError where ``tp_size`` does not
-        divide the ranks.
+        same part of the model and read different data. All ranks call it. ``tp_size`` divides them.
         """
-        self.groups_of(tp_size)
         alone = replace(self, rank=0, size=1, local_size=1, group=None, others=self.others + self.local_size - 1)
         if tp_size == 1:
             return self, alone

@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import other as accelerate_saving
 from torch.cuda import _sanitizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -97,6 +98,10 @@ class SimTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A file holds the values, as on the host: ``torch.save``."""
+        return self.cpu().__reduce_ex__(protocol)
 
     def record_stream(self, stream: "Stream") -> None:
         self.memory.gpu.recorded.append(stream)
@@ -563,6 +568,9 @@ class SimulatedGpu:
         for function, stands_for in ((dist.all_reduce, self.all_reduce), (dist.all_gather_single, self.all_gather)):
             own = mock.create_autospec(function, side_effect=stands_for)
             self.stack.enter_context(mock.patch.object(dist, function.__name__, own))
+        # to C++ all storages are empty, so that Accelerate would take all tensors for one
+        apart = mock.patch.object(accelerate_saving, "id_tensor_storage", lambda tensor: (DEVICE, id(tensor), 1))
+        self.stack.enter_context(apart)
         self.stack.enter_context(WithIndex())
         # the checker keeps a stack trace of every access, which takes as long as all the rest
         no_trace = SimpleNamespace(extract=lambda *arguments, **options: [])

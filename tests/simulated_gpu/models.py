@@ -1,9 +1,17 @@
 """Small models for the simulated GPU: one of each kind of layout."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from ladderize.adapt.train.run import open_accelerator, reset_accelerate
+from ladderize.adapt.train.student import make_student, make_teacher, open_model, trained_tensors
+from ladderize.adapt.train.training_model import HFTraining
+from ladderize.blocks import open_checkpoint
 from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout
@@ -33,3 +41,27 @@ def save_model(name: str, folder: Path) -> Path:
     randomise(model, seed())
     model.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def hf_training(
+    folder: Path, dense: Path, device: torch.device, *, everything: bool = True, temperature: float = 1.0
+) -> Iterator[HFTraining]:
+    """The Hugging Face model in training beside its teacher, in float32, on an Accelerator of the device."""
+    reset_accelerate()
+    try:
+        asked: Any = SimpleNamespace(device=device.type, log_with=())
+        accelerator = open_accelerator(asked, folder)
+        assert accelerator.device.type == device.type
+        checkpoint, teacher = open_checkpoint(str(folder)), open_checkpoint(str(dense))
+        how: dict[str, Any] = {"attention": "sdpa", "collecting": True, "device": device}
+        student = make_student(
+            open_model(checkpoint, Layout.from_config(checkpoint.config), **how),
+            torch.float32,
+            trained=trained_tensors(checkpoint.tensors, range(LAYERS), everything),
+            temperature=temperature,
+        )
+        taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), **how), torch.float32, student)
+        yield HFTraining(accelerator, student, taught, compared=range(LAYERS), weight_decay=0.1)
+    finally:
+        reset_accelerate()

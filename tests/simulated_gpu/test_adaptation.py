@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher, trained_tensors
 
 from ladderize.adapt.align.align import align
 from ladderize.adapt.align.options import AlignSettings
@@ -16,15 +15,16 @@ from ladderize.adapt.blockwise.head_grouping import group_heads
 from ladderize.adapt.blockwise.layer_files import LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.adapt.blockwise.windows import Windows
+from ladderize.adapt.data.packing import IGNORED_TARGET
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import SILENT
 from ladderize.eval.options import SensitivityOptions
-from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.training.batch import Batch
 from ladderize.workflows.sensitivity import measure_sensitivity
 from tests.helpers import random_ids
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
-from tests.simulated_gpu.models import LAYERS, LAYOUTS, seed
+from tests.simulated_gpu.models import LAYERS, LAYOUTS, hf_training, seed
 
 HOST = torch.device("cpu")
 CONVERTED = [name for name in LAYOUTS if name != "dense"]
@@ -136,29 +136,24 @@ def test_sensitivity(folders, tmp_path, mode, aligned):
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-def test_a_step_of_the_hugging_face_model(folders, name):
+def test_a_step_of_the_hugging_face_model(folders, monkeypatch, name):
     """Full retraining beside the dense teacher, with packed rows and the error of sub-modules."""
-    folder, layers = folders[name], tuple(range(LAYERS))
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # transformers' own threads do not see the simulated GPU
     ids, targets = random_ids(3, 12), random_ids(3, 12)
-    targets[0, :5] = targets[2, 9:] = -100
+    targets[0, :5] = targets[2, 9:] = IGNORED_TARGET
     positions = torch.arange(12).repeat(3, 1)
     positions[1, 7:] -= 7
-    batch = {"input_ids": ids, "position_ids": positions, "targets": targets}
+    rows = {"input_ids": ids, "position_ids": positions, "targets": targets}
 
     def stepped(device):
-        checkpoint = open_checkpoint(str(folder))
-        setup = ModelSetup(device, collecting=True)
-        trained = trained_tensors(checkpoint.tensors, layers, everything=False)
-        student = build_student(checkpoint, Layout.from_config(checkpoint.config), setup, trained=trained)
-        teacher = build_teacher(checkpoint, setup, student)
-        how = {"compute": torch.float32, "sharded": False, "weight_decay": 0.1, "compared": layers}
-        engine = HFEngine(student, Ranks(0, 1, device), teacher=teacher, **how)
-        losses = engine.losses(engine.to_device(batch))
-        (losses.sum() / ids.numel()).backward()
-        gradients = {key: engine.pieces[key].parameters[0].grad.cpu().clone() for key in engine.pieces}
-        norm = float(engine.clip(1e-4))
-        engine.step(1e-3)
-        return losses.detach().cpu(), norm, gradients, {key: engine.gather(key, "weight").cpu() for key in gradients}
+        with hf_training(folders[name], folders["dense"], device, everything=False) as training:
+            losses = training.losses(Batch.of(rows, device))
+            training.accelerator.backward(losses.sum() / ids.numel())
+            gradients = {key: parameter.grad.cpu().clone() for key, parameter in training.named.items()}
+            norm = float(training.clip(1e-4))
+            training.optimizer.param_groups[0]["lr"] = training.optimizer.param_groups[1]["lr"] = 1e-3
+            training.optimizer.step()
+            return losses.detach().cpu(), norm, gradients, {key: training.whole(key).cpu() for key in gradients}
 
     (losses, norm, gradients, weights), expected, _ = on_both(stepped)
     torch.testing.assert_close(losses, expected[0], rtol=1e-3, atol=1e-3)

@@ -22,7 +22,7 @@ SAMPLED = ("--num-samples", 5, "--max-new-tokens", 5, "--seed", 3, "--out", f"{O
 COMMANDS = {
     "adapt full": ("adapt", MODEL, OUT, "--method", "full", "--hidden-weight", 1, "--no-verify", *STEPS),
     "adapt lora": ("adapt", MODEL, OUT, "--method", "lora", *STEPS),
-    "adapt blocks": ("adapt", MODEL, OUT, "--method", "blocks", "--no-verify", "--epochs", 2, *TEACHER),
+    "adapt blocks": ("adapt", MODEL, OUT, "--method", "blocks", "--no-verify", *TEACHER),
     "adapt align": ("adapt", MODEL, OUT, "--method", "align", "--no-verify", *TEACHER),
     "spd": ("spd", DENSE, OUT, "--data", DATA, "--sync-tp-size", 2, "--spd-fraction", 0.5, "--no-verify"),
     "sensitivity": ("sensitivity", DENSE, "--mode", "points", "--sync-tp-size", 2, *SCORED),

@@ -1,17 +1,16 @@
 """A step of retraining on the simulated GPU: the host waits for the device once, to judge the step before it is
 applied, however many micro-batches there are."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher
-from ladderize.adapt.retrain.options import Objective, RateSchedule
-from ladderize.adapt.retrain.tensor_parallel import TPEngine, TPRanks
-from ladderize.adapt.retrain.trainer import Trainer
 
-from ladderize.adapt.data.examples import Example
 from ladderize.adapt.data.packing import pack
+from ladderize.adapt.train.loop import Loop, micro_batches
+from ladderize.adapt.train.options import Objective, RateSchedule
+from ladderize.adapt.train.tensor_parallel import TensorParallelTraining
 from ladderize.blocks import open_checkpoint
 from ladderize.console import SILENT
 from ladderize.layout import Layout
@@ -23,14 +22,14 @@ from ladderize.runtime.training.weights import build_weights
 from tests.helpers import SHAPE, fresh_rng
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
 from tests.simulated_gpu.groups import Alike, AlikeRanks, collectives
-from tests.simulated_gpu.models import LAYERS, RANKS, seed
+from tests.simulated_gpu.models import LAYERS, RANKS, hf_training, seed
 
 HOST = torch.device("cpu")
-OBJECTIVE = Objective(0.4, 1.5, hidden_weight=0.5)
+OBJECTIVE = Objective(0.4, hidden_weight=0.5, temperature=1.5)
 OPTIONS = SimpleNamespace(
-    batch_size=5,
+    batch_size=6,
     micro_batch_size=2,
-    max_gradient=1e-3,
+    max_grad_norm=1e-3,
     seed=3,
     objective=OBJECTIVE,
     schedule=RateSchedule("constant", 1e-3),
@@ -40,34 +39,48 @@ OPTIONS = SimpleNamespace(
 def some_rows():
     """Of which some hold several texts, some end in padding, and not every token counts."""
     rng = fresh_rng()
-    lengths = (12, 11, 7, 5, 9, 3, 12)
-    return pack([Example(rng.integers(3, SHAPE["vocab_size"], n), rng.random(n) < 0.7, str(n)) for n in lengths], 12)
-
-
-def hf_engine(folder, dense, device, gpu):
-    checkpoint, setup = open_checkpoint(str(folder)), ModelSetup(device, collecting=True)
-    student = build_student(
-        checkpoint,
-        Layout.from_config(checkpoint.config),
-        setup,
-        trained=frozenset(checkpoint.tensors),
-        temperature=OBJECTIVE.temperature,
+    lengths = (12, 11, 7, 5, 9, 3, 12, 10)
+    columns = pack(
+        [rng.integers(3, SHAPE["vocab_size"], n) for n in lengths], [rng.random(n) < 0.7 for n in lengths], 12
     )
-    how = {"compute": torch.float32, "sharded": False, "weight_decay": 0.1, "compared": range(LAYERS)}
-    return HFEngine(
-        student, Ranks(0, 1, device), teacher=build_teacher(open_checkpoint(str(dense)), setup, student), **how
-    )
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def tp_engine(folder, dense, device, gpu):
+class AlikeAccelerator:
+    """What training asks of Accelerate, for the first of ranks that all say the same: Accelerate's own would have to
+    join a group."""
+
+    process_index, num_processes = 0, RANKS
+    gradient_accumulation_steps = 1
+
+    def __init__(self, device):
+        self.device = device
+
+    def accumulate(self, model):
+        return contextlib.nullcontext()
+
+    def backward(self, loss):
+        (loss / self.gradient_accumulation_steps).backward()
+
+    def reduce(self, values, reduction):
+        assert reduction == "sum"
+        return values * RANKS
+
+
+@contextlib.contextmanager
+def alone(folder, dense, device, gpu):
+    with hf_training(folder, dense, device, temperature=OBJECTIVE.temperature) as training:
+        yield training
+
+
+@contextlib.contextmanager
+def tensor_parallel(folder, dense, device, gpu):
     made = Alike(RANKS) if gpu is None else collectives("nccl", gpu)
 
     def model(folder, trained):
         checkpoint = open_checkpoint(str(folder))
-        layout, shape = (
-            Layout.from_config(checkpoint.config),
-            Shape.from_config(checkpoint.config, tp_size=RANKS, rank=0),
-        )
+        layout = Layout.from_config(checkpoint.config)
+        shape = Shape.from_config(checkpoint.config, tp_size=RANKS, rank=0)
         weights = build_weights(
             lambda dtype: CheckpointSource(checkpoint, dtype, device),
             checkpoint.config,
@@ -78,33 +91,33 @@ def tp_engine(folder, dense, device, gpu):
         )
         return TPTraining(weights, checkpoint.config, layout, made, temperature=OBJECTIVE.temperature)
 
-    ranks = AlikeRanks(0, RANKS, device)
-    places = TPRanks(ranks, ranks, Ranks(0, 1, device))
-    return TPEngine(
+    yield TensorParallelTraining(
+        AlikeAccelerator(device),
         model(folder, True).train(),
-        places,
+        model(dense, False).eval(),
         made,
-        compute=torch.float32,
-        weight_decay=0.1,
-        teacher=model(dense, False).eval(),
+        Ranks(0, 1, device),
+        AlikeRanks(0, RANKS, device),
         compared=range(LAYERS),
+        weight_decay=0.1,
     )
 
 
-@pytest.mark.parametrize("make", [hf_engine, tp_engine])
+@pytest.mark.parametrize("make", [alone, tensor_parallel])
 @pytest.mark.parametrize("name", ["ladder", "spd"])
-def test_the_host_waits_once(folders, name, make):
+def test_the_host_waits_once(folders, monkeypatch, name, make):
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # transformers' own threads do not see the simulated GPU
     rows = some_rows()
     assert len(rows) == OPTIONS.batch_size
-    stream = SimpleNamespace(take=lambda count: rows, place=lambda: None)
 
     def steps(device, gpu=None):
         """Metrics of two steps, and how often the host has waited in the second: the first makes the moments."""
-        trainer = Trainer(make(folders[name], folders["dense"], device, gpu), stream, [], OPTIONS, None, SILENT)
-        for _ in range(2):
-            if gpu is not None:
-                gpu.syncs.clear()
-            metrics = trainer.step(0.0, lambda: False)
+        with make(folders[name], folders["dense"], device, gpu) as model:
+            loop, batches = Loop(model, rows, [], OPTIONS, None, SILENT), micro_batches(rows, OPTIONS, model, 0)
+            for _ in range(2):
+                if gpu is not None:
+                    gpu.syncs.clear()
+                metrics = loop.step(batches, 0.0, lambda: False)
         return metrics
 
     expected = steps(HOST)

@@ -76,7 +76,7 @@ def _reserve(file: Path, size: int) -> None:
         except OSError as error:
             raise UserError(
                 f"the states of all windows need {human_bytes(size)} in {file}, which cannot be allocated"
-                f" ({sentence(error)}); choose a --work-dir on another disk, or fewer --samples"
+                f" ({sentence(error)}); name an OUT on another disk, or fewer --samples"
             ) from None
 
 

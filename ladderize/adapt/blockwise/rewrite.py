@@ -390,11 +390,9 @@ def forecast_layers(
     teacher_name: str,
     options: MethodOptions,
     *,
-    device_memory: int | None = None,
     revision: str | None = None,
 ) -> LayerForecast:
-    """What ``rewrite`` would take: the data and headers are read, no weights. device_memory: bytes of each device;
-    None: what is free here."""
+    """Return what ``rewrite`` would take: the data and headers are read, no weights."""
     options.source.files()
     place, device = launched(), torch.device(options.device)
     checkpoint, dense = open_checkpoint(model, revision), open_checkpoint(teacher_name)
@@ -415,5 +413,5 @@ def forecast_layers(
         states_bytes=states,
         states_on_disk=states > options.states_limit,
         output_bytes=checkpoint.weight_bytes,
-        device_memory_bytes=device_memory if device_memory is not None else available_bytes(device),
+        device_memory_bytes=available_bytes(device),
     )

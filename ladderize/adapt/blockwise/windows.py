@@ -15,6 +15,7 @@ from torch import Tensor
 from ladderize.adapt.blockwise.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, WindowOptions
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.sources import open_rows, row_of_ids
+from ladderize.adapt.data.training_data import ROWS_AT_ONCE
 from ladderize.adapt.data_specs import SourceSpec
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
@@ -22,7 +23,6 @@ from ladderize.data import draw_windows, needs_tokenizer
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
 
-ROWS_AT_ONCE = 128  # that are tokenised together
 LEAST_WINDOWS_HELDOUT = 8
 
 

@@ -166,5 +166,5 @@ def check_disk(task: Task, folder: Path) -> None:
     if needed > (free := shutil.disk_usage(output.existing_parent(folder)).free):
         raise UserError(
             f"{folder} needs {human_bytes(needed)} for the states of the training, but only {human_bytes(free)} are"
-            " free there; choose another --work-dir"
+            " free there; name an OUT on another disk"
         )

@@ -213,7 +213,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
             TrainingFolder.discard(folder)
         work = TrainingFolder(folder, identity, main=ranks.is_main)
     if not folder.is_dir():
-        raise UserError(f"{folder} is visible to the main process only; choose a --work-dir that all machines can see")
+        raise UserError(f"{folder} is visible to the main process only; name an OUT that all machines can see")
     with work:
         start_trackers(accelerator, task.training)
         try:

@@ -27,7 +27,7 @@ from ladderize.files.work import WorkFolder
 STATE, STATES_KEPT = "state.json", 2
 STATE_BYTES, WEIGHT_BYTES = 12, 4  # of a trained number: a state (weights and two moments), and weights alone
 DIGITS = 8 * "[0-9]"
-STEP, WEIGHTS = f"step-{DIGITS}", f"weights-{DIGITS}.safetensors"
+STEP, STEP_WEIGHTS = f"step-{DIGITS}", f"weights-{DIGITS}.safetensors"
 
 
 @dataclass
@@ -60,7 +60,7 @@ class TrainingFolder(WorkFolder):
     """Unfinished training: states named by their step, weights, and metrics.jsonl."""
 
     COMMAND = "adapt --method full or lora"
-    CONTENT = (*WorkFolder.CONTENT, STEP, f"{STEP}.part", WEIGHTS, f"{WEIGHTS}.part", METRICS)
+    CONTENT = (*WorkFolder.CONTENT, STEP, f"{STEP}.part", STEP_WEIGHTS, f"{STEP_WEIGHTS}.part", METRICS)
     OPTION = "OUT"
     at: int | None = None  # the step of the state that this process wrote or read last
     ADVICE = "give the old value again, start again with --resume no"
@@ -118,7 +118,7 @@ class TrainingFolder(WorkFolder):
             fsync(self.folder)
             for old in sorted(self.folder.glob(STEP))[:-STATES_KEPT]:
                 shutil.rmtree(old)
-            for old in set(self.folder.glob(WEIGHTS)) - {self.weights(progress.kept_step or 0)}:
+            for old in set(self.folder.glob(STEP_WEIGHTS)) - {self.weights(progress.kept_step or 0)}:
                 old.unlink()
         accelerator.wait_for_everyone()
         self.at = progress.step

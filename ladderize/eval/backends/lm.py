@@ -131,9 +131,9 @@ class LimitedChats(HFLM):
         """The text of a conversation. As lm-eval's own it leaves the system's turns out where they are refused."""
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
-            return self.renderer.render(chat_history, **how)[0]
+            return self.renderer.render(chat_history, **how)
         except RefusedConversation:
-            return self.renderer.render([turn for turn in chat_history if turn["role"] != "system"], **how)[0]
+            return self.renderer.render([turn for turn in chat_history if turn["role"] != "system"], **how)
 
 
 class SharedHFLM(LimitedChats):

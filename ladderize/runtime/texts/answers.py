@@ -20,7 +20,7 @@ from ladderize.errors import UsageError, UserError
 from ladderize.files.regular import check_regular, read_lines, resolved
 from ladderize.modeling import tokenizer_hash
 from ladderize.ranks.group import Ranks
-from ladderize.rows import Formats, JsonlRows, ParquetRows, Row, check_row, read_messages
+from ladderize.rows import Formats, Row, check_row, jsonl_rows, parquet_rows, read_messages
 from ladderize.runtime.requests.continuous import ContinuousBatch, Prompt, StopStrings
 from ladderize.runtime.requests.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions, RequestOptions
 from ladderize.runtime.requests.service import check_request, opened
@@ -77,10 +77,8 @@ def read_prompts(path: Path, *, chat: bool, samples: int | None) -> list[FilePro
 def _rows(path: Path) -> Iterator[Row]:
     if path.suffix == ".txt":
         yield from _lines(path)
-        return
-    rows = JsonlRows(path, PROMPT_FORMATS) if path.suffix == ".jsonl" else ParquetRows(path, PROMPT_FORMATS)
-    for number in range(len(rows)):
-        yield rows.read(number)
+    else:
+        yield from (jsonl_rows if path.suffix == ".jsonl" else parquet_rows)(path, PROMPT_FORMATS)
 
 
 def _lines(path: Path) -> Iterator[Row]:

@@ -84,7 +84,7 @@ class PromptEncoder:
                 f"{self.spec.name} has no chat template, which a conversation needs (and --chat); put a"
                 " chat_template.jinja into its folder"
             )
-        text, _ = self._renderer.render(messages, add_generation_prompt=True)
+        text = self._renderer.render(messages, add_generation_prompt=True)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 

@@ -17,7 +17,7 @@ from ladderize.files.regular import split_name
 from ladderize.files.work import run_digest
 from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.threads import cores, processor
-from ladderize.tradeoff.sweep.launch import SHARDS, Given, Launch, Words
+from ladderize.tradeoff.sweep.launch import SHARDS, Given, StageLaunch, Words
 from ladderize.tradeoff.sweep.stages import (
     MODEL_FOLDER,
     PREDICTIONS,
@@ -138,8 +138,8 @@ class StageBuilder:
         model = spec.model if spec.revision is None else str(folder)
         return cls(spec, inputs, model, inputs.model(spec.model, spec.revision), len(visible_gpus()), hosts)
 
-    def _launch(self, given: Given, method: str) -> Launch:
-        return Launch.of(given, method, self.gpus, self.hosts)
+    def _launch(self, given: Given, method: str) -> StageLaunch:
+        return StageLaunch.of(given, method, self.gpus, self.hosts)
 
     def sensitivity(self, mode: str, sync_tp_size: int | None) -> Stage:
         given = {key: value for key, value in (self.spec.sensitivity or {}).items() if key != "mode"}

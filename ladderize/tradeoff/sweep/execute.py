@@ -13,7 +13,7 @@ from ladderize.tradeoff.sweep.builder import Inputs
 from ladderize.tradeoff.sweep.hosts import OtherHost
 from ladderize.tradeoff.sweep.launch import HostPart
 from ladderize.tradeoff.sweep.stages import TIMED, Stage, finished_stage, mark_finished, prepare
-from ladderize.tradeoff.sweep.workers import Ended, Order, ThisHost
+from ladderize.tradeoff.sweep.workers import Ended, StageOrder, ThisHost
 from ladderize.workflows.sweep_document import StageState
 
 LOOK_SECONDS = 1.0  # between two looks at what runs
@@ -139,7 +139,7 @@ class Execution:
             one.places[number] = gpus, own
             where = [f"GPU {', '.join(gpus)}"] if gpus else []
             where += [f"host {number}"] if len(self.hosts) > 1 else []
-            order = Order(
+            order = StageOrder(
                 title=stage.title + (f" ({'; '.join(where)})" if where else ""),
                 output=stage.output,
                 runs=tuple(stage.runs),

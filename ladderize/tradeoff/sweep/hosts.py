@@ -25,7 +25,7 @@ from ladderize.ranks.environment import ALONE, Place, launch_variables, launched
 from ladderize.ranks.group import INFERENCE_TIMEOUT, meet
 from ladderize.tradeoff.sweep.builder import machine
 from ladderize.tradeoff.sweep.stages import stage_files
-from ladderize.tradeoff.sweep.workers import STOP_SECONDS, Ended, Order, ThisHost
+from ladderize.tradeoff.sweep.workers import STOP_SECONDS, Ended, StageOrder, ThisHost
 
 MEETING = ".sweep.json.hosts"  # in the sweep's folder while the hosts meet: they see the same one
 BEAT_SECONDS, LOST_SECONDS = 2.0, 30.0
@@ -147,7 +147,7 @@ class OtherHost:
     cores: frozenset[int]
     started: list[str] = field(default_factory=list)
 
-    def start(self, order: Order) -> None:
+    def start(self, order: StageOrder) -> None:
         self.link.send(self.number, run=order.to_dict())
         self.started.append(order.output)
 
@@ -229,7 +229,7 @@ def take_orders(link: HostLink) -> dict[str, Any]:
                     link.send(0, heard=True)
                     return dict(order["end"])
                 if "run" in order:
-                    here.start(Order.from_dict(order["run"], "what process 0 orders"))
+                    here.start(StageOrder.from_dict(order["run"], "what process 0 orders"))
                 else:
                     here.stop(gently=order["gently"], output=order["stop"])
                     if order["stop"] is None:

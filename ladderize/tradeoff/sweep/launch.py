@@ -23,7 +23,7 @@ PROCESSES, FSDP = "processes", "fsdp"
 LAUNCH_KEYS = {"sensitivity": (PROCESSES,), "adapt": (PROCESSES, FSDP), "eval": (PROCESSES,)}
 SHARDS = (FULL, LORA)  # methods whose models FSDP2 shards, and whose batch is shared
 OF_ALL_GPUS = (*SHARDS, "sensitivity")  # what takes all GPUs of the machine
-TAKE_ALL_CORES = ("sensitivity", "adapt")  # commands that do so, whatever OMP_NUM_THREADS says
+TAKE_ALL_CORES = ("sensitivity",)  # unless --threads says otherwise, whatever OMP_NUM_THREADS does; so does adapt
 LOOPBACK = "127.0.0.1"
 
 Words = tuple[str, ...]  # of a command line, without the program
@@ -41,7 +41,7 @@ class HostPart(Record):
 
 
 @dataclass(frozen=True)
-class Launch(Record):
+class StageLaunch(Record):
     """processes: that share the work. fsdp: they shard weights, gradients and the optimizer (FSDP2). gpus: that they
     take on each host, where it has any. hosts: on which they are, as many on each."""
 
@@ -51,7 +51,7 @@ class Launch(Record):
     hosts: int = 1
 
     @classmethod
-    def of(cls, given: Given, method: str, gpus: int, hosts: int = 1) -> "Launch":
+    def of(cls, given: Given, method: str, gpus: int, hosts: int = 1) -> "StageLaunch":
         """What a section asks for; where it says nothing of ``processes``, what is ``OF_ALL_GPUS`` gets as many of the
         machine's ``gpus`` as its batch is divisible by, and what shards its model those of all ``hosts``. method: of
         adapt, or the name of another section's command."""
@@ -121,12 +121,12 @@ class Launch(Record):
             group.watch()
 
 
-IN_ONE = Launch()
+IN_ONE = StageLaunch()
 
 
 def check_launch(given: Given, where: str, method: str) -> None:
     """Raise UserError for ``processes`` and ``fsdp`` that are no values, have no effect, or do not go with the other
-    options, which are sound. method: as of ``Launch.of``."""
+    options, which are sound. method: as of ``StageLaunch.of``."""
     processes = read_value(int | None, given.get(PROCESSES), f"{where}: {PROCESSES}")
     fsdp = read_value(bool | None, given.get(FSDP), f"{where}: {FSDP}")
     tp_size, batch = int(given.get("tp_size", 1)), given.get("batch_size")

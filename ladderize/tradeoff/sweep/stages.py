@@ -22,12 +22,12 @@ from ladderize.files.documents import read_own, write_json
 from ladderize.files.records import Record, read_value
 from ladderize.files.work import run_digest
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
-from ladderize.tradeoff.sweep.launch import IN_ONE, LAUNCH_KEYS, Given, Launch, Words, check_launch
+from ladderize.tradeoff.sweep.launch import IN_ONE, LAUNCH_KEYS, Given, StageLaunch, Words, check_launch
 
 StageKind = Literal["sensitivity", "convert", "adapt", "eval", "bench"]
 # Of the code behind each stage. Raise a stage's number when its output changes for the same input (another result,
 # another form of its files): what earlier versions of ladderize kept is then made anew.
-STAGE_VERSIONS: dict[StageKind, int] = {"sensitivity": 1, "convert": 1, "adapt": 3, "eval": 1, "bench": 1}
+STAGE_VERSIONS: dict[StageKind, int] = {"sensitivity": 1, "convert": 1, "adapt": 4, "eval": 1, "bench": 1}
 RESUMES = ("sensitivity", "convert", "adapt", "eval")  # stages that go on with what a killed run left in their folder
 TIMED: StageKind = "bench"  # its times are the result, so nothing runs beside it
 STAGES = "stages"  # folder of their outputs
@@ -177,7 +177,7 @@ class Stage:
     commands: tuple[Words, ...]
     needs: tuple[str, ...] = ()
     amount: int | None = None
-    launch: Launch = IN_ONE
+    launch: StageLaunch = IN_ONE
 
     @classmethod
     def of(
@@ -188,7 +188,7 @@ class Stage:
         commands: Callable[[str], tuple[Words, ...]],
         needs: tuple[str, ...] = (),
         amount: int | None = None,
-        launch: Launch = IN_ONE,
+        launch: StageLaunch = IN_ONE,
     ) -> "Stage":
         """commands: of the folder for its output."""
         key = run_digest({"stage": kind, "version": STAGE_VERSIONS[kind], **identity})[:KEY_DIGITS]
@@ -200,7 +200,7 @@ class Stage:
         return f"{STAGES}/{self.kind}-{self.key}"
 
     @property
-    def runs(self) -> list[tuple[Launch, Words]]:
+    def runs(self) -> list[tuple[StageLaunch, Words]]:
         """Its commands, each with the way in which it is started."""
         return [(self.launch if words[0] == self.kind else IN_ONE, words) for words in self.commands]
 

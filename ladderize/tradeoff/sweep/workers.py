@@ -22,7 +22,7 @@ from ladderize.ranks.environment import without_launcher
 from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import cores
 from ladderize.runtime.launch import end_with_parent, how_it_ended
-from ladderize.tradeoff.sweep.launch import HostPart, Launch, Words
+from ladderize.tradeoff.sweep.launch import HostPart, StageLaunch, Words
 from ladderize.tradeoff.sweep.stages import LOG
 
 STOP_SECONDS = 120.0  # that a stage has, after Ctrl-C, to save what it can
@@ -32,13 +32,13 @@ QUIET_SECONDS = 5.0  # between two looks beside what is timed
 
 
 @dataclass(frozen=True)
-class Order(Record):
+class StageOrder(Record):
     """A stage to run. output: its folder in the sweep's, which names it. cores: that it may run on; empty: all. gpus:
     that it sees; None: all. timed: nothing may run beside it. part: where several hosts run it."""
 
     title: str
     output: str
-    runs: tuple[tuple[Launch, Words], ...]
+    runs: tuple[tuple[StageLaunch, Words], ...]
     cores: tuple[int, ...] = ()
     gpus: tuple[str, ...] | None = None
     timed: bool = False
@@ -57,7 +57,7 @@ class Ended:
 # ---- in the stage's process ----
 
 
-def work(order: Order, root: Path, environment: Mapping[str, str], pipe: Connection) -> None:
+def work(order: StageOrder, root: Path, environment: Mapping[str, str], pipe: Connection) -> None:
     """The life of a stage's process. root: the sweep's folder, where it works. environment: of the sweep's process,
     which may not be that of the server that forks."""
     os.setsid()  # Ctrl-C goes to the sweep, which decides what becomes of its stages
@@ -133,7 +133,7 @@ def _is_disk_full(error: BaseException | None) -> bool:
 
 @dataclass
 class Started:
-    order: Order
+    order: StageOrder
     process: Any
     pipe: Connection
     begun: float
@@ -149,7 +149,7 @@ class ThisHost:
     cores: frozenset[int] = field(default_factory=lambda: frozenset(cores()))
     started: list[Started] = field(default_factory=list)
 
-    def start(self, order: Order) -> None:
+    def start(self, order: StageOrder) -> None:
         environment = without_launcher(os.environ)
         if order.gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(order.gpus)
