@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,9 @@ def add_adapters(model: Any, config: "LoraConfig", seed: int) -> "PeftModel":
     import torch
     from peft import get_peft_model
 
-    wrapped = get_peft_model(model, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name of before
+        wrapped = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if ".lora_A." in name or ".lora_B." in name:

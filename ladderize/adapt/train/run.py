@@ -155,7 +155,7 @@ def open_accelerator(options: RetrainOptions, logs: Path, precision: str | None 
         mixed_precision=precision,
         log_with=list(options.log_with) or None,
         project_dir=str(logs) if options.log_with else None,
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False  # training reads rows without end
     return accelerator
@@ -317,6 +317,7 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
         compared=task.compared,
         weight_decay=training.weight_decay,
         micro_batch_size=training.micro_batch_size,
+        max_grad_norm=training.max_grad_norm,
     )
 
 

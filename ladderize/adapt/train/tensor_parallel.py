@@ -57,7 +57,6 @@ class TensorParallelTraining(TrainingModel):
                 device_ids=[data.device] if data.device.type == "cuda" else None,
                 process_group=data.group,
                 gradient_as_bucket_view=True,
-                broadcast_buffers=False,
                 init_sync=False,
             )
         scored = None if teacher is None else teacher.scored_logits

@@ -137,7 +137,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class HFTraining(TrainingModel):
-    """The Hugging Face model. micro_batch_size: DeepSpeed asks for it."""
+    """The Hugging Face model. micro_batch_size, max_grad_norm: DeepSpeed, which clips by itself, is told of them."""
 
     def __init__(
         self,
@@ -148,12 +148,14 @@ class HFTraining(TrainingModel):
         compared: Sequence[int] = (),
         weight_decay: float = 0.0,
         micro_batch_size: int = 1,
+        max_grad_norm: float = 1.0,
     ) -> None:
         own = [parameter for parameter in student.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(own, weight_decay, fused=accelerator.distributed_type != DistributedType.DEEPSPEED)
         plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == "DEEPSPEED" else None
         if plugin is not None:
-            plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch_size
+            told = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_clipping": max_grad_norm}
+            plugin.deepspeed_config.update(told)
         # of FSDP2: a ladder layer hands on the stream that it was given; nothing writes into it
         warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
         prepared, self.optimizer = accelerator.prepare(student, optimizer)
