@@ -284,10 +284,6 @@ def split_sums(group, backend, seed):
     return group.gather((tensor.gather(group.rank), data.gather(group.rank)))
 
 
-def split_badly(group, tp_size):
-    group.split(tp_size)
-
-
 def many_in_flight(group, slots, messages):
     """``messages`` sums under way at once, several times over, where rank 1 is always late."""
     collectives = SharedMemory(group, max_bytes=64, slots=slots)
