@@ -276,12 +276,6 @@ def test_two_processes_go_on_with_the_table_of_one(llama, ids, tmp_path):
     assert listing(tmp_path) == ["ids.npy", "one.json", "s.png", "s.svg", "src", "two.json"]
 
 
-def test_what_a_launcher_is_asked_for_in_vain(llama, ids, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--out", tmp_path / "s.json"]
-    assert "mixed_precision bf16, which has no effect on sensitivity" in one_sentence(invoke(*command))
-
-
 def test_a_home_folder_is_understood_everywhere(llama, ids, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     command = ["sensitivity", llama, "--data", ids, "--samples", 12, "--out", "~/s.json"]
