@@ -47,12 +47,17 @@ def runtime_device(device: DeviceName | None, backend: BackendName, threads: int
 
 
 def start_on(device: DeviceName | None, threads: int | None) -> DeviceName:
-    """Check where to compute, and share the cores out among the processes of this machine; returns the device."""
+    """Check where to compute, and share the cores out among the processes of this machine; returns the device.
+
+    One process keeps the threads that OMP_NUM_THREADS gave torch. Of several it may be torchrun that set it, to 1.
+    """
     device = compute_options(device, threads)
-    from ladderize.ranks.environment import launched
+    from ladderize.ranks.environment import OMP_NUM_THREADS, launched
     from ladderize.ranks.threads import set_threads
 
-    set_threads(threads, launched().local_size)
+    processes = launched().local_size
+    if threads is not None or processes > 1 or not os.environ.get(OMP_NUM_THREADS):
+        set_threads(threads, processes)
     return device
 
 
