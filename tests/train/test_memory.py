@@ -84,6 +84,16 @@ def test_memory_is_counted_in_parts(larger):
     assert found.state_bytes == (3 * 12 + 4) * trained
 
 
+def test_an_aligned_base_is_not_the_teacher_s(larger, monkeypatch):
+    asked = options(larger, method="lora", dtype="bfloat16")
+    before = estimate_training(str(larger / "upper"), asked).memory_parts["teacher"]
+    monkeypatch.setattr(memory, "read_retrainings", lambda folder: ["an alignment"])
+    after = estimate_training(str(larger / "upper"), asked).memory_parts["teacher"]
+    own = ladderize.load(larger / "dense").named_parameters()
+    upper = sum(value.numel() for name, value in own if name.startswith(("model.layers.2.", "model.layers.3.")))
+    assert (before, after) == (0, 2 * upper)
+
+
 def test_what_a_dry_run_says(place, tmp_path):
     given = [*arguments(place, None, model="upper", steps=3), "--dry-run", "--distill-from", place / "dense"]
     said = invoke_well(*given).stdout

@@ -18,6 +18,7 @@ from ladderize.adapt.train.task import Launch, Task, layers_to_train, open_task
 from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.checkpoint.config import expected_tensors, head_dim, kv_head_count, parameter_count
 from ladderize.console import Console, human_bytes, human_count
+from ladderize.convert.retraining import read_retrainings
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.records import Record
@@ -99,6 +100,9 @@ def estimate(task: Task) -> TrainingEstimate:
     # norms, and KV heads beyond their number, are on every rank: left out
     held = task.launch.processes if task.launch.sharded else tp_size
     shared = 0 if task.launch.sharded else frozen  # held once for both models
+    if task.is_lora and shared and read_retrainings(task.checkpoint.folder):  # then the base is not the teacher's
+        shapes, behind = expected_tensors(config), range(min(layout.converted_layers, default=0), layout.num_layers)
+        shared -= sum(math.prod(shapes[name]) for name in trained_tensors(shapes, behind, False))
     per_layer, width = parameters // layout.num_layers, FP32 if compute == FP32 else 3  # streams are wide, products not
 
     def kept(layer: int) -> int:
