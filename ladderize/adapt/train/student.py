@@ -239,9 +239,9 @@ def make_teacher(model: Any, compute: torch.dtype, student: Student | None) -> S
         own = {name.replace(".base_layer.", "."): value for name, value in named if not value.requires_grad}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(compute)
-        if (other := own.get(name)) is not None and torch.equal(parameter, other):
-            parameter.data = other.data
+        other, value = own.get(name), parameter.data.to(compute)
+        # a copy: as long as one tensor lies in the file, all that was read of the file stays in memory
+        parameter.data = other.data if other is not None and torch.equal(value, other) else value.clone()
     return ScoredLogits(model, compute).eval()
 
 
