@@ -20,8 +20,6 @@ from ladderize.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
-
 # What templates are told of today where data are made or read, which must not depend on when that is: what Llama 3.2's
 # says where it is given no date.
 DATE_OF_DATA = datetime(2024, 7, 26)

@@ -38,7 +38,7 @@ class WorkFolder:
     COMMAND: str  # of ladderize, which makes such work
     CONTENT: tuple[str, ...] = (ABOUT, ".*.json.*")  # names of what may lie here, the record's first
     ADVICE = "delete it"
-    OPTION = "OUT or --work-dir"  # what names another place
+    OPTION = "OUT"  # what names another place
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
         self.folder, self.identity = folder, dict(identity)

@@ -10,8 +10,7 @@ import pytest
 
 from ladderize.adapt.data import training_data
 from ladderize.adapt.data.examples import Encoder
-from ladderize.adapt.data.training_data import DataCounts, show_data
-from ladderize.adapt.data_specs import parse_specs
+from ladderize.adapt.data.training_data import DataCounts
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
 from tests.adapt_data.rows import (
@@ -23,7 +22,6 @@ from tests.adapt_data.rows import (
     encode,
     examples_of,
     opened,
-    options,
     packed,
     write_jsonl,
 )
@@ -123,15 +121,6 @@ def test_cut_off_and_dropped_examples_are_counted(tmp_path, chat):
     ]
     counts = opened(write_jsonl(tmp_path / "a.jsonl", rows), chat(PLAIN), heldout=0, seq_len=50).counts
     assert (counts.examples, counts.truncated_examples, counts.dropped_examples) == (2, 2, 1)
-
-
-def test_rows_to_look_at(tmp_path, tokenizer):
-    data, rows = write_jsonl(tmp_path / "a.jsonl", texts(60)), []
-    rows = show_data(parse_specs([data]), tokenizer, options(), 3)
-    assert len(rows) == 3
-    train = list(opened(data, tokenizer).train)
-    assert all(row in train for row in rows)
-    assert rows != train[:3]
 
 
 # ---- streams ----

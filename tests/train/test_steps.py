@@ -74,6 +74,16 @@ def test_training_is_a_plain_loop(place, tmp_path):
     assert document["options"]["train"] == "all"
 
 
+def test_the_rows_that_are_shown_are_those_of_the_first_step(place):
+    shown = json.loads(adapt(place, None, "--show-data", "--json").stdout)["rows"]
+    checkpoint = open_checkpoint(str(place / "both"))
+    files = {name: data_sources(str(place / f"{file}.npy")) for name, file in (("data", "ids"), ("eval_data", "eval"))}
+    options = retraining.RetrainOptions(**files, seq_len=2 * LENGTH, budget=Budget(steps=1))
+    train = retraining.read_data(checkpoint, options, options.resolve(checkpoint.config, 1)).train
+    first = [train[number] for number in itertools.islice(Order(len(train), 0, 0), 4)]
+    assert [row["input_ids"] for row in shown] == [row["input_ids"] for row in first]
+
+
 def test_only_what_is_named_is_trained(place, tmp_path):
     for train, layers in (("converted", {1, 2, 3}), ("1", {1}), ("all", {0, 1, 2, 3})):
         out = tmp_path / f"out-{train}"

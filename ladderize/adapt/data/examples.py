@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from ladderize.chat_template import DATE_OF_DATA, Span
+from ladderize.chat_template import DATE_OF_DATA
 from ladderize.data import need_tokenizer, text_ids
 from ladderize.errors import UserError
 from ladderize.rows import BadRow, Row, check_row, read_ids, read_messages
 
+Span = tuple[int, int]  # of characters, from and to
 Scored = tuple[np.ndarray, np.ndarray]  # int64 ids, and bool, which of them are scored: [tokens] each
 # of an example. conversation: its row's number, where others of this row have the same turns; else -1
 COLUMNS = ("input_ids", "scored", "length", "truncated", "conversation")

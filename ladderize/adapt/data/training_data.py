@@ -103,11 +103,6 @@ def open_data(
     return TrainingData(train, kept, DataCounts(*totals))
 
 
-def show_data(specs: Sequence[SourceSpec], tokenizer: Any, options: DataOptions, count: int) -> list[dict[str, Any]]:
-    """Return ``count`` packed rows to look at, drawn with the seed. Raises UserError as ``open_data`` does."""
-    return list(open_data(specs, tokenizer, options).train.shuffle(seed=options.seed).take(count))
-
-
 def _examples(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, int]:
     """The examples of a source that have something to score, and how many have not (of a stream 0)."""
     rows = open_rows(spec)

@@ -61,7 +61,6 @@ class TrainingFolder(WorkFolder):
 
     COMMAND = "adapt --method full or lora"
     CONTENT = (*WorkFolder.CONTENT, STEP, f"{STEP}.part", STEP_WEIGHTS, f"{STEP_WEIGHTS}.part", METRICS)
-    OPTION = "OUT"
     at: int | None = None  # the step of the state that this process wrote or read last
     ADVICE = "give the old value again, start again with --resume no"
 

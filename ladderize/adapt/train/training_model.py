@@ -83,16 +83,16 @@ class TrainingModel(ABC):
     def evaluating(self, stored: torch.dtype) -> Iterator[None]:
         """Around losses that are not trained on: no dropout, no gradients, and the weights rounded to ``stored``, as a
         file will hold them. Their own values take the room of the gradients meanwhile."""
-        locals_ = [local_part(parameter) for parameter in self.parameters]
+        rounded = [local_part(parameter) for parameter in self.parameters] if stored != torch.float32 else []
         with torch.no_grad():
-            kept = [own.clone() for own in locals_] if stored != torch.float32 else []
-            for own in locals_:
+            kept = [own.clone() for own in rounded]
+            for own in rounded:
                 own.copy_(own.to(stored))
             self.student.eval()
             try:
                 yield
             finally:
-                for own, value in zip(locals_, kept, strict=False):
+                for own, value in zip(rounded, kept, strict=True):
                     own.copy_(value)
                 for part in self.student.modules():
                     if isinstance(part, FSDPModule):
