@@ -223,8 +223,6 @@ def test_commands_of_others_are_parsed(page: Path) -> None:
         if block.language not in ("", "sh", "bash", "console"):
             continue
         for words in lines_of_words(block.text):
-            if words[:3] == ["python", "-m", "ladderize.lm_eval"]:
-                words = ["lm_eval", *words[3:]]
             if words and words[0] in PARSERS:
                 try:
                     PARSERS[words[0]](words[1:])

@@ -124,5 +124,3 @@ def test_what_several_processes_cannot_share(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="--device cpu:0 is one device, but each process takes its own"):
         run.evaluation_ranks(EvalOptions(perplexity="a.txt", device="cpu:0"))
-    with pytest.raises(UserError, match="2 processes that the launcher started share each model, so --tp-size must be"):
-        run.evaluation_ranks(EvalOptions(perplexity="a.txt", backend="runtime", device="cpu"))

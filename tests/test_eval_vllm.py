@@ -60,9 +60,8 @@ def test_without_a_vllm_that_was_tested(monkeypatch, found, message):
     ("options", "message"),
     [
         (("--backend", "vllm", "--device", "cuda:0"), "--device cuda:0 has no effect on vLLM"),
-        (("--tp-size", "2"), "--tp-size 2 needs --backend runtime or vllm"),
+        (("--tp-size", "2"), "--tp-size 2 needs --backend vllm"),
         (("--max-length", "64"), "--max-length 64 needs --backend vllm"),
-        (("--backend", "runtime", "--max-length", "64"), "--max-length 64 needs --backend vllm"),
         (("--backend", "vllm", "--max-length", "1"), "--max-length"),
     ],
 )
@@ -76,7 +75,7 @@ def test_options_that_have_no_effect(options, message):
 def test_predictions_need_the_whole_vocabulary(there, ids, tmp_path, option):
     outcome = invoke("eval", MODEL, "--perplexity", ids, "--backend", "vllm", option, tmp_path / "kept")
     assert outcome.code == 2
-    assert f"{option} needs --backend hf or runtime: vLLM tells" in one_sentence(outcome)
+    assert f"{option} needs --backend hf: vLLM tells" in one_sentence(outcome)
 
 
 def test_a_launcher_is_refused(there, ids, monkeypatch):

@@ -69,7 +69,6 @@ MAY_IMPORT = {
     },
     "demo": LEAVES | {"runtime", "workflows", "tradeoff", "commands", "demo"},
     "cli": LEAVES | {"commands", "tradeoff.sweep.command", "demo.command"},
-    "lm_eval": LEAVES,
     **dict.fromkeys(LEAVES, LEAVES),
 }
 # the model class lives beside the converter that copies it

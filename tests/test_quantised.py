@@ -416,7 +416,6 @@ def test_weights_stay_as_they_are(sources, tmp_path):
     [
         ("bench", "--tp-size", "1"),
         ("generate", "--prompt", "a"),
-        ("eval", "--backend", "runtime", "--perplexity", "TEXT"),
         ("sensitivity", "--data", "TEXT", "--sync-tp-size", "2", "--out", "OUT"),
         ("spd", "OUT", "--data", "TEXT", "--sync-tp-size", "2"),
         ("adapt", "OUT", "--data", "TEXT", "--method", "full", "--max-steps", "1"),

@@ -197,7 +197,7 @@ def test_there_is_a_stage_on_every_gpu(place, tmp_path, monkeypatch):
         most = max(most, running)
         assert running == int(line.endswith("running")) or not line.startswith("bench")
     assert most == 2
-    content = spec(place, eval={"perplexity": "a.npy", "backend": "runtime", "tp_size": 4}, bench=None, layouts=[HALF])
+    content = spec(place, eval={"perplexity": "a.npy", "processes": 4}, bench=None, layouts=[HALF])
     content |= {"eval": {**content["eval"], "perplexity": str(place / "heldout.npy")}, "adapt": ["none"]}
     message = one_sentence(invoke("sweep", write(file, content), "--out", tmp_path / "out"))
     assert "needs 4 GPUs, but this machine has 2" in message
@@ -260,7 +260,6 @@ def test_a_switch_can_be_said_no(place, said):
         ("int8", {"sensitivity": {"data": "IDS"}}, "s.yaml: sensitivity: {model} is quantised with compressed"),
         ("int8", {"adapt": [{"method": "align", "data": "IDS"}]}, "s.yaml: adapt[0]: {model} is quantised"),
         ("int8", {"adapt": ["none", {**SHORT, "method": "lora"}]}, "s.yaml: adapt[1]: {model} is quantised"),
-        ("int8", {"eval": {"perplexity": "IDS", "backend": "runtime"}}, "s.yaml: eval: {model} is quantised"),
         ("int8", {"bench": [FAST]}, "s.yaml: bench[0]: {model} is quantised"),
         ("modelopt", {}, "s.yaml: eval: {model}: transformers does not run weights quantised as modelopt"),
         ("int8", {}, None),
@@ -354,10 +353,6 @@ REFUSED = {
         r"adapt\[0\]: fsdp has no effect on align",
     ),
     "processes of a benchmark": ({"bench": [{**FAST, "processes": 2}]}, r"bench\[0\]: bench has no option 'processes'"),
-    "processes of the runtime": (
-        {"eval": {"perplexity": "a.npy", "backend": "runtime", "processes": 2}},
-        "eval: processes has no effect with backend runtime",
-    ),
     "a control that learns nothing": (
         {"adapt": [{"stages": [{**FULL, "distill_weight": 0.5}, FULL], "control": True}]},
         r"adapt\[0\]: stages\[1\]: control has no effect with a distill_weight of 1.*set distill_weight below 1",
@@ -387,10 +382,6 @@ REFUSED = {
     "ranks that a layout does not run on": (
         {"bench": [{**FAST, "tp_size": 4}]},
         r"bench\[0\] cannot time layouts\[1\] .*does not divide the 2 virtual ranks",
-    ),
-    "ranks of the evaluation": (
-        {"eval": {"perplexity": "a.npy", "backend": "runtime", "tp_size": 4}},
-        r"layouts\[1\]: eval with --tp-size 4 does not divide the 2 virtual ranks",
     ),
     "an empty list": ({"bench": [{"tp_size": []}]}, "tp_size is an empty list"),
     "no data": ({"eval": {"perplexity": []}}, "eval: perplexity is an empty list"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ladderize.choices import AS_JSON, argument, check_options, option
 from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
-from ladderize.commands.shared import LOADING, start_server
+from ladderize.commands.shared import LOADING
 from ladderize.console import Console
 from ladderize.eval.options import EvalOptions
 
@@ -52,7 +52,6 @@ def evaluate(given: GivenOptions) -> None:
     check_options(own)
     console = Console(own.as_json)
     with console.stage(LOADING):
-        start_server(options.tp_size if options.backend == "runtime" else 1)
         from ladderize.eval.evaluation.run import evaluate as evaluate_models
         from ladderize.eval.evaluation.table import comparison_rows, prediction_rows, table_words, verdicts
 

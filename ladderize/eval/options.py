@@ -24,7 +24,7 @@ from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
 
-EvalBackend = Literal["hf", "runtime", "vllm"]  # what computes: transformers, ladderize's own runtime, or vLLM
+EvalBackend = Literal["hf", "vllm"]  # what computes: transformers or vLLM
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class EvalOptions(Record):
     limit: int | None = option("Samples per task, for a quick look.", min=1, needs="tasks")
     num_fewshot: int | None = option("Few-shot examples.", min=0, shown="the task's own number", needs="tasks")
     apply_chat_template: bool = option("Format prompts with the model's chat template.", False, needs="tasks")
-    batch_size: int = option("Sequences per forward pass.", 8, min=1)  # runtime, vllm: computed side by side
+    batch_size: int = option("Sequences per forward pass.", 8, min=1)  # vllm: computed side by side
     dtype: Dtype = option(DTYPE, "auto")
     device: str | None = option("Where to compute, such as cpu or cuda:0.", shown="cuda if there is one")
     revision: str | None = option(REVISION)
@@ -60,9 +60,9 @@ class EvalOptions(Record):
         "Score the first N windows of --perplexity only.", min=1, shown="all", needs="perplexity"
     )
     backend: EvalBackend = option(
-        "What computes: transformers in one process, ladderize's runtime, which bench times, or vLLM.", "hf"
+        "What computes: transformers on one device (`accelerate launch` shares the questions), or vLLM.", "hf"
     )
-    tp_size: int = option(TP_SIZE, 1)  # of the runtime and of vLLM
+    tp_size: int = option(TP_SIZE, 1)  # of vLLM
     max_length: int | None = option(
         "With --backend vllm: tokens of the longest text that it keeps room for. Of longer ones the end is read.",
         min=2,
@@ -79,10 +79,8 @@ class EvalOptions(Record):
         check_options(self)
         if self.tp_size != 1 and self.backend == "hf":
             raise UsageError(
-                f"--tp-size {self.tp_size} needs --backend runtime or vllm; transformers runs in one process"
+                f"--tp-size {self.tp_size} needs --backend vllm; transformers computes a model on one device"
             )
-        if self.backend == "runtime" and ":" in (self.device or ""):
-            raise UsageError(f"--device {self.device} is one device, but each rank takes its own; say cpu or cuda")
         if self.backend == "vllm" and self.device is not None:
             raise UsageError(f"--device {self.device} has no effect on vLLM, which computes where it was built for")
         if self.max_length is not None and self.backend != "vllm":

@@ -15,7 +15,6 @@ from ladderize.console import SILENT, Console, to_json
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.backends.base import EvalModel, OpenModel
 from ladderize.eval.backends.hf import HFModel
-from ladderize.eval.backends.runtime import RuntimeModel
 from ladderize.eval.evaluation.baseline import open_baseline
 from ladderize.eval.evaluation.output import Output, open_output, read_samples
 from ladderize.eval.evaluation.tasks import open_tasks, run_task
@@ -25,7 +24,7 @@ from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
 from ladderize.eval.paired.samples import ComparedModel, make_entry
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.ranks.device import check_device, default_device
-from ladderize.ranks.environment import already_started, launched
+from ladderize.ranks.environment import already_started
 from ladderize.ranks.group import Ranks, join_ranks
 
 if TYPE_CHECKING:
@@ -89,8 +88,8 @@ def evaluate(
 
     engine: what opens a model with the backend vllm: ``open_vllm`` of ``ladderize.serving.vllm.eval_model``.
 
-    Under ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions; with
-    the runtime they share each model instead. Rank 0 writes, and all return the same. Raises UserError.
+    Under ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions.
+    Rank 0 writes, and all return the same. Raises UserError.
     """
     options.check()
     if options.backend == "vllm" and engine is None:  # nothing in here imports vLLM
@@ -112,15 +111,13 @@ def evaluate(
         if options.tasks:
             # rank 0 first: what it downloads, the others find
             with console.stage("reading the tasks of lm-eval"), console.contained(), ranks.main_first():
-                manager, _ = open_tasks(options, ranks.size if options.backend == "hf" else 1)
+                manager, _ = open_tasks(options, ranks.size)
         add_bos: bool | None = None
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
                 if options.backend == "vllm":
                     assert engine is not None
                     model: EvalModel = engine(name, folder, options)
-                elif options.backend == "runtime":
-                    model = RuntimeModel.open(name, folder, options)
                 else:
                     model = HFModel.open(name, folder, options, ranks)
             with model:
@@ -167,12 +164,6 @@ def evaluation_ranks(options: EvalOptions) -> Ranks:
         raise UsageError("--backend vllm starts its own processes; run ladderize eval without a launcher")
     if not already_started():
         return Ranks(0, 1, torch.device(device))
-    size = launched().size
-    if options.backend == "runtime" and options.tp_size != size:
-        raise UserError(
-            f"with --backend runtime the {size} processes that the launcher started share each model, so --tp-size must"
-            f" be {size}; to share the questions take --backend hf"
-        )
     return join_ranks(device)
 
 
@@ -189,7 +180,7 @@ def check_predictions(options: EvalOptions, keep: Path | None, reference: Path |
     for option, folder in (("--keep-predictions", keep), ("--reference", reference)):
         if folder is not None and options.backend == "vllm":
             raise UsageError(
-                f"{option} needs --backend hf or runtime: vLLM tells the log-probabilities of single tokens, not of the"
+                f"{option} needs --backend hf: vLLM tells the log-probabilities of single tokens, not of the"
                 " whole vocabulary"
             )
         if folder is not None and options.perplexity is None:

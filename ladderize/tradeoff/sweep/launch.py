@@ -143,8 +143,6 @@ def check_launch(given: Given, where: str, method: str) -> None:
         raise UserError(
             f"{where}: batch_size {batch} must be divisible by the {processes // tp_size} processes that share it"
         )
-    if given.get("backend") == "runtime" and processes > 1:
-        raise UserError(f"{where}: {PROCESSES} has no effect with backend runtime, which tp_size splits; leave it out")
 
 
 @contextlib.contextmanager

@@ -69,8 +69,6 @@ def check_weights(spec: SweepSpec, config: Mapping[str, Any], folder: Path) -> N
     of_floats = [stage.where for choice in spec.adapt for stage in choice.stages]
     if spec.sensitivity is not None:
         of_floats.append(f"{file}: sensitivity")
-    if spec.evaluation is not None and spec.evaluation.backend == "runtime":
-        of_floats.append(f"{file}: eval")
     for where in of_floats:
         with errors_begin_with(where):
             check_config(config, spec.model)

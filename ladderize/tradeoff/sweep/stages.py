@@ -144,7 +144,7 @@ def eval_options(given: Given, where: str) -> EvalOptions:
         options.check()
         check_launch(given, where, "eval")
         if options.backend == "vllm":
-            raise UserError("a sweep compares predictions, which vLLM does not tell; say backend: runtime, or hf")
+            raise UserError("a sweep compares predictions, which vLLM does not tell; leave backend out")
         return options
 
 
