@@ -22,7 +22,6 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training import linear
 from ladderize.runtime.training.batch import Batch
-from ladderize.runtime.training.lora import LoraPlan, TrainedLora
 from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.outputs import SubModuleOutputs
 from ladderize.runtime.training.weights import build_weights
@@ -32,8 +31,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """A step of training. micros: micro-batches of input_ids, position_ids and targets. teacher: a checkpoint's folder.
-    adapters: whole matrices of LoRA, by the names of an adapter's file. seed: of dropout, before each micro-batch."""
+    """A step of training. micros: micro-batches of input_ids, position_ids and targets. teacher: a checkpoint's
+    folder."""
 
     folder: Path
     trained: frozenset[str]
@@ -42,10 +41,7 @@ class Case:
     recompute: bool = False
     teacher: Path | None = None
     objective: Objective = field(default_factory=Objective)
-    plan: LoraPlan | None = None
-    adapters: dict[str, torch.Tensor] | None = None
     compute: torch.dtype = torch.float32
-    seed: int | None = None
 
     def outputs(self, micro):
         """Takes what the teacher's sub-modules add, where the objective compares it."""
@@ -136,12 +132,6 @@ def build(case, group, collectives):
     checkpoint = read_checkpoint(case.folder)
     layout = Layout.from_config(checkpoint.config)
     shape = Shape.from_config(checkpoint.config, tp_size=group.size, rank=group.rank)
-
-    def values(name, sizes):
-        assert case.adapters[name].shape == sizes
-        return case.adapters[name]
-
-    lora = None if case.plan is None else TrainedLora(case.plan, shape, values, CPU)
     weights = build_weights(
         lambda dtype: CheckpointSource(checkpoint, dtype, CPU),
         checkpoint.config,
@@ -149,7 +139,6 @@ def build(case, group, collectives):
         layout,
         trained=case.trained,
         compute=case.compute,
-        lora=lora,
     )
     return TPTraining(
         weights,
@@ -173,8 +162,6 @@ def step(case, group, collectives):
     with noted_products(collectives.events), lives:
         for tensors in case.micros:
             micro = Batch.of(tensors, CPU)
-            if case.seed is not None:
-                torch.manual_seed(case.seed)
             scores, outputs = None, case.outputs(micro)
             if teacher is not None:
                 with torch.no_grad():
@@ -183,8 +170,6 @@ def step(case, group, collectives):
             collectives.events.append(("backward", 0, None))
             case.objective.total(*sums).backward()
             losses.append(sums.detach())
-            if case.seed is not None:
-                torch.manual_seed(case.seed)
             collectives.events.append(("validation", 0, None))
             with torch.no_grad():
                 validation.append(model(micro, teacher_logits=scores, teacher_outputs=outputs))

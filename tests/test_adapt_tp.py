@@ -68,7 +68,7 @@ DOMINO = ["--tp-size", 2, "--schedule", "domino"]
         (["--tp-size", 2, "--attention", "eager"], 2, "--attention eager has no effect with --tp-size 2"),
         (["--tp-size", 2, "--attention", "flex_attention"], 2, "--attention flex_attention has no effect"),
         (["--tp-size", 2, "--batch-size", 99], 1, "fewer than --batch-size 99"),
-        (["--tp-size", 2, "--method", "lora", "--lora-targets", "z_proj"], 2, "z_proj"),
+        (["--tp-size", 2, "--method", "lora"], 2, "--method lora has no --tp-size"),
     ],
 )  # fmt: skip
 def test_bad_arguments(place, tmp_path, more, code, expected):
@@ -188,12 +188,6 @@ def test_the_command_makes_the_steps_of_one_process(place, tmp_path, capfd):
     for name in ("two", "four"):
         check_same_run(tmp_path / name, tmp_path / "one")
     assert listing(tmp_path) == ["four", "one", "two"]
-
-
-def test_lora_by_two_ranks(place, tmp_path):
-    for name, ranks in (("one", []), ("two", ["--tp-size", 2])):
-        invoke_well(*arguments(place, tmp_path / name, "--method", "lora", "--lora-rank", 3, *ranks, steps=4))
-    check_same_run(tmp_path / "two", tmp_path / "one")
 
 
 def begin(place, out, *more):

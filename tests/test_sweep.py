@@ -170,7 +170,7 @@ def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path):
     """An adapter is merged, in the middle too; what a chain and a single stage share runs once."""
     same = {"data": str(place / "ids.npy"), "seq_len": 16, "write": "last"}
     align = {**same, "method": "align", "samples": 8, "heldout": 4, "processes": 2}
-    lora = {**same, "method": "lora", "max_steps": 3, "batch_size": 2, "lora_rank": 2, "tp_size": 2}
+    lora = {**same, "method": "lora", "max_steps": 3, "batch_size": 2, "lora_rank": 2}
     blocks = {**same, "method": "blocks", "samples": 10, "heldout": 4}
     adapt = [align, lora, [align, lora, blocks]]
     content = spec(place, sensitivity=None, bench=None, layouts=[{"ladder": "1:3"}], adapt=adapt)

@@ -1,9 +1,7 @@
 """LoRA by PEFT: its options, adapters on a model, and the folder of a trained one. No torch and no peft at import."""
 
 import copy
-import math
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +43,7 @@ class AdapterBase(Record):
 
 @dataclass(frozen=True)
 class LoraOptions(Record):
-    """How adapters are made. Raises UsageError for what fits no model."""
+    """The options of adapters. Raises UsageError for what fits no model."""
 
     rank: int = option("lora: rank.", 16, flags="--lora-rank", min=1)
     alpha: float | None = option("lora: alpha; scales by alpha / rank.", flags="--lora-alpha", shown="twice the rank")
@@ -101,35 +99,14 @@ def lora_config(config: Mapping[str, Any], layers: Sequence[int], options: LoraO
 
 
 def add_adapters(model: Any, config: "LoraConfig", seed: int) -> "PeftModel":
-    """Return ``model`` wrapped by PEFT: its own parameters frozen, adapters in float32 that begin as
-    ``initial_adapter`` says, whatever the number of ranks."""
+    """Return ``model`` wrapped by PEFT: its own parameters frozen, adapters in float32, drawn alike on every rank."""
     import torch
     from peft import get_peft_model
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name of before
-        wrapped = get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if ".lora_A." in name or ".lora_B." in name:
-                parameter.copy_(initial_adapter(name.removeprefix(PEFT_PREFIX), parameter.shape, seed))
-    return wrapped
-
-
-def initial_adapter(name: str, shape: Sequence[int], seed: int) -> "Tensor":
-    """Return LoRA's start (arXiv 2106.09685), in float32: A random, B zero.
-
-    name: the parameter's in the model, such as ``model.layers.0.self_attn.q_proj.lora_A.default.weight``. The draw
-    depends on name and seed, not on the ranks or the order.
-    """
-    import torch
-
-    values = torch.zeros(*shape)
-    if ".lora_B." in name:
-        return values
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
-    bound = 1 / math.sqrt(shape[-1])  # PEFT's kaiming_uniform_ with a = sqrt(5)
-    return values.uniform_(-bound, bound, generator=generator)
+        torch.manual_seed(seed)
+        return get_peft_model(model, config)
 
 
 def not_an_adapter(folder: Path) -> str | None:

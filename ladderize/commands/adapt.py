@@ -43,7 +43,7 @@ SHOWN_ROWS = 4  # of --show-data
 
 @dataclass(frozen=True)
 class AdaptArguments:
-    """What every method heeds besides its own options. Those without a description are described at RetrainOptions."""
+    """Options that every method heeds. Those without a description are described at RetrainOptions."""
 
     model: str = argument(
         "MODEL", "A converted checkpoint, or with --train a dense one: folder or hub id. It is never changed."
@@ -60,18 +60,18 @@ class AdaptArguments:
 
     @property
     def writing(self) -> dict[str, Any]:
-        """What every function that writes OUT is asked besides."""
+        """The arguments of every function that writes OUT."""
         return {"overwrite": self.overwrite, "verify": self.verify}
 
 
 @dataclass(frozen=True)
 class RetrainArguments:
-    """What retraining heeds besides."""
+    """Options of retraining alone."""
 
     show_data: bool = option(f"Print the first {SHOWN_ROWS} rows of the data, decoded, and stop.", False)
     schedule: ScheduleName = option(
         "When sub-modules run, with --tp-size: sequential, or domino, which cuts a micro-batch in two and runs"
-        " one half's all-reduces under the other's compute. The result is the same (with --lora-dropout: other masks).",
+        " one half's all-reduces under the other's compute. The result is the same.",
         Schedule.name,
         shown=Schedule.name,
     )

@@ -16,7 +16,8 @@ from ladderize.runtime.step import Step
 
 
 class CpuOperations(Operations):
-    """The same numbers as ``Operations``, up to rounding, in float32 and bfloat16. own: of ``kernels``."""
+    """Operations by our own CPU kernels: the numbers of ``Operations``, up to rounding, in float32 and bfloat16. own:
+    of ``kernels``."""
 
     name = "compiled"
 
@@ -113,7 +114,7 @@ def _layer(keys: Tensor, values: Tensor) -> Cache:
 
 
 def _layer_of(cache: KVCache, layer: int, columns: int | Tensor) -> Cache | None:
-    """Where the kernels find layer ``layer`` of a cache and the columns of a pass; None where they cannot."""
+    """Return where the kernels find layer ``layer`` of a cache and the columns of a pass; None where they cannot."""
     memory = cache.memory()
     if memory is None or memory[0].dtype != torch.float32:
         return None

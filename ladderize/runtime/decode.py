@@ -77,7 +77,7 @@ def view_length(columns: int, cache: KVCache) -> int:
 
 
 def are_sound(logits: Tensor) -> Tensor:
-    """Whether the largest logit of every row is a finite number: bool []. A NaN anywhere makes it NaN."""
+    """Return a bool []: the largest logit of every row is a finite number. A NaN anywhere makes it NaN."""
     return logits.amax(-1).isfinite().all()
 
 
@@ -258,8 +258,8 @@ class FixedStep:
 
 
 class CapturedStep(FixedStep):
-    """The same as a CUDA graph. Graphs of one generator share a pool of memory: each one's output is read before the
-    next is replayed."""
+    """A decoding step as a CUDA graph. Graphs of one generator share a pool of memory: each one's output is read before
+    the next is replayed."""
 
     def __init__(self, generator: Generator, length: int, pool: Any) -> None:
         super().__init__(generator, length)

@@ -37,7 +37,7 @@ class KVCache:
         return cls(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
 
     def fits(self, shape: Shape, batch: int, columns: int, dtype: torch.dtype) -> bool:
-        """Whether ``allocate`` would make the same."""
+        """Return True if ``allocate`` would make the same cache."""
         expected = torch.float32 if self.keys.device.type == "cpu" else dtype
         return tuple(self.keys.shape) == _size(shape, batch, columns) and self.keys.dtype == expected
 
@@ -82,7 +82,8 @@ class KVCache:
         return KVCache(self.keys[:, begin:end], self.values[:, begin:end])
 
     def for_parts(self) -> "KVCache":
-        """Where the parts of one row, read one after the other, find what the earlier ones wrote."""
+        """Return the cache in which the parts of one row, read one after the other, find what the earlier ones
+        wrote."""
         return self
 
 

@@ -72,7 +72,7 @@ class RMSNorm:
 
 
 class WideRMSNorm(RMSNorm):
-    """The same for training in 16 bits. weight: float32. Torch's kernels for 16 bits sum the weight's gradient over the
+    """RMSNorm for training in 16 bits. weight: float32. Torch's kernels for 16 bits sum the weight's gradient over the
     tokens with an error of some percent; these sums are in float32."""
 
     __slots__ = ()
@@ -107,7 +107,8 @@ def can_pack(weight: Tensor) -> bool:
 
 @functools.cache
 def _packable() -> tuple[torch.dtype, ...]:
-    """What oneDNN multiplies natively here: emulated, its packed products are slower than plain ones."""
+    """Return True for what oneDNN multiplies natively here: emulated, its packed products are slower than plain
+    ones."""
     mkldnn = torch.ops.mkldnn
     names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
     if not torch.backends.mkldnn.is_available() or not all(hasattr(mkldnn, name) for name in names):

@@ -18,7 +18,7 @@ from ladderize.runtime.shards import Shape, Slice, virtual_ranks
 
 
 class Source(Protocol):
-    """Where slices come from: a checkpoint, or a generator of random numbers."""
+    """A source of slices: a checkpoint, or a generator of random numbers."""
 
     def read(self, part: Slice) -> Tensor: ...
 
@@ -164,7 +164,8 @@ def unpair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def files_identity(checkpoint: Checkpoint) -> tuple[tuple[int, int], ...]:
-    """The same for two checkpoints exactly if their weights are the same files (``convert`` hard-links them)."""
+    """Return what is equal for two checkpoints exactly if their weights are the same files (``convert`` hard-links
+    them)."""
     stats = [os.stat(Path(checkpoint.folder) / name) for name in checkpoint.weight_files]
     return tuple((stat.st_dev, stat.st_ino) for stat in stats)
 

@@ -25,7 +25,7 @@ OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
 
 
 class OwnWeights(Protocol):
-    """What the model asks of one rank's weights; see ``layers.Weights``. It takes a sub-module's weights before it
+    """The interface of one rank's weights; see ``layers.Weights``. It takes a sub-module's weights before it
     waits for the sum that the sub-module reads."""
 
     @property
@@ -129,7 +129,7 @@ class TPLlama:
         return self.end(x)  # the last MLP sync is blocking: nothing is on its way
 
     def end(self, x: Tensor) -> Tensor:
-        """What the output layer reads, of the end of the residual stream."""
+        """Return the output layer's input, from the end of the residual stream."""
         scale = self.shape.decoder.logits_scale
         normed = self.operations.norm(self.weights.norm, x)
         return normed if scale == 1 else normed * scale

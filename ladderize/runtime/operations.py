@@ -44,8 +44,8 @@ class Operations:
     def attention(
         self, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, index: int, shape: Shape
     ) -> Tensor:
-        """What o_proj reads in layer ``index`` [batch, tokens, own heads * head_dim], of the residual stream x [batch,
-        tokens, hidden]; keys and values go into the cache."""
+        """Return o_proj's input in layer ``index``, [batch, tokens, own heads * head_dim], of the residual stream x
+        [batch, tokens, hidden]; keys and values go into the cache."""
         decoder = shape.decoder
         query, key, value = self.project(weights, x, step.rope_factors if decoder.rope[index] else None, shape)
         cache.write(index, step.columns, key, value)
@@ -58,7 +58,7 @@ class Operations:
 
     @staticmethod
     def mlp(weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:
-        """What down_proj reads [batch, tokens, own inner], of the virtual ranks side by side: rank k reads x +
+        """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side: rank k reads x +
         carry[k]."""
         if carry is None:
             return gated(weights.gate_up[0](weights.norm(x)))
@@ -67,7 +67,7 @@ class Operations:
 
 
 class CompiledOperations(Operations):
-    """The same through torch.compile."""
+    """Operations through torch.compile."""
 
     name = "torch.compile"
 

@@ -84,7 +84,7 @@ class Shape:
 
     @property
     def kv_copies(self) -> int:
-        """How many neighbouring ranks hold the same KV head."""
+        """The number of neighbouring ranks that hold the same KV head."""
         return max(1, self.tp_size // self.kv_heads)
 
     @property
@@ -135,8 +135,8 @@ def check_runnable(config: Mapping[str, Any], layout: Layout, tp_size: int, *, n
 
 
 def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> int:
-    """How many virtual ranks one process computes apart in ``layer``; 1 where nothing is dropped, since sums then do
-    not care."""
+    """Return the number of virtual ranks that one process computes apart in ``layer``; 1 where nothing is dropped,
+    since sums then do not care."""
     if layout.attention_sync[layer] != DROPPED:
         return 1
     assert layout.sync_tp_size is not None

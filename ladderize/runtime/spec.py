@@ -55,7 +55,7 @@ class ModelSpec:
         return files, shape, apart, self.dtype
 
     def source(self, dtype: torch.dtype, device: torch.device) -> Source:
-        """Where its weights come from."""
+        """Return the source of its weights."""
         if self.folder is None:
             return RandomSource(expected_tensors(self.config), dtype, device)
         return CheckpointSource(read_checkpoint(self.folder), dtype, device)
@@ -79,7 +79,7 @@ def checkpoint_spec(
 def shape_spec(
     config: dict[str, Any], layout: Layout, *, name: str, tp_size: int, dtype: str = "auto", option: str = "--tp-size"
 ) -> ModelSpec:
-    """The same for random weights."""
+    """Return a model's specification with random weights."""
     full = {**config, **layout.to_config(), "model_type": known_family(config).ladderized_type}
     _check(name, full, tp_size, option)
     return ModelSpec(name, None, config, layout, _dtype("bfloat16" if dtype == "auto" else dtype))

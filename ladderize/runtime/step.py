@@ -13,7 +13,7 @@ from ladderize.runtime.schedule import Schedule
 
 @dataclass(frozen=True)
 class Step:
-    """Where the tokens of one forward pass stand.
+    """The positions of one forward pass's tokens.
 
     rope_factors: complex [batch or 1, tokens, 1, head_dim / 2]. columns: the first cache column of the tokens, or a
     tensor of their columns: [tokens], or [batch, tokens] where rows differ. length: the columns of the cache that
@@ -32,8 +32,8 @@ class Step:
     near: Mapping[int, Tensor] = field(default_factory=dict)
 
     def with_windows(self, windows: Iterable[int], tokens: int) -> "Step":
-        """The same with a mask for each of ``windows`` that leaves out something: a token sees itself and window - 1
-        before it. tokens: of this pass, in each row."""
+        """Return ``step`` with a mask for each of ``windows`` that leaves out something: a token sees itself and window
+        - 1 before it. tokens: of this pass, in each row."""
         view, device = self.length or tokens, self.rope_factors.device
         own = [window for window in windows if window < view]
         if not own:
@@ -66,13 +66,14 @@ class Part:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores in place of a bool mask: PyTorch's attention would make that of it once more in every
-    layer, and for a backward pass keep each. dtype: of keys."""
+    """Return what is added to the scores in place of a bool mask: PyTorch's attention would make that of it once more
+    in every layer, and for a backward pass keep each. dtype: of keys."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
-    """The same in ``step``; not for inference on a CPU, where our own attention reads the bool mask."""
+    """Return ``step`` with masks that are added; not for inference on a CPU, where our own attention reads the bool
+    mask."""
     if step.rope_factors.device.type == "cpu" and not torch.is_grad_enabled():
         return step
     near = {window: additive(mask, dtype) for window, mask in step.near.items()}
@@ -98,7 +99,7 @@ def split_parts(ids: Tensor, step: Step, cache: KVCache, schedule: Schedule) -> 
 
 
 def join_parts(results: Sequence[Tensor], rows: int) -> Tensor:
-    """What the parts' walks returned, [rows, tokens, hidden] each, as one. rows: of the whole batch."""
+    """Join what the parts' walks returned, [rows, tokens, hidden] each. rows: of the whole batch."""
     return results[0] if len(results) == 1 else torch.cat(list(results), 0 if rows > 1 else 1)
 
 

@@ -54,7 +54,8 @@ class Encoder:
         return dict(zip(COLUMNS, map(list, zip(*found, strict=True)), strict=True))
 
     def encode(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> list[tuple[bool, list[Scored]]]:
-        """Of each row its examples, whole, and whether they may be cut into pieces. Together is faster."""
+        """Return for each row whether its examples may be cut into pieces, and the whole examples. Together is
+        faster."""
         values = zip(numbers, zip(*batch.values(), strict=True), strict=True)
         rows = [Row(dict(zip(batch, own, strict=True)), f"{self.name}, row {number + 1}") for number, own in values]
         formats = [check_row(row) for row in rows]

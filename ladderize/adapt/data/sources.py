@@ -57,7 +57,7 @@ def open_rows(spec: SourceSpec) -> Any:
 
 
 def row_of_ids(specs: Sequence[SourceSpec]) -> int | None:
-    """How many ids all rows of these sources have, where they are arrays of rows of ids; else None."""
+    """Return the number of ids in each row, where these sources are arrays of rows of one length; else None."""
     if any(spec.is_streamed for spec in specs):
         return None
     files = [split_name(file) for spec in specs for file in spec.files()]
@@ -67,8 +67,8 @@ def row_of_ids(specs: Sequence[SourceSpec]) -> int | None:
 
 
 def source_identity(spec: SourceSpec) -> dict[str, Any]:
-    """What a run that goes on must find again: the spec, its weight, and of every file its size and a hash of its first
-    and last MiB."""
+    """Return what a run that goes on must find again: the spec, its weight, and of every file its size and a hash of
+    its first and last MiB."""
     found = {}
     for file in () if spec.is_streamed else spec.files():
         with open_regular(split_name(file)[0]) as stream:

@@ -40,7 +40,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class SourceCounts(Record):
-    """What one source holds for training; None where it is streamed. data: as it was given, without the weight."""
+    """The training part of one source; None where it is streamed. data: as it was given, without the weight."""
 
     data: str
     weight: float | None
@@ -50,7 +50,7 @@ class SourceCounts(Record):
 
 @dataclass(frozen=True)
 class DataCounts(Record):
-    """What all sources hold for training, each once; None where one is streamed. dropped_examples: those of which
+    """The training part of all sources, each once; None where one is streamed. dropped_examples: those of which
     nothing scored was left. padding_share: of the places in rows of ``seq_len``."""
 
     examples: int | None
@@ -135,8 +135,8 @@ def _packed(examples: Any, options: DataOptions, **given: Any) -> Any:
 
 
 def _map(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, Any, float, tuple[int, ...]]:
-    """Of a source of files the packed rows, the held-out examples by columns, tokens of a row, and the first five of
-    ``DataCounts``. Held-out examples are drawn, and with each come the others of the same conversation."""
+    """Return of a source of files the packed rows, the held-out examples by columns, tokens of a row, and the first
+    five of ``DataCounts``. Held-out examples are drawn, and with each come the others of the same conversation."""
     examples, dropped = _examples(spec, tokenizer, options)
     total = len(examples)
     count = min(256, max(total // 100, min(8, total // 10), 1)) if options.heldout is None else options.heldout
@@ -153,7 +153,7 @@ def _map(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, A
 
 
 def _stream(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, Any, float, tuple[()]]:
-    """The same of a source on the hub, of which nothing is counted. Its first examples are held out."""
+    """Return what ``_map`` does of a source on the hub. Nothing of it is counted; its first examples are held out."""
     examples, _ = _examples(spec, tokenizer, options)
     count = 64 if options.heldout is None else options.heldout
     first = list(examples.take(count + 1))

@@ -112,7 +112,7 @@ def parse_count(text: str, *, option: str = "--max-tokens") -> int:
 
 @dataclass(frozen=True)
 class Budget(Record):
-    """So many tokens (padding not counted) or so many steps; one of them is None."""
+    """The length of a training: tokens (padding not counted) or steps; one of them is None."""
 
     tokens: int | None = option(
         "How many tokens to train on, such as 20M or 3B.",
@@ -191,7 +191,7 @@ class TrainOptions(Record):
 
     @property
     def about_steps(self) -> int:
-        """How many steps the budget buys, exactly or about."""
+        """The number of steps that the budget buys, exactly or about."""
         return self.budget.about_steps(self.batch_size * self.seq_len)
 
     def fixed(self) -> dict[str, Any]:
@@ -293,7 +293,7 @@ class RetrainOptions:
         False,
     )
     tp_size: int = option(
-        "full, lora: processes that share one copy of the model (tensor parallelism). Started here, or by a launcher"
+        "full: processes that share one copy of the model (tensor parallelism). Started here, or by a launcher"
         " that starts N, or a multiple for data parallelism.",
         1,
         min=1,
@@ -348,6 +348,11 @@ class RetrainOptions:
             raise UsageError("--align needs --distill-from DENSE, the checkpoint that MODEL was converted from")
         if self.heldout is not None and self.eval_data:
             raise UsageError("--heldout has no effect with --eval-data")
+        if self.method == LORA and self.tp_size > 1:
+            raise UsageError(
+                f"--method lora has no --tp-size {self.tp_size}; let accelerate launch share the model out (FSDP2), or"
+                " train with --method full"
+            )
         if self.schedule.is_domino and self.tp_size == 1:
             raise UsageError(
                 "--schedule domino has no effect without a --tp-size above 1: one process has no all-reduces to hide"

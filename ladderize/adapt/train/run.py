@@ -151,7 +151,7 @@ def open_accelerator(options: RetrainOptions, logs: Path, precision: str | None 
     """Return the Accelerator that the launcher's words make, on the device of the options. logs: of trackers.
     precision: where the launcher was told of none."""
     accelerator = Accelerator(
-        cpu=options.device == "cpu",
+        cpu=options.device == "cpu" and torch.cuda.is_available(),  # else Accelerate would forget DeepSpeed
         mixed_precision=precision,
         log_with=list(options.log_with) or None,
         project_dir=str(logs) if options.log_with else None,

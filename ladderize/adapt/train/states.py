@@ -32,11 +32,11 @@ STEP, STEP_WEIGHTS = f"step-{DIGITS}", f"weights-{DIGITS}.safetensors"
 
 @dataclass
 class Progress(Record):
-    """How far training is. recent: losses of the last steps. seconds: spent in steps, over all runs. before_loss,
-    best_loss, last_loss: the criterion (``Objective.criterion``) of the held-out rows before the first step, at the
-    best one and at the last validation; the perplexities likewise, and under the teacher, where there are such, of
-    ``scored_heldout`` tokens. kept_step: the best one whose weights were saved. settings: what may be changed on the
-    way, such as the learning rate."""
+    """The progress of a training. recent: losses of the last steps. seconds: spent in steps, over all runs.
+    before_loss, best_loss, last_loss: the criterion (``Objective.criterion``) of the held-out rows before the first
+    step, at the best one and at the last validation; the perplexities likewise, and under the teacher, where there are
+    such, of ``scored_heldout`` tokens. kept_step: the best one whose weights were saved. settings: what may be changed
+    on the way, such as the learning rate."""
 
     step: int = 0
     tokens: int = 0
@@ -82,7 +82,7 @@ class TrainingFolder(WorkFolder):
         return self.folder / f"step-{step:08d}"
 
     def weights(self, step: int) -> Path:
-        """Where the trained tensors of a step lie as OUT would hold them."""
+        """Return the file of a step's trained tensors, as OUT would hold them."""
         return self.folder / f"weights-{step:08d}.safetensors"
 
     def latest(self) -> int | None:

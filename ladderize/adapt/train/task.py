@@ -39,7 +39,7 @@ class RetrainJob:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher decides. device: its type. processes: all of them. precision: Accelerate's mixed precision.
+    """The launcher's decisions. device: its type. processes: all of them. precision: Accelerate's mixed precision.
     accumulation: Accelerate's gradient accumulation steps; 1: it was told of none. sharded: by FSDP or DeepSpeed."""
 
     device: str
@@ -51,7 +51,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Task:
-    """What is retrained and how, opened and checked; nothing is loaded yet. everything: embedding, norm and LM head
+    """A retraining, opened and checked; nothing is loaded yet. everything: embedding, norm and LM head
     too."""
 
     model: str

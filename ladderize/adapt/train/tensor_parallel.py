@@ -2,7 +2,6 @@
 their optimizer state, and the ranks of one group work on the same rows. Groups beside each other are data parallel
 (DDP)."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ladderize.adapt.lora import PEFT_PREFIX, initial_adapter
-from ladderize.adapt.methods import LORA
 from ladderize.adapt.train.task import Task
 from ladderize.adapt.train.training_model import TrainingModel, make_optimizer
 from ladderize.checkpoint.reading import Checkpoint
@@ -23,7 +20,6 @@ from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.loader import CheckpointSource
 from ladderize.runtime.shards import Shape
-from ladderize.runtime.training.lora import LoraPlan, TrainedLora
 from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
 from ladderize.runtime.training.weights import TrainedWeights, build_weights
@@ -72,7 +68,7 @@ class TensorParallelTraining(TrainingModel):
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """First sums the gradients that each rank of a group knows a part of."""
+        """Sum the gradients that each rank of a group knows a part of, then clip."""
         self.weights.sum_partial_gradients(self.tensor)
         squares = torch.zeros((), dtype=torch.float64, device=self.tensor.device)
         gradients = [parameter.grad for parameter in self.parameters]
@@ -160,11 +156,6 @@ def _model(
     """Return the student, or with ``frozen`` its teacher, which takes frozen tensors from ``shared`` where they are
     equal."""
     shape = Shape.from_config(checkpoint.config, tp_size=tensor.size, rank=tensor.rank)
-    lora = None
-    if task.options.method == LORA and not frozen:
-        asked, start = task.options.lora, functools.partial(adapter_start, seed=task.training.seed)
-        plan = LoraPlan(asked.rank, asked.scale / asked.rank, asked.targets, task.layers, asked.dropout)
-        lora = TrainedLora(plan, shape, start, tensor.device)
     weights = build_weights(
         lambda dtype: CheckpointSource(checkpoint, dtype, tensor.device),
         checkpoint.config,
@@ -172,7 +163,6 @@ def _model(
         layout,
         trained=frozenset() if frozen else task.trained,
         compute=task.compute,
-        lora=lora,
         shared=shared,
     )
     return TPTraining(
@@ -184,9 +174,3 @@ def _model(
         temperature=task.training.objective.temperature,
         gradient_checkpointing=task.options.gradient_checkpointing and not frozen,
     )
-
-
-def adapter_start(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
-    """Return a whole adapter matrix as it begins, by its name in a file: the numbers that ``add_adapters`` draws."""
-    own = name.removeprefix(PEFT_PREFIX).removesuffix(".weight") + ".default.weight"
-    return initial_adapter(own, torch.Size(shape), seed)

@@ -54,7 +54,7 @@ class TrainingModel(ABC):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained, as this rank holds it."""
+        """The trained parameters, as this rank holds them."""
         return [parameter for parameter in self.student.parameters() if parameter.requires_grad]
 
     def losses(self, batch: Batch) -> Tensor:
@@ -81,9 +81,11 @@ class TrainingModel(ABC):
 
     @contextlib.contextmanager
     def evaluating(self, stored: torch.dtype) -> Iterator[None]:
-        """Around losses that are not trained on: no dropout, no gradients, and the weights rounded to ``stored``, as a
+        """Prepare for losses that are not trained on: no dropout, no gradients, the weights rounded to ``stored``, as a
         file will hold them. Their own values take the room of the gradients meanwhile."""
-        rounded = [local_part(parameter) for parameter in self.parameters] if stored != torch.float32 else []
+        # ZeRO 3 holds no weights between passes; in mixed precision those that it gathers are bfloat16 already
+        own = [parameter for parameter in self.parameters if not hasattr(parameter, "ds_id")]
+        rounded = [local_part(parameter) for parameter in own] if stored != torch.float32 else []
         with torch.no_grad():
             kept = [own.clone() for own in rounded]
             for own in rounded:
@@ -177,9 +179,9 @@ class HFTraining(TrainingModel):
     def whole(self, name: str) -> Tensor:
         parameter = self.named[name]
         if hasattr(parameter, "ds_id"):
-            from deepspeed.zero import GatheredParameters
+            import deepspeed
 
-            with GatheredParameters([parameter]):
+            with deepspeed.zero.GatheredParameters([parameter]):
                 return parameter.detach().clone()
         return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
@@ -210,13 +212,14 @@ def place_teacher(teacher: ScoredLogits, accelerator: Accelerator) -> Callable[.
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         teacher = fsdp2_prepare_model(accelerator, teacher)
-    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
+    elif (plugin := accelerator.state.deepspeed_plugin) is not None and plugin.zero_stage == 3:
         import deepspeed
 
-        config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+        config = copy.deepcopy(plugin.deepspeed_config)
         for key in ("optimizer", "scheduler"):
             config.pop(key, None)
-        teacher = deepspeed.initialize(model=teacher, config=config)[0].eval()
+        teacher = deepspeed.initialize(model=teacher, config=config)[0]
+        teacher.eval()  # returns nothing
     else:
         teacher.to(accelerator.device)
 

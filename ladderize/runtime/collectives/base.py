@@ -42,7 +42,7 @@ class Handle:
 
 
 class Collectives:
-    """What a tensor-parallel forward needs of its group. As it stands: a group of one, where every sum is complete.
+    """The messages of a tensor-parallel forward. This class serves a group of one, where every sum is complete.
 
     Messages given to ``all_reduce`` and ``all_reduce_async`` belong to the backend from then on: they may be reduced in
     place. All ranks issue the same collectives in the same order; handles are waited in that order too.

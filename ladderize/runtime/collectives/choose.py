@@ -83,7 +83,7 @@ def _on_gpu(backend: str, group: Ranks) -> tuple[Collectives, str]:
 
 
 def _peers_reachable(group: Ranks) -> bool:
-    """Of those that this process sees."""
+    """Return True if all devices that this process sees reach each other's memory."""
     own, seen = group.device.index, range(torch.cuda.device_count())
     peers = set(group.gather(own)) - {own}
     return all(torch.cuda.can_device_access_peer(own, peer) for peer in peers if peer in seen)

@@ -70,7 +70,7 @@ class PendingSum:
 
 
 class _Link:
-    """What the nodes of one sum know in common: its messages, first those of forward, then those of backward."""
+    """The messages of one sum, which its nodes share: first those of forward, then those of backward."""
 
     __slots__ = ("__weakref__", "apart", "collectives", "direct", "handles", "held", "totals")
 
@@ -182,8 +182,8 @@ def _added(total: Tensor, residual: Tensor | None, bias: Tensor | None) -> Tenso
 
 
 class ShareOfGradient(Function):
-    """The same value; of its gradient only ``share``: for what all ranks add alike, where gradients are summed over
-    them."""
+    """Pass a value on, and of its gradient only ``share``: for what all ranks add alike, where gradients are summed
+    over them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float) -> Tensor:

@@ -52,7 +52,8 @@ extern "C" __global__ void ladderize_spin_kernel(double nanoseconds) {
 
 
 class EmulatedOnGpu(OnStream):
-    """The same on a GPU: a kernel that idles for that long, on a communication stream; CUDA graphs can capture it."""
+    """Emulated messages on a GPU: a kernel that idles for that long, on a communication stream; CUDA graphs can capture
+    it."""
 
     name = "emulated"
 

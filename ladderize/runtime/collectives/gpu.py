@@ -35,7 +35,7 @@ class OnStream(Collectives):
         self.stream = torch.cuda.Stream(device, priority=HIGH)
 
     def place_of_sum(self, x: Tensor) -> Tensor:
-        """Where the sum of ``x`` goes: in its own place, unless a subclass says otherwise."""
+        """Return where the sum of ``x`` goes: in its own place, unless a subclass says otherwise."""
         return x
 
     def reduce(self, x: Tensor, total: Tensor) -> None:

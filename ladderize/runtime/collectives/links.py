@@ -139,8 +139,8 @@ class Interconnect(Record):
         return self._link(self._between(ranks), how)
 
     def _guess(self, ranks: int) -> str:
-        """What a ring of so many would take, as --link has it: the bus bandwidth of the nearest row, and a latency in
-        proportion to the ranks."""
+        """Return the time of a ring of so many ranks, as --link has it: the bus bandwidth of the nearest row, and a
+        latency in proportion to the ranks."""
         row = min(self.rows, key=lambda row: abs(row.ranks - ranks))
         if row.bus_gb_s is None:
             return ""
@@ -151,7 +151,7 @@ class Interconnect(Record):
         return Link(self.name, row.alpha_us, row.beta_gb_s, row.min_bytes, row.max_bytes, self.source, derived)
 
     def _between(self, ranks: int) -> InterconnectRow:
-        """On the line through the two rows next to ``ranks``."""
+        """Return the point at ``ranks`` on the line through the two rows next to it."""
         above = next((n for n, row in enumerate(self.rows) if row.ranks > ranks), len(self.rows) - 1)
         low, high = self.rows[max(above, 1) - 1], self.rows[max(above, 1)]
         place = (ranks - low.ranks) / (high.ranks - low.ranks)
@@ -173,7 +173,7 @@ class Interconnect(Record):
 
 
 def ring_share(ranks: int) -> float:
-    """What a ring's all-reduce carries over each of its links, of a message's bytes."""
+    """Return the share of a message's bytes that a ring's all-reduce carries over each of its links."""
     return 2 * (ranks - 1) / ranks
 
 
@@ -183,8 +183,8 @@ def parse_link(text: str, ranks: int) -> Link:
 
 
 def read_interconnect(text: str) -> Interconnect:
-    """What --link takes: ``ALPHA_US,BETA_GB_S``, whatever the number of ranks; a name of ``known_interconnects``; or a
-    file with a ``link``, of ``ladderize calibrate`` or written by hand."""
+    """Read the value of --link: ``ALPHA_US,BETA_GB_S``, whatever the number of ranks; a name of
+    ``known_interconnects``; or a file with a ``link``, of ``ladderize calibrate`` or written by hand."""
     interconnects = known_interconnects()
     if text in interconnects:
         return interconnects[text]
@@ -247,14 +247,14 @@ def known_interconnects() -> dict[str, Interconnect]:
 
 
 def other_all_reduces(link: Interconnect, ranks: int) -> list[Interconnect]:
-    """Those over the same wires that were timed with so many ranks."""
+    """Return the all-reduces over the same wires that were timed with so many ranks."""
     known = known_interconnects().values() if link.medium is not None else ()
     alike = [one for one in known if one.medium == link.medium and one.name != link.name]
     return [one for one in alike if any(row.ranks == ranks for row in one.rows)]
 
 
 def _of_table(name: str, published: list[dict[str, str]]) -> Interconnect:
-    """Of the lines of links.csv that have this name, ascending by ranks."""
+    """Return the lines of links.csv that have this name, ascending by ranks."""
     rows = []
     for one in published:
         ranks, beta = int(one["ranks"]), one["beta_gb_s"]

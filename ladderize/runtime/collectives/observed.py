@@ -11,8 +11,8 @@ from ladderize.runtime.collectives.base import Collectives, Handle
 
 @dataclass
 class ObservedAllReduce:
-    """What one all-reduce moved, and when: ``start`` to ``started`` is the call that starts it, ``wait`` to ``end`` the
-    wait for it, in seconds of the recording's clock."""
+    """The bytes and the times of one all-reduce: ``start`` to ``started`` is the call that starts it, ``wait`` to
+    ``end`` the wait for it, in seconds of the recording's clock."""
 
     bytes: int
     start: float

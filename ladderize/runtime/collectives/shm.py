@@ -177,7 +177,7 @@ class SharedMemory(Collectives):
         return _SharedHandle(finish)
 
     def _sum(self, messages: list[Tensor], residual: Tensor | None) -> Tensor:
-        """In rank order on every rank, so that all hold the same bits; rounded once."""
+        """Sum in rank order on every rank, so that all hold the same bits; round once."""
         first = messages[0]
         fits = residual is None or (residual.is_contiguous() and residual.dtype == first.dtype)
         if self.kernels is None or first.dtype not in TYPES or not fits:

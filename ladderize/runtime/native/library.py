@@ -71,7 +71,7 @@ def agreed_kernels(group: Ranks) -> ctypes.CDLL | str:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where its numbers are; a null pointer of None."""
+    """Return the address of a tensor's numbers; of None a null pointer."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -171,7 +171,7 @@ def _cache_folder() -> Path | None:
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a home folder may be that of several machines."""
+    """Return what -march=native depends on: a home folder may be that of several machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -51,7 +51,7 @@ class Batch:
         return self.targets.flatten()[self.scored]
 
     def scored_states(self, states: Tensor) -> Tensor:
-        """Of states [..., hidden], in as many rows as there may be, those whose targets count: [n, hidden]."""
+        """Return the states whose targets count, [n, hidden], of states [..., hidden]."""
         return states.flatten(0, -2)[self.scored]
 
     @functools.cached_property
@@ -66,5 +66,5 @@ class Batch:
         return ((text[:, :, None] == text[:, None, :]) & causal)[:, None]
 
     def additive_mask(self, dtype: torch.dtype) -> Tensor | None:
-        """The same as what is added to scores."""
+        """Return the mask as numbers that are added to scores."""
         return None if self.mask is None else additive(self.mask, dtype)

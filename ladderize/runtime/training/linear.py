@@ -78,7 +78,7 @@ class WeightGradient:
 
 
 class WeightUse:
-    """What one use adds to a weight's gradient, until it does: for each part of the output's columns, the output's
+    """One use's share of a weight's gradient, until it is added: for each part of the output's columns, the output's
     gradient and the input. Who takes a weight and multiplies nothing with it does not use it."""
 
     __slots__ = ("__weakref__", "counted", "gradient", "parts")
@@ -88,7 +88,8 @@ class WeightUse:
         self.parts: list[tuple[slice, Tensor, Tensor]] = []
 
     def count(self) -> None:
-        """Before each product; one that is computed once more (activation checkpointing) is the same use."""
+        """Count this use once, before its product; a product computed again (activation checkpointing) counts no
+        more."""
         if not self.counted:
             self.counted = True
             self.gradient.uses += 1

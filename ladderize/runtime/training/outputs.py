@@ -16,7 +16,8 @@ from ladderize.runtime.step import join_parts
 
 
 class SubModuleOutputs:
-    """Of one forward pass. layers: that are looked at. real: bool [rows, tokens], False for padding.
+    """The outputs of sub-modules in one forward pass. layers: that are compared. real: bool [rows, tokens], False for
+    padding.
 
     kept: (layer, sub-module) -> its output [rows, tokens, hidden], in the parts in which a schedule computes the pass.
     """
@@ -26,11 +27,11 @@ class SubModuleOutputs:
         self.kept: dict[tuple[int, str], list[Tensor]] = {}
 
     def of(self, layer: int) -> "LayerOutputs | None":
-        """Where a layer puts its own, in one walk; None if it is not looked at."""
+        """Return the place for one layer's outputs in one walk; None if they are not compared."""
         return LayerOutputs(self, layer) if layer in self.layers else None
 
     def again(self) -> "SubModuleOutputs":
-        """The same for another model's pass over the same tokens."""
+        """Return empty places for another model's pass over the same tokens."""
         return SubModuleOutputs(self.layers, self.real)
 
     def add(self, layer: int, sub_module: str, output: Tensor) -> None:
@@ -39,8 +40,8 @@ class SubModuleOutputs:
 
 
 class LayerOutputs:
-    """What one layer adds in one walk. Under tensor parallelism the sum of a dropped attention takes a message of its
-    own, which nothing else needs, and the MLP's is what is left of the sum in which both are."""
+    """The outputs of one layer in one walk. Under tensor parallelism the sum of a dropped attention takes a message of
+    its own, which nothing else needs, and the MLP's is what is left of the sum in which both are."""
 
     def __init__(self, outputs: SubModuleOutputs, layer: int) -> None:
         self.outputs, self.layer = outputs, layer
@@ -67,7 +68,7 @@ class LayerOutputs:
 
 
 def hidden_error(student: SubModuleOutputs, teacher: SubModuleOutputs) -> Tensor:
-    """How far the student's outputs are from the teacher's: a scalar, fp32, differentiable in the student's.
+    """Return the distance of the student's outputs from the teacher's: a scalar, fp32, differentiable in the student's.
 
     A sub-module's error in a row is the mean square of the difference over that of the teacher's output, on real
     tokens. Returns the mean over the sub-modules, summed over the rows, each of which counts as often as it has real

@@ -148,8 +148,9 @@ def _measure(
 def _combined(
     statistics: Tensor, known: Tensor, temperature: float, *, with_teacher: bool
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """From all ranks' statistics [tokens, ranks * (3 or 7)] the two losses, and for each token what the gradients need:
-    [tokens, 5], the student's maximum, 1 / its sums at temperatures 1 and T, the teacher's maximum, 1 / its sum."""
+    """Return, from all ranks' statistics [tokens, ranks * (3 or 7)], the two losses, and for each token what the
+    gradients need: [tokens, 5], the student's maximum, 1 / its sums at temperatures 1 and T, the teacher's maximum, 1 /
+    its sum."""
     ranks = statistics.unflatten(-1, (-1, 7 if with_teacher else 3)).unbind(-1)
     own_maximum = ranks[STUDENT_MAX]
     maximum = own_maximum.amax(-1, keepdim=True)

@@ -154,16 +154,11 @@ class TrainedWeights(nn.Module):
         self.mlps = nn.ModuleList(TrainedMlp(mlp) for _, mlp in weights.layers)
         self.norm = _parameter(weights.norm.weight)
         self.head = self.embed if shape.tied else _parameter(weights.head.weight)
-        self.lora: Any = None
 
     def pieces(self) -> dict[str, Piece]:
-        """Where each tensor is that is trained, by its name in a checkpoint or, of an adapter, in its file."""
-        own = {
-            name: piece
-            for name, piece in self._all_pieces()
-            if all(parameter.requires_grad for parameter in piece.parameters)
-        }
-        return own | (self.lora.pieces() if self.lora is not None else {})
+        """Return the pieces of the trained tensors, by their names in a checkpoint."""
+        pieces = self._all_pieces()
+        return {name: piece for name, piece in pieces if all(own.requires_grad for own in piece.parameters)}
 
     def _all_pieces(self) -> Iterator[tuple[str, Piece]]:
         shape = self.shape
@@ -239,8 +234,6 @@ class TrainedWeights(nn.Module):
                 found += [attention.q_norm, attention.k_norm]
             if attention.o_bias is not None and self.layout.attention_sync[index] == DROPPED:
                 found.append(attention.o_bias)
-        if self.lora is not None:
-            found += self.lora.partial_parameters()
         return [parameter for parameter in found if parameter.requires_grad]
 
     def copied_rows(self) -> list[tuple[Tensor, slice, int]]:
@@ -253,8 +246,6 @@ class TrainedWeights(nn.Module):
         found = [
             (linear, slice(begin, None)) for attention, _ in self._layers() for linear in attention.qkv.parameters()
         ]
-        if self.lora is not None:
-            found += self.lora.copied_rows()
         return [(parameter, rows, shape.kv_copies) for parameter, rows in found if parameter.requires_grad]
 
     @torch.no_grad()
@@ -294,7 +285,7 @@ class UsedWeights:
         self._gradients: dict[int, WeightGradient] = {}
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Of the embedding; repeated ids add up in the parameter's own dtype."""
+        """Return the embedding's rows. Gradients of repeated ids add up in the parameter's own dtype."""
         return F.embedding(ids, self.weights.embed, padding_idx=self.weights.own_pad).to(self.weights.compute)
 
     @property
@@ -307,7 +298,7 @@ class UsedWeights:
     def attention(self, layer: int) -> AttentionWeights:
         own: Any = self.weights.attentions[layer]
         shape = self.weights.shape
-        made = AttentionWeights(
+        return AttentionWeights(
             self._norm(own.norm),
             self._linear(own.qkv),
             [self._linear(o) for o in own.o],
@@ -316,17 +307,15 @@ class UsedWeights:
             if own.q_norm is not None
             else None,
         )
-        return made if self.weights.lora is None else self.weights.lora.attention(layer, made, self.weights.compute)
 
     def mlp(self, layer: int) -> MlpWeights:
         own: Any = self.weights.mlps[layer]
-        made = MlpWeights(
+        return MlpWeights(
             self._norm(own.norm),
             [self._linear(gate_up) for gate_up in own.gate_up],
             self._linear(own.down),
             self._small(own.down_bias),
         )
-        return made if self.weights.lora is None else self.weights.lora.mlp(layer, made, self.weights.compute)
 
     @property
     def nbytes(self) -> int:
@@ -377,12 +366,11 @@ def build_weights(
     *,
     trained: frozenset[str],
     compute: torch.dtype,
-    lora: Any = None,
     shared: TrainedWeights | None = None,
 ) -> TrainedWeights:
     """Read this rank's part. source: opens the tensors as a dtype. trained: names of the tensors that change; of a
-    layer all or none. lora: adapters. shared: weights whose frozen parameters are used
-    again where they are the same (a teacher and its student)."""
+    layer all or none. shared: weights whose frozen parameters are used again where they
+    are the same (a teacher and its student)."""
     reading = _Reading(source(torch.float32), source(compute), trained)
     made = functools.partial(share_layer, shared)
     weights = TrainedWeights(
@@ -398,7 +386,6 @@ def build_weights(
     for name, piece in weights._all_pieces():
         for parameter in piece.parameters:
             parameter.requires_grad_(name in trained)
-    weights.lora = lora
     if shared is not None:
         share_frozen(weights, shared)
     return weights
