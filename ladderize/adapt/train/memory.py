@@ -14,7 +14,7 @@ from ladderize.adapt.methods import FLASH, FLEX, LORA
 from ladderize.adapt.train.options import RetrainOptions
 from ladderize.adapt.train.states import STATE_BYTES, STATES_KEPT, WEIGHT_BYTES
 from ladderize.adapt.train.student import trained_tensors
-from ladderize.adapt.train.task import Launch, Task, layers_to_train, open_task
+from ladderize.adapt.train.task import Launch, Task, layers_to_train, open_task, sharding_asked
 from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.checkpoint.config import expected_tensors, head_dim, kv_head_count, parameter_count
 from ladderize.console import Console, human_bytes, human_count
@@ -161,7 +161,8 @@ def estimate_training(model: str, options: RetrainOptions, *, revision: str | No
     options.budget.check()
     options.check_data()
     processes = max(launched().size, options.tp_size)
-    return estimate(open_task(model, options, Launch(options.device, processes), revision))
+    launch = Launch(options.device, processes, sharded=sharding_asked())
+    return estimate(open_task(model, options, launch, revision))
 
 
 def check_disk(task: Task, folder: Path) -> None:

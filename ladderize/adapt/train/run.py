@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import parse_flag_from_env
 
 from ladderize.adapt.align.align import Aligning
 from ladderize.adapt.align.options import AlignOptions, short_tokens
@@ -23,7 +24,7 @@ from ladderize.adapt.train.options import Budget, RetrainOptions, TrainOptions
 from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, write_outcome
 from ladderize.adapt.train.states import TrainingFolder, cut_metrics
 from ladderize.adapt.train.student import make_student, make_teacher, open_model
-from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, result_digest, run_identity
+from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, result_digest, run_identity, sharding_asked
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
 from ladderize.adapt.train.training_model import HFTraining, TrainingModel
 from ladderize.blocks import open_checkpoint
@@ -150,8 +151,10 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
 def open_accelerator(options: RetrainOptions, logs: Path, precision: str | None = None) -> Accelerator:
     """Return the Accelerator that the launcher's words make, on the device of the options. logs: of trackers.
     precision: where the launcher was told of none."""
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
+        raise UserError("accelerate launch asks for DeepSpeed, which is not installed (pip install deepspeed)")
     accelerator = Accelerator(
-        cpu=options.device == "cpu" and torch.cuda.is_available(),  # else Accelerate would forget DeepSpeed
+        cpu=options.device == "cpu",
         mixed_precision=precision,
         log_with=list(options.log_with) or None,
         project_dir=str(logs) if options.log_with else None,
@@ -180,6 +183,8 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
             accelerator.gradient_accumulation_steps,
             accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
         )
+        if sharding_asked() and not launch.sharded:
+            raise UserError("accelerate launch asks for FSDP or DeepSpeed, which Accelerate runs on GPUs only")
         task = open_task(job.model, job.options, launch, job.revision)
         if task.compute == torch.bfloat16 and launch.precision == "no" and task.options.tp_size == 1:
             AcceleratorState._reset_state()

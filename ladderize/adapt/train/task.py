@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 
 from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.lora import lora_config
@@ -92,6 +93,11 @@ class Task:
     @property
     def lora(self) -> Any:
         return lora_config(self.checkpoint.config, self.layers, self.options.lora) if self.is_lora else None
+
+
+def sharding_asked() -> bool:
+    """Return True if ``accelerate launch`` was told to shard the model, by FSDP or DeepSpeed."""
+    return any(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")))
 
 
 def open_task(model: str, options: RetrainOptions, launch: Launch, revision: str | None) -> Task:
