@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ladderize.checkpoint.config import check_config, check_quantised, expected_tensors, parameter_count
+from ladderize.checkpoint.config import check_config, check_quantised, parameter_count
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.quantised import (
     STATIC_SCALES,
@@ -145,7 +145,6 @@ def make_plan(
         changes = dataclasses.replace(changes, extra_files={**changes.extra_files, **written})
     if quantisation is not None:
         check_unchanged(recipe, changes)
-        check_ranks(config, quantisation, after.sync_tp_size or 1, expected_tensors(config))
     check_extra_files(changes.extra_files)
     if (folder / "adapter_config.json").is_file():
         raise UserError(
@@ -153,6 +152,8 @@ def make_plan(
         )
     source = read_checkpoint(folder if local else fetch_weights(src, revision))
     remarks = [*source.remarks, *check_quantised(source)]
+    if quantisation is not None:
+        check_ranks(source, quantisation, after.sync_tp_size or 1)
     if not has_tokenizer(source.folder):
         remarks.append(f"{src} holds no tokenizer, so neither does OUT; eval of tasks, adapt and generate need one")
     warnings = [*source.warnings, layout_warning(read_retrainings(source.folder), before, after)]
