@@ -32,7 +32,7 @@ QUANTISE_LAST = "convert and retrain the unquantised model, then quantise the re
 
 
 @dataclass(frozen=True)
-class Method:
+class ProjectionTensors:
     """The tensors of a quantised projection, by the names of which one must be there.
 
     transposed: they are stored as [in, out].
@@ -42,15 +42,19 @@ class Method:
     transposed: bool = False
 
 
-INT4_WORDS = Method((("qweight",), ("qzeros",), ("scales",)), transposed=True)
-METHODS = {
-    "compressed-tensors": Method((("weight", "weight_packed"), ("weight_scale",))),
-    "fp8": Method((("weight",), ("weight_scale", "weight_scale_inv"))),
-    "modelopt": Method((("weight",), ("weight_scale",))),
+INT4_WORDS = ProjectionTensors((("qweight",), ("qzeros",), ("scales",)), transposed=True)
+QUANTISATION_METHODS = {
+    "compressed-tensors": ProjectionTensors((("weight", "weight_packed"), ("weight_scale",))),
+    "fp8": ProjectionTensors((("weight",), ("weight_scale", "weight_scale_inv"))),
+    "modelopt": ProjectionTensors((("weight",), ("weight_scale",))),
     "awq": INT4_WORDS,
     "gptq": INT4_WORDS,
 }
-PACKAGES = {"compressed-tensors": "compressed_tensors", "awq": "gptqmodel", "gptq": "gptqmodel"}  # for transformers
+TRANSFORMERS_NEEDS = {
+    "compressed-tensors": "compressed_tensors",
+    "awq": "gptqmodel",
+    "gptq": "gptqmodel",
+}  # for transformers
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Quantisation:
         """Return why transformers does not run it here, in words; None where it does."""
         if self.method == "modelopt" or (self.method == "fp8" and not self.stated.get("weight_block_size")):
             return f"transformers does not run weights quantised as {self.words}"
-        package = PACKAGES.get(self.method)
+        package = TRANSFORMERS_NEEDS.get(self.method)
         if package is not None and importlib.util.find_spec(package) is None:
             name = package.replace("_", "-")
             return f"transformers needs {name} for weights quantised as {self.words} (pip install {name})"
@@ -146,8 +150,8 @@ def quantisation_of(config: Mapping[str, Any], folder: Path | None = None) -> Qu
     if not isinstance(stated, dict):
         _refuse(f"is {str(stated)[:60]!r}, but must be an object")
     method = stated.get("quant_method")
-    if not isinstance(method, str) or method not in METHODS:
-        _refuse(f"names the method {str(method)[:60]!r}, but a conversion knows {', '.join(METHODS)}")
+    if not isinstance(method, str) or method not in QUANTISATION_METHODS:
+        _refuse(f"names the method {str(method)[:60]!r}, but a conversion knows {', '.join(QUANTISATION_METHODS)}")
     for key in ("sparsity_config", "transform_config"):
         if (other := stated.get(key)) and not (isinstance(other, dict) and other.get("format") == "dense"):
             _refuse(f"has a {key}, which a conversion does not know")
@@ -178,7 +182,7 @@ def plain_view(
         module, _, last = name.rpartition(".")
         parts[module][last] = info
     stored = next((info.dtype for name, info in tensors.items() if name.endswith("norm.weight")), "BF16")
-    needed, quantised = METHODS[quantisation.method].needed, 0
+    needed, quantised = QUANTISATION_METHODS[quantisation.method].needed, 0
     for name, shape in expected.items():
         module = name.removesuffix(".weight")
         if not name.endswith(("_proj.weight", LM_HEAD + ".weight")):
@@ -222,7 +226,7 @@ def check_ranks(checkpoint: Checkpoint, quantisation: Quantisation, ranks: int) 
         if not module.endswith("_proj") or len(info.shape) != 2:
             continue
         columns = module.endswith(ROW_PARALLEL)
-        size = info.shape[columns != METHODS[quantisation.method].transposed]
+        size = info.shape[columns != QUANTISATION_METHODS[quantisation.method].transposed]
         shares = min(ranks, kv_heads) if module.endswith(("k_proj", "v_proj")) else ranks
         if size > 1 and size % shares:
             raise UserError(
