@@ -223,7 +223,7 @@ def _retrain(given: GivenOptions, own: AdaptArguments, console: Console) -> None
     adaptation = adapt_checkpoint(own.model, out, options, console=console, **own.writing)
     if adaptation is not None:
         console.document(adaptation.to_dict())
-        console.result(adaptation.summary())
+        console.result("\n".join(adaptation.summary()))
         console.result(f"wrote {out}{' (an adapter)' if options.method == LORA else ''}")
         if options.method == LORA:
             show_next(console, ("make a checkpoint of it", command_line("merge", out, f"{out.rstrip('/')}-merged")))

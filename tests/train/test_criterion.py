@@ -50,7 +50,7 @@ def test_a_model_better_than_the_dense_one_is_brought_back_to_it(place, tmp_path
     assert criterion["name"] == "KL"
     assert criterion["before"] == divergences[0]
     assert criterion["after"] == pytest.approx(min(divergences), rel=1e-3)
-    assert f"held-out KL {criterion['before']:.4g} before and" in (tmp_path / "out" / "README.md").read_text()
+    assert f"held-out KL {criterion['before']:.4g} before," in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_step_of_least_divergence_is_written(place, tmp_path, monkeypatch):

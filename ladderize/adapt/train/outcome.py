@@ -56,11 +56,6 @@ class HeldoutPerplexity(Record):
     dense: float | None = None
     won_back: float | None = None
 
-    @property
-    def target(self) -> str:
-        """Dense perplexity and the share won back, in words; empty without a dense model."""
-        return target_text(self.before, self.after, self.dense) if self.dense is not None else ""
-
 
 @dataclass(frozen=True)
 class HeldoutCriterion(Record):
@@ -107,42 +102,30 @@ class Adaptation(Record):
     fingerprints: ModelFingerprints
     criterion: HeldoutCriterion | None  # None: nothing was held out
 
-    def card_note(self) -> str:
-        """Return how the weights came about, for the model card."""
-        objective, heldout = self.options.objective, self.heldout_perplexity
-        weights = (("predictions", objective.distill_weight), ("sub-modules' outputs", objective.hidden_weight))
-        taught = " and the ".join(f"{what} (weight {weight:g})" for what, weight in weights if weight)
-        teacher = f" and the {taught} of {code_span(self.distill_from or '')}" if taught else ""
-        reached = ""
-        if (criterion := self.criterion) and objective.distill_weight:
-            reached = f", held-out {criterion.name} {criterion.before:.4g} before and {criterion.after:.4g} after"
-        reached += f", held-out perplexity {heldout.before:.4f} before and {heldout.after:.4f} after" if heldout else ""
-        if heldout and heldout.target:
-            reached += f"; {heldout.target}"
-        return (
-            f"**Retraining.** Layers {format_ranges(self.layers)} were retrained (`{self.method}`) on"
-            f" {' and '.join(map(code_span, self.data))}{teacher}: {self.steps:,} steps,"
-            f" {self.tokens:,} tokens, loss ({self.options.objective.label}) {self.loss.first:.4f} to"
-            f" {self.loss.last:.4f}{reached}."
-            " `adaptation.json` and `metrics.jsonl` say more."
-        )
-
-    def summary(self) -> str:
-        """Return what was reached, for people."""
+    def summary(self) -> list[str]:
+        """Return what was reached, for people, in a few lines."""
+        objective, criterion, heldout = self.options.objective, self.criterion, self.heldout_perplexity
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.training_seconds)}; loss"
-            f" ({self.options.objective.label}) {self.loss.first:.4f} to {self.loss.last:.4f}"
+            f" ({objective.label}) {self.loss.first:.4f} to {self.loss.last:.4f}"
         ]
-        if (criterion := self.criterion) and self.options.objective.distill_weight:
+        if criterion and objective.distill_weight:
             lines.append(f"held-out {criterion.name} {criterion.before:.4g} before, {criterion.after:.4g} after")
-        if heldout := self.heldout_perplexity:
-            lines.append(
-                f"held-out perplexity {heldout.before:.4f} before, {heldout.after:.4f} after (step"
-                f" {self.written_step}, as stored)"
-            )
-            if heldout.target:
-                lines.append(heldout.target)
-        return "\n".join(lines)
+        if heldout:
+            perplexity = f"held-out perplexity {heldout.before:.4f} before, {heldout.after:.4f} after"
+            lines.append(f"{perplexity} (step {self.written_step}, as stored)")
+            if heldout.dense is not None:
+                lines.append(target_text(heldout.before, heldout.after, heldout.dense))
+        return lines
+
+    def card_note(self) -> str:
+        """Return how the weights came about, for the model card."""
+        taught = f", taught by {code_span(self.distill_from)}" if self.distill_from else ""
+        return (
+            f"**Retraining.** Layers {format_ranges(self.layers)} were retrained (`{self.method}`) on"
+            f" {' and '.join(map(code_span, self.data))}{taught}: {'; '.join(self.summary())}."
+            " `adaptation.json` and `metrics.jsonl` say more."
+        )
 
 
 @dataclass(frozen=True)
