@@ -6,6 +6,8 @@ from ladderize.adapt.blockwise.options import BlockwiseOptions as BlockwiseOptio
 from ladderize.adapt.blockwise.options import DistillOptions as DistillOptions
 from ladderize.adapt.data_specs import data_sources as data_sources
 from ladderize.adapt.lora import LoraOptions as LoraOptions
+from ladderize.adapt.merge import MergeReport as MergeReport
+from ladderize.adapt.merge import merge as merge
 from ladderize.adapt.train.options import Budget as Budget
 from ladderize.adapt.train.options import Objective as Objective
 from ladderize.adapt.train.options import RetrainOptions as RetrainOptions
@@ -68,8 +70,6 @@ from ladderize.tradeoff.report.options import ReportOptions as ReportOptions
 from ladderize.tradeoff.report.page import ReportSummary as ReportSummary
 from ladderize.tradeoff.report.page import report as report
 from ladderize.tradeoff.sweep.run import sweep as sweep
-from ladderize.workflows.merge import MergeReport as MergeReport
-from ladderize.workflows.merge import merge as merge
 from ladderize.workflows.sensitivity import measure_points as measure_points
 from ladderize.workflows.sensitivity import measure_sensitivity as measure_sensitivity
 from ladderize.workflows.sensitivity import write_points as write_points
