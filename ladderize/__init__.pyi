@@ -66,7 +66,6 @@ from ladderize.runtime.texts.corpus import CorpusDocument as CorpusDocument
 from ladderize.runtime.texts.corpus import sample_corpus as sample_corpus
 from ladderize.runtime.texts.prompts import GenerateDocument as GenerateDocument
 from ladderize.runtime.texts.prompts import generate as generate
-from ladderize.tradeoff.report.options import ReportOptions as ReportOptions
 from ladderize.tradeoff.report.page import ReportSummary as ReportSummary
 from ladderize.tradeoff.report.page import report as report
 from ladderize.tradeoff.sweep.run import sweep as sweep

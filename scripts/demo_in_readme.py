@@ -13,7 +13,6 @@ import textwrap
 from pathlib import Path
 
 import ladderize
-from ladderize import ReportOptions
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
 from ladderize.runtime.bench.document import BenchDocument
@@ -70,9 +69,8 @@ def main() -> None:
     arguments = parser.parse_args()
     root = arguments.demo / "sweep"
     with tempfile.TemporaryDirectory() as folder:
-        options = ReportOptions(pictures=Path(folder))
-        summary = ladderize.report([root], Path(folder) / "page.html", options)
-        shutil.copyfile(Path(folder) / "tradeoff.png", PICTURE)
+        summary = ladderize.report([root], Path(folder) / "page.html", markdown=Path(folder) / "page.md")
+        shutil.copyfile(Path(folder) / "page-pictures" / "tradeoff.png", PICTURE)
     text = [
         f"`make demo` takes {arguments.minutes} minutes on 2 cores once everything is installed. It ends with",
         "`ladderize-demo/report.html` ([how to read it](docs/report.md)), which begins with this answer:",

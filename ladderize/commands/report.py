@@ -6,7 +6,6 @@ from pathlib import Path
 from ladderize.choices import AS_JSON, argument, option
 from ladderize.commands.builder import MEASUREMENT, OUTPUT, GivenOptions, command
 from ladderize.console import Console
-from ladderize.tradeoff.report.options import ReportOptions
 
 
 @dataclass(frozen=True)
@@ -17,22 +16,29 @@ class ReportArguments:
         " a retraining's metrics.jsonl.",
     )
     out: Path = option("Write the page to FILE.html.", Path("report.html"), metavar="FILE")
+    markdown: Path | None = option(
+        "Also write FILE.md, for a README or a model card, and its pictures to FILE-pictures/.", metavar="FILE"
+    )
+    margin: float | None = option(
+        "How much accuracy may be lost, in points.", metavar="POINTS", shown="the sweep's, else 1"
+    )
     as_json: bool = option(AS_JSON, False)
 
 
 @command(
-    ReportOptions,
     ReportArguments,
-    panels={OUTPUT: "out markdown pictures title json", MEASUREMENT: "margin"},
+    panels={OUTPUT: "out markdown json", MEASUREMENT: "margin"},
     configurable=False,
 )
 def report(given: GivenOptions) -> None:
     """Show accuracy against speed on one page: an HTML file that needs no network."""
-    own, options = given.fill(ReportArguments), given.fill(ReportOptions)
-    console = Console(own.as_json)
+    options = given.fill(ReportArguments)
+    console = Console(options.as_json)
     from ladderize.tradeoff.report.page import report as write_report
 
-    summary = write_report(own.sources, own.out, options, console=console)
+    summary = write_report(
+        options.sources, options.out, margin=options.margin, markdown=options.markdown, console=console
+    )
     console.document(summary.to_dict())
     console.prose(summary.headline)
     console.result(f"wrote {summary.out}")

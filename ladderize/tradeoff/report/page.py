@@ -14,37 +14,35 @@ from urllib.parse import quote
 import ladderize
 from ladderize.console import SILENT, Console, printable
 from ladderize.errors import UsageError, UserError
+from ladderize.eval.paired.document import check_margin
 from ladderize.figure import PALETTE, picture_spec, save_pictures, svg_picture
 from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
-from ladderize.tradeoff.report.accuracy_plots import recovery_plots, task_plots
+from ladderize.tradeoff.report.accuracy_plots import task_plots
 from ladderize.tradeoff.report.answer import MEASURE_ACCURACY, MEASURE_SPEED, Answer, find_answer
 from ladderize.tradeoff.report.documents import find_documents
 from ladderize.tradeoff.report.join import ReportContent, join_documents
-from ladderize.tradeoff.report.options import ReportOptions
 from ladderize.tradeoff.report.plot import ReportPlot
+from ladderize.tradeoff.report.recovery_plots import recovery_plots
 from ladderize.tradeoff.report.sensitivity_plots import sensitivity_plots
 from ladderize.tradeoff.report.speed_plots import speed_plots, time_plots
-from ladderize.tradeoff.report.tables import Facts, layout_strips, models_table, setup_facts
+from ladderize.tradeoff.report.tables import ReportTable, layout_strips, models_table, setup_facts
 from ladderize.tradeoff.report.tradeoff_plot import tradeoff_plots
-from ladderize.tradeoff.report.words import ReportTable
 
 TEMPLATES = Path(__file__).parent / "templates"
-TITLE = "Accuracy against speed"
 MEASURE_SENSITIVITY = "ladderize sensitivity DENSE --data FILE --mode spd --sync-tp-size N --out sensitivity.json"
 RETRAIN = "ladderize adapt MODEL OUT --distill-from DENSE --data FILE --max-tokens N"
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """commands: what made the data of its plots. missing: where there are none, why, and which command makes it."""
+    """Some plots. missing: where there are none, why, and which command makes their data."""
 
     name: str
     title: str
     plots: list[ReportPlot]
-    commands: list[str]
     missing: str
 
 
@@ -59,7 +57,7 @@ class ReportPage:
     models_intro: str
     strips: list[dict[str, Any]]
     sections: list[PageSection]
-    setup: list[tuple[str, Facts]]
+    setup: list[tuple[str, dict[str, str]]]
     remarks: list[str]
     version: str = ladderize.__version__
 
@@ -70,66 +68,60 @@ class ReportPage:
 
 @dataclass(frozen=True)
 class ReportSummary(Record):
-    """What was written, and the answer."""
+    """What was written, and the answer. best: the model that is recommended. files: page, Markdown, pictures."""
 
     out: str
     headline: str
-    best: str | None  # the model that is recommended
-    numbers: list[dict[str, str]]
-    files: list[str]  # page, Markdown, pictures
+    best: str | None
+    files: list[str]
 
 
 def report(
     paths: Sequence[str | Path],
     out: str | Path,
-    options: ReportOptions | None = None,
     *,
+    margin: float | None = None,
+    markdown: str | Path | None = None,
     console: Console = SILENT,
 ) -> ReportSummary:
     """Write one HTML page about the trade-off between accuracy and speed.
 
     paths: folders of sweeps, or files and folders with results.json, bench.json, sensitivity.json and metrics.jsonl.
+    margin: how much accuracy may be lost, in points; None takes that of the sweep, or 1.
+    markdown: a file for the answer, the table of models and links to pictures, which lie in FILE-pictures.
     Raises UserError for documents that are corrupt, foreign, or do not belong together.
     """
-    options = options or ReportOptions()
-    out = resolved(out)
+    out = _place(out, "--out", ".html", ".htm")
+    card = _place(markdown, "--markdown", ".md", ".markdown") if markdown is not None else None
+    if margin is not None:
+        check_margin(margin)
     check_libraries()
     if not paths:
         raise UsageError("name the folder of a sweep, or files that eval and bench wrote")
-    _check_places(out, options)
     with console.stage("reading"):
         found = find_documents([Path(path) for path in paths])
-        if found.empty:
-            raise UserError("nothing to report on; name the folder of a sweep, or files that eval and bench wrote")
         if out in found.seen:
             raise UserError(f"--out {out} is one of the documents that the report is made of; name another")
-        content = join_documents(found, options)
+        content = join_documents(found, margin)
     with console.stage("drawing"):
-        answer = find_answer(content)
-        page = build_page(content, answer, options.title)
+        page = build_page(content)
         written = [_write(out, html_page(page))]
-        pictures = _write_pictures(page, options.picture_folder)
-        written += [path for paths in pictures.values() for path in paths]
-        if options.markdown is not None:
-            path = resolved(options.markdown)
-            links = {name: [_link(one, path) for one in paths[::2]] for name, paths in pictures.items()}
-            written.append(_write(path, markdown_page(page, links)))
-    numbers = [vars(number) for number in answer.numbers]
-    best = answer.best.model if answer.best is not None else None
-    return ReportSummary(str(out), answer.headline, best, numbers, [str(path) for path in written])
+        if card is not None:
+            folder = card.with_name(f"{card.stem}-pictures")
+            pictures = _write_pictures(page, folder)
+            written += [path for paths in pictures.values() for path in paths]
+            links = {name: [_link(one, card) for one in paths[::2]] for name, paths in pictures.items()}
+            written.append(_write(card, markdown_page(page, links)))
+    best = page.answer.best.model if page.answer.best is not None else None
+    return ReportSummary(str(out), page.answer.headline, best, [str(path) for path in written])
 
 
-def _check_places(out: Path, options: ReportOptions) -> None:
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"--out {out} must end in .html")
-    check_writable(out)
-    if options.markdown is not None:
-        if not (parent := resolved(options.markdown).parent).is_dir():
-            raise UserError(f"--markdown {options.markdown}: the folder {parent} does not exist")
-        check_writable(options.markdown)
-    folder = options.picture_folder
-    if folder is not None and resolved(folder).exists() and not resolved(folder).is_dir():
-        raise UserError(f"--pictures {folder} is a file; name a folder")
+def _place(path: str | Path, option: str, *endings: str) -> Path:
+    path = resolved(path)
+    if path.suffix.lower() not in endings:
+        raise UsageError(f"{option} {path} must end in {endings[0]}")
+    check_writable(path, option)
+    return path
 
 
 def _write(path: Path, text: str) -> Path:
@@ -138,12 +130,9 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def _write_pictures(page: ReportPage, folder: Path | None) -> dict[str, list[Path]]:
-    """name of a plot -> its pictures, PNG and SVG by turns."""
-    if folder is None:
-        return {}
-    folder = resolved(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+def _write_pictures(page: ReportPage, folder: Path) -> dict[str, list[Path]]:
+    """Return the pictures of each plot by its name, PNG and SVG by turns."""
+    folder.mkdir(exist_ok=True)
     written: dict[str, list[Path]] = {}
     for plot in page.plots:
         for number, panel in enumerate(plot.panels, 1):
@@ -159,41 +148,31 @@ def _link(picture: Path, file: Path) -> str:
 # ---- the page ----
 
 
-def build_page(content: ReportContent, answer: Answer, title: str | None) -> ReportPage:
-    """The sections in their order: what there is data for, and for the rest a sentence that says what makes it."""
+def build_page(content: ReportContent) -> ReportPage:
+    """Return the sections in their order; those without data are a sentence that says what makes it."""
+    answer, reference = find_answer(content), content.reference
     setting = answer.setting or next(iter(content.real_settings), None)
-    reference, found = content.reference, content.found
     lacking = MEASURE_ACCURACY if content.real_settings else MEASURE_SPEED
-    results, timing = found.commands("results"), found.commands("benches", "plans")
-    sensitivities = found.commands("sensitivities", "points")
-    tradeoff = PageSection(
-        name="tradeoff",
-        title="The trade-off",
-        plots=tradeoff_plots(content, answer),
-        commands=found.commands() or found.commands("results", "benches", "plans"),
-        missing=f"There is no model with both a score and a time. `{lacking}` measures what is missing.",
-    )
-    untasked = f"No task was evaluated. `{MEASURE_ACCURACY}` does it."
+    neither = f"There is no model with both a score and a time. `{lacking}` measures what is missing."
     untimed = f"Nothing was timed. `{MEASURE_SPEED}` does it."
-    unsplit = f"The communication was not measured. `{MEASURE_SPEED}` does it."
-    unknown = f"The sensitivity of the blocks was not measured. `{MEASURE_SENSITIVITY}` does it."
+    unknown = f"The sensitivity of the layers was not measured. `{MEASURE_SENSITIVITY}` does it."
+    untasked = f"No task was evaluated. `{MEASURE_ACCURACY}` does it."
     unadapted = f"Nothing was adapted here. `{RETRAIN}` wins accuracy back."
-    sections = [
-        PageSection("tasks", "Task by task", task_plots(content), results, untasked),
-        PageSection("speed", "Speed", speed_plots(content), timing, untimed),
-        PageSection("time", "Where the time goes", time_plots(content), timing, unsplit),
-        PageSection("sensitivity", "Sensitivity", sensitivity_plots(found), sensitivities, unknown),
-        PageSection("recovery", "Recovery", recovery_plots(content), found.commands(), unadapted),
-    ]
     return ReportPage(
-        title=title or (f"{TITLE}: {reference.name}" if reference is not None else TITLE),
+        title=f"Accuracy against speed{f': {reference.name}' if reference is not None else ''}",
         answer=answer,
-        tradeoff=tradeoff,
+        tradeoff=PageSection("tradeoff", "The trade-off", tradeoff_plots(content, answer.setting), neither),
         models=models_table(content, setting),
         models_intro="Select a heading to sort by it." + (f" Times: {setting.words}." if setting is not None else ""),
         strips=layout_strips(content),
-        sections=sections,
-        setup=setup_facts(found),
+        sections=[
+            PageSection("tasks", "Task by task", task_plots(content), untasked),
+            PageSection("speed", "Speed", speed_plots(content), untimed),
+            PageSection("time", "Where the time goes", time_plots(content), untimed),
+            PageSection("sensitivity", "Sensitivity", sensitivity_plots(content.found), unknown),
+            PageSection("recovery", "Recovery", recovery_plots(content), unadapted),
+        ],
+        setup=setup_facts(content.found),
         remarks=content.remarks,
     )
 
@@ -209,14 +188,17 @@ def check_libraries() -> None:
 
 @cache
 def _library() -> str:
-    """vega-embed as a script; a second to make, and always the same."""
+    """Return vega-embed as a script; a second to make, and always the same."""
     import vl_convert
 
-    return _for_script(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+    code = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    if "</script" in code.lower() or "<!--" in code:
+        raise UserError("this version of vl-convert-python cannot be put in a page; install 1.9")
+    return str(code)
 
 
 def html_page(page: ReportPage) -> str:
-    """The page as text."""
+    """Return the page as text."""
     return _render(
         "page.html.j2",
         page=page,
@@ -230,25 +212,18 @@ def html_page(page: ReportPage) -> str:
 
 
 def markdown_page(page: ReportPage, pictures: dict[str, list[str]]) -> str:
-    """For a README or a model card. pictures: name of a plot -> links to its pictures."""
+    """Return text for a README or a model card. pictures: name of a plot -> links to its pictures."""
     return _render("report.md.j2", page=page, pictures=pictures)
 
 
 def script_json(value: object) -> str:
-    """JSON that can stand in a script element: no text in it ends that, or begins a comment."""
+    """Return JSON that can stand in a script element: no text in it ends that, or begins a comment."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _for_script(code: str) -> str:
-    """Raise UserError where a library holds what would end its script element."""
-    if "</script" in code.lower() or "<!--" in code:
-        raise UserError("this version of vl-convert-python cannot be put in a page; install 1.9")
-    return code
-
-
 def markdown_text(text: object) -> str:
-    """Text that means nothing to Markdown or HTML, on one line; what stands between backticks stays code."""
+    """Return text that means nothing to Markdown or HTML, on one line; what stands between backticks stays code."""
     parts = re.split(r"(?<!`)(`[^`<>&|]+`)(?!`)", " ".join(str(text).split()))
     return "".join(part if number % 2 else _escaped(part) for number, part in enumerate(parts))
 
@@ -260,7 +235,7 @@ def _escaped(plain: str) -> str:
 
 
 def code_parts(text: str) -> list[tuple[bool, str]]:
-    """A sentence in parts: (whether it stands between backticks, the text)."""
+    """Return a sentence in parts: whether it stands between backticks, and the text."""
     return [(number % 2 == 1, part) for number, part in enumerate(text.split("`"))]
 
 

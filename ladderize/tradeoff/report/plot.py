@@ -5,8 +5,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ladderize.figure import PlotPanel, Spec, intervals, make_spec, marks, nominal
-from ladderize.tradeoff.report.subjects import FAMILIES, KIND_ORDER, Subject, WithInterval
-from ladderize.tradeoff.report.words import ReportTable, perplexity_text, points_text
+from ladderize.tradeoff.report.subjects import (
+    FAMILIES,
+    KIND_ORDER,
+    Subject,
+    WithInterval,
+    perplexity_text,
+    points_text,
+)
+from ladderize.tradeoff.report.tables import ReportTable
 
 FAMILY_COLOURS = dict(zip(FAMILIES, ("dense", "ladder", "spd", "both", "baseline"), strict=True))
 KIND_SHAPES = dict(zip(KIND_ORDER, ("circle", "diamond", "triangle-up"), strict=True))
@@ -20,78 +27,87 @@ WIDE_RATIO = 4  # of the largest value to the least: beyond, a scale is logarith
 
 @dataclass(frozen=True)
 class PlotChoice:
-    """Something that a reader selects in a plot."""
+    """Something that a reader selects in a plot.
 
-    parameter: str  # of the specification
+    parameter: of the specification. options: value and text of each.
+    """
+
+    parameter: str
     label: str
-    options: list[tuple[str, str]]  # value, text
+    options: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class ReportPlot:
-    name: str  # of its figure and its pictures
+    """A plot with its data.
+
+    name: of its figure and its pictures. summary: what it shows, for those who do not see it. legend: what a swatch
+    shows, its colour, its shape. interactive: whether its marks take the focus.
+    """
+
+    name: str
     title: str
     caption: str
-    summary: str  # what it shows, for those who do not see it
+    summary: str
     panels: list[PlotPanel]
     table: ReportTable
-    legend: list[tuple[str, str, str]] = field(default_factory=list)  # what a swatch shows, its colour, its shape
+    legend: list[tuple[str, str, str]] = field(default_factory=list)
     choices: list[PlotChoice] = field(default_factory=list)
-    interactive: bool = False  # whether its marks take the focus
+    interactive: bool = False
 
 
 @dataclass(frozen=True)
 class Measure:
-    """How good a model is."""
+    """A way to say how good a model is. is_more_better: else less is."""
 
     title: str
-    more: bool  # whether more is better
+    is_more_better: bool
 
     def value(self, subject: Subject, reference: Subject | None) -> WithInterval | None:
-        if not self.more:
+        if not self.is_more_better:
             return subject.perplexity
         return WithInterval(0.0) if subject is reference and subject.accuracy is not None else subject.difference
 
     def text(self, value: WithInterval) -> str:
-        """The number and its interval."""
-        return points_text(value) if self.more else perplexity_text(value)
+        """Return the number and its interval."""
+        return points_text(value) if self.is_more_better else perplexity_text(value)
 
     def words(self, value: WithInterval) -> str:
-        return f"{self.text(value)} {self.title}" if self.more else f"{self.title} {self.text(value)}"
+        return f"{self.text(value)} {self.title}" if self.is_more_better else f"{self.title} {self.text(value)}"
 
 
 BY_ACCURACY, BY_PERPLEXITY = Measure("points from dense", True), Measure("perplexity", False)
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Whether a logarithmic scale is needed to tell the values apart."""
+    """Return True where a logarithmic scale is needed to tell the values apart."""
     return min(values) > 0 and max(values) / min(values) > WIDE_RATIO
 
 
 def row_height(rows: PlotRows) -> int:
-    """Of a drawing with a row for each model."""
+    """Return the height of a drawing with a row for each model, in pixels."""
     return 24 * max(len({row["name"] for row in rows}), 1)
 
 
 def dots(summary: str, rows: PlotRows, x: Spec, levels: list[Spec], *, kinds: bool = False, **more: Any) -> Spec:
-    """A row for each model, with a mark and its interval. kinds: whether marks tell measured from predicted."""
+    """Draw a row for each model, with a mark and its interval. kinds: marks tell measured from predicted."""
     encoding = {"x": x, "y": MODEL_ROWS, "color": family_colour(rows)}
     points = marks({**encoding, "shape": kind_shape(rows)} if kinds else encoding, 90)
     return make_spec(summary, row_height(rows), rows, [*levels, intervals("x", encoding, width=3), points], **more)
 
 
 def family_colour(rows: PlotRows) -> Spec:
-    """rows: what is drawn; only their families have a place in the scale, and in a picture's legend."""
+    """Return the colours of the families in these rows; only those have a place in a picture's legend."""
     return nominal("family", {name: FAMILY_COLOURS[name] for name in _shown(rows, "family", FAMILIES)}, colours=True)
 
 
 def kind_shape(rows: PlotRows) -> Spec:
-    """The same of measured, emulated and predicted."""
+    """Return the shapes of measured, emulated and predicted, of those in these rows."""
     return nominal("kind", {name: KIND_SHAPES[name] for name in _shown(rows, "kind", KIND_ORDER)})
 
 
 def family_legend(rows: PlotRows) -> list[tuple[str, str, str]]:
-    """Swatches of the families and kinds that a plot shows."""
+    """Return swatches of the families and kinds that a plot shows."""
     return [(name, FAMILY_COLOURS[name], "circle") for name in _shown(rows, "family", FAMILIES)] + [
         (name, "ink", KIND_SHAPES[name]) for name in _shown(rows, "kind", KIND_ORDER)
     ]

@@ -19,7 +19,7 @@ from ladderize.eval.sensitivity_plot import (
 from ladderize.layout import format_ranges
 from ladderize.tradeoff.report.documents import FoundDocuments
 from ladderize.tradeoff.report.plot import ReportPlot
-from ladderize.tradeoff.report.words import TableCell, make_table, number_cell
+from ladderize.tradeoff.report.tables import TableCell, make_table, number_cell
 
 MEANINGS = {
     "spd": "when it joins the dropped blocks after it",

@@ -16,8 +16,8 @@ from ladderize.tradeoff.report.plot import (
     kind_shape,
     row_height,
 )
-from ladderize.tradeoff.report.subjects import PHASE_WORDS, Setting, Spent, Subject, Timing
-from ladderize.tradeoff.report.words import interval_cell, make_table, named, number_cell, speedup_text
+from ladderize.tradeoff.report.subjects import PHASE_WORDS, Setting, Spent, Subject, Timing, speedup_text
+from ladderize.tradeoff.report.tables import interval_cell, make_table, number_cell
 
 MOST_PANELS = {"speed": 8, "time": 6}  # the tables have all settings
 MOST_LINES = 8  # models in a panel of lines; more could not be told apart
@@ -40,7 +40,7 @@ SPEEDUP = quantitative(
 
 
 def _timings(content: ReportContent, settings: list[Setting]) -> list[tuple[Subject, Timing]]:
-    """By setting, without times of another model."""
+    """Return all times by setting, without those that a model has of another one."""
     return [
         (subject, timing)
         for setting in settings
@@ -50,15 +50,14 @@ def _timings(content: ReportContent, settings: list[Setting]) -> list[tuple[Subj
 
 
 def speed_plots(content: ReportContent) -> list[ReportPlot]:
-    """One plot with a panel for each group of ranks, of all batch sizes; none without times."""
+    """Return one plot with a panel for each group of ranks, of all batch sizes; none without times."""
     groups = [list(same) for _, same in groupby(content.settings, key=lambda one: replace(one, batch_size=0))]
     if not groups:
         return []
     timings = _timings(content, content.settings)
     drawn = groups[: MOST_PANELS["speed"]]
     more = f" Drawn are {len(drawn)} of {len(groups)} groups; the table has all." if len(groups) > len(drawn) else ""
-    is_random = any(setting.bare and setting.kind != "predicted" for setting in content.settings)
-    words = " Random weights: only the times mean something." if is_random else ""
+    words = " Random weights: only the times mean something." if any(one.note for one in content.settings) else ""
     if any(setting.kind == "predicted" for setting in content.settings):
         words += " Predicted: nothing ran; bars are how far the prediction may be off."
     table = make_table(
@@ -66,7 +65,7 @@ def speed_plots(content: ReportContent) -> list[ReportPlot]:
         (
             {
                 "model": subject.name,
-                "setting": timing.setting.words + timing.setting.weights_words,
+                "setting": timing.setting.words,
                 **{what: number_cell(timing.speedup[phase].value, "{:.3f}") for phase, what in PHASE_WORDS.items()},
                 **{f"{what}, 95 %": interval_cell(timing.speedup[phase], 3) for phase, what in PHASE_WORDS.items()},
                 "prefill ms": number_cell(timing.row.prefill_ms, "{:.3f}"),
@@ -102,21 +101,21 @@ def _speed_panel(content: ReportContent, settings: list[Setting]) -> PlotPanel:
             "phase": phase,
             "batch": timing.setting.batch_size,
             **timing.speedup[phase].fields("x"),
-            "words": f"{named(subject)}; {words} {speedup_text(timing.speedup[phase])}; {timing.setting.words}",
+            "words": f"{subject.title}; {words} {speedup_text(timing.speedup[phase])}; {timing.setting.words}",
         }
         for subject, timing in _timings(content, settings)
-        if subject.model != timing.setting.reference
+        if not timing.is_first
         for phase, words in PHASE_WORDS.items()
     ]
-    place = settings[0].place + settings[0].weights_words
+    place = settings[0].place
     if len(settings) > 1:
         return PlotPanel(_speed_lines(rows, place), place)
-    title = f"{place}, batch {settings[0].batch_size}"
+    title = settings[0].short
     return PlotPanel(dots(f"Speed-ups: {title}", rows, SPEEDUP, [level("x", 1)], kinds=True, **CHOSEN), title)
 
 
 def _speed_lines(rows: list[dict[str, Any]], title: str) -> Spec:
-    """Several batch sizes: a line for each model, with its name at the end."""
+    """Draw several batch sizes: a line for each model, with its name at the end."""
     names = list(dict.fromkeys(row["name"] for row in rows))[:MOST_LINES]
     rows = [row for row in rows if row["name"] in names]
     batches = sorted({row["batch"] for row in rows})
@@ -142,7 +141,7 @@ def _speed_lines(rows: list[dict[str, Any]], title: str) -> Spec:
 
 
 def time_plots(content: ReportContent) -> list[ReportPlot]:
-    """One plot for each phase, with a panel for each setting; none where communication was not measured."""
+    """Return one plot for each phase, with a panel for each setting; none where communication was not measured."""
     plots = []
     for phase, title in PHASE_TITLES.items():
         timings = [
@@ -192,7 +191,7 @@ def _time_panel(timings: list[tuple[Subject, Setting, Spent]], setting: Setting,
     for subject, _, spent in timings:
         hidden, waited = spent.hidden or 0.0, max(0.0, spent.waited.value)
         for order, (part, value) in enumerate(zip(PARTS, (spent.compute - hidden, hidden, waited), strict=True)):
-            words = f"{named(subject)}: {PARTS[part]} {value:.3f} ms; {setting.words}"
+            words = f"{subject.title}: {PARTS[part]} {value:.3f} ms; {setting.words}"
             if value > 0:
                 rows.append({"name": subject.name, "part": part, "order": order, "ms": value, "words": words})
     bars: Spec = {
@@ -205,5 +204,4 @@ def _time_panel(timings: list[tuple[Subject, Setting, Spent]], setting: Setting,
             "description": {"field": "words"},
         },
     }
-    title = setting.short + setting.weights_words
-    return PlotPanel(make_spec(f"{phase}: {title}", row_height(rows), rows, [bars]), title)
+    return PlotPanel(make_spec(f"{phase}: {setting.short}", row_height(rows), rows, [bars]), setting.short)

@@ -1,76 +1,107 @@
-"""What a report is about: models, what they score, and how fast they are in which setting. Imports no torch."""
+"""The models of a report, what they score, and how fast they are in which setting. Imports no torch."""
 
+import os
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from ladderize.adapt.methods import ALIGN
-from ladderize.eval.paired.document import ComparisonDocument, Verdict
-from ladderize.layout import DROPPED, OVERLAPPED
+from ladderize.errors import UserError
+from ladderize.eval.paired.document import ComparisonDocument, PooledComparison
+from ladderize.eval.results import EvaluatedModel
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED
 from ladderize.runtime.bench.rows import SpeedRow
-from ladderize.workflows.sweep_document import AS_CONVERTED
+from ladderize.workflows.sweep_document import AS_CONVERTED, SweepPoint
 
 # measured: real ranks; emulated: one real rank of a group that is not there; predicted: nothing ran
 TimingKind = Literal["measured", "emulated", "predicted"]
 KIND_ORDER: tuple[TimingKind, ...] = ("measured", "emulated", "predicted")
 PHASE_WORDS = {"end_to_end": "end to end", "prefill": "prefill", "decode": "decode"}
 FAMILIES = ("dense", "ladder", "spd", "spd + ladder", "baseline")
-MODEL_SUBJECT, BARE_SUBJECT, BASELINE_SUBJECT = "model", "no checkpoint", "baseline, for timing only"
+MINUS = "\u2212"
+
+
+def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
+    """Return a number with a true minus sign. sign: write a plus as well. A number that rounds to 0 has no sign."""
+    text = f"{abs(value):,.{digits}f}"
+    if not float(text.replace(",", "")):
+        return text
+    return (MINUS if value < 0 else "+" if sign else "") + text
 
 
 @dataclass(frozen=True)
 class WithInterval:
-    """A number and the ends of its 95 % interval; None where it has none."""
+    """A number and the ends of its 95 % interval, which are None where it has none."""
 
     value: float
     low: float | None = None
     high: float | None = None
-
-    @classmethod
-    def around(cls, value: float, spread: float | None) -> "WithInterval":
-        """spread: half the width of the interval; None: there is none."""
-        return cls(value) if spread is None else cls(value, value - spread, value + spread)
 
     def scaled(self, factor: float) -> "WithInterval":
         low, high = (None if end is None else end * factor for end in (self.low, self.high))
         return WithInterval(self.value * factor, low, high)
 
     def fields(self, name: str) -> dict[str, float | None]:
-        """As a row of a plot has it: see ``figure.intervals``."""
+        """Return the three numbers as a row of a plot has them: see ``plot.intervals``."""
         return {name: self.value, f"{name}1": self.low, f"{name}2": self.high}
+
+    def interval_text(self, digits: int = 2, *, sign: bool = False) -> str:
+        """Return ``0.98 to 1.04``, or nothing where there is no interval."""
+        if self.low is None or self.high is None:
+            return ""
+        return f"{number_text(self.low, digits, sign=sign)} to {number_text(self.high, digits, sign=sign)}"
+
+    def text(self, digits: int = 2, *, sign: bool = False, unit: str = "") -> str:
+        """Return ``1.01x (0.98 to 1.04)``."""
+        interval = self.interval_text(digits, sign=sign)
+        return number_text(self.value, digits, sign=sign) + unit + (f" ({interval})" if interval else "")
+
+
+def speedup_text(speedup: WithInterval) -> str:
+    return speedup.text(2, unit="\u00d7")
+
+
+def points_text(difference: WithInterval) -> str:
+    return difference.text(1, sign=True)
+
+
+def perplexity_text(perplexity: WithInterval) -> str:
+    return perplexity.text(3)
+
+
+def points_of(overall: PooledComparison) -> WithInterval:
+    """Return a difference of mean accuracies in points."""
+    return WithInterval(overall.difference, overall.low, overall.high).scaled(100)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a model was timed, or its times predicted."""
+    """Where a model was timed, or where its times were predicted.
+
+    medium: how ranks communicate, or the emulated or assumed link. source: the number of the document. note: follows
+    the words, such as that weights are random.
+    """
 
     kind: TimingKind
     tp_size: int
-    medium: str  # how ranks communicate, or the emulated or assumed link
+    medium: str
     batch_size: int
     prompt_len: int
     output_len: int
     device: str
-    reference: str  # the model that speed-ups are over
-    bare: bool  # a shape was timed, not a checkpoint
-    source: int  # which bench.json or plan.json
+    source: int
+    note: str = ""
 
     @property
     def place(self) -> str:
-        """All but the batch size, in words; begins with the kind."""
+        """Everything but batch size and lengths, in words that begin with the kind."""
         ranks = f"{self.tp_size} rank{'s' * (self.tp_size > 1)}"
         over = f" over {self.medium}" if self.tp_size > 1 else ""
-        return f"{self.kind}: {ranks}{over} ({self.device})"
-
-    @property
-    def weights_words(self) -> str:
-        """What stands behind it where it is no checkpoint that was timed."""
-        if not self.bare:
-            return ""
-        return "; a shape without weights" if self.kind == "predicted" else "; random weights"
+        return f"{self.kind}: {ranks}{over} ({self.device}){self.note}"
 
     @property
     def short(self) -> str:
-        """Without the lengths of prompt and output."""
+        """The words without the lengths of prompt and output."""
         return f"{self.place}, batch {self.batch_size}"
 
     @property
@@ -80,57 +111,50 @@ class Setting:
 
 @dataclass(frozen=True)
 class Spent:
-    """Milliseconds of one pass."""
+    """The milliseconds of one pass.
 
-    compute: float  # without communication
-    waited: WithInterval  # what communication adds
-    hidden: float | None  # what of it ran under compute; None for a layout that overlaps nothing
+    compute: without communication. waited: what communication adds. hidden: what of it ran under compute; None for a
+    layout that overlaps nothing.
+    """
+
+    compute: float
+    waited: WithInterval
+    hidden: float | None
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One model in one setting. row: of bench.json or plan.json."""
+    """One model in one setting.
+
+    row: of bench.json or plan.json. is_first: speed-ups are over this row. speedup: by phase. spent: by phase, without
+    ``end_to_end``.
+    """
 
     setting: Setting
     row: SpeedRow
-    speedup: dict[str, WithInterval]  # by phase
-    spent: dict[str, Spent]  # by phase, without ``end_to_end``
+    is_first: bool
+    speedup: dict[str, WithInterval]
+    spent: dict[str, Spent]
 
     @property
     def whole(self) -> WithInterval:
         """The speed-up from end to end."""
         return self.speedup["end_to_end"]
 
-
-@dataclass(frozen=True)
-class TaskScore:
-    """One metric of one task."""
-
-    task: str
-    metric: str
-    value: float
-    stderr: float | None
-    difference: WithInterval | None = None  # to the reference, in the metric's unit
-    paired: bool = False  # whether its interval comes from the same questions; else from two standard errors
-    main: bool = True  # whether it stands for its task
-    points: bool = True  # whether the metric is between 0 and 1
-    flips: tuple[int | None, int | None] = (None, None)  # right to wrong, wrong to right
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """The mean over tasks."""
-
-    value: float
-    difference: WithInterval | None = None  # to the reference, in points
-    paired: bool = False
-    verdict: Verdict | None = None
-    needed: int | None = None  # samples to show the margin
+    @property
+    def is_faster(self) -> bool:
+        """True where the interval shows a speed-up; without an interval nothing is shown."""
+        return self.whole.low is not None and self.whole.low > 1
 
 
 @dataclass
 class Subject:
-    """A model, or a baseline, with all that is known of it."""
+    """A model, or something that was timed only, with all that is known of it.
+
+    is_model: False for a baseline, a shape, or random weights. accuracy: the mean over tasks, 0 to 1. comparison: with
+    the reference, in pairs. control: the dense model after the same training; over_control: points of accuracy from it.
+    timed_as: the model whose times it has, where it was not timed itself.
+    """
 
     name: str
     model: str
@@ -138,40 +162,36 @@ class Subject:
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
-    kind: str = MODEL_SUBJECT
+    is_model: bool = True
+    is_baseline: bool = False
     adapted: str | None = None
     tokens: int | None = None
     failure: str | None = None
     not_promoted: str | None = None
-    control: str | None = None  # the dense model after the same training
-    over_control: WithInterval | None = None  # points of accuracy from that, paired
-    accuracy: Accuracy | None = None
-    scores: list[TaskScore] = field(default_factory=list)
-    perplexity: WithInterval | None = None  # interval: paired where a comparison is there
+    control: str | None = None
+    over_control: WithInterval | None = None
+    parameters: int | None = None
+    accuracy: float | None = None
+    perplexity: WithInterval | None = None
     comparison: ComparisonDocument | None = None
     timings: list[Timing] = field(default_factory=list)
-    # models of its layout and size that were timed, if it was not: the times are the first one's
-    timed_as: "list[Subject]" = field(default_factory=list)
-    parameters: int | None = None
-
-    @property
-    def is_dense(self) -> bool:
-        return self.family == "dense"
+    timed_as: "Subject | None" = None
 
     @property
     def was_trained(self) -> bool:
-        """Whether its adaptation was more than an alignment."""
+        """True where its adaptation was more than an alignment."""
         return self.adapted not in (None, AS_CONVERTED, ALIGN)
 
     @property
     def is_control(self) -> bool:
-        """Whether it is the dense model, trained like the others."""
-        return self.is_dense and bool(self.adaptation)
+        """True for the dense model, trained like the others."""
+        return self.family == "dense" and bool(self.adaptation)
 
     @property
     def difference(self) -> WithInterval | None:
         """Points of mean accuracy from the reference."""
-        return self.accuracy.difference if self.accuracy is not None else None
+        overall = self.comparison.overall if self.comparison is not None else None
+        return None if overall is None else points_of(overall)
 
     @property
     def divergence(self) -> WithInterval | None:
@@ -181,18 +201,17 @@ class Subject:
 
     @property
     def modes(self) -> tuple[tuple[str, ...], tuple[str, ...], int | None]:
-        """What its layout is."""
+        """The layout, as something to compare."""
         return tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size
 
     @property
     def family(self) -> str:
         """One of FAMILIES."""
-        if self.kind == BASELINE_SUBJECT:
+        if self.is_baseline:
             return "baseline"
-        modes = {*self.attention_sync, *self.mlp_sync}
-        if DROPPED in modes:
-            return "spd + ladder" if OVERLAPPED in modes else "spd"
-        return "ladder" if OVERLAPPED in modes else "dense"
+        modes = {*self.attention_sync, *self.mlp_sync} - {BLOCKING}
+        names = [name for mode, name in ((DROPPED, "spd"), (OVERLAPPED, "ladder")) if mode in modes]
+        return " + ".join(names) or "dense"
 
     @property
     def layout_words(self) -> str:
@@ -200,11 +219,57 @@ class Subject:
         return self.layout.partition(": ")[2] or self.layout
 
     @property
+    def title(self) -> str:
+        """Name and layout; the name alone where it says the layout, as a sweep's does."""
+        return self.name if self.layout_words in self.name else f"{self.name} ({self.layout_words})"
+
+    @property
     def adaptation(self) -> str:
-        """How it was adapted, in words; empty where it was not, or it is unknown."""
+        """How it was adapted, in words; empty where it was not, or where it is unknown."""
         if self.adapted in (None, AS_CONVERTED):
             return ""
         return f"{self.adapted}, {self.tokens:,} tokens" if self.tokens else str(self.adapted)
 
+    @property
+    def description(self) -> str:
+        """Name, layout and adaptation."""
+        return self.title + (f"; adapted ({self.adaptation})" if self.adaptation else "")
+
+    def verdict(self, margin: float) -> str:
+        """Return what the interval shows about a margin in points; empty where nothing was compared."""
+        difference = self.difference
+        if difference is None:
+            return ""
+        if difference.low is not None and difference.low > -margin:
+            return "shown"
+        return "worse" if difference.high is not None and difference.high < -margin else "not shown"
+
+    def samples_needed(self, margin: float) -> int | None:
+        """Return how many samples show the margin of an equally good model, where these were too few."""
+        if self.comparison is None or self.comparison.margin != margin or self.verdict(margin) != "not shown":
+            return None
+        return None if self.comparison.overall is None else self.comparison.overall.samples_needed
+
     def timing(self, setting: Setting) -> Timing | None:
         return next((timing for timing in self.timings if timing.setting == setting), None)
+
+
+Subjects = dict[str, Subject]  # by the model's path, or by the document and the row of what is no model
+
+
+def model_key(model: str) -> str:
+    """Return a model's path as one name: ``./a/`` and ``a`` are the same."""
+    return os.path.normpath(model)
+
+
+def new_subject(row: SweepPoint | EvaluatedModel | SpeedRow, model: str, name: str = "", **more: Any) -> Subject:
+    return Subject(name, model, row.layout, row.attention_sync, row.mlp_sync, row.sync_tp_size, **more)
+
+
+def check_layout(subject: Subject, row: EvaluatedModel | SpeedRow, path: Path) -> None:
+    """Raise UserError where a document has a model in another layout than the documents before it."""
+    if (subject.attention_sync, subject.mlp_sync) != (row.attention_sync, row.mlp_sync):
+        raise UserError(
+            f"{path} has {subject.model} in another layout than the other documents ({subject.layout}): it was"
+            " converted again in between; evaluate and time it again"
+        )

@@ -1,53 +1,93 @@
-"""What a report says in tables and lists: the models, their layouts layer by layer, the machines and versions. Imports
-no torch."""
+"""Tables of a report, and what it lists: models, layouts layer by layer, machines and versions."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from ladderize.console import human_bytes
 from ladderize.eval.paired.words import margin_text
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, format_ranges
-from ladderize.runtime.bench.document import BenchDocument
-from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
+from ladderize.tradeoff.report.documents import FoundDocuments
 from ladderize.tradeoff.report.join import ReportContent
-from ladderize.tradeoff.report.subjects import Accuracy, Setting, Subject, WithInterval
-from ladderize.tradeoff.report.words import (
-    ReportTable,
-    TableCell,
-    estimate_cell,
-    make_table,
-    number_cell,
-    percent_cell,
+from ladderize.tradeoff.report.subjects import (
+    Setting,
+    Subject,
+    WithInterval,
     perplexity_text,
     points_text,
     speedup_text,
 )
 
+
+@dataclass(frozen=True)
+class TableCell:
+    """The text that is shown. value: what it is sorted by, where that is a number."""
+
+    text: str
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """Each row has a cell for every column; the first cell of a row is its header. note: stands below."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[TableCell]]
+    note: str = ""
+
+    @property
+    def numeric(self) -> list[bool]:
+        """True for each column that holds numbers."""
+        return [any(row[place].value is not None for row in self.rows) for place in range(len(self.columns))]
+
+
+def make_table(caption: str, rows: Iterable[Mapping[str, str | TableCell]], note: str = "") -> ReportTable:
+    """Return a table of rows that all have the same keys, which are the columns."""
+    made = [{name: TableCell(cell) if isinstance(cell, str) else cell for name, cell in row.items()} for row in rows]
+    return ReportTable(caption, list(made[0]) if made else [], [list(row.values()) for row in made], note)
+
+
+def number_cell(value: float | None, shown: Callable[[float], str] | str) -> TableCell:
+    """shown: a format string or a function; the cell is empty where there is no value."""
+    if value is None:
+        return TableCell("")
+    return TableCell(shown.format(value) if isinstance(shown, str) else shown(value), float(value))
+
+
+def percent_cell(share: float | None) -> TableCell:
+    return number_cell(share, lambda value: f"{100 * value:.1f} %")
+
+
+def estimate_cell(estimate: WithInterval | None, text: Callable[[WithInterval], str]) -> TableCell:
+    """Return the text of a number with its interval, sorted by the number."""
+    return TableCell("") if estimate is None else TableCell(text(estimate), estimate.value)
+
+
+def interval_cell(estimate: WithInterval, digits: int, *, sign: bool = False) -> TableCell:
+    return TableCell(estimate.interval_text(digits, sign=sign), estimate.low)
+
+
 # ---- all models ----
 
 
 def models_table(content: ReportContent, setting: Setting | None) -> ReportTable:
-    """A row for each model; columns without any value are left out; times of another model have a star. setting: of the
-    times."""
+    """Return a row for each model; columns without any value are left out. setting: of the times."""
     rows = [_model_row(one, setting, content.margin) for one in content.models]
     empty = {name for name in (rows[0] if rows else ()) if all(row[name] in ("", TableCell("")) for row in rows)}
     empty -= {"model", "layout"}
-    table = make_table("All models", [{key: row[key] for key in row if key not in empty} for row in rows])
-    return replace(table, note=_shared_times(content.models))
-
-
-def _shared_times(models: Sequence[Subject]) -> str:
-    """Whose times the models with a star have; empty where none has one."""
-    shared = []
-    for first, same in groupby(models, key=lambda one: [timed.name for timed in one.timed_as]):
-        names = ", ".join(one.name for one in same)
-        if first:
-            choice = f" (the first of {', '.join(first)})" if len(first) > 1 else ""
-            shared.append(f"{names} those of {first[0]}{choice}")
-    words = "* Times of another model with the same layout and size, on which alone speed depends:"
-    return f"{words} {'; '.join(shared)}." if shared else ""
+    shared: dict[str, list[str]] = {}
+    for one in content.models:
+        if one.timed_as is not None:
+            shared.setdefault(one.timed_as.name, []).append(one.name)
+    words = "; ".join(f"{', '.join(names)} those of {timed}" for timed, names in shared.items())
+    note = (
+        f"* Times of another model with the same layout and size, on which alone speed depends: {words}."
+        if words
+        else ""
+    )
+    return make_table("All models", [{key: row[key] for key in row if key not in empty} for row in rows], note)
 
 
 def _model_row(one: Subject, setting: Setting | None, margin: float) -> dict[str, str | TableCell]:
@@ -55,20 +95,19 @@ def _model_row(one: Subject, setting: Setting | None, margin: float) -> dict[str
     row = timing.row if timing is not None else None
     kind = setting.kind if setting is not None else ""
     predictions = one.comparison.predictions if one.comparison is not None else None
-
-    def speedup(estimate: WithInterval) -> str:
-        return speedup_text(estimate) + (" *" if one.timed_as else "")
-
+    needed = one.samples_needed(margin)
+    verdict = {"worse": "no: shown to be worse"}.get(one.verdict(margin), one.verdict(margin))
+    star = " *" * (one.timed_as is not None)
     return {
         "model": one.name,
         "layout": one.layout_words,
         "adapted": one.adaptation,
         "points from dense (95 %)": estimate_cell(one.difference, points_text),
         "points from control (95 %)": estimate_cell(one.over_control, points_text),
-        f"within {margin_text(margin)}": _verdict(one.accuracy),
-        f"speed-up (95 %), {kind}": estimate_cell(timing.whole if timing is not None else None, speedup),
+        f"within {margin_text(margin)}": verdict + (f": {needed:,} samples needed" if needed else ""),
+        f"speed-up (95 %), {kind}": estimate_cell(timing and timing.whole, lambda value: speedup_text(value) + star),
         "perplexity (95 %)": estimate_cell(one.perplexity, perplexity_text),
-        "accuracy": percent_cell(one.accuracy.value if one.accuracy is not None else None),
+        "accuracy": percent_cell(one.accuracy),
         "KL to dense, nats": estimate_cell(one.divergence, lambda kl: f"{kl.value:.4f}"),
         "same top token": percent_cell(predictions.same_top_share if predictions is not None else None),
         f"prefill ms, {kind}": number_cell(row.prefill_ms if row is not None else None, "{:.2f}"),
@@ -79,32 +118,22 @@ def _model_row(one: Subject, setting: Setting | None, margin: float) -> dict[str
     }
 
 
-def _verdict(accuracy: Accuracy | None) -> str:
-    if accuracy is None or accuracy.difference is None or accuracy.verdict is None:
-        return ""
-    if accuracy.verdict == "too few samples" and accuracy.needed:
-        return f"too few samples: {accuracy.needed:,} needed"
-    return "no: shown to be worse" if accuracy.verdict == "worse" else accuracy.verdict
-
-
 # ---- the layers of each layout, as two rows of sync points ----
 
 LETTERS = {BLOCKING: "B", OVERLAPPED: "O", DROPPED: "D"}
 
 
 def layout_strips(content: ReportContent) -> list[dict[str, Any]]:
-    """One for each layout of the models, in their order; a model whose layout is not known has none.
+    """Return a strip for each layout of the models, in their order; a model whose layout is not known has none.
 
     A strip has the layout, the models that have it, and two rows: a name, runs of layers of one mode, a summary.
     """
     strips: dict[tuple[object, ...], dict[str, Any]] = {}
     for subject in content.models:
-        if not subject.attention_sync:
-            continue
-        if subject.modes not in strips:
+        if subject.attention_sync:
             rows = [_strip_row("attention", subject.attention_sync), _strip_row("MLP", subject.mlp_sync)]
-            strips[subject.modes] = {"layout": subject.layout_words, "models": [], "rows": rows}
-        strips[subject.modes]["models"].append(subject.name)
+            strip = strips.setdefault(subject.modes, {"layout": subject.layout_words, "models": [], "rows": rows})
+            strip["models"].append(subject.name)
     return list(strips.values())
 
 
@@ -121,78 +150,42 @@ def _strip_row(name: str, modes: Sequence[str]) -> dict[str, Any]:
 
 # ---- on what machines and with which versions the numbers were made ----
 
-Facts = dict[str, str]
 
+def setup_facts(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
+    """Return the names of documents, and what is to be known of these; those that were made alike are one."""
+    together: dict[tuple[tuple[str, str], ...], list[str]] = {}
 
-def setup_facts(found: FoundDocuments) -> list[tuple[str, Facts]]:
-    """The names of documents, and what is to be known of these: of every one that measured something; those that were
-    made alike are one."""
-    together: list[tuple[list[str], Facts]] = []
-    for one, facts in _facts(found):
-        names = next((names for names, others in together if others == facts), None)
-        if names is None:
-            together.append((names := [], facts))
-        names.append(f"{one.path.parent.name}/{one.path.name}")
-    return [(_some_names(names), facts) for names, facts in together]
+    def add(path: Any, version: str, facts: Mapping[str, object]) -> None:
+        known = {"ladderize": version, **{name: str(fact) for name, fact in facts.items() if fact is not None}}
+        together.setdefault(tuple(known.items()), []).append(f"{path.parent.name}/{path.name}")
 
-
-def _some_names(names: list[str]) -> str:
-    more = f" and {len(names) - 2} more" if len(names) > 3 else ""
-    return ", ".join(names[: 2 if more else 3]) + more
-
-
-def _facts(found: FoundDocuments) -> Iterator[tuple[FoundDocument, Facts]]:
     for results in found.results:
         options = results.document.options
         for entry in results.document.models[:1]:
-            yield (
-                results,
-                {
-                    "ladderize": results.version,
-                    "torch": entry.model.torch_version,
-                    "transformers": entry.model.transformers_version,
-                    "lm-eval": str(entry.harness.get("lm_eval_version", "not used")),
-                    "device": f"{entry.model.device}, {entry.model.dtype}",
-                    "tasks": ", ".join(options.tasks) or "none",
-                    "samples for each task": str(options.limit or "all"),
-                    "perplexity on": options.perplexity or "nothing",
-                },
-            )
+            model = entry.model
+            facts = {"torch": model.torch_version, "transformers": model.transformers_version}
+            facts |= {"lm-eval": entry.harness.get("lm_eval_version"), "device": f"{model.device}, {model.dtype}"}
+            facts |= {"tasks": ", ".join(options.tasks) or None, "samples for each task": options.limit or "all"}
+            add(results.path, results.version, {**facts, "perplexity on": options.perplexity})
     for bench in found.benches:
-        yield bench, {"ladderize": bench.version, **_bench_facts(bench.document)}
+        machine, rounds = bench.document.environment, bench.document.options
+        facts = {name: getattr(machine, name) for name in ("torch", "transformers", "python", "system", "cuda", "nccl")}
+        facts |= {"processor": f"{machine.processor}, {machine.cores} cores", "threads": machine.threads_per_rank}
+        facts |= {"GPUs": f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else None}
+        link = bench.document.link
+        carrier = f"emulated link {link.name} ({link.source})" if link is not None else bench.document.backend
+        facts |= {"communication": carrier, "rounds": f"{rounds.repeat}, after {rounds.warmup} to warm up"}
+        add(bench.path, bench.version, facts)
     for plan in found.plans:
-        planned = plan.document
-        link = planned.link
-        derived = {f"link with {one.ranks} ranks": one.derived for one in planned.links if one.derived is not None}
-        yield (
-            plan,
-            {
-                "ladderize": plan.version,
-                "figures": " and ".join(dict.fromkeys(row.basis for row in planned.rows)) + ": nothing ran",
-                "device": f"{planned.device.name} ({planned.device.source})",
-                "link": f"{link.name} ({link.source})" if link is not None else "none: one rank",
-                **derived,
-                "engine assumed": f"{planned.engine.name} ({planned.engine.source})",
-            },
-        )
-
-
-def _bench_facts(document: BenchDocument) -> Facts:
-    machine, options = document.environment, document.options
-    link = document.link if document.emulated else None
-    gpus = {}
-    if machine.gpus:
-        memory = human_bytes(machine.gpu_memory_bytes or 0)
-        gpus["GPUs"] = f"{len(machine.gpus)} x {machine.gpus[0]}, {memory}"
-        gpus["CUDA, NCCL"] = f"{machine.cuda}, {machine.nccl}"
-    return {
-        "torch": machine.torch,
-        "transformers": machine.transformers,
-        "python": machine.python,
-        "system": machine.system,
-        "processor": f"{machine.processor}, {machine.cores} cores; threads a rank: {machine.threads_per_rank}",
-        **gpus,
-        "communication": f"emulated link {link.name} ({link.source})" if link is not None else document.backend,
-        "rounds": f"{options.repeat}, after {options.warmup} to warm up",
-        "complete": "yes" if document.complete else "no: it was interrupted",
-    }
+        link = plan.document.link
+        facts = {
+            name: f"{one.name} ({one.source})"
+            for name, one in (("device", plan.document.device), ("link", link))
+            if one is not None
+        }
+        facts |= {"figures": "predicted: nothing ran", "engine assumed": plan.document.engine.name}
+        add(plan.path, plan.version, facts)
+    return [
+        (", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3), dict(facts))
+        for facts, names in together.items()
+    ]

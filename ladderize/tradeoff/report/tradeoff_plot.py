@@ -8,7 +8,6 @@ from typing import Any
 from ladderize.eval.paired.words import margin_text
 from ladderize.figure import SIGNED_LABEL, PlotPanel, Spec, intervals, level, lines, make_spec, quantitative
 from ladderize.tradeoff.front import pareto_front
-from ladderize.tradeoff.report.answer import Answer
 from ladderize.tradeoff.report.join import ReportContent
 from ladderize.tradeoff.report.plot import (
     BY_ACCURACY,
@@ -21,15 +20,8 @@ from ladderize.tradeoff.report.plot import (
     is_wide,
     kind_shape,
 )
-from ladderize.tradeoff.report.subjects import PHASE_WORDS, WithInterval
-from ladderize.tradeoff.report.words import (
-    TableCell,
-    interval_cell,
-    make_table,
-    number_cell,
-    speedup_text,
-    subject_text,
-)
+from ladderize.tradeoff.report.subjects import PHASE_WORDS, Setting, WithInterval, speedup_text
+from ladderize.tradeoff.report.tables import TableCell, interval_cell, make_table, number_cell
 
 CLOSE_ACROSS, CLOSE_UP = 0.25, 0.06  # of the axes: names of marks that are closer would lie on each other
 WIDE_SPAN = 12  # points; beyond, the scale is logarithmic away from 0, so that small losses stay apart
@@ -38,19 +30,19 @@ MARK_SIZES = (70, 120, 180)  # as converted; aligned; trained
 BEYOND = 2  # points from dense, beyond which a wide scale is logarithmic
 
 
-def tradeoff_plots(content: ReportContent, answer: Answer) -> list[ReportPlot]:
-    """One for each measure that was taken; none without times of checkpoints."""
+def tradeoff_plots(content: ReportContent, first: Setting | None) -> list[ReportPlot]:
+    """Return a plot for each measure that was taken; none without times of checkpoints. first: shown at first."""
     plots = []
     for measure in (BY_ACCURACY, BY_PERPLEXITY):
         places = itertools.product(range(len(content.real_settings)), PHASE_WORDS)
         rows = [row for number, phase in places for row in _rows(content, measure, number, phase)]
         if content.reference is not None and any(row["name"] != content.reference.name for row in rows):
-            plots.append(_plot(content, answer, measure, rows))
+            plots.append(_plot(content, first, measure, rows))
     return plots
 
 
 def _rows(content: ReportContent, measure: Measure, number: int, phase: str) -> list[dict[str, Any]]:
-    """The models that were timed in a setting, for a phase."""
+    """Return a row for each model that was timed in a setting, for a phase. number: of the setting."""
     setting = content.real_settings[number]
     placed = [
         (subject, timing.speedup[phase], score)
@@ -60,7 +52,7 @@ def _rows(content: ReportContent, measure: Measure, number: int, phase: str) -> 
     ]
     if not placed:
         return []
-    sign = 1 if measure.more else -1
+    sign = 1 if measure.is_more_better else -1
     front = pareto_front([(speed.value, sign * score.value) for _, speed, score in placed])
     across = _shares([speed for _, speed, _ in placed])
     up = _shares([score for _, _, score in placed], lambda value: sign * math.asinh(value / 2))  # about the scales' way
@@ -78,7 +70,7 @@ def _rows(content: ReportContent, measure: Measure, number: int, phase: str) -> 
             **score.fields("y"),
             "front": on_front,
             "label": side,
-            "words": f"{subject_text(subject)}; {PHASE_WORDS[phase]} {speedup_text(speed)}, {setting.kind};"
+            "words": f"{subject.description}; {PHASE_WORDS[phase]} {speedup_text(speed)}, {setting.kind};"
             f" {measure.words(score)}{'; on the Pareto front' if on_front else ''}",
         }
         for (subject, speed, score), on_front, side in zip(placed, front, sides, strict=True)
@@ -86,9 +78,10 @@ def _rows(content: ReportContent, measure: Measure, number: int, phase: str) -> 
 
 
 def name_sides(places: list[tuple[float, float]], front: list[bool]) -> list[int]:
-    """Where each mark bears its name: 1 above it, -1 below it, 0 nowhere. Marks of the front come first, the fastest of
-    them before the others. No name lies on another one or on a mark; one of the front may lie on a mark that is not.
+    """Return where each mark bears its name: 1 above it, -1 below it, 0 nowhere.
 
+    Marks of the front come first, the fastest of them before the others. No name lies on another one or on a mark; one
+    of the front may lie on a mark that is not.
     places: of each mark, to the right and up, as shares of the axes.
     """
     sides = [0] * len(places)
@@ -106,24 +99,23 @@ def name_sides(places: list[tuple[float, float]], front: list[bool]) -> list[int
 
 
 def _shares(estimates: list[WithInterval], stretch: Callable[[float], float] = float) -> list[float]:
-    """Where each value lies on an axis that shows all intervals, as a share of its length."""
+    """Return where each value lies on an axis that shows all intervals, as a share of its length."""
     ends = [stretch(end) for one in estimates for end in (one.value, one.low, one.high) if end is not None]
     return [stretch(one.value) / (max(ends) - min(ends) or 1.0) for one in estimates]
 
 
-def _plot(content: ReportContent, answer: Answer, measure: Measure, rows: list[dict[str, Any]]) -> ReportPlot:
-    what = "accuracy" if measure.more else "perplexity"
+def _plot(content: ReportContent, first: Setting | None, measure: Measure, rows: list[dict[str, Any]]) -> ReportPlot:
+    what = "accuracy" if measure.is_more_better else "perplexity"
     names = {f"s{number}": setting.words for number, setting in enumerate(content.real_settings)}
-    used = [name for name in names if any(row["setting"] == name for row in rows)]
-    wanted = [f"s{number}" for number, setting in enumerate(content.real_settings) if setting == answer.setting]
-    at_first = next(name for name in (*wanted, *used) if name in used)
-    used.sort(key=lambda name: name != at_first)
+    used = list(dict.fromkeys(row["setting"] for row in rows))
+    used.sort(key=lambda name: first is None or names[name] != first.words)
+    at_first = used[0]
     choices = [PlotChoice("setting", "Setting", [(name, names[name]) for name in used])] if len(used) > 1 else []
     summary = (
         f"Scatter plot of {len({row['name'] for row in rows})} models: speed-up over dense on the horizontal axis,"
         f" {what} on the vertical one; at first {names[at_first]}, end to end."
     )
-    margin = f"The dashed line is the margin, {margin_text(content.margin)}. " if measure.more else ""
+    margin = f"The dashed line is the margin, {margin_text(content.margin)}. " if measure.is_more_better else ""
     table = make_table(
         f"Speed-up against {what}: the data",
         (
@@ -140,7 +132,7 @@ def _plot(content: ReportContent, answer: Answer, measure: Measure, rows: list[d
         ),
     )
     return ReportPlot(
-        name="tradeoff" if measure.more else "tradeoff-perplexity",
+        name="tradeoff" if measure.is_more_better else "tradeoff-perplexity",
         title=f"Speed-up against {what}",
         caption="Up and to the right is better. Bars are 95 % intervals. Filled marks are on the Pareto front: no other"
         f" model is both faster and better, intervals aside. {margin}"
@@ -176,7 +168,7 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
     dot = {"mark": {"type": "point", "filled": True, "size": 22, "opacity": 1, "aria": False}}
     dot |= {"encoding": {**place, "color": {"condition": {"test": "datum.front", "value": "var(--page)"}, **colour}}}
     layers = [
-        *([level("y", 0, strokeWidth=1), level("y", -content.margin, dashed=True)] if measure.more else []),
+        *([level("y", 0, strokeWidth=1), level("y", -content.margin, dashed=True)] if measure.is_more_better else []),
         level("x", 1, strokeWidth=1),
         {**front, "transform": [{"filter": "datum.front"}]},
         intervals("x", {**place, "color": colour}),
@@ -197,7 +189,8 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
 
 
 def _labels(place: Spec, **look: Any) -> Spec:
-    """Names of models: to the left of marks on the right half, to the right of the others. On a phone, of the front."""
+    """Draw the models' names: to the left of marks on the right half, to the right of the others. A phone has room for
+    those of the front."""
     right = "scale('x', datum.x) > width / 2"
     return {
         "transform": [{"filter": "datum.label !== 0"}],
@@ -216,10 +209,10 @@ def _labels(place: Spec, **look: Any) -> Spec:
 
 
 def _vertical(measure: Measure, values: list[float]) -> Spec:
-    """The vertical axis, wide enough for the values."""
+    """Return the vertical axis, wide enough for the values."""
     low, high = min(values), max(values)
     scale: Spec = {"padding": 16, "nice": False}
-    if not measure.more:
+    if not measure.is_more_better:
         is_log = is_wide(values)
         scale |= {"reverse": True, **({"type": "log"} if is_log else {"zero": False})}
         title = f"perplexity ({'logarithmic, ' * is_log}axis turned round: up is better)"
