@@ -21,7 +21,7 @@ from ladderize.runtime.bench.document import BenchDocument
 from ladderize.workflows.sweep_document import SweepDocument
 
 SWEEP = "sweep.json"
-NAMES = "sweep.json, results.json, bench.json, plan.json or sensitivity.json"
+READABLE = "sweep.json, results.json, bench.json, plan.json or sensitivity.json"
 # files of a folder that are looked at; others, such as config.json, belong to something else
 PATTERNS = ("results*.json", "bench*.json", "plan*.json", "sensitivity*.json")
 # keys that only one kind of document has
@@ -134,10 +134,10 @@ def _add_file(path: Path, found: FoundDocuments, *, is_named: bool = True) -> No
     if path in found.seen:
         return
     found.seen.add(path)
-    content = read_document(path, NAMES)
+    content = read_document(path, READABLE)
     kind = next((kind for kind, keys in TELLING_KEYS.items() if all(key in content for key in keys)), None)
     if kind is None:
-        raise UserError(f"{path} is none of the documents that a report is made of: {NAMES}")
+        raise UserError(f"{path} is none of the documents that a report is made of: {READABLE}")
     if kind in NOT_SHOWN:
         if is_named:
             raise UserError(f"{path} is of {NOT_SHOWN[kind]}, which no report shows; name other files")

@@ -1,6 +1,6 @@
 """What adaptation wins back: each model against the tokens that it read, and each retraining while it ran."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +66,7 @@ def _models_plot(content: ReportContent) -> list[ReportPlot]:
         for end in _ends([other for other, _ in known if other.modes == one.modes])
         if _begins(str(one.adapted), end)
     ]
-    cells = (
+    cells: Iterator[dict[str, str | TableCell]] = (
         {
             "model": one.name,
             "layout": one.layout_words,

@@ -1,13 +1,16 @@
 """Tables of a report, and what it lists: models, layouts layer by layer, machines and versions."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from ladderize.console import human_bytes
 from ladderize.eval.paired.words import margin_text
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, format_ranges
+from ladderize.planning.hardware import DeviceSpec, EngineFacts
+from ladderize.runtime.collectives.links import Interconnect, Link
 from ladderize.tradeoff.report.documents import FoundDocuments
 from ladderize.tradeoff.report.join import ReportContent
 from ladderize.tradeoff.report.subjects import (
@@ -105,7 +108,9 @@ def _model_row(one: Subject, setting: Setting | None, margin: float) -> dict[str
         "points from dense (95 %)": estimate_cell(one.difference, points_text),
         "points from control (95 %)": estimate_cell(one.over_control, points_text),
         f"within {margin_text(margin)}": verdict + (f": {needed:,} samples needed" if needed else ""),
-        f"speed-up (95 %), {kind}": estimate_cell(timing and timing.whole, lambda value: speedup_text(value) + star),
+        f"speed-up (95 %), {kind}": estimate_cell(
+            timing.whole if timing is not None else None, lambda value: speedup_text(value) + star
+        ),
         "perplexity (95 %)": estimate_cell(one.perplexity, perplexity_text),
         "accuracy": percent_cell(one.accuracy),
         "KL to dense, nats": estimate_cell(one.divergence, lambda kl: f"{kl.value:.4f}"),
@@ -154,38 +159,58 @@ def _strip_row(name: str, modes: Sequence[str]) -> dict[str, Any]:
 def setup_facts(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
     """Return the names of documents, and what is to be known of these; those that were made alike are one."""
     together: dict[tuple[tuple[str, str], ...], list[str]] = {}
-
-    def add(path: Any, version: str, facts: Mapping[str, object]) -> None:
-        known = {"ladderize": version, **{name: str(fact) for name, fact in facts.items() if fact is not None}}
-        together.setdefault(tuple(known.items()), []).append(f"{path.parent.name}/{path.name}")
-
-    for results in found.results:
-        options = results.document.options
-        for entry in results.document.models[:1]:
-            model = entry.model
-            facts = {"torch": model.torch_version, "transformers": model.transformers_version}
-            facts |= {"lm-eval": entry.harness.get("lm_eval_version"), "device": f"{model.device}, {model.dtype}"}
-            facts |= {"tasks": ", ".join(options.tasks) or None, "samples for each task": options.limit or "all"}
-            add(results.path, results.version, {**facts, "perplexity on": options.perplexity})
-    for bench in found.benches:
-        machine, rounds = bench.document.environment, bench.document.options
-        facts = {name: getattr(machine, name) for name in ("torch", "transformers", "python", "system", "cuda", "nccl")}
-        facts |= {"processor": f"{machine.processor}, {machine.cores} cores", "threads": machine.threads_per_rank}
-        facts |= {"GPUs": f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else None}
-        link = bench.document.link
-        carrier = f"emulated link {link.name} ({link.source})" if link is not None else bench.document.backend
-        facts |= {"communication": carrier, "rounds": f"{rounds.repeat}, after {rounds.warmup} to warm up"}
-        add(bench.path, bench.version, facts)
-    for plan in found.plans:
-        link = plan.document.link
-        facts = {
-            name: f"{one.name} ({one.source})"
-            for name, one in (("device", plan.document.device), ("link", link))
-            if one is not None
-        }
-        facts |= {"figures": "predicted: nothing ran", "engine assumed": plan.document.engine.name}
-        add(plan.path, plan.version, facts)
+    for path, facts in _facts(found):
+        known = tuple((name, str(fact)) for name, fact in facts.items() if fact is not None)
+        together.setdefault(known, []).append(f"{path.parent.name}/{path.name}")
     return [
         (", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3), dict(facts))
         for facts, names in together.items()
     ]
+
+
+def _facts(found: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
+    """Yield what is to be known of each document that measured something."""
+    for results in found.results:
+        options, entry = results.document.options, results.document.models[0]
+        yield (
+            results.path,
+            {
+                "ladderize": results.version,
+                "torch": entry.model.torch_version,
+                "transformers": entry.model.transformers_version,
+                "lm-eval": entry.harness.get("lm_eval_version"),
+                "device": f"{entry.model.device}, {entry.model.dtype}",
+                "tasks": ", ".join(options.tasks) or None,
+                "samples for each task": options.limit or "all",
+                "perplexity on": options.perplexity,
+            },
+        )
+    for bench in found.benches:
+        machine, rounds, link = bench.document.environment, bench.document.options, bench.document.link
+        yield (
+            bench.path,
+            {
+                "ladderize": bench.version,
+                **{name: getattr(machine, name) for name in ("torch", "transformers", "python", "system")},
+                "processor": f"{machine.processor}, {machine.cores} cores; threads a rank: {machine.threads_per_rank}",
+                "GPUs": f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else None,
+                "CUDA, NCCL": f"{machine.cuda}, {machine.nccl}" if machine.gpus else None,
+                "communication": bench.document.backend if link is None else f"emulated link {_source(link)}",
+                "rounds": f"{rounds.repeat}, after {rounds.warmup} to warm up",
+            },
+        )
+    for plan in found.plans:
+        yield (
+            plan.path,
+            {
+                "ladderize": plan.version,
+                "figures": "predicted: nothing ran",
+                "device": _source(plan.document.device),
+                "link": _source(plan.document.link) if plan.document.link is not None else None,
+                "engine assumed": _source(plan.document.engine),
+            },
+        )
+
+
+def _source(one: Link | Interconnect | DeviceSpec | EngineFacts) -> str:
+    return f"{one.name} ({one.source})"

@@ -1,6 +1,7 @@
 """The times of subjects, measured, emulated or predicted. Speed depends on layout and size alone, so a model that was
 not timed has the times of one that is alike."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from ladderize.errors import UserError
@@ -23,28 +24,39 @@ from ladderize.tradeoff.report.subjects import (
 
 
 def add_times(subjects: Subjects, found: FoundDocuments, *, is_evaluated: bool) -> list[str]:
-    """Add what was timed and what was predicted; return why models were not timed."""
+    """Add what was timed and what was predicted; return why models were not timed.
+
+    is_evaluated: accuracies are known, so that speed-ups must be over the same model as these.
+    """
     remarks = []
-    for source, document in enumerate((*found.benches, *found.plans)):
-        if isinstance(document.document, PlanResult):
-            timings = [_planned_timing(row, document.document, source) for row in document.document.rows]
-            failed = {}
-        else:
-            timings = [_bench_timing(row, document.document, source) for row in document.document.rows]
-            failed = {
-                model_key(model): f"{document.path.name}: {why}, so it was not timed"
-                for model, why in document.document.failed.items()
-            }
-        remarks += failed.values()
+    for number, bench in enumerate(found.benches):
+        timings = [_bench_timing(row, bench.document, number) for row in bench.document.rows]
+        failed = {model_key(model): why for model, why in bench.document.failed.items()}
         for key, why in failed.items():
-            if key in subjects and subjects[key].failure is None:
-                subjects[key].failure = why
-        for timing in timings:
-            _add_timing(subjects, timing, document.path)
-        _share_times(subjects, source, failed)
-        if is_evaluated and timings and not timings[0].row.is_random:
-            _check_reference(next(iter(subjects.values())), timings[0], document.path)
+            remarks.append(f"{bench.path.name}: {why}, so it was not timed")
+            if key in subjects:
+                subjects[key].failure = subjects[key].failure or remarks[-1]
+        _add_timings(subjects, timings, bench.path, failed.keys(), is_evaluated=is_evaluated)
+    for number, plan in enumerate(found.plans, len(found.benches)):
+        timings = [_planned_timing(row, plan.document, number) for row in plan.document.rows]
+        _add_timings(subjects, timings, plan.path, (), is_evaluated=is_evaluated)
     return remarks
+
+
+def _add_timings(
+    subjects: Subjects, timings: list[Timing], path: Path, failed: Collection[str], *, is_evaluated: bool
+) -> None:
+    """Add the times of one document. failed: the models that it could not time."""
+    for timing in timings:
+        _add_timing(subjects, timing, path)
+    _share_times(subjects, timings, failed)
+    if is_evaluated and timings and not timings[0].row.is_random:
+        reference, first = next(iter(subjects.values())), timings[0]
+        if not any(timing.is_first for timing in reference.timings if timing.setting == first.setting):
+            raise UserError(
+                f"{path} has speed-ups over {first.row.model}, but the accuracies are compared with {reference.model};"
+                " name the same model first in eval and in bench or plan"
+            )
 
 
 def _add_timing(subjects: Subjects, timing: Timing, path: Path) -> None:
@@ -72,35 +84,26 @@ def _add_timing(subjects: Subjects, timing: Timing, path: Path) -> None:
             subject.parameters = first.parameters
 
 
-def _share_times(subjects: Subjects, source: int, failed: dict[str, str]) -> None:
-    """Give models that a document does not time the times of the first one of their layout and size that it does:
-    speed depends on nothing else. A prediction for a layout belongs to the models that have it."""
+def _share_times(subjects: Subjects, timings: list[Timing], failed: Collection[str]) -> None:
+    """Give models that a document does not time the times of the first one of their layout and size that it does. A
+    prediction for a layout belongs to the models that have it."""
 
-    def own(subject: Subject) -> list[Timing]:
-        return [timing for timing in subject.timings if timing.setting.source == source]
+    def of_document(subject: Subject) -> list[Timing]:
+        return [timing for timing in subject.timings if timing in timings]
 
-    timed = {key: one for key, one in subjects.items() if own(one) and one.parameters and not one.is_baseline}
+    timed = {key: one for key, one in subjects.items() if one.parameters and not one.is_baseline and of_document(one)}
     shared = set()
     for key, subject in subjects.items():
-        if not subject.is_model or subject.parameters is None or own(subject) or key in failed:
+        if not subject.is_model or subject.parameters is None or key in timed or key in failed:
             continue
         alike = (subject.parameters, subject.modes)
         donor = next((name for name, one in timed.items() if (one.parameters, one.modes) == alike), None)
         if donor is not None:
-            subject.timings += own(timed[donor])
+            subject.timings += of_document(timed[donor])
             subject.timed_as = timed[donor] if timed[donor].is_model else None
             shared |= set() if timed[donor].is_model else {donor}
     for key in shared:
         del subjects[key]
-
-
-def _check_reference(reference: Subject, first: Timing, path: Path) -> None:
-    """Raise UserError where speed-ups are over another model than the one that accuracies are compared with."""
-    if not any(timing.is_first for timing in reference.timings if timing.setting == first.setting):
-        raise UserError(
-            f"{path} has speed-ups over {first.row.model}, but the accuracies are compared with {reference.model};"
-            " name the same model first in eval and in bench or plan"
-        )
 
 
 def _bench_timing(row: BenchRow, document: BenchDocument, source: int) -> Timing:
