@@ -101,6 +101,7 @@ def _model_row(one: Subject, setting: Setting | None, margin: float) -> dict[str
     needed = one.samples_needed(margin)
     verdict = {"worse": "no: shown to be worse"}.get(one.verdict(margin), one.verdict(margin))
     star = " *" * (one.timed_as is not None)
+    whole = timing.whole if timing is not None else None
     return {
         "model": one.name,
         "layout": one.layout_words,
