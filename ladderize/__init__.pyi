@@ -6,8 +6,8 @@ from ladderize.adapt.blockwise.options import BlockwiseOptions as BlockwiseOptio
 from ladderize.adapt.blockwise.options import DistillOptions as DistillOptions
 from ladderize.adapt.data_specs import data_sources as data_sources
 from ladderize.adapt.lora import LoraOptions as LoraOptions
-from ladderize.adapt.merge import MergeReport as MergeReport
-from ladderize.adapt.merge import merge as merge
+from ladderize.adapt.train.merge import MergeReport as MergeReport
+from ladderize.adapt.train.merge import merge as merge
 from ladderize.adapt.train.options import Budget as Budget
 from ladderize.adapt.train.options import Objective as Objective
 from ladderize.adapt.train.options import RetrainOptions as RetrainOptions

@@ -10,9 +10,9 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 import ladderize
-from ladderize.adapt import merge as merging
 from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, add_adapters, lora_config, write_adapter
-from ladderize.adapt.merge import merge
+from ladderize.adapt.train import merge as merging
+from ladderize.adapt.train.merge import merge
 from ladderize.blocks import open_checkpoint
 from ladderize.errors import UsageError, UserError
 from tests.helpers import SHAPE, edit_json, invoke, listing, make_model, one_sentence, random_ids

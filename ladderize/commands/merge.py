@@ -30,7 +30,7 @@ def merge(given: GivenOptions) -> None:
         raise UsageError("OUT is empty; name the folder to write")
     console = Console(own.as_json)
     with console.stage(LOADING):
-        from ladderize.adapt.merge import merge as merge_adapter
+        from ladderize.adapt.train.merge import merge as merge_adapter
     options = {key: value for key, value in vars(own).items() if key not in ("as_json", "out")}
     report = merge_adapter(out=own.out, console=console, **options)
     console.document(report.to_dict())
