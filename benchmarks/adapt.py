@@ -35,7 +35,7 @@ from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
-from ladderize.runtime.bench.messages import synchronize
+from ladderize.runtime.bench.rounds import synchronize
 from ladderize.runtime.training.batch import Batch
 
 LAYOUTS = {"ladder": Recipe(ladder="all"), "spd": Recipe(spd="all", sync_tp_size=4)}

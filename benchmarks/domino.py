@@ -30,9 +30,9 @@ from ladderize.console import Console
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.document import speedup_interval
 from ladderize.runtime.bench.inference import bench
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, TrainingBenchOptions
-from ladderize.runtime.bench.rows import speedup_interval
 from ladderize.runtime.bench.training.bench import bench_training
 from ladderize.runtime.bench.training.document import TrainingBenchDocument, TrainingBenchRow
 from ladderize.runtime.bench.training.steps import step_opener

@@ -33,7 +33,7 @@ from ladderize.layout import Layout
 from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
-from ladderize.runtime.bench.messages import synchronize
+from ladderize.runtime.bench.rounds import synchronize
 from ladderize.runtime.shards import known_shapes, read_shape
 
 RANKS = 8

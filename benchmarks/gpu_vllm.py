@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ladderize.serving.vllm.bench.document import VllmBenchDocument
+from ladderize.serving.vllm.bench.options import PLUGIN, VllmBenchOptions
 
 from ladderize.console import Console
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.shards import read_shape
 from ladderize.serving.vllm.bench.bench import bench_vllm
-from ladderize.serving.vllm.bench.document import VllmBenchDocument
-from ladderize.serving.vllm.bench.options import PLUGIN, VllmBenchOptions
 from ladderize.serving.vllm.bench.served import PLUGIN_ROW
 from ladderize.serving.vllm.environment import BACKEND_VARIABLE
 

@@ -22,7 +22,7 @@ import transformers
 from ladderize.convert.remote_code import modeling_ladderized_llama as modeling
 from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 from ladderize.layout import Layout
-from ladderize.runtime.bench.messages import synchronize
+from ladderize.runtime.bench.rounds import synchronize
 
 FIGURES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SHAPES = {

@@ -234,7 +234,7 @@ def traced_swaps(group, folder, times):
             handle.wait()
 
     for number in range(times):
-        trace(run, folder / f"{number}-{group.rank}.json", group.device, traced, lambda size: 0.0)
+        trace(run, (), folder / f"{number}-{group.rank}.json", group.device, traced, lambda size: 0.0)
         for _ in range(50):
             collectives.all_reduce(torch.ones(64))
     collectives.close()

@@ -23,9 +23,8 @@ from ladderize.eval.paired.document import (
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.layout import Layout
 from ladderize.planning.plans.options import PlanModel, PlanOptions
-from ladderize.runtime.bench.document import BenchDocument, BenchRow, Environment
+from ladderize.runtime.bench.document import MODEL_ROW, BenchDocument, BenchRow, Environment, PhaseCommunication
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.bench.rows import MODEL_ROW, PhaseCommunication
 from ladderize.runtime.collectives.links import Link
 from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
 from tests.evaluations import Written
@@ -162,6 +161,7 @@ def bench_document(
         checks={},
         alone_ms={},
         rows=rows,
+        failed={},
     )
     return document.to_dict()
 
@@ -180,9 +180,6 @@ def _row(
         exposed_ms=0.3 * decode,
         exposed_interval_ms=[0.2, 2.0],
         hidden_ms=0.4,
-        hideable_ms=0.6,
-        hidden_share=0.5,
-        predicted_ms=decode,
     )
     return BenchRow(
         model=model,

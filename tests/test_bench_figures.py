@@ -1,4 +1,4 @@
-"""What the figures of the benchmarks are made of: links, the cost model, messages, traces, intervals."""
+"""What the figures of the benchmarks are made of: links, messages, traces, intervals."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,14 +9,13 @@ import torch
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout
 from ladderize.runtime import launch as distributed
-from ladderize.runtime.bench import report, rows, trace
-from ladderize.runtime.bench.cost_model import Operation, covers, predict
-from ladderize.runtime.bench.harness import RuntimeBench
-from ladderize.runtime.bench.messages import expected_messages, read_sums, sent_sums
+from ladderize.runtime.bench import document, report, trace
+from ladderize.runtime.bench.document import Overlap, PhaseCommunication
 from ladderize.runtime.bench.options import named_layout
+from ladderize.runtime.bench.plan import expected_messages, read_sums, sent_sums
 from ladderize.runtime.bench.reference_check import text_lengths
-from ladderize.runtime.bench.rows import PhaseCommunication
-from ladderize.runtime.bench.trace import Flight, Overlap, cpu_flights, gpu_flights
+from ladderize.runtime.bench.rounds import Network
+from ladderize.runtime.bench.trace import Flight, cpu_flights, gpu_flights, overlap_of
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import Emulated, sleep_until
 from ladderize.runtime.collectives.links import Link, known_interconnects, parse_link
@@ -92,55 +91,6 @@ def test_sleep_until_is_never_early():
         assert time.perf_counter() >= deadline
 
 
-def test_cost_model_sub_module_by_sub_module():
-    operations = [Operation(8, 3.0, (5.0, 4.0)), Operation(8, 3.0, (2.0, 0.0)), Operation(8, 3.0, (0.0,))]
-    prediction = predict(10.0, operations, unhideable=0.5)
-    assert prediction.communication == 9.5
-    assert prediction.hideable == 4.0
-    assert prediction.exposed == 5.5
-    assert prediction.total == 15.5
-
-
-def test_one_message_at_a_time_hides_what_lies_between():
-    assert covers([(0.0, 5.0), (6.0, 6.0), (7.0, 9.0)], [3.0, 2.0, 4.0]) == [5.0, 0.0, 2.0]
-
-
-def test_two_messages_share_the_link():
-    """Both are started at once: the second begins when the first is through, so that 4 ms of compute hide 4 of 6."""
-    found = covers([(0.0, 4.0), (0.0, 4.0)], [3.0, 3.0])
-    assert [min(one, 3.0) for one in found] == [3.0, 1.0]
-
-
-def by_hand(times, alone):
-    """Replays moments one after the other; each message's own stall, found by looking at the whole link."""
-    events = sorted([(s, 0, k) for k, (s, _) in enumerate(times)] + [(w, 1, k) for k, (_, w) in enumerate(times)])
-    clock, free, done, stalls = 0.0, float("-inf"), {}, {}
-    before = events[0][0]
-    for moment, kind, k in events:
-        clock += moment - before
-        before = moment
-        if kind == 0:
-            done[k] = free = max(clock, free) + alone[k]
-        else:
-            stalls[k] = max(0.0, done[k] - clock)
-            clock += stalls[k]
-    return stalls
-
-
-def test_stalls_of_random_schedules():
-    numbers = torch.Generator().manual_seed(int(torch.randint(1 << 30, ())))
-    for _ in range(50):
-        count = int(torch.randint(1, 9, (), generator=numbers))
-        # float64: no two moments are equal
-        starts, gaps, alone = torch.rand(3, count, generator=numbers, dtype=torch.float64)
-        starts, alone = starts.cumsum(0).tolist(), (alone * 2).tolist()
-        waits = sorted(start + 3 * gap for start, gap in zip(starts, gaps.tolist(), strict=True))
-        times = list(zip(starts, waits, strict=True))
-        stalls = by_hand(times, alone)
-        hidden = [min(a, cover) for a, cover in zip(alone, covers(times, alone), strict=True)]
-        assert sum(alone) - sum(hidden) == pytest.approx(sum(stalls.values()))
-
-
 def test_recording_keeps_what_happened():
     ticks = iter(range(100))
     recording = Recording(Collectives(2), lambda: float(next(ticks)))
@@ -191,7 +141,7 @@ def span(name, ts, dur, **extra):
 def test_cpu_overlap_of_a_hand_made_trace():
     events = [span("all-reduce: start", 0, 1000), span("all-reduce: wait", 5000, 2000), span("aten::mm", 1000, 4000),
               span("all-reduce: start", 8000, 500), span("all-reduce: wait", 8500, 500)]  # fmt: skip
-    overlap = Overlap.of_flights(cpu_flights(events, [6500, 1200]))
+    overlap = overlap_of(cpu_flights(events, [6500, 1200]))
     assert overlap.in_flight_ms == pytest.approx(7.7)
     # the first blocked 3 ms of its 6.5 at start and wait; the second had no compute to run under
     assert overlap.under_compute_ms == pytest.approx(3.5)
@@ -214,7 +164,7 @@ def test_gpu_overlap_of_a_hand_made_trace():
         span("at::cuda::spin_kernel", 9000, 1000, **kernel),
     ]
     events += [span("cpu thing", 0, 9999)]
-    overlap = Overlap.of_flights(gpu_flights(events))
+    overlap = overlap_of(gpu_flights(events))
     assert overlap.in_flight_ms == pytest.approx(4)
     assert overlap.under_compute_ms == pytest.approx(1.1)
 
@@ -258,8 +208,8 @@ def test_kernels_of_communication_are_known_by_their_names(name, is_communicatio
 
 
 def test_flights_of_nothing():
-    assert Overlap.of_flights([]) == Overlap(0.0, 0.0, 0.0)
-    assert Overlap.of_flights([Flight(0, 4000, 1000)]).share == 0.25
+    assert overlap_of([]) == Overlap(0.0, 0.0, 0.0)
+    assert overlap_of([Flight(0, 4000, 1000)]).share == 0.25
 
 
 def test_passes_are_told_apart(monkeypatch):
@@ -272,7 +222,7 @@ def test_passes_are_told_apart(monkeypatch):
         span("backward", 0, 100, cat="gpu_user_annotation"),
     ]
     monkeypatch.setattr(trace, "_traced_flights", lambda *arguments: (flights, events))
-    found = trace.trace_passes(None, ("forward", "backward"), None, None, None, None)
+    found = trace.trace(None, ("forward", "backward"), None, None, None, None)
     assert (found["forward"].in_flight_ms, found["forward"].under_compute_ms) == (0.3, 0.12)
     assert (found["backward"].in_flight_ms, found["backward"].under_compute_ms) == (0.1, 0.05)
 
@@ -283,37 +233,38 @@ def test_nothing_listens_to_a_profiler_that_has_stopped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "promised", "proven"), [("gloo", True, False), ("gloo", False, None), ("shm", True, None)]
+    ("name", "promised", "proven"),
+    [("gloo", {"prefill"}, False), ("gloo", {"decode"}, None), ("shm", {"prefill"}, None)],
 )
 def test_what_a_trace_must_show(name, promised, proven):
     """Ranks copy messages of shared memory themselves: there is nothing in flight to be covered."""
-    bench = SimpleNamespace(collectives=SimpleNamespace(name=name))
-    assert RuntimeBench.judged(bench, Overlap(10.0, 0.0, 0.0), promised=promised).proven is proven
+    network = SimpleNamespace(collectives=SimpleNamespace(name=name))
+    variant = SimpleNamespace(overlapping=promised)
+    judged = Network.judged(network, {"prefill": Overlap(10.0, 0.0, 0.0)}, variant)
+    assert judged["prefill"].proven is proven
 
 
 def test_intervals_of_rounds_that_agree_and_that_do_not():
     slow, fast = [10.0, 11.0, 12.0, 13.0, 14.0], [5.0, 5.5, 6.0, 6.5, 7.0]
-    assert rows.speedup_interval(slow, fast) == pytest.approx([2, 2])  # in every round
-    low, high = rows.speedup_interval(slow, list(reversed(slow)))
+    assert document.speedup_interval(slow, fast) == pytest.approx([2, 2])  # in every round
+    low, high = document.speedup_interval(slow, list(reversed(slow)))
     assert low < 1 < high
-    assert rows.difference_interval(slow, [x - 3 for x in slow]) == pytest.approx([3, 3])
-    assert rows.quartiles(slow) == [11, 13]
+    assert document.difference_interval(slow, [x - 3 for x in slow]) == pytest.approx([3, 3])
 
 
 def test_an_interval_holds_its_speed_up():
     """A round is slow in one of its phases, each in another round: no round is as fast as the medians."""
     slow_first, slow_last = [9.0, 9, 9, 1, 1, 1, 1], [1.0, 1, 1, 1, 9, 9, 9]
-    reference = {phase: [2.0] * 7 for phase in rows.PHASES}
-    found = rows.inference_figures({"prefill": slow_first, "decode": slow_last}, reference, 1, 1)
+    reference = {phase: [2.0] * 7 for phase in document.PHASES}
+    found = document.inference_figures({"prefill": slow_first, "decode": slow_last}, reference, 1, 1)
     low, high = found["speedup_end_to_end_interval"]
     assert low < found["speedup_end_to_end"] == 2 <= high
 
 
 def communication(exposed, interval, alone=5.0):
     figures = {"no_communication_ms": 20.0, "alone_ms": alone, "vocabulary_alone_ms": 0.0, "exposed_ms": exposed}
-    missing = dict.fromkeys(("hideable_ms", "hidden_share", "predicted_ms"))
     return PhaseCommunication(
-        all_reduces=4, bytes=64, exposed_interval_ms=list(interval), hidden_ms=alone - exposed, **figures, **missing
+        all_reduces=4, bytes=64, exposed_interval_ms=list(interval), hidden_ms=alone - exposed, **figures
     )
 
 

@@ -2,24 +2,22 @@
 
 import dataclasses
 import json
-from collections import Counter
 
 import pytest
 import torch
 
 from ladderize.checkpoint.config import expected_tensors
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UsageError
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.messages import PassOperations
+from ladderize.runtime.bench.document import Overlap
 from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions, check_training_usage, parse_schedules
-from ladderize.runtime.bench.trace import Overlap
+from ladderize.runtime.bench.rounds import AloneTimes, Network, Variant
 from ladderize.runtime.bench.training import bench as training
 from ladderize.runtime.bench.training import check, steps
-from ladderize.runtime.bench.training.bench import StepVariant, plan_training_bench, training_rows
 from ladderize.runtime.bench.training.document import TrainingBenchDocument
-from ladderize.runtime.bench.training.steps import TimedStep, step_opener, trained_key, training_bytes
-from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.bench.training.steps import TimedStep, step_opener, trained_key
+from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec
@@ -54,9 +52,6 @@ class FakeStep:
     def clear(self):
         self.found = {}
 
-    def messages(self):
-        return {"forward": Counter(), "backward": Counter()}
-
     own_bytes = 7
 
 
@@ -88,10 +83,9 @@ def test_equal_gradients_pass():
     ],
 )
 def test_other_gradients_do_not_pass(step, message):
-    with pytest.raises(UserError, match="m by the schedule domino in float32, 2 rows: ") as caught:
-        checked(step, FakeStep(a=[3.0, 4.0], b=[0.001]))
-    assert message in str(caught.value)
-    assert "nothing was timed" in str(caught.value)
+    failure = checked(step, FakeStep(a=[3.0, 4.0], b=[0.001]))
+    assert failure.startswith("m by the schedule domino in float32, 2 rows: ")
+    assert message in failure
 
 
 def test_bfloat16_may_be_as_far_off_as_rounding_takes_this_model():
@@ -101,10 +95,8 @@ def test_bfloat16_may_be_as_far_off_as_rounding_takes_this_model():
     assert agreement.gradient_difference == pytest.approx(0.002, rel=0.1)
     assert agreement.tolerance == pytest.approx(1e-4 + 3 * 0.001, rel=0.1)
     for wrong in (FakeStep(a=[3.0, 4.02], b=[0.001]), FakeStep(a=[3.0, 4.0], b=[0.02])):
-        with pytest.raises(UserError, match="the gradient of"):
-            checked(wrong, dtype="bfloat16", exact=exact)
-    with pytest.raises(UserError, match="the loss is"):
-        checked(FakeStep(1.03, a=[3.0, 4.0], b=[0.001]), dtype="bfloat16", exact=exact)
+        assert "the gradient of" in checked(wrong, dtype="bfloat16", exact=exact)
+    assert "the loss is" in checked(FakeStep(1.03, a=[3.0, 4.0], b=[0.001]), dtype="bfloat16", exact=exact)
 
 
 @pytest.mark.parametrize("name", ["dense", "mixed"])
@@ -129,17 +121,19 @@ def timed(schedule, seconds, silent):
     ways = []
     for passes in (seconds, silent):
         ways.append(TimedStep(FakeStep(), ALONE.device))
-        for name, found in zip(("forward", "backward"), zip(*passes, strict=True), strict=True):
-            ways[-1].seconds[name] += found
-    operations = {name: PassOperations([]) for name in ("forward", "backward")}
-    return StepVariant("m", SPEC, *ways, {"backward"}, schedule, None, operations=operations)
+        for name, of_pass in zip(("forward", "backward"), zip(*passes, strict=True), strict=True):
+            ways[-1].seconds[name] += of_pass
+    nothing = {"forward": [], "backward": []}
+    return Variant("m", SPEC, *ways, messages=nothing, figures={"schedule": schedule})
 
 
 def test_figures_of_a_row():
     options = TrainingBenchOptions(tp_size=2, seq_len=10, repeat=3)
     plain = timed(SEQUENTIAL, [(2, 4), (2, 5), (2, 6)], [(1, 2), (1, 2), (1, 3)])
     domino = timed(Schedule("domino"), [(1.5, 2.5)] * 3, [(1.25, 2.25)] * 3)
-    first, second = training_rows([plain, domino], options, 4)
+    alone = AloneTimes(ALONE, Collectives(), None, torch.float32)
+    network = Network(Collectives(), "one rank", NoCommunication(2), alone)
+    first, second = training._rows([plain, domino], options, network, 4)
     assert (first.step_ms, first.forward_ms, first.backward_ms) == (7000, 2000, 5000)
     assert (second.step_ms, second.speedup, second.speedup_forward) == (4000, 1.75, pytest.approx(4 / 3))
     assert second.speedup_interval == pytest.approx([1.5, 2.0])
@@ -185,7 +179,7 @@ def test_two_real_ranks(shape, tmp_path):
     sequential, domino = (row["communication"]["backward"]["all_reduces"] for row in rows[:2])
     # the embedding's and the layers', and the norms' gradients once
     assert (sequential, domino) == (2 * layers + 2, 2 * (2 * 2 * layers + 1) + 1)
-    for words in ("Training step", "Its two passes", "of no-comm", "Checked before timing", "Weights are random"):
+    for words in ("Training step", "Backward", "of no-comm", "Checked before timing", "Weights are random"):
         assert words in outcome.stdout
     message = one_sentence(invoke("report", out, "--out", tmp_path / "report.html"))
     assert "is of bench --train, whose steps no report shows" in message
@@ -231,17 +225,24 @@ def test_what_sends_nothing(shape, arguments, backend):
 # ---- what must not be timed ----
 
 
-def test_a_gradient_that_misses_a_part(shape, monkeypatch):
-    """Only one of the two column parts of a weight's gradient."""
+def test_a_gradient_that_misses_a_part(shape, tmp_path, monkeypatch):
+    """Only one of the two column parts of a weight's gradient: the other schedule is timed."""
     monkeypatch.setattr(
         linear.torch,
         "cat",
         lambda blocks, dim=0, right=torch.cat: right([blocks[0], *[b * 0 for b in blocks[1:]]], dim),
     )
     arguments = ["--layout", "dense", "--domino-columns", 2]
-    message = one_sentence(invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, *arguments))
-    assert "by the schedule domino in float32, 2 rows" in message
-    assert "nothing was timed" in message
+    outcome = invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, *arguments, "--out", tmp_path / "b.json")
+    assert outcome.code == 1
+    last = outcome.stderr.splitlines()[-1]
+    assert last.startswith("Error: dense by the schedule domino in float32, 2 rows: the ")
+    assert last.endswith(", so it was not timed")
+    assert "Check of gradients FAILED, so not timed: dense by the schedule domino" in outcome.stdout
+    document = json.loads((tmp_path / "b.json").read_text())
+    assert_there_and_back(TrainingBenchDocument, document)
+    assert [row["schedule"]["name"] for row in document["rows"]] == ["sequential"]
+    assert list(document["failed"]) == ["dense by the schedule domino, 2 rows"]
 
 
 def test_weights_that_are_not_numbers(tmp_path):
@@ -250,7 +251,8 @@ def test_weights_that_are_not_numbers(tmp_path):
         model.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "m")
     message = one_sentence(invoke("bench", tmp_path / "m", *QUICK, *EMULATED))
-    assert "in float32: the loss is nan and the norm of its gradients nan, so nothing was timed" in message
+    assert "in float32, 2 rows: the loss is nan and the norm of its gradients nan" in message
+    assert message.endswith("so nothing was timed")
 
 
 @pytest.mark.parametrize(("kind", "number"), [("forward", 3), ("backward", 12)])
@@ -267,7 +269,7 @@ def test_a_message_that_is_left_out(shape, monkeypatch, kind, number):
 def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):
     """Of a forward pass only where the layout or the schedule promises some; backward always."""
     flat = {name: Overlap(9.0, 0.0, 0.0) for name in ("forward", "backward")}
-    monkeypatch.setattr(training, "trace_passes", lambda *arguments: flat)
+    monkeypatch.setattr(training, "trace", lambda *arguments: flat)
     more = ["--layout", "dense,ladder", "--profile", tmp_path / "t"]
     outcome = invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, *more)
     assert outcome.code == 1
@@ -284,28 +286,18 @@ def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):
     ("arguments", "code", "message"),
     [
         (["--prompt-len", 4], 2, "--prompt-len has no effect with --train; give --seq-len"),
-        (["--output-len", 4], 2, "--output-len has no effect with --train"),
         (["--schedule", "domino"], 2, "--schedule has no effect with --train; give --schedules"),
         (["--baselines", "no-comm"], 2, "--baselines has no effect with --train"),
         (["--replicate-vocab"], 2, "--replicate-vocab has no effect with --train"),
-        (["--compile"], 2, "--compile has no effect with --train"),
-        (["--plot", "x"], 2, "--plot has no effect with --train"),
         (["--schedules", "domino,magic"], 2, "--schedules 'domino,magic' is not a comma-separated list of"),
-        (["--schedules", ""], 2, "--schedules '' is not"),
         (["--tp-size", 1], 2, "--schedules domino hides communication, and one rank has none"),
         (["--schedules", "sequential", "--domino-chunks", 2], 2, "--domino-chunks has no effect without --schedules"),
         (["--domino-chunks", 3], 1, "--domino-chunks 3 is more than there is to cut: 2 rows (--batch-size)"),
-        (["--batch-size", "2,1", "--domino-chunks", 7], 1, "more than there is to cut"),
         (["--batch-size", 1, "--domino-chunks", 7], 1, "one row of 6 tokens (--seq-len)"),
         (["--domino-columns", 3], 1, "--domino-columns 3 does not divide the hidden size 32"),
         (["--dtype", "float16"], 2, "--dtype float16 has too small a range for training"),
         (["--seq-len", 65], 1, "--seq-len 65 is over the model's 64 positions"),
         (["--seq-len", 1], 2, "--seq-len"),
-        (["--tp-size", 3], 1, "--tp-size 3 does not divide"),
-        (["--link", "1,1"], 2, "--emulate-tp and --link must be given together"),
-        (["--backend", "none", "--profile", "x"], 2, "--backend none has no communication"),
-        (["--batch-size", 99999999999], 1, "are free; choose a smaller model or --batch-size"),
-        (["--out", "/nowhere/bench.json"], 1, "does not exist"),
     ],
 )
 def test_bad_arguments(shape, arguments, code, message):
@@ -325,8 +317,6 @@ def test_options_from_python():
     assert parse_schedules("domino, sequential") == ("sequential", "domino")
     for options, message in (
         (TrainingBenchOptions(tp_size=2, schedules=()), "must name sequential or domino"),
-        (TrainingBenchOptions(tp_size=2, schedules=("magic",)), "must name sequential or domino"),
-        (TrainingBenchOptions(tp_size=2, schedules=("domino", "domino")), "names one twice"),
         (TrainingBenchOptions(), "one rank has none"),
         (TrainingBenchOptions(tp_size=2, seq_len=1), "--seq-len must be an integer of at least 2, not 1"),
         (TrainingBenchOptions(tp_size=2, batch_sizes=()), "--batch-size"),
@@ -341,14 +331,13 @@ def test_options_from_python():
 # ---- memory ----
 
 
-def test_memory_is_at_least_weights_and_gradients(shape):
+def test_memory_is_weights_and_gradients(shape):
     choice = ModelChoice(random_weights=str(shape), layout="dense,ladder,spd", sync_tp_size=4, dtype="float32")
     options = TrainingBenchOptions(emulate_tp=2, seq_len=6)
-    weights, work = training_bytes(plan_training_bench(choice, options, "1,1").specs, options)
+    needed = training.training_bytes(training.plan_training_bench(choice, options, "1,1").specs, 2)
+    # dense and ladder share theirs; spd's virtual ranks are pieces of their own; and gradients of one of them
     whole = 4 * sum(torch.Size(size).numel() for size in expected_tensors(SHAPE).values())
-    # dense and ladder share theirs; spd's virtual ranks are pieces of their own
-    assert whole < weights < 1.2 * whole
-    assert whole / 2 < work < 2 * whole
+    assert 1.5 * whole < needed < 1.8 * whole
 
 
 def test_who_shares_weights():

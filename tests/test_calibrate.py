@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ladderize
+from ladderize import memory
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import LayoutError
 from ladderize.planning.calibration import run as calibration
@@ -388,13 +389,12 @@ def test_memory_is_checked_for_all_jobs_together(shapes, monkeypatch):
     options = CalibrateOptions(shapes=(str(shapes[1]),), batch_sizes=(1, 4), dtype="float32", device="cpu")
     alone = Ranks(0, 1, torch.device("cpu"))
     one, other = timing.calibration_jobs(options, 1)
-    needs = [bench_plan.memory_need(job.specs, job.options, alone.device) for job in (one, other)]
-    caches = sum(need.kv_cache for need in needs)
-    enough = needs[0].weights + caches + max(need.prefill for need in needs)  # the weights once
-    monkeypatch.setattr(bench_plan, "available_bytes", lambda device: enough)
+    needs = [bench_plan.needed_bytes(job.specs, job.options, alone.device) for job in (one, other)]
+    enough = needs[0][0] + sum(caches for _, caches in needs)  # the weights once
+    monkeypatch.setattr(memory, "available_bytes", lambda device: enough)
     timing.check_jobs_memory([one, other], alone)
-    monkeypatch.setattr(bench_plan, "available_bytes", lambda device: enough - 1)
-    with pytest.raises(UserError, match="a shorter prompt .--prefill-tokens."):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: enough - 1)
+    with pytest.raises(UserError, match="fewer --prefill-tokens"):
         timing.check_jobs_memory([one, other], alone)
 
 

@@ -31,7 +31,6 @@ from ladderize.planning.passes import (
 )
 from ladderize.planning.plans.exact import exact_stacks, no_replicas
 from ladderize.planning.plans.rows import ModelToPlan, PlannedGroup, band_cases, relative_band
-from ladderize.runtime.bench.cost_model import cache_bytes
 from ladderize.runtime.collectives.links import (
     NO_LINK,
     Interconnect,
@@ -41,7 +40,7 @@ from ladderize.runtime.collectives.links import (
     read_interconnect,
 )
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.shards import Shape
+from ladderize.runtime.shards import Shape, cache_bytes
 from tests.helpers import ROOT, invoke, one_sentence
 
 # an engine that does nothing but its products

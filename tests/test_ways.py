@@ -55,7 +55,7 @@ def test_the_way_through_bench():
     assert sorted(way) == sorted(
         name for name in ran if name == "commands/bench.py" or name.startswith("runtime/bench/")
     )
-    assert len(way) <= 11
+    assert len(way) <= 8
 
 
 def test_the_way_through_adapt(llama, tmp_path):

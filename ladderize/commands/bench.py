@@ -5,25 +5,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ladderize
-from ladderize.choices import AS_JSON, DRAW, EngineName, option
+from ladderize.choices import AS_JSON, EngineName, option
 from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command, names_of
 from ladderize.commands.shared import runtime_device, start_server
 from ladderize.console import Console
 from ladderize.files.documents import check_writable
 from ladderize.runtime.bench.options import (
+    VLLM_OPTIONS,
     BenchOptions,
     GroupOptions,
     ModelChoice,
     TrainingBenchOptions,
     check_bench_usage,
     check_training_usage,
+    check_vllm_usage,
 )
-from ladderize.serving.vllm.bench.options import VllmBenchOptions, check_vllm_usage
 
 
 @dataclass(frozen=True)
 class BenchArguments:
-    """What is no option of a dataclass that says how to time."""
+    """The options that no dataclass of the benchmarks has."""
 
     engine: EngineName = option(
         "Whose inference to time: ladderize's runtime, or vLLM with ladderize's layers in it.", "runtime"
@@ -35,11 +36,10 @@ class BenchArguments:
     )
     train: bool = option("Time training steps (forward and backward, no optimizer) instead of inference.", False)
     out: Path | None = option("Write everything as JSON, raw samples too.", metavar="FILE")
-    plot: Path | None = option(DRAW)
     as_json: bool = option(AS_JSON, False)
 
 
-FOR_VLLM = {"engine", "out", "plot", "json", "config", "print_config"}
+FOR_VLLM = {"engine", "out", "json", "config", "print_config"} | VLLM_OPTIONS
 INSTEAD_FOR_VLLM = {
     "backend": "; LADDERIZE_VLLM_BACKEND says what carries its messages",
     "emulate_tp": "; LADDERIZE_VLLM_BACKEND=emulated:... stands for ranks that are not there",
@@ -62,7 +62,7 @@ INSTEAD_IN_TRAINING = {"schedule": "; give --schedules", "prompt_len": "; give -
         MEMORY: "tp_size emulate_tp link backend dtype device threads",
         MEASUREMENT: "train schedules schedule domino_chunks domino_columns batch_size seq_len prompt_len output_len"
         " warmup repeat seed no_check",
-        OUTPUT: "out plot profile json",
+        OUTPUT: "out profile json",
         ADVANCED: "replicate_vocab compile",
     },
     short="random_weights layout engine tp_size backend dtype device train batch_size prompt_len output_len repeat out"
@@ -71,36 +71,36 @@ INSTEAD_IN_TRAINING = {"schedule": "; give --schedules", "prompt_len": "; give -
 def bench(given: GivenOptions) -> None:
     """Time layouts and schedules against each other on ladderize's tensor-parallel runtime, and show what they wait
     for."""
-    own = given.fill(BenchArguments)
-    check_way(given, own)
-    choice, console = given.fill(ModelChoice), Console(own.as_json)
-    if own.out is not None:
-        check_writable(own.out, inputs=[choice.random_weights, own.link])
-    if own.engine == "vllm":
-        in_vllm = given.fill(VllmBenchOptions)
-        check_vllm_usage(choice, in_vllm)
+    arguments = given.fill(BenchArguments)
+    check_way(given, arguments)
+    choice, console, out = given.fill(ModelChoice), Console(arguments.as_json), arguments.out
+    if out is not None:
+        check_writable(out, inputs=[choice.random_weights, arguments.link])
+    options: GroupOptions
+    if arguments.engine == "vllm":
+        options = given.fill(BenchOptions, device="cpu")
+        check_vllm_usage(choice, options)
         with console.stage("loading torch"):
             from ladderize.serving.vllm.bench.bench import bench_vllm
-        bench_vllm(choice, in_vllm, console=console, out=own.out, plot=own.plot)
-    elif own.train:
-        steps = given.fill(TrainingBenchOptions, device="cpu")  # which GPUs there are, torch says later
-        check_training_usage(choice, steps, own.link)
-        steps = given.fill(TrainingBenchOptions, device=start_bench("training.bench", steps, given, console))
-        ladderize.bench_training(choice, steps, own.link, console=console, out=own.out)
+        bench_vllm(choice, options, out=out, console=console)
+    elif arguments.train:
+        options = given.fill(TrainingBenchOptions, device="cpu")  # which GPUs there are, torch says later
+        check_training_usage(choice, options, arguments.link)
+        options = given.fill(TrainingBenchOptions, device=start_bench("training.bench", options, given, console))
+        ladderize.bench_training(choice, options, arguments.link, out=out, console=console)
     else:
         options = given.fill(BenchOptions, device="cpu")
-        check_bench_usage(choice, options, own.link)  # before seconds of imports
+        check_bench_usage(choice, options, arguments.link)  # before seconds of imports
         options = given.fill(BenchOptions, device=start_bench("inference", options, given, console))
-        ladderize.bench(choice, options, own.link, console=console, out=own.out, plot=own.plot)
+        ladderize.bench(choice, options, arguments.link, out=out, console=console)
 
 
-def check_way(given: GivenOptions, own: BenchArguments) -> None:
+def check_way(given: GivenOptions, arguments: BenchArguments) -> None:
     """Raise UsageError for options that were given and have no effect on inference, on training, or on vLLM."""
-    inference, training = names_of(BenchOptions) | {"plot"}, names_of(TrainingBenchOptions)
-    if own.engine == "vllm":
-        heeded = names_of(VllmBenchOptions) | names_of(ModelChoice) | FOR_VLLM
-        given.refuse(given.params.keys() - heeded, "with --engine vllm", INSTEAD_FOR_VLLM)
-    elif own.train:
+    inference, training = names_of(BenchOptions), names_of(TrainingBenchOptions)
+    if arguments.engine == "vllm":
+        given.refuse(given.params.keys() - FOR_VLLM - names_of(ModelChoice), "with --engine vllm", INSTEAD_FOR_VLLM)
+    elif arguments.train:
         given.refuse(inference - training, "with --train", INSTEAD_IN_TRAINING)
     else:
         given.refuse(training - inference, "without --train")

@@ -16,8 +16,8 @@ from typing import Any
 
 from ladderize.files.records import Record
 from ladderize.layout import ATTENTION_MODES, DROPPED, MLP_MODES, OVERLAPPED, Layout
+from ladderize.planning.cost_model import Operation, Prediction, predict
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
-from ladderize.runtime.bench.cost_model import Operation, Prediction, predict
 from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
 from ladderize.runtime.shards import Shape
 

@@ -143,6 +143,25 @@ def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> int:
     return layout.sync_tp_size // tp_size
 
 
+def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | None = None) -> int:
+    """Return the bytes of one rank's weights.
+
+    width: bytes of a number.
+    packed: the LM head is a copy even of a tied embedding.
+    projections: bytes of a number of a projection's weight, where these are others.
+    """
+    attention = (2 * shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim * shape.hidden
+    layer = attention + 3 * shape.own_inner * shape.hidden
+    tables = 1 if shape.tied and not packed else 2
+    others = 2 * shape.layers * shape.hidden + tables * shape.own_vocab * shape.hidden
+    return shape.layers * layer * (projections or width) + width * others
+
+
+def cache_bytes(shape: Shape, batch: int, columns: int, width: int) -> int:
+    """Return the bytes of one rank's keys and values of ``batch`` texts of ``columns`` tokens; width: of a number."""
+    return 2 * shape.layers * batch * shape.own_kv_heads * columns * shape.head_dim * width
+
+
 # ---- sizes without weights ----
 
 SHAPES = Path(__file__).parent / "shapes.json"

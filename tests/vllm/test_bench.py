@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from ladderize.serving.vllm.bench.options import VllmBenchOptions
+from ladderize.serving.vllm.bench.processes import run_ranks
 
 from ladderize.console import SILENT
 from ladderize.files.temporaries import temporary_folder
 from ladderize.runtime.spec import checkpoint_spec
-from ladderize.serving.vllm.bench.options import VllmBenchOptions
-from ladderize.serving.vllm.bench.processes import run_ranks
 from ladderize.serving.vllm.bench.served import VllmPlan, served_models
 from tests.helpers import ROOT, clearly_chosen
 from tests.vllm.models import SHAPE, make

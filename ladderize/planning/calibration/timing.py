@@ -11,16 +11,16 @@ from ladderize.checkpoint.config import check_config
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.files.records import Record
+from ladderize.memory import check_room
 from ladderize.planning.calibration.observations import RUNTIME_ENGINES, Observation, layout_observation
 from ladderize.planning.calibration.options import CalibrateOptions
 from ladderize.planning.passes import Workload
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import Environment, environment
-from ladderize.runtime.bench.harness import time_rounds
 from ladderize.runtime.bench.inference import TimedGenerator
-from ladderize.runtime.bench.messages import AloneTimes
 from ladderize.runtime.bench.options import BenchOptions, named_layout
-from ladderize.runtime.bench.plan import check_ranks_memory, memory_need
+from ladderize.runtime.bench.plan import needed_bytes
+from ladderize.runtime.bench.rounds import AloneTimes, time_rounds
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.shards import dense_config, read_shape
@@ -163,14 +163,11 @@ def measure_jobs(group: Ranks, jobs: list[CalibrationJob], console: Console) -> 
 
 def check_jobs_memory(jobs: list[CalibrationJob], group: Ranks) -> None:
     """Raise UserError if the ranks of this machine cannot hold what all jobs take, which live side by side."""
-    needs = [memory_need(job.specs, job.options, group.device) for job in jobs]
-    weights = {str(job.specs[0].config): need.weights for job, need in zip(jobs, needs, strict=True)}
-    parts = {
-        "weights take": sum(weights.values()),
-        "KV caches": sum(need.kv_cache for need in needs),
-        "a prefill": max(need.prefill for need in needs),
-    }
-    check_ranks_memory("calibrate", parts, "prompt (--prefill-tokens)", group)
+    needs = [needed_bytes(job.specs, job.options, group.device) for job in jobs]
+    weights = {str(job.specs[0].config): need[0] for job, need in zip(jobs, needs, strict=True)}
+    total = sum(weights.values()) + sum(cache for _, cache in needs)
+    advice = "give smaller --shape, a smaller --batch-size or fewer --prefill-tokens"
+    check_room(total, group.device, "weights and KV caches", advice, processes=group.local_size)
 
 
 @dataclass(frozen=True)

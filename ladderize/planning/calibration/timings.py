@@ -20,9 +20,8 @@ from ladderize.planning.calibration.observations import (
     layout_observation,
 )
 from ladderize.planning.passes import WIDTHS, Workload
-from ladderize.runtime.bench.document import BenchDocument, BenchRow
+from ladderize.runtime.bench.document import NO_COMM, PARALLEL, BenchDocument, BenchRow
 from ladderize.runtime.bench.options import named_layout
-from ladderize.runtime.bench.rows import NO_COMM, PARALLEL
 from ladderize.runtime.collectives.links import LONGEST_US
 from ladderize.runtime.shards import Shape, read_shape, with_layers
 

@@ -12,7 +12,7 @@ from ladderize.files.records import Record
 from ladderize.layout import DROPPED, OVERLAPPED, Layout, format_ranges
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
 from ladderize.planning.plans.options import ChoiceTarget, PlanModel, PlanOptions, TimedPhase
-from ladderize.runtime.bench.rows import PhaseCommunication, SpeedRow
+from ladderize.runtime.bench.document import PhaseCommunication, SpeedRow
 from ladderize.runtime.collectives.links import Interconnect, Link
 
 # predicted: from figures of other machines; calibrated: device and link were timed by `ladderize calibrate`

@@ -14,7 +14,7 @@ from ladderize.layout import Layout
 from ladderize.planning.passes import PassParts, Workload, predict_pass
 from ladderize.planning.plans.document import ExactStack
 from ladderize.planning.plans.rows import ModelToPlan, PlannedGroup, band_cases, band_of
-from ladderize.runtime.bench.rows import END_TO_END, PHASES
+from ladderize.runtime.bench.document import END_TO_END, PHASES
 from ladderize.runtime.collectives.links import Interconnect, known_interconnects
 from ladderize.runtime.shards import check_runnable
 

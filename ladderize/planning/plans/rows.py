@@ -18,7 +18,8 @@ from ladderize.checkpoint.quantised import Quantisation, plain_config, quantisat
 from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, resolve_json
 from ladderize.errors import UsageError, UserError
 from ladderize.families.registry import find_family
-from ladderize.layout import DROPPED, OVERLAPPED, Layout
+from ladderize.layout import DROPPED, Layout
+from ladderize.planning.cost_model import MemoryNeed, Prediction, prefill_bytes
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
 from ladderize.planning.passes import (
     FP8,
@@ -32,11 +33,19 @@ from ladderize.planning.passes import (
 )
 from ladderize.planning.plans.document import NO_WEIGHTS, Basis, GroupLink, PlannedRow
 from ladderize.planning.plans.options import BOUNDS, PlanModel, PlanOptions, PlanWeights
-from ladderize.runtime.bench.cost_model import MemoryNeed, Prediction, cache_bytes, prefill_bytes, weight_bytes
+from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, NO_COMM, PARALLEL, PHASES, PhaseCommunication
 from ladderize.runtime.bench.options import named_layout
-from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, NO_COMM, PARALLEL, PHASES, PhaseCommunication
 from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
-from ladderize.runtime.shards import Shape, check_activation, check_runnable, dense_config, read_shape, with_layers
+from ladderize.runtime.shards import (
+    Shape,
+    cache_bytes,
+    check_activation,
+    check_runnable,
+    dense_config,
+    read_shape,
+    weight_bytes,
+    with_layers,
+)
 
 CHOSEN_ROW = "chosen"
 BOUND_ROWS = dict(zip(BOUNDS, (PARALLEL, NO_COMM), strict=True))
@@ -343,7 +352,6 @@ def _communication(
     layout, one = variant.layout, cases[0]
     of_layout = 2 * layout.num_layers - layout.count(DROPPED)
     count = {"parallel": layout.num_layers, "no-comm": 0}.get(variant.bound or "", of_layout) * (group.ranks > 1)
-    overlaps = variant.bound is None and OVERLAPPED in (*layout.attention_sync, *layout.mlp_sync)
     return PhaseCommunication(
         all_reduces=count,
         bytes=count * parts.message_bytes,
@@ -353,7 +361,4 @@ def _communication(
         exposed_ms=1e3 * one.exposed,
         exposed_interval_ms=[1e3 * end for end in band_of([case.exposed for case in cases])],
         hidden_ms=1e3 * one.hideable,
-        hideable_ms=1e3 * one.hideable,
-        hidden_share=1.0 if overlaps and one.hideable else None,
-        predicted_ms=1e3 * one.total,
     )

@@ -22,7 +22,7 @@ from ladderize.planning.plans.document import (
     speedup_band,
 )
 from ladderize.planning.plans.rows import CHOSEN_ROW, GIB
-from ladderize.runtime.bench.rows import PHASES
+from ladderize.runtime.bench.document import PHASES
 from ladderize.runtime.collectives.links import Interconnect, known_interconnects
 from ladderize.runtime.shards import known_shapes
 

@@ -1,30 +1,48 @@
-"""bench.json: described in docs/files.md. What runs writes it, and reports and pictures read it, by attribute."""
+"""bench.json (docs/files.md): its rows, and what they were measured on. No torch here: predictions have such rows too.
+
+The intervals of its figures are 95 % intervals of a paired bootstrap: rounds are drawn with replacement, and a round's
+times of both variants stay together, since a slow moment of the machine hits both.
+"""
 
 import os
 import platform
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
+from ladderize.choices import EngineName
 from ladderize.files.records import Record
-from ladderize.ranks.group import Ranks
-from ladderize.ranks.threads import cores, processor
-from ladderize.runtime.bench.options import BenchOptions, GroupOptions, RoundsOptions
-from ladderize.runtime.bench.reference_check import ReferenceAgreement
-from ladderize.runtime.bench.rows import LEAST_ROUNDS, PhaseCommunication, SpeedRow, VariantRow
-from ladderize.runtime.bench.trace import Overlap
+from ladderize.layout import OVERLAPPED
+from ladderize.runtime.bench.options import BenchOptions, GroupOptions
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.schedule import ScheduleName
+
+if TYPE_CHECKING:
+    from ladderize.ranks.group import Ranks
+
+PHASES = ("prefill", "decode")
+END_TO_END = "end_to_end"  # the prefill and all decode steps
+MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
+PARALLEL, NO_COMM, UNSCHEDULED = "parallel baseline", "no-comm baseline", "sequential baseline"  # their rows
+
+LEAST_ROUNDS = 3  # below, an interval says nothing
+ENOUGH_ROUNDS = 5  # below, an interval is too narrow
+DRAWN_ROUNDS = 2000
+
+
+# ---- what it was measured on ----
 
 
 @dataclass(frozen=True)
 class Environment(Record):
-    """Machine, versions and settings. ``LEFT_OUT``: what only GPUs have, and what only inference has: by what lies
-    between products is computed."""
+    """Machine, versions and settings.
 
-    LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "cuda", "nccl", "link")
+    operations: what computes between products, of inference.
+    settings: variables of the environment that change times.
+    """
+
+    LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "cuda", "nccl", "link", "vllm")
 
     device: str
     processor: str
@@ -42,13 +60,36 @@ class Environment(Record):
     cuda: str | None = None
     nccl: str | None = None
     link: str | None = None
+    vllm: str | None = None
 
 
-def environment(group: Ranks, *, settings: tuple[str, ...] = ()) -> Environment:
-    """All ranks call it. settings: beginnings of more variables' names that are noted."""
+def environment(group: "Ranks", *, settings: tuple[str, ...] = (), **more: Any) -> Environment:
+    """Describe the machine; all ranks call it.
+
+    settings: beginnings of further variables' names that are noted.
+    """
+    import torch
     import transformers
 
+    from ladderize.ranks.threads import cores, processor
+
     noted = ("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings)
+    if group.device.type == "cuda":
+        properties, devices = torch.cuda.get_device_properties(group.device), torch.cuda.device_count()
+        peers = devices > 1 and torch.cuda.can_device_access_peer(0, 1)
+        more |= {
+            "gpus": group.gather(properties.name),
+            "gpu_memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "link": "none"
+            if group.size == 1
+            else "not known here"
+            if devices < group.size
+            else "peer to peer"
+            if peers
+            else "through the host",
+        }
     return Environment(
         device=group.device.type,
         processor=processor(),
@@ -60,87 +101,281 @@ def environment(group: Ranks, *, settings: tuple[str, ...] = ()) -> Environment:
         system=f"{platform.system()} {platform.release()}",
         hosts=len(set(group.gather(platform.node()))),
         settings={key: value for key, value in sorted(os.environ.items()) if key.startswith(noted)},
-        **(_gpu_figures(group) if group.device.type == "cuda" else {}),
+        **more,
     )
 
 
-def _gpu_figures(group: Ranks) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(group.device)
-    devices = torch.cuda.device_count()
-    peers = devices > 1 and torch.cuda.can_device_access_peer(0, 1)
-    link = "peer to peer" if peers else "through the host"
-    return {
-        "gpus": group.gather(properties.name),
-        "gpu_memory_bytes": properties.total_memory,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "link": "none" if group.size == 1 else "not known here" if devices < group.size else link,
-    }
+# ---- rows ----
+
+
+@dataclass(frozen=True)
+class PhaseCommunication(Record):
+    """The communication of one pass: a prefill, a decode step, or one of the two passes of a training step.
+
+    all_reduces, bytes: of the layers.
+    alone_ms: all collectives with nothing beside them; vocabulary_alone_ms: those of the vocabulary among them.
+    exposed_ms: waited for, a difference of two medians, which may come out below 0.
+    hidden_ms: alone_ms - exposed_ms.
+    """
+
+    all_reduces: int
+    bytes: int
+    no_communication_ms: float
+    alone_ms: float
+    vocabulary_alone_ms: float
+    exposed_ms: float
+    exposed_interval_ms: list[float]
+    hidden_ms: float
+
+
+@dataclass(frozen=True)
+class Overlap(Record):
+    """The milliseconds in flight of one traced pass, and those under compute among them.
+
+    proven: that is any overlap at all; None where nothing promises any.
+    """
+
+    LEFT_OUT: ClassVar = ("proven",)
+
+    in_flight_ms: float
+    under_compute_ms: float
+    share: float
+    proven: bool | None = None
+
+
+@dataclass(frozen=True)
+class VariantRow(Record):
+    """A model at one batch size. tp_size: ranks, real or emulated."""
+
+    model: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    weights: str
+    dtype: str
+    tp_size: int
+    batch_size: int
+    checked: bool
+    emulated: bool
+    weight_bytes: int
+    peak_memory_bytes: int | None
+
+    @property
+    def is_random(self) -> bool:
+        """No checkpoint: only its times mean something."""
+        return self.weights == "random"
+
+
+@dataclass(frozen=True)
+class SpeedRow(VariantRow):
+    """The speed of a model, or of a baseline, that answers: measured or predicted.
+
+    kind: MODEL_ROW or BASELINE_ROW. A speed-up is over the first model; its interval is a 95 % interval.
+    """
+
+    kind: str
+    kv_cache_bytes: int
+    prefill_ms: float
+    decode_ms_per_token: float
+    output_tokens_per_s: float
+    tokens_per_s_per_user: float
+    end_to_end_ms: float
+    speedup_prefill: float
+    speedup_decode: float
+    speedup_end_to_end: float
+    speedup_prefill_interval: list[float]
+    speedup_decode_interval: list[float]
+    speedup_end_to_end_interval: list[float]
+
+    @property
+    def is_model(self) -> bool:
+        """False: a baseline."""
+        return self.kind == MODEL_ROW
+
+    @property
+    def has_overlap(self) -> bool:
+        """The layout lets a sum run under compute."""
+        return self.is_model and OVERLAPPED in (*self.attention_sync, *self.mlp_sync)
+
+    def total_ms(self, phase: str) -> float:
+        """The time of one pass: the prefill, or a decode step."""
+        return self.prefill_ms if phase == "prefill" else self.decode_ms_per_token
+
+    def speedup(self, phase: str) -> float:
+        """The speed-up of one pass over the first model's."""
+        return self.speedup_prefill if phase == "prefill" else self.speedup_decode
+
+    def speedup_interval(self, phase: str) -> list[float]:
+        return self.speedup_prefill_interval if phase == "prefill" else self.speedup_decode_interval
+
+
+@dataclass(frozen=True)
+class BenchRow(SpeedRow):
+    """A measured row; samples are of every counted round.
+
+    schedule: of the prefill.
+    communication, no_communication_samples_ms: by phase; None in the row of the no-comm baseline, and in vLLM.
+    overlap: by phase, with --profile.
+    architecture: vLLM's model class. all_reduce: what vLLM takes for blocking sums on GPUs, by phase. fused_norm: vLLM
+    was configured to fuse norms into all-reduces. All three are None on ladderize's runtime.
+    """
+
+    LEFT_OUT: ClassVar = (
+        "communication", "no_communication_samples_ms", "overlap", "architecture", "all_reduce", "fused_norm",
+    )  # fmt: skip
+
+    samples_ms: dict[str, list[float]]
+    communication: dict[str, PhaseCommunication] | None = None
+    no_communication_samples_ms: dict[str, list[float]] | None = None
+    overlap: dict[str, Overlap] | None = None
+    schedule: ScheduleName = "sequential"
+    architecture: str | None = None
+    all_reduce: dict[str, str] | None = None
+    fused_norm: bool | None = None
+
+    def overlaps(self, phase: str) -> bool:
+        """The layout lets a sum run under compute, or the schedule does, which is that of the prefill alone."""
+        return self.has_overlap or (self.is_model and phase == "prefill" and self.schedule == "domino")
+
+
+# ---- documents ----
 
 
 @dataclass(frozen=True)
 class TimedDocument(Record):
-    """What the files of all benchmarks have, but the schema in front.
+    """What every benchmark writes, but the schema in front.
 
-    complete: False in what is written before all is done; it stays so where the rest failed. backend: what carries
-    all-reduces. emulated: they are delays.
+    complete: False in what is written before all is done; it stays so where the rest failed.
+    backend: what carries all-reduces. emulated: they are delays. link: of an emulated group.
+    alone_ms: each collective with nothing beside it, by name and size.
+    failed: why a variant has no row, by its name.
     """
 
     complete: bool
     emulated: bool
-    options: RoundsOptions
+    options: GroupOptions
     backend: str
     environment: Environment
+    link: Link | None
+    message_bytes_outside_link_range: list[int]
+    alone_ms: dict[str, float]
     rows: Sequence[VariantRow]
+    failed: dict[str, str]
 
     def has_interval(self, row: VariantRow) -> bool:
-        """Whether the rounds say how far a row is off the first of its batch size; that one is not off itself."""
+        """The rounds say how far a row is off the first of its batch size; that one is not off itself."""
         first = next(one for one in self.rows if one.batch_size == row.batch_size)
         return self.options.repeat >= LEAST_ROUNDS and row is not first
 
 
 @dataclass(frozen=True)
-class RuntimeDocument(TimedDocument):
-    """The same of ladderize's runtime. link: of an emulated group. alone_ms: of collectives, by name and size."""
+class ReferenceAgreement(Record):
+    """How far a model is off transformers in float32: its largest difference of a logit, the root mean square of all
+    differences, and how many of the decoded tokens were the reference's.
 
-    options: GroupOptions
-    link: Link | None
-    message_bytes_outside_link_range: list[int]
-    alone_ms: dict[str, float]
-
-
-@dataclass(frozen=True)
-class BenchRow(SpeedRow):
-    """A measured row; samples are of every counted round. schedule: of the prefill.
-
-    communication and its samples are None in the row of the first model without communication, overlap without
-    --profile.
+    prompt_tokens: of the two prompts, padded to one length where they differ.
     """
 
-    LEFT_OUT: ClassVar = ("communication", "no_communication_samples_ms", "overlap")
-
-    samples_ms: dict[str, list[float]]
-    communication: dict[str, PhaseCommunication] | None = None
-    no_communication_samples_ms: dict[str, list[float]] | None = None
-    overlap: Overlap | None = None
-    schedule: ScheduleName = "sequential"
-
-    def overlaps(self, phase: str) -> bool:
-        """Whether its layout lets a sum run under compute, or its schedule does, which is that of prefill alone."""
-        return self.has_overlap or (self.is_model and phase == "prefill" and self.schedule == "domino")
+    logit_difference: float
+    tolerance: float
+    rms_difference: float
+    rms_tolerance: float
+    equal_greedy_tokens: int
+    greedy_tokens: int
+    prompt_tokens: list[int]
+    decode_steps: int
 
 
 @dataclass(frozen=True)
-class BenchDocument(RuntimeDocument):
-    """Of inference. checks: by checkpoint that passed the reference check; failed: by checkpoint that did not, and has
-    no row, why."""
+class BenchDocument(TimedDocument):
+    """bench.json of inference, on ladderize's runtime or in vLLM.
+
+    checks: by checkpoint that passed the reference check.
+    engine: ``vllm``, or None for ladderize's runtime. messages: what carries messages in flight in vLLM; None where no
+    row is in the plugin's class.
+    """
+
+    LEFT_OUT: ClassVar = ("engine", "messages")
 
     options: BenchOptions
-    checks: dict[str, ReferenceAgreement]
     rows: list[BenchRow]
-    failed: dict[str, str] = field(default_factory=dict)
+    checks: dict[str, ReferenceAgreement] = field(default_factory=dict)
+    engine: EngineName | None = None
+    messages: str | None = None
 
     @property
     def disproved(self) -> list[str]:
-        """Models whose layout or schedule overlaps, and in whose trace nothing did."""
-        return [row.model for row in self.rows if row.overlap is not None and row.overlap.proven is False]
+        """The passes that should overlap, and in whose trace nothing did."""
+        return [
+            f"{row.model} ({phase})"
+            for row in self.rows
+            for phase, overlap in (row.overlap or {}).items()
+            if overlap.proven is False
+        ]
+
+
+# ---- figures ----
+
+Seconds = Mapping[str, Sequence[float]]  # of each counted round, by part
+
+
+def inference_figures(seconds: Seconds, first: Seconds, decode_steps: int, batch: int) -> dict[str, Any]:
+    """Return the times, rates and speed-ups of a ``SpeedRow``. first: of what speed-ups are over."""
+
+    def times(prefill: Any, decode: Any) -> dict[str, Any]:
+        return {"prefill": prefill, "decode": decode, END_TO_END: prefill + decode_steps * decode}
+
+    series = [rounds[phase] for rounds in (first, seconds) for phase in PHASES]
+    medians, drawn = [statistics.median(one) for one in series], _drawn_medians(*series)
+    reference, own = times(*medians[:2]), times(*medians[2:])
+    before, after = times(*drawn[:2]), times(*drawn[2:])  # in each resample
+    return {
+        "prefill_ms": 1e3 * own["prefill"],
+        "decode_ms_per_token": 1e3 * own["decode"],
+        "output_tokens_per_s": batch / own["decode"],
+        "tokens_per_s_per_user": 1 / own["decode"],
+        "end_to_end_ms": 1e3 * own[END_TO_END],
+        **{f"speedup_{name}": reference[name] / own[name] for name in own},
+        **{f"speedup_{name}_interval": percentiles(before[name] / after[name]) for name in own},
+    }
+
+
+def speedup_interval(reference: Sequence[float], times: Sequence[float]) -> list[float]:
+    """The interval [low, high] of median(reference) / median(times); both have one time for each round."""
+    before, after = _drawn_medians(reference, times)
+    return percentiles(before / after)
+
+
+def difference_interval(times: Sequence[float], less: Sequence[float]) -> list[float]:
+    """The interval [low, high] of median(times) - median(less), in their unit."""
+    more, fewer = _drawn_medians(times, less)
+    return percentiles(more - fewer)
+
+
+def percentiles(values: Iterable[float], points: tuple[float, float] = (2.5, 97.5)) -> list[float]:
+    import numpy as np
+
+    return [float(value) for value in np.percentile(np.asarray(values), points)]
+
+
+def _drawn_medians(*series: Sequence[float]) -> Any:
+    """[series, resamples]: the median of each series in each resample of the rounds."""
+    import numpy as np
+
+    values = np.asarray(series, dtype=float)
+    # always the same draws, so that the same samples give the same interval
+    rounds = np.random.default_rng(0).integers(0, values.shape[1], (DRAWN_ROUNDS, values.shape[1]))
+    return np.median(values[:, rounds], axis=-1)
+
+
+def few_rounds(repeat: int) -> str:
+    """What is to be known of intervals of so few rounds; empty where they are enough."""
+    if repeat < LEAST_ROUNDS:
+        return f"with fewer than {LEAST_ROUNDS} rounds their scatter is unknown: no intervals; raise --repeat"
+    if repeat < ENOUGH_ROUNDS:  # at the widest they reach from the smallest to the largest, around the true median
+        return (
+            f"intervals of {repeat} rounds are too narrow: about {1 - 2 ** (1 - repeat):.0%} hold the true value, where"
+            f" 95 % should; raise --repeat to {ENOUGH_ROUNDS} or more"
+        )
+    return ""

@@ -8,45 +8,55 @@ import functools
 import time
 from collections.abc import Generator as Walk
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.layout import OVERLAPPED
 from ladderize.ranks.device import check_device
-from ladderize.ranks.group import Ranks, host_id
-from ladderize.ranks.threads import cores
-from ladderize.runtime.bench import reference_check
-from ladderize.runtime.bench.document import BenchDocument, BenchRow
-from ladderize.runtime.bench.harness import KeptDocument, RuntimeBench, RuntimeVariant, Timed, check_overlaps
-from ladderize.runtime.bench.messages import (
-    PassOperations,
-    PassRecorder,
-    compare_messages,
-    expected_messages,
-    sending_over,
-    sent_sums,
-    synchronize,
-)
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice
-from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, plan_bench
-from ladderize.runtime.bench.reference_check import ReferenceAgreement
-from ladderize.runtime.bench.report import plot_bench, show_bench
-from ladderize.runtime.bench.rows import (
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.document import (
     BASELINE_ROW,
     MODEL_ROW,
     NO_COMM,
     PARALLEL,
     PHASES,
     UNSCHEDULED,
-    PhaseCommunication,
+    BenchDocument,
+    BenchRow,
+    Environment,
+    Overlap,
+    ReferenceAgreement,
+    environment,
     inference_figures,
 )
-from ladderize.runtime.bench.trace import Overlap, trace
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.plan import (
+    BenchPlan,
+    check_bench_memory,
+    expected_messages,
+    needed_bytes,
+    plan_bench,
+    sent_sums,
+)
+from ladderize.runtime.bench.reference_check import check_models, checked_specs
+from ladderize.runtime.bench.report import check_overlaps, run_and_show, show_bench
+from ladderize.runtime.bench.rounds import (
+    Network,
+    Timed,
+    Variant,
+    both,
+    sending_over,
+    synchronize,
+    take_messages,
+    time_rounds,
+)
+from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum
 from ladderize.runtime.collectives.observed import Recording, Traced
@@ -58,11 +68,114 @@ from ladderize.runtime.schedule import SEQUENTIAL
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
 from ladderize.runtime.step import Step
 
-TRACED_STEPS, INSTRUMENTED_RUNS = 4, 8
+TRACED_STEPS = 4
+
+
+def bench(
+    choice: ModelChoice,
+    options: BenchOptions,
+    link: str | None = None,
+    *,
+    out: Path | None = None,
+    console: Console = SILENT,
+) -> BenchDocument:
+    """Check and time the chosen models against each other; returns the result, and shows it where the console speaks.
+
+    Raises UsageError or UserError for what cannot be measured, where a model fails the reference check, and where a
+    trace disproves an overlap; what was measured is kept in ``out`` and shown.
+
+    link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it.
+    out: a JSON file, which is written after each batch size, and before traces are made.
+    """
+    check_device(options.device)
+    plan = plan_bench(choice, options, link)
+    document = run_and_show(measure_inference, plan, options.device, out, console, show_bench)
+    if document.failed:
+        first, *others = document.failed.values()
+        raise UserError(f"{first}, so it was not timed" + (f", and neither were {len(others)} more" if others else ""))
+    domino = options.schedule != "sequential"
+    check_overlaps(document.disproved, f"--schedule {options.schedule}" if domino else "the layout")
+    return document
+
+
+@torch.inference_mode()
+def measure_inference(group: Ranks, plan: BenchPlan[BenchOptions], console: Console) -> BenchDocument:
+    """Check the models and time those that are what they should be; each rank's part.
+
+    Raises UserError if none is, or if they do not fit into memory.
+    """
+    options = plan.options
+    check_bench_memory(sum(needed_bytes(plan.specs, options, group.device)), group)
+    network = Network.open(group, plan)
+    if options.compile:
+        torch._dynamo.reset()
+    operations = choose_operations(group, plan.specs[0].torch_dtype, compile=options.compile)
+    if operations.note:
+        console.warn(operations.note)
+    loaded = _weight_cache(group, options, replicate_vocab=options.replicate_vocab)
+    collectives, weights = network.collectives, loaded
+    if options.emulate_tp is not None:  # emulated sums are not sums: the whole model is checked on one rank
+        collectives, weights = Collectives(), _weight_cache(group, options, replicate_vocab=False)
+    checks, failed = check_models(checked_specs(plan.specs, options), options, collectives, weights, group, console)
+    del weights
+    specs = [spec for spec in plan.specs if spec.name not in failed]
+    if not specs:
+        raise UserError(f"{next(iter(failed.values()))}, so nothing was timed")
+    # they are of the first model that was named: where that is not timed, there are none
+    baselines = options.baselines if specs[0] is plan.specs[0] else ()
+    surroundings = environment(group, operations=operations.name)
+    rows: list[BenchRow] = []
+    for batch in options.batch_sizes:
+        variants = _open_variants(group, specs, options, baselines, network, loaded, batch, console)
+        time_rounds(group, both(variants), options, console, f"timing, batch {batch}")
+        done = len(rows)
+        with console.stage("timing the communication alone"):
+            rows += _rows(variants, options, baselines, network, checks, batch)
+        group.report(_document(rows, options, network, surroundings, checks, failed, complete=False))
+        if options.profile is not None:
+            with console.stage(f"profiling, traces in {options.profile}"):
+                for number, variant in enumerate(variants):
+                    group.barrier()
+                    path = variant.trace_path(options.profile, number, batch, group.rank)
+                    variant.overlap = _trace(variant, options, network, path, group.device)
+            rows[done:] = _rows(variants, options, baselines, network, checks, batch)
+            group.report(_document(rows, options, network, surroundings, checks, failed, complete=False))
+    document = _document(rows, options, network, surroundings, checks, failed, complete=True)
+    network.collectives.close()
+    return document
+
+
+def _weight_cache(group: Ranks, options: BenchOptions, *, replicate_vocab: bool) -> WeightCache:
+    columns = options.prefill_schedule.columns
+    return WeightCache(group.device, pack=not options.compile, replicate_vocab=replicate_vocab, columns=columns)
+
+
+def _document(
+    rows: list[BenchRow],
+    options: BenchOptions,
+    network: Network,
+    surroundings: Environment,
+    checks: dict[str, ReferenceAgreement],
+    failed: dict[str, str],
+    *,
+    complete: bool,
+) -> BenchDocument:
+    return BenchDocument(
+        complete=complete,
+        options=options,
+        environment=surroundings,
+        rows=list(rows),
+        failed=failed,
+        checks=checks,
+        **network.document_figures(),
+    )
+
+
+# ---- what is timed ----
 
 
 class ParallelLlama(TPLlama):
-    """Attention and MLP of a layer read the same input, and one blocking all-reduce sums both (GPT-J's and PaLM's
+    """A Llama whose attention and MLP read the same input, and one blocking all-reduce sums both (GPT-J's and PaLM's
     block).
 
     With a Llama's weights its output means nothing: it was trained for something else. For timing only.
@@ -85,7 +198,7 @@ class ParallelLlama(TPLlama):
 
 
 def random_prompts(vocab: int, batch: int, prompt_len: int, seed: int) -> list[list[int]]:
-    """Ids [batch][prompt_len], the same on every rank."""
+    """Return ids [batch][prompt_len], equal on every rank."""
     numbers = torch.Generator().manual_seed(seed)
     ids: list[list[int]] = torch.randint(0, vocab, (batch, prompt_len), generator=numbers).tolist()
     return ids
@@ -116,234 +229,122 @@ class TimedGenerator(Timed):
         return middle - begin, (time.perf_counter() - middle) / self.decode_steps
 
     def eager(self) -> Generator:
-        """The generator on the same cache, without CUDA graphs."""
+        """Return the generator on the same cache, without CUDA graphs."""
         generator = self.generator
         return Generator(generator.model, generator.rope, generator.cache, schedule=generator.schedule)
 
 
-@dataclass
-class ModelVariant(RuntimeVariant):
-    """A model, or a baseline, by a schedule of its prefill."""
-
-    timed: TimedGenerator
-    silent: TimedGenerator
-
-
-class InferenceBench(RuntimeBench[ModelVariant, BenchDocument, BenchOptions]):
-    """Every checkpoint is compared with a reference before it is timed, and is not timed if it is another model; raises
-    UserError if all are."""
-
-    def __init__(self, group: Ranks, plan: BenchPlan[BenchOptions], console: Console) -> None:
-        super().__init__(group, plan, console)
-        if self.options.compile:
-            torch._dynamo.reset()
-        operations = choose_operations(group, plan.specs[0].torch_dtype, compile=self.options.compile)
-        self.environment = replace(self.environment, operations=operations.name)
-        if operations.note:
-            console.warn(operations.note)
-        self.weights = self._weight_cache(replicate_vocab=self.options.replicate_vocab)
-        self.checks: dict[str, ReferenceAgreement] = {}
-        self.failed: dict[str, str] = {}
-        self._check(reference_check.checked_specs(plan.specs, self.options))
-        self.specs = [spec for spec in plan.specs if spec.name not in self.failed]
-        if not self.specs:
-            raise UserError(f"{next(iter(self.failed.values()))}, so nothing was timed")
-
-    @property
-    def baselines(self) -> Sequence[str]:
-        """They are of the first model that was named: where that is not timed, there are none."""
-        return self.options.baselines if self.specs[0] is self.plan.specs[0] else ()
-
-    def _weight_cache(self, *, replicate_vocab: bool) -> WeightCache:
-        options = self.options
-        columns = options.prefill_schedule.columns
-        return WeightCache(
-            self.group.device, pack=not options.compile, replicate_vocab=replicate_vocab, columns=columns
-        )
-
-    def _check(self, specs: list[ModelSpec]) -> None:
-        if not specs:
-            return
-        options, group, schedule = self.options, self.group, self.options.prefill_schedule
-        collectives, weights = self.collectives, self.weights
-        if options.emulate_tp is not None:  # emulated sums are not sums: the whole model is checked on one rank
-            collectives, weights = Collectives(), self._weight_cache(replicate_vocab=False)
-        host, of_ranks = host_id(), group.gather((host_id(), cores()))
-        free = set().union(*(own for of_host, own in of_ranks if of_host == host))
-        with self.console.stage("computing the reference with transformers in float32"):
-            expected = group.broadcast(reference_check.references(specs, options, free) if group.is_main else None)
-        for spec in specs:
-            with self.console.stage(f"checking {spec.name} against transformers"):
-                reference = expected[spec.name]
-                columns = len(reference.ids[0])
-                # one row by itself: domino cuts it along its tokens
-                for rows in (len(reference.ids), *([1] if schedule.is_domino else [])):
-                    generator = open_generator(
-                        spec, collectives, weights, group, rows, columns, compile=options.compile
-                    )
-                    generator.schedule = schedule
-                    found = reference_check.check_against_reference(generator, reference.first(rows), spec, group)
-                    if isinstance(found, str):
-                        self.checks.pop(spec.name, None)
-                        self.failed[spec.name] = found
-                        break
-                    self.checks[spec.name] = found if rows > 1 else self.checks[spec.name].with_row(found)
-
-    def open(self, batch: int) -> list[ModelVariant]:
-        """The models first, then the baselines of the first; models of one shape share a cache, since only one runs at
-        a time."""
-        options, first = self.options, self.specs[0]
-        planned = [(spec.name, spec, MODEL_ROW) for spec in self.specs]
-        for baseline, name in (("parallel", PARALLEL), ("sequential", UNSCHEDULED)):
-            if baseline in self.baselines:
-                planned.append((name, first, BASELINE_ROW))
-        variants, cache = [], None
-        with self.console.stage("loading weights" if first.folder is not None else "making random weights"):
-            for name, spec, kind in planned:
-                timed: list[TimedGenerator] = []
-                for collectives in (self.collectives, self.silence):
-                    generator = open_generator(
-                        spec,
-                        collectives,
-                        self.weights,
-                        self.group,
-                        batch,
-                        options.prompt_len + options.output_len,
-                        compile=options.compile,
-                        model_class=ParallelLlama if name == PARALLEL else TPLlama,
-                        cache=cache,
-                    )
-                    cache = generator.cache
-                    generator.schedule = SEQUENTIAL if name == UNSCHEDULED else options.prefill_schedule
-                    timed.append(TimedGenerator(generator, options, batch))
-                overlapping = set(PHASES) if spec.layout.count(OVERLAPPED) else set()
-                overlapping |= {"prefill"} if options.prefill_schedule.is_domino else set()
-                promised = overlapping if kind == MODEL_ROW else set()
-                variants.append(ModelVariant(name, spec, timed[0], timed[1], promised, kind=kind))
-        for variant in variants:
-            self._check_messages(variant)
-        return variants
-
-    def _check_messages(self, variant: ModelVariant) -> None:
-        """Run a prefill and a decode step; raises UserError if a message is missing."""
-        prompts, generator = variant.timed.prompts, variant.timed.eager()
-        model, rows = generator.model, len(prompts)
-        sums = model.shape.layers if isinstance(model, ParallelLlama) else sent_sums(model.layout)
-        expected = functools.partial(expected_messages, model.shape, sums, variant.spec.torch_dtype.itemsize)
-        with sending_over(model, Recording(self.collectives, time.perf_counter)) as recording:
-            tokens = generator.prefill(prompts).argmax(-1)
-            due = expected(generator.schedule, rows, len(prompts[0]))
-            compare_messages(f"{variant.name}: a prefill", recording, due)
-            generator.decode_one_token(tokens)
-            compare_messages(f"{variant.name}: a decode step", recording, expected(SEQUENTIAL, rows, 1))
-
-    def operations(self, variant: ModelVariant) -> dict[str, PassOperations]:
-        prompts, generator = variant.silent.prompts, variant.silent.eager()
-        recorder = PassRecorder(self.silence, self.group.device)
-        with sending_over(generator.model, recorder.recording):
-            tokens = generator.prefill(prompts).argmax(-1)
-            after_prompt = generator.position
-            for _ in range(INSTRUMENTED_RUNS):
-                recorder.note("prefill", lambda: generator.prefill(prompts))
-            for _ in range(INSTRUMENTED_RUNS):
-                generator.position = after_prompt
-                recorder.note("decode", lambda: generator.decode_one_token(tokens))
-        # the embedding's are the same for every layout
-        parts = {"prefill": generator.schedule.parts(len(prompts), len(prompts[0])), "decode": 1}
-        shared = not generator.model.shape.replicate_vocab
-        return {phase: recorder.operations(phase, self.alone, embeddings=shared * parts[phase]) for phase in PHASES}
-
-    def rows(self, variants: list[ModelVariant], batch: int) -> list[BenchRow]:
-        found = []
-        for variant in variants:
-            row = self._row(variant, variant.timed, variants[0], batch)
-            found.append(
-                replace(
-                    row,
-                    communication={phase: _communication(variant, phase) for phase in PHASES},
-                    no_communication_samples_ms=variant.silent.samples_ms(),
-                    overlap=variant.overlap,
-                )
-            )
-            if variant is variants[0] and "no-comm" in self.baselines:
-                row = self._row(variant, variant.silent, variant, batch)
-                found.append(replace(row, model=NO_COMM, kind=BASELINE_ROW))
-        return found
-
-    def _row(self, variant: ModelVariant, timed: TimedGenerator, first: ModelVariant, batch: int) -> BenchRow:
-        """timed: with or without communication. first: what speed-ups are over."""
-        generator, options = timed.generator, self.options
-        return BenchRow(
-            **variant.model_figures(options.ranks, batch),
-            **inference_figures(timed.seconds, first.timed.seconds, options.decode_steps, batch),
-            kind=variant.kind,
-            checked=variant.name in self.checks,
-            emulated=options.emulate_tp is not None,
-            weight_bytes=generator.model.weights.nbytes,
-            kv_cache_bytes=generator.cache.nbytes,
-            peak_memory_bytes=variant.timed.peak_memory_bytes,
-            samples_ms=timed.samples_ms(),
-            schedule=generator.schedule.name,
-        )
-
-    def trace(self, variant: ModelVariant, path: Path) -> Overlap:
-        prompts, generator = variant.timed.prompts, variant.timed.eager()
-
-        def steps() -> None:
-            tokens = generator.prefill(prompts).argmax(-1)
-            for _ in range(min(TRACED_STEPS, self.options.decode_steps)):
-                tokens = generator.decode_one_token(tokens).argmax(-1)
-
-        with sending_over(generator.model, Traced(self.collectives)) as traced:
-            overlap = trace(steps, path, self.group.device, traced, self.alone_seconds)
-        return self.judged(overlap, promised=bool(variant.overlapping))
-
-    def document(self, rows: list[BenchRow], *, complete: bool) -> BenchDocument:
-        return BenchDocument(**self.document_figures(rows, complete=complete), checks=self.checks, failed=self.failed)
-
-
-def _communication(variant: ModelVariant, phase: str) -> PhaseCommunication:
-    plain = variant.communication(phase)
-    if phase == "decode" and variant.silent.generator.graphs:
-        # the compute that covers was seen without CUDA graphs, so far longer
-        plain = replace(plain, hideable_ms=None, predicted_ms=None)
-    hidden = phase in variant.overlapping and plain.hideable_ms
-    return PhaseCommunication(
-        **vars(plain),
-        vocabulary_alone_ms=variant.operations[phase].vocabulary * 1e3,
-        hidden_share=plain.hidden_ms / hidden if hidden else None,
-    )
-
-
-def measure_inference(group: Ranks, plan: BenchPlan[BenchOptions], console: Console) -> BenchDocument:
-    """One rank's part. Raises UserError if a model is not what it should be, or does not fit into memory."""
-    check_bench_memory(plan.specs, plan.options, group)
-    with torch.inference_mode():
-        return InferenceBench(group, plan, console).measure()
-
-
-def bench(
-    choice: ModelChoice,
+def _open_variants(
+    group: Ranks,
+    specs: Sequence[ModelSpec],
     options: BenchOptions,
-    link: str | None = None,
-    *,
-    out: Path | None = None,
-    plot: Path | None = None,
-    console: Console = SILENT,
-) -> BenchDocument:
-    """Check and time the chosen models against each other; returns the result, and shows it where the console speaks.
+    baselines: Sequence[str],
+    network: Network,
+    weights: WeightCache,
+    batch: int,
+    console: Console,
+) -> list[Variant]:
+    """Open the models, then the baselines of the first; models of one shape share a cache, since only one runs at a
+    time. Raises UserError if one sends other messages than its layout asks for."""
+    planned = [(spec.name, spec, MODEL_ROW) for spec in specs]
+    for baseline, name in (("parallel", PARALLEL), ("sequential", UNSCHEDULED)):
+        if baseline in baselines:
+            planned.append((name, specs[0], BASELINE_ROW))
+    variants: list[Variant] = []
+    cache: KVCache | None = None
+    with console.stage("loading weights" if specs[0].folder is not None else "making random weights"):
+        for name, spec, kind in planned:
+            timed: list[TimedGenerator] = []
+            for collectives in (network.collectives, network.silence):
+                generator = open_generator(
+                    spec,
+                    collectives,
+                    weights,
+                    group,
+                    batch,
+                    options.prompt_len + options.output_len,
+                    compile=options.compile,
+                    model_class=ParallelLlama if name == PARALLEL else TPLlama,
+                    cache=cache,
+                )
+                cache = generator.cache
+                generator.schedule = SEQUENTIAL if name == UNSCHEDULED else options.prefill_schedule
+                timed.append(TimedGenerator(generator, options, batch))
+            overlapping = set(PHASES) if spec.layout.count(OVERLAPPED) else set()
+            overlapping |= {"prefill"} if options.prefill_schedule.is_domino else set()
+            promised = overlapping if kind == MODEL_ROW else set()
+            variants.append(Variant(name, spec, timed[0], timed[1], kind, promised))
+    for variant in variants:
+        _record_messages(variant, network)
+    return variants
 
-    link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it. out: a JSON file, which is written
-    after each batch size, and before traces are made. plot: draws ``plot``.png and ``plot``.svg. Raises UsageError or
-    UserError for what cannot be measured, where a model fails the reference check, and where a trace disproves an
-    overlap; what was measured is kept in ``out`` and shown.
-    """
-    check_device(options.device)
-    kept = KeptDocument(out, plot, console, show_bench, plot_bench)
-    document = kept.measured(measure_inference, plan_bench(choice, options, link), device=options.device)
-    if document.failed:
-        first, *others = document.failed.values()
-        raise UserError(f"{first}, so it was not timed" + (f", and neither were {len(others)} more" if others else ""))
-    domino = options.schedule != "sequential"
-    check_overlaps(document.disproved, f"--schedule {options.schedule}" if domino else "the layout")
-    return document
+
+def _record_messages(variant: Variant, network: Network) -> None:
+    """Run a prefill and a decode step, and note what they send."""
+    prompts, generator = variant.timed.prompts, variant.timed.eager()
+    model, rows, schedule = generator.model, len(prompts), generator.schedule
+    sums = model.shape.layers if isinstance(model, ParallelLlama) else sent_sums(model.layout)
+    expected = functools.partial(expected_messages, model.shape, sums, variant.spec.torch_dtype.itemsize)
+    shared = not model.shape.replicate_vocab
+    with sending_over(model, Recording(network.collectives, time.perf_counter)) as recording:
+        tokens = generator.prefill(prompts).argmax(-1)
+        due, parts = expected(schedule, rows, len(prompts[0])), schedule.parts(rows, len(prompts[0]))
+        prefill = take_messages(f"{variant.name}: a prefill", recording, due, parts * shared)
+        generator.decode_one_token(tokens)
+        due = expected(SEQUENTIAL, rows, 1)
+        decode = take_messages(f"{variant.name}: a decode step", recording, due, int(shared))
+    variant.messages = {"prefill": prefill, "decode": decode}
+
+
+def _rows(
+    variants: Sequence[Variant],
+    options: BenchOptions,
+    baselines: Sequence[str],
+    network: Network,
+    checks: dict[str, ReferenceAgreement],
+    batch: int,
+) -> list[BenchRow]:
+    first, rows = variants[0], []
+    for variant in variants:
+        generator = variant.timed.generator
+        figures: dict[str, Any] = {
+            **variant.row_figures(options.ranks, batch),
+            "kind": variant.kind,
+            "schedule": generator.schedule.name,
+            "checked": variant.name in checks,
+            "emulated": options.emulate_tp is not None,
+            "weight_bytes": generator.model.weights.nbytes,
+            "kv_cache_bytes": generator.cache.nbytes,
+        }
+        speed = functools.partial(inference_figures, decode_steps=options.decode_steps, batch=batch)
+        rows.append(
+            BenchRow(
+                **figures,
+                **speed(variant.timed.seconds, first.timed.seconds),
+                communication={phase: network.communication(variant, phase) for phase in PHASES},
+                no_communication_samples_ms=variant.silent.samples_ms(),
+            )
+        )
+        if variant is first and "no-comm" in baselines:
+            figures |= {"model": NO_COMM, "kind": BASELINE_ROW, "checked": False, "overlap": None}
+            figures["samples_ms"] = variant.silent.samples_ms()
+            rows.append(BenchRow(**figures, **speed(variant.silent.seconds, first.timed.seconds)))
+    return rows
+
+
+def _trace(
+    variant: Variant, options: BenchOptions, network: Network, path: Path, device: torch.device
+) -> dict[str, Overlap]:
+    prompts, generator = variant.timed.prompts, variant.timed.eager()
+
+    def run() -> None:
+        with record_function("prefill"):
+            tokens = generator.prefill(prompts).argmax(-1)
+            synchronize(device)
+        with record_function("decode"):
+            for _ in range(min(TRACED_STEPS, options.decode_steps)):
+                tokens = generator.decode_one_token(tokens).argmax(-1)
+            synchronize(device)
+
+    with sending_over(generator.model, Traced(network.collectives)) as traced:
+        return network.judged(trace(run, PHASES, path, device, traced, network.alone_seconds), variant)

@@ -1,4 +1,4 @@
-"""What ``ladderize bench`` was asked for, and all that its arguments alone decide.
+"""The options of ``ladderize bench``, and all that its arguments alone decide.
 
 No torch here: the command line takes its defaults from these classes, and ``--help`` is instant.
 """
@@ -37,10 +37,13 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule, ScheduleName
 
 LAYOUT_NAMES = {"dense": (), "ladder": ("ladder",), "spd": ("spd",), "spd+ladder": ("spd", "ladder")}
 BASELINES = ("parallel", "no-comm", "sequential")
+# with --engine vllm: the first model, which is dense, in the class that runs layouts; in vLLM's own class with norms
+# that are not fused into the all-reduces before them; and there twice at the same time, on half of the ranks each
+PLUGIN, UNFUSED, REPLICAS = VLLM_BASELINES = ("plugin", "unfused", "replicas")
 
 
 def parse_counts(text: str, option: str = "--batch-size") -> tuple[int, ...]:
-    """``1,8,64``, each number once."""
+    """Read ``1,8,64``, each number once."""
     try:
         sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -55,7 +58,7 @@ BATCH_SIZES = Option(
     "A,B",
     flags="--batch-size",
     parse=parse_counts,
-    shown="1; 2 with --train; 1,8,64 with --engine vllm",
+    shown="1; 2 with --train",
 )
 PROMPT_LEN = Option("Tokens per prompt.", min=1)
 OUTPUT_LEN = Option("Tokens to generate. The prefill makes the first one.", min=2)
@@ -65,7 +68,7 @@ COUNTED_ROUNDS = Option("Rounds that are counted. Medians are reported.", min=1)
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """What to time: checkpoints, or one shape with random weights in several layouts. None was not given."""
+    """The models to time: checkpoints, or one shape with random weights in several layouts. None was not given."""
 
     models: tuple[str, ...] = argument("[MODEL]...", "Checkpoints. The first is the reference.", ())
     random_weights: str | None = option(f"Time a shape instead of checkpoints: {SHAPE_NAMES}.", metavar="CONFIG")
@@ -86,8 +89,8 @@ class ModelChoice:
 
 
 @dataclass(frozen=True)
-class RoundsOptions(Record):
-    """What every benchmark is asked: over how many ranks, and how often. None was not given."""
+class GroupOptions(Record):
+    """How every benchmark is run: over which ranks, and how often. None was not given."""
 
     tp_size: int = option(TP_SIZE, 1)
     batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1,))
@@ -98,15 +101,6 @@ class RoundsOptions(Record):
     )
     threads: int | None = option(THREADS)
     seed: int = option(SEED_OF_ROUNDS, 0)
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-
-
-@dataclass(frozen=True)
-class GroupOptions(RoundsOptions):
-    """What is asked of the runtime, for inference and for training."""
-
     backend: BackendName = option(
         BACKEND, "auto", help="How ranks communicate. none: no communication, for timing only; results are wrong."
     )
@@ -127,18 +121,21 @@ class GroupOptions(RoundsOptions):
         "Domino: parts in which a sub-module's sum is computed and sent.", min=1, shown=str(Schedule.columns)
     )
 
+    def __post_init__(self) -> None:
+        check_choices(self)
+
     @property
     def ranks(self) -> int:
-        """Ranks that the model is split over, real or emulated."""
+        """The number of ranks that the model is split over, real or emulated."""
         return self.emulate_tp or self.tp_size
 
     @property
     def ranks_option(self) -> str:
-        """The option that said how many."""
+        """The option that gave their number."""
         return "--tp-size" if self.emulate_tp is None else "--emulate-tp"
 
     def scheduled(self, name: str) -> Schedule:
-        """The schedule of this name, domino with the chunks and columns that were asked for."""
+        """Return the schedule of this name, domino with the chunks and columns that were asked for."""
         if name != "domino":
             return SEQUENTIAL
         given = {"chunks": self.domino_chunks, "columns": self.domino_columns}
@@ -146,8 +143,8 @@ class GroupOptions(RoundsOptions):
 
 
 @dataclass(frozen=True)
-class InferenceLengths:
-    """What is asked of inference, on the runtime and in vLLM."""
+class BenchOptions(GroupOptions):
+    """How to time inference: ``options`` of bench.json. vLLM heeds a part of them (``VLLM_OPTIONS``)."""
 
     prompt_len: int = option(PROMPT_LEN, 128)
     output_len: int = option(OUTPUT_LEN, 33)
@@ -159,17 +156,6 @@ class InferenceLengths:
         metavar="A,B",
         parse=split_names,
     )
-
-    @property
-    def decode_steps(self) -> int:
-        """Tokens after the first, which belongs to the prefill."""
-        return self.output_len - 1
-
-
-@dataclass(frozen=True)
-class BenchOptions(InferenceLengths, GroupOptions):
-    """How to time inference: ``options`` of bench.json."""
-
     replicate_vocab: bool = option(REPLICATE_VOCAB, False)
     compile: bool = option(COMPILE, False)
     schedule: ScheduleName = option(
@@ -179,13 +165,22 @@ class BenchOptions(InferenceLengths, GroupOptions):
     )
 
     @property
+    def decode_steps(self) -> int:
+        """The number of tokens after the first, which belongs to the prefill."""
+        return self.output_len - 1
+
+    @property
     def prefill_schedule(self) -> Schedule:
-        """When the parts of a prefill run; a decode step is always one part."""
+        """The schedule of the prefill; a decode step is always one part."""
         return self.scheduled(self.schedule)
 
 
+VLLM_OPTIONS = {"tp_size", "batch_size", "warmup", "repeat", "profile", "threads", "seed", "prompt_len", "output_len",
+                "baselines"}  # fmt: skip
+
+
 def parse_schedules(text: str) -> tuple[str, ...]:
-    """``sequential,domino``, in this order however they are named."""
+    """Read ``sequential,domino``, in this order however they are named."""
     known = get_args(ScheduleName)
     names = [name.strip() for name in text.split(",")]
     if not set(names) <= set(known):
@@ -213,9 +208,39 @@ class TrainingBenchOptions(GroupOptions):
         return [self.scheduled(name) for name in self.schedules]
 
 
-def check_rounds_usage(choice: ModelChoice, options: RoundsOptions) -> None:
-    """Raise UsageError for models that do not go together, and numbers that are none. The command line checks most of
-    them by itself; from Python anything can come."""
+def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | None) -> None:
+    """Raise UsageError for arguments that do not go together or take no effect. link: of ``--link``."""
+    _check_group_usage(choice, options, link, (options.schedule,), "--schedule")
+    _check_baselines(options, BASELINES)
+    if "parallel" in options.baselines and options.schedule != "sequential":
+        raise UsageError(f"--baselines parallel runs sequentially; leave it out, or --schedule {options.schedule}")
+    if "sequential" in options.baselines and options.schedule == "sequential":
+        raise UsageError("--baselines sequential has no effect without --schedule domino: every model is timed so")
+
+
+def check_vllm_usage(choice: ModelChoice, options: BenchOptions) -> None:
+    """Raise UsageError for arguments of ``--engine vllm`` that do not go together."""
+    _check_models_usage(choice, options)
+    _check_baselines(options, VLLM_BASELINES)
+    if REPLICAS in options.baselines and options.tp_size % 2:
+        raise UsageError(
+            f"--baselines {REPLICAS} needs an even number of ranks, half for each of two, and --tp-size is"
+            f" {options.tp_size}"
+        )
+
+
+def check_training_usage(choice: ModelChoice, options: TrainingBenchOptions, link: str | None) -> None:
+    """Raise UsageError for arguments of ``--train`` that do not go together or take no effect."""
+    if choice.dtype == "float16":
+        raise UsageError("--dtype float16 has too small a range for training; use bfloat16 or float32")
+    if not options.schedules or set(options.schedules) - set(get_args(ScheduleName)):
+        raise UsageError(f"--schedules {options.schedules} must name {' or '.join(get_args(ScheduleName))}")
+    _check_group_usage(choice, options, link, options.schedules, "--schedules")
+
+
+def _check_models_usage(choice: ModelChoice, options: GroupOptions) -> None:
+    """Raise UsageError for models that do not go together, and for numbers that are none. The command line checks most
+    of them by itself; from Python anything can come."""
     if bool(choice.models) == (choice.random_weights is not None):
         raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
     for name in ("layout", "num_layers", "sync_tp_size"):
@@ -230,62 +255,39 @@ def check_rounds_usage(choice: ModelChoice, options: RoundsOptions) -> None:
         raise UsageError(f"--batch-size {options.batch_sizes} must name positive integers")
 
 
-def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | None) -> None:
-    """Raise UsageError for arguments that do not go together or take no effect. link: of ``--link``."""
-    _check_group_usage(choice, options, link, (options.schedule,), "--schedule")
-    if unknown := [name for name in options.baselines if name not in BASELINES]:
-        raise UsageError(f"--baselines {unknown[0]} is not one of {', '.join(BASELINES)}")
-    if "parallel" in options.baselines and options.schedule != "sequential":
-        raise UsageError(f"--baselines parallel runs sequentially; leave it out, or --schedule {options.schedule}")
-    if "sequential" in options.baselines and options.schedule == "sequential":
-        raise UsageError("--baselines sequential has no effect without --schedule domino: every model is timed so")
-    if options.replicate_vocab and options.ranks == 1:
-        raise UsageError("--replicate-vocab has no effect with one rank")
-    if not options.check and choice.random_weights is not None:
-        raise UsageError("--no-check has no effect with --random-weights: there is nothing to check")
-    if options.backend == "none" and not options.check:
-        raise UsageError("--no-check has no effect with --backend none, which sums nothing and is never checked")
-
-
-def check_training_usage(choice: ModelChoice, options: TrainingBenchOptions, link: str | None) -> None:
-    """The same of ``--train``."""
-    if choice.dtype == "float16":
-        raise UsageError("--dtype float16 has too small a range for training; use bfloat16 or float32")
-    if not options.schedules or set(options.schedules) - set(get_args(ScheduleName)):
-        raise UsageError(f"--schedules {options.schedules} must name {' or '.join(get_args(ScheduleName))}")
-    if len(set(options.schedules)) < len(options.schedules):
-        raise UsageError("--schedules names one twice; every variant is timed once")
-    _check_group_usage(choice, options, link, options.schedules, "--schedules")
+def _check_baselines(options: BenchOptions, known: Sequence[str]) -> None:
+    for name in options.baselines:
+        if name not in known:
+            raise UsageError(f"--baselines {name} is not one of {', '.join(known)}")
+        if options.baselines.count(name) > 1:
+            raise UsageError(f"--baselines names {name} twice")
 
 
 def _check_group_usage(
-    choice: ModelChoice, options: GroupOptions, link: str | None, schedules: tuple[str, ...], asked_by: str
+    choice: ModelChoice, options: GroupOptions, link: str | None, schedules: tuple[str, ...], schedules_option: str
 ) -> None:
-    """The same of what both have. asked_by: the option that names the schedules."""
-    check_rounds_usage(choice, options)
-    if options.backend != "auto" and options.ranks == 1:
-        raise UsageError(f"--backend {options.backend} has no effect with one rank; leave it out or raise --tp-size")
+    _check_models_usage(choice, options)
     if (options.emulate_tp is None) != (link is None):
         raise UsageError("--emulate-tp and --link must be given together")
     if options.emulate_tp is not None and options.tp_size != 1:
         raise UsageError("--emulate-tp runs one process in place of a group; leave --tp-size out")
-    if options.emulate_tp is not None and options.backend != "auto":
-        raise UsageError("--backend has no effect with --emulate-tp")
+    if options.backend != "auto" and options.tp_size == 1:
+        raise UsageError(f"--backend {options.backend} has no effect in one process; leave it out or raise --tp-size")
     if options.profile is not None and (options.backend == "none" or options.ranks == 1):
         silent = "--backend none" if options.backend == "none" else "one rank"
         raise UsageError(f"--profile measures overlap of communication with compute; {silent} has no communication")
     if "domino" in schedules:
         if options.ranks == 1:
-            raise UsageError(f"{asked_by} domino hides communication, and one rank has none; raise --tp-size")
+            raise UsageError(f"{schedules_option} domino hides communication, and one rank has none; raise --tp-size")
         options.scheduled("domino")  # checks its numbers
         return
     for name in ("domino_chunks", "domino_columns"):
         if getattr(options, name) is not None:
-            raise UsageError(f"{flag(name)} has no effect without {asked_by} domino")
+            raise UsageError(f"{flag(name)} has no effect without {schedules_option} domino")
 
 
 def layout_names(text: str | None) -> list[str]:
-    """The parts of ``--layout``; all layouts where it was not given."""
+    """Return the parts of ``--layout``; all layouts where it was not given."""
     names = list(LAYOUT_NAMES) if text is None else list(split_names(text))
     if not names or len(set(names)) < len(names):
         raise UsageError(f"--layout {text!r} names no layout, or one twice")
@@ -293,8 +295,10 @@ def layout_names(text: str | None) -> list[str]:
 
 
 def named_layout(text: str, num_layers: int, sync_tp_size: int, *, more: Sequence[str] = ()) -> Layout:
-    """``ladder`` is all layers, ``ladder=16:32`` some; likewise dense, spd and spd+ladder. more: what else --layout
-    takes, for the message."""
+    """Return the layout of a name: ``ladder`` is all layers, ``ladder=16:32`` some; likewise spd and spd+ladder.
+
+    more: further names that --layout takes, for the message.
+    """
     name, equals, ranges = text.partition("=")
     if name not in LAYOUT_NAMES or (equals and name == "dense"):
         raise UsageError(

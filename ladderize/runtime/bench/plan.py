@@ -1,19 +1,22 @@
-"""From the options of ``ladderize bench`` to checked models: everything that can be wrong is found before any process
-starts."""
+"""From the options of ``ladderize bench`` to checked models, and to the messages that each of them must send.
 
-from collections.abc import Iterable, Mapping
+All that can be wrong is found before any process starts.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 
-from ladderize.checkpoint.config import check_config, parameter_count
-from ladderize.console import human_bytes
+from ladderize.checkpoint.config import check_config
 from ladderize.errors import UsageError, UserError
-from ladderize.memory import available_bytes
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.cost_model import MemoryNeed, cache_bytes, prefill_bytes, weight_bytes
 from ladderize.runtime.bench.options import (
     BenchOptions,
     GroupOptions,
@@ -26,42 +29,42 @@ from ladderize.runtime.bench.reference_check import checked_specs, longest_check
 from ladderize.runtime.collectives.links import Link, parse_link
 from ladderize.runtime.launch import check_group_size
 from ladderize.runtime.schedule import Schedule
-from ladderize.runtime.shards import Shape, dense_config, read_shape, with_layers
+from ladderize.runtime.shards import Shape, cache_bytes, dense_config, read_shape, weight_bytes, with_layers
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, shape_spec
 
-Asked = TypeVar("Asked", bound=GroupOptions)
+SomeOptions = TypeVar("SomeOptions", bound=GroupOptions)
 
 
 @dataclass(frozen=True)
-class BenchPlan(Generic[Asked]):
+class BenchPlan(Generic[SomeOptions]):
     """Checked models, how to time them, and the link that stands for the others of an emulated group.
 
-    longest_message: bytes of the longest message that is sent. in_flight: how many a rank may have sent before it waits
-    for the first of them.
+    longest_message: bytes of the longest message that is sent.
+    in_flight: messages that a rank may have sent before it waits for the first of them.
     """
 
     specs: list[ModelSpec]
-    options: Asked
+    options: SomeOptions
     link: Link | None
     longest_message: int
     in_flight: int = 1
 
 
 def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -> BenchPlan[BenchOptions]:
-    """Raises UsageError for what argv alone decides, UserError or LayoutError for the rest. link: as --link has it."""
+    """Raise UsageError for what argv alone decides, UserError or LayoutError for the rest. link: as --link has it."""
     check_bench_usage(choice, options, link)
     parsed = parsed_link(options, link)
     specs, schedule, batch = chosen_models(choice, options), options.prefill_schedule, max(options.batch_sizes)
     for spec in specs:
-        check_positions(spec, options.prompt_len, options.output_len)
+        check_positions(spec, options)
         check_cuts(spec, schedule, options, options.prompt_len, "--prompt-len")
         if parsed is not None:  # refuses what the link's time is not known for
             width = spec.torch_dtype.itemsize
             parsed.seconds(width * spec.config["hidden_size"] * batch * options.prompt_len)
             if not options.replicate_vocab:
                 parsed.seconds(width * spec.config["vocab_size"] * batch)
-    if "parallel" in options.baselines and not specs[0].layout.is_dense:
-        raise UserError(f"--baselines parallel needs a dense model as the first one, and {specs[0].name} is not dense")
+    if "parallel" in options.baselines:
+        check_dense("parallel", specs[0])
     make_profile_folder(options.profile)
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
     longest = max(hidden * batch * options.prompt_len, vocab * batch)
@@ -70,45 +73,12 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
     return BenchPlan(specs, options, parsed, 4 * longest, schedule.in_flight)
 
 
-def parsed_link(options: GroupOptions, link: str | None) -> Link | None:
-    """The link of an emulated group. Raises UsageError or UserError for what is none, and for ranks that are not
-    there."""
-    if link is not None:
-        return parse_link(link, options.ranks)
-    check_group_size(options.tp_size, options.device)
-    return None
-
-
-def check_cuts(spec: ModelSpec, schedule: Schedule, options: GroupOptions, tokens: int, tokens_name: str) -> None:
-    """Raise UserError unless the schedule can cut every batch. tokens_name: the option that says how many in a row."""
-    for rows in options.batch_sizes:
-        schedule.check(rows, tokens, int(spec.config["hidden_size"]), rows_name="--batch-size", tokens_name=tokens_name)
-
-
-def make_profile_folder(folder: Path | None) -> None:
-    """Where ``--profile`` writes to, if it was given; raises UserError for what is no folder."""
-    if folder is not None:
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"--profile {folder} is not a folder")
-        folder.mkdir(parents=True, exist_ok=True)
-
-
-def check_positions(spec: ModelSpec, prompt_len: int, output_len: int) -> None:
-    """Raise UserError for more tokens than the model handles."""
-    tokens = prompt_len + output_len
-    if tokens > spec.positions:
-        raise UserError(
-            f"{spec.name}: --prompt-len and --output-len make {tokens} tokens, over the model's {spec.positions}"
-            " positions"
-        )
-
-
 def chosen_models(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]:
-    """The checked models that ``choice`` names, split over the ranks of ``options``."""
-    ranks, asked_by = options.ranks, options.ranks_option
+    """Return the checked models that ``choice`` names, split over the ranks of ``options``."""
+    ranks, option = options.ranks, options.ranks_option
     if choice.random_weights is None:
         return [
-            checkpoint_spec(model, tp_size=ranks, dtype=choice.dtype, revision=choice.revision, option=asked_by)
+            checkpoint_spec(model, tp_size=ranks, dtype=choice.dtype, revision=choice.revision, option=option)
             for model in choice.models
         ]
     config = read_shape(choice.random_weights)
@@ -122,58 +92,105 @@ def chosen_models(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]
     if choice.sync_tp_size is not None and not any(layout.spd_layers for _, layout in layouts):
         raise UsageError("--sync-tp-size has no effect: none of --layout drops a sync point")
     return [
-        shape_spec(config, layout, name=name, tp_size=ranks, dtype=choice.dtype, option=asked_by)
+        shape_spec(config, layout, name=name, tp_size=ranks, dtype=choice.dtype, option=option)
         for name, layout in layouts
     ]
 
 
-# ---- memory ----
+def parsed_link(options: GroupOptions, link: str | None) -> Link | None:
+    """Return the link of an emulated group. Raises UsageError or UserError for what is none, and for ranks that are not
+    there."""
+    if link is not None:
+        return parse_link(link, options.ranks)
+    check_group_size(options.tp_size, options.device)
+    return None
 
 
-def memory_need(specs: Iterable[ModelSpec], options: BenchOptions, device: torch.device) -> MemoryNeed:
-    """Of the largest batch. Weights that layouts share are counted once; what is not known is left out."""
-    weights: dict[object, int] = {}
-    cache = prefill = 0
-    batch, columns = max(options.batch_sizes), options.prompt_len + options.output_len
+def check_cuts(spec: ModelSpec, schedule: Schedule, options: GroupOptions, tokens: int, tokens_name: str) -> None:
+    """Raise UserError unless the schedule can cut every batch. tokens_name: the option that gives a row's tokens."""
+    for rows in options.batch_sizes:
+        schedule.check(rows, tokens, int(spec.config["hidden_size"]), rows_name="--batch-size", tokens_name=tokens_name)
+
+
+def check_positions(spec: ModelSpec, options: BenchOptions) -> None:
+    """Raise UserError for more tokens than the model handles."""
+    tokens = options.prompt_len + options.output_len
+    if tokens > spec.positions:
+        raise UserError(
+            f"{spec.name}: --prompt-len and --output-len make {tokens} tokens, over the model's {spec.positions}"
+            " positions"
+        )
+
+
+def check_dense(baseline: str, spec: ModelSpec) -> None:
+    """Raise UserError for a baseline of a model that is not dense."""
+    if not spec.layout.is_dense:
+        raise UserError(f"--baselines {baseline} needs a dense model as the first one, and {spec.name} is not dense")
+
+
+def make_profile_folder(folder: Path | None) -> None:
+    """Make the folder that ``--profile`` writes to, if it was given; raise UserError for what is no folder."""
+    if folder is not None:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--profile {folder} is not a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def needed_bytes(specs: Sequence[ModelSpec], options: BenchOptions, device: torch.device) -> tuple[int, int]:
+    """Return the bytes of one rank's weights, those that layouts share counted once, and of the largest batch's KV
+    cache, which one model has at a time."""
+    weights, caches = {}, []
     for spec in specs:
         shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0, replicate_vocab=options.replicate_vocab)
-        width = spec.torch_dtype.itemsize
-        weights[spec.weights_key(shape)] = weight_bytes(shape, width, packed=device.type == "cpu")
-        stored = 4 if device.type == "cpu" else width  # see KVCache
-        cache = max(cache, cache_bytes(shape, batch, columns, stored))
-        prefill = max(prefill, prefill_bytes(shape, batch, options.prompt_len, width))
-    return MemoryNeed(sum(weights.values()), cache, prefill)
+        width, on_cpu = spec.torch_dtype.itemsize, device.type == "cpu"
+        weights[spec.weights_key(shape)] = weight_bytes(shape, width, packed=on_cpu)
+        columns = options.prompt_len + options.output_len
+        caches.append(cache_bytes(shape, max(options.batch_sizes), columns, 4 if on_cpu else width))  # see KVCache
+    return sum(weights.values()), max(caches)
 
 
-def check_bench_memory(specs: list[ModelSpec], options: BenchOptions, group: Ranks) -> None:
-    """Raise UserError if the ranks of this machine cannot hold the models. All ranks call it."""
-    need = memory_need(specs, options, group.device)
-    parts = {"weights take": need.weights, "the KV cache": need.kv_cache, "the prefill": need.prefill}
-    free = check_ranks_memory(specs[0].name, parts, "--prompt-len", group)
-    if free is None or not options.check or options.emulate_tp is None:
-        return
-    for spec in (spec for spec in specs if spec.folder is not None):
-        whole = parameter_count(spec.config) * spec.torch_dtype.itemsize
-        if whole > free:  # under emulation the reference check loads all of a model, not one rank's part
-            raise UserError(
-                f"{spec.name}: the correctness check runs the whole model, which takes {human_bytes(whole)}, and"
-                f" {human_bytes(free)} are free; --no-check skips it and labels the results unchecked"
-            )
+def check_bench_memory(needed: int, group: Ranks) -> None:
+    """Raise UserError if the ranks of this machine cannot hold so much each: the system would start to kill
+    processes. All ranks call it."""
+    advice = "choose fewer or smaller models, fewer layers, a smaller --batch-size, or more ranks"
+    check_room(needed, group.device, "what is timed", advice, processes=group.local_size)
 
 
-def check_ranks_memory(name: str, parts: Mapping[str, int], length: str, group: Ranks) -> int | None:
-    """Raise UserError if the ranks of this machine cannot hold ``parts``, the bytes of each rank by what they are for;
-    returns the free bytes, None where the system does not say.
+# ---- the messages of a pass ----
 
-    On a CPU the ranks of a machine share its memory; each GPU has its own. length: the option that makes rows shorter.
+
+def sent_sums(layout: Layout) -> int:
+    """The number of sync points at which something is sent."""
+    return sum(mode != DROPPED for mode in (*layout.attention_sync, *layout.mlp_sync))
+
+
+def read_sums(layout: Layout) -> int:
+    """The number of sync points after whose sum a sub-module reads the stream, so that a gradient comes back for it.
+
+    An overlapped sum is there when the next sub-module has computed; if that one's own sum then blocks, the sub-module
+    after it reads the stream with both.
     """
-    free = available_bytes(group.device)
-    sharing = group.local_size if group.device.type == "cpu" else 1
-    if free is not None and sharing * sum(parts.values()) > free:
-        texts = [f"{what} {human_bytes(count)}" for what, count in parts.items()]
-        raise UserError(
-            f"{name}: {', '.join(texts[:-1])} and {texts[-1]} of memory"
-            f"{f' on each of {sharing} ranks' if sharing > 1 else ''}, and {human_bytes(free)} are free; choose a"
-            f" smaller model or --batch-size, a shorter {length}, fewer layers or models, or more ranks"
-        )
-    return free
+    modes = [mode for modes in zip(layout.attention_sync, layout.mlp_sync, strict=True) for mode in modes]
+    return sent_sums(layout) - sum(pair == (OVERLAPPED, BLOCKING) for pair in pairwise(modes))
+
+
+def expected_messages(
+    shape: Shape, sums: int, itemsize: int, schedule: Schedule, rows: int, tokens: int
+) -> Counter[int]:
+    """Return how many messages of how many bytes one forward pass over ``rows`` x ``tokens`` sends.
+
+    The embedding's are among them where ranks share it. Each part of the schedule sends its own, a layer's in column
+    parts.
+
+    sums: of the layers.
+    itemsize: bytes of a number of the stream.
+    """
+    sent: Counter[int] = Counter()
+    parts = schedule.parts(rows, tokens)
+    whole = rows if rows > 1 else tokens
+    for part in range(parts):
+        cut = (whole // parts + (part < whole % parts)) * (tokens if rows > 1 else 1)
+        width = cut * shape.hidden * itemsize
+        sent[width // schedule.columns] += schedule.columns * sums
+        sent[width] += not shape.replicate_vocab
+    return +sent

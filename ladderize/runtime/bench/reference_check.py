@@ -20,18 +20,15 @@ import torch
 from torch import Tensor
 
 from ladderize.blocks import Blocks, open_checkpoint, window_streams
-from ladderize.checkpoint.config import parameter_count
-from ladderize.console import human_bytes
-from ladderize.errors import UserError
-from ladderize.files.records import Record
-from ladderize.memory import available_bytes
-from ladderize.ranks.group import Ranks
+from ladderize.console import Console
+from ladderize.ranks.group import Ranks, host_id
 from ladderize.ranks.threads import cores
+from ladderize.runtime.bench.document import ReferenceAgreement
 from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import Generator
 from ladderize.runtime.launch import started
-from ladderize.runtime.shards import with_layers
-from ladderize.runtime.spec import ModelSpec
+from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
 
 TEXTS = 2
 # The longer prompt is as long as those that are timed, within these limits: a short one shows neither a wrong position
@@ -66,40 +63,15 @@ class Reference:
     largest_error: float
 
     def first(self, texts: int) -> "Reference":
-        """The same of the first texts alone."""
+        """Return the reference of the first texts alone."""
         return dataclasses.replace(self, ids=self.ids[:texts], logits=self.logits[:texts])
 
 
-@dataclass(frozen=True)
-class ReferenceAgreement(Record):
-    """How far a model is off the reference: its largest difference of a logit, the root mean square of all differences
-    (None in older documents), and how many of the decoded tokens were the reference's. prompt_tokens: of the two
-    prompts, padded to one length where they differ."""
-
-    logit_difference: float
-    tolerance: float
-    equal_greedy_tokens: int
-    greedy_tokens: int
-    prompt_tokens: list[int]
-    decode_steps: int
-    rms_difference: float | None = None
-    rms_tolerance: float | None = None
-
-    def with_row(self, other: "ReferenceAgreement") -> "ReferenceAgreement":
-        """Together with what was found of one text by itself."""
-        return dataclasses.replace(
-            self,
-            logit_difference=max(self.logit_difference, other.logit_difference),
-            rms_difference=max(self.rms_difference or 0.0, other.rms_difference or 0.0),
-            equal_greedy_tokens=self.equal_greedy_tokens + other.equal_greedy_tokens,
-            greedy_tokens=self.greedy_tokens + other.greedy_tokens,
-        )
-
-
 def text_lengths(positions: int, prompt_len: int) -> tuple[int, int, int]:
-    """Tokens of the longer prompt, of the shorter prompt, and decode steps after either.
+    """Return the tokens of the longer prompt, of the shorter prompt, and the decode steps after either.
 
-    positions: of the model. prompt_len: of the prompts that are timed.
+    positions: of the model.
+    prompt_len: of the prompts that are timed.
     """
     steps = min(DECODE_STEPS, positions // 2)
     longer = min(max(prompt_len, SHORTEST_PROMPT), LONGEST_PROMPT, positions - steps)
@@ -107,14 +79,14 @@ def text_lengths(positions: int, prompt_len: int) -> tuple[int, int, int]:
 
 
 def checked_specs(specs: list[ModelSpec], options: BenchOptions) -> list[ModelSpec]:
-    """The models that are compared with a reference: checkpoints whose sums are sums, or emulated."""
+    """Return the models that are compared with a reference: checkpoints whose sums are sums, or emulated."""
     if not options.check or options.backend == "none":
         return []
     return [spec for spec in specs if spec.folder is not None]
 
 
 def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
-    """Elements of the largest message that the check sends: hidden states of the texts, or logits of them."""
+    """The number of elements of the longest message that the check sends: hidden states of the texts, or logits."""
     longer, _, steps = text_lengths(max(spec.positions for spec in specs), prompt_len)
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
     return TEXTS * max(hidden * (longer + steps), vocab * PIECE)
@@ -123,16 +95,11 @@ def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
 def references(
     specs: list[ModelSpec], options: BenchOptions, on: Collection[int] | None = None
 ) -> dict[str, Reference]:
-    """The reference of each checkpoint, computed in a process of its own, so that this one's memory stays what the
-    runtime needs. on: the cores to compute on, those of ranks that wait among them; None: this rank's."""
-    for spec in specs:
-        # a layer, embedding and LM head
-        need, free = 4 * parameter_count(with_layers(spec.config, 1)), available_bytes(torch.device(options.device))
-        if free is not None and need > free:
-            raise UserError(
-                f"{spec.name}: the fp32 reference of the correctness check takes {human_bytes(need)}, and"
-                f" {human_bytes(free)} are free; --no-check skips it and labels the results unchecked"
-            )
+    """Return the reference of each checkpoint, computed in a process of its own, so that this one's memory stays what
+    the runtime needs.
+
+    on: the cores to compute on, those of ranks that wait among them; None: this rank's.
+    """
     arguments = specs, options.device, options.prompt_len, on or cores()
     nowhere = Path(os.devnull)  # nobody is to be met there
     with started(_references, [arguments], options.device, None, nowhere, lambda value: None) as process:
@@ -149,7 +116,7 @@ def _references(
 
 
 def compute_reference(spec: ModelSpec, device: str, prompt_len: int) -> Reference:
-    """Random texts, and what transformers' layers make of them in float32: without padding, without a cache."""
+    """Return random texts, and what transformers' layers make of them in float32: without padding, without a cache."""
     torch.set_num_threads(len(cores()))
     longer, shorter, steps = text_lengths(spec.positions, prompt_len)
     tokens = longer + steps
@@ -166,7 +133,8 @@ def compute_reference(spec: ModelSpec, device: str, prompt_len: int) -> Referenc
 
 
 def _logits(spec: ModelSpec, device: str, ids: Tensor, positions: list[int], dtype: torch.dtype) -> Tensor:
-    """Of transformers' layers in ``dtype``, after each of ``positions``: float32 [texts, len(positions), vocab]."""
+    """Return the logits of transformers' layers in ``dtype`` after each of ``positions``: float32 [texts,
+    len(positions), vocab]."""
     assert spec.folder is not None
     blocks = Blocks(open_checkpoint(str(spec.folder)), dtype, torch.device(device))
     with torch.no_grad():
@@ -175,7 +143,7 @@ def _logits(spec: ModelSpec, device: str, ids: Tensor, positions: list[int], dty
 
 
 class _Comparison:
-    """Collects the differences from a reference; ``failure``: the first that is too large, in words, else None."""
+    """The differences from a reference so far; ``failure``: the first that is too large, in words, else None."""
 
     def __init__(self, spec: ModelSpec, reference: Reference) -> None:
         self.expected = torch.from_numpy(reference.logits)
@@ -185,7 +153,7 @@ class _Comparison:
         self.tolerance = _LARGEST * (reference.largest_error + least)
         self.squares, self.count, self.largest, self.equal, self.tokens = 0.0, 0, 0.0, 0, 0
         self.failure: str | None = None
-        self._hold(
+        self._require(
             math.isfinite(reference.largest_error),
             f"transformers' own logits are NaN or infinite in {spec.dtype}: check the weights, or take another --dtype",
         )
@@ -194,14 +162,14 @@ class _Comparison:
     def rms(self) -> float:
         return (self.squares / self.count) ** 0.5
 
-    def _hold(self, right: bool, failure: str) -> None:
+    def _require(self, right: bool, failure: str) -> None:
         if not right and self.failure is None:
             self.failure = failure
 
-    def logits(self, what: str, text: int, positions: list[int], found: Tensor) -> None:
-        """found: [len(positions), vocab], of ``text`` after each of ``positions``."""
+    def logits(self, what: str, text: int, positions: list[int], logits: Tensor) -> None:
+        """Compare logits [len(positions), vocab] of ``text`` after each of ``positions``."""
         expected = self.expected[text, [self.places[position] for position in positions]]
-        difference = found - expected
+        difference = logits - expected
         largest = float(difference.abs().max())
         self.largest = max(self.largest, largest)
         self.squares += float(difference.square().sum())
@@ -209,24 +177,25 @@ class _Comparison:
         self._within(f"{what}: a logit is", largest, self.tolerance)
 
     def _within(self, what: str, value: float, tolerance: float) -> None:
-        self._hold(
+        self._require(
             value <= tolerance,  # not so for NaN
             f"{what} {value:.3g} off the fp32 reference, over the tolerance of {tolerance:.3g}: this is not the model"
             " that was converted",
         )
 
     def end(self) -> None:
-        """After all logits."""
+        """Judge all logits together."""
         self._within("the logits are, in their root mean square,", self.rms, self.rms_tolerance)
 
-    def chosen(self, what: str, positions: list[int], found: Tensor) -> None:
-        """found [texts, vocab]: the tokens that greedy decoding chooses are the reference's, or all but as good."""
-        for text, (position, logits) in enumerate(zip(positions, found.float().cpu(), strict=True)):
+    def chosen(self, what: str, positions: list[int], next_logits: Tensor) -> None:
+        """Compare logits [texts, vocab], and require that greedy decoding chooses the reference's tokens, or tokens
+        that are all but as good."""
+        for text, (position, logits) in enumerate(zip(positions, next_logits.float().cpu(), strict=True)):
             self.logits(what, text, [position], logits[None])
             expected = self.expected[text, self.places[position]]
             ours, theirs = int(logits.argmax()), int(expected.argmax())
             margin = float(expected[theirs] - expected[ours])
-            self._hold(
+            self._require(
                 margin <= self.tolerance,
                 f"{what}: greedy decoding chose token {ours} where the fp32 reference chose {theirs} by a margin of"
                 f" {margin:.3g}, over the tolerance of {self.tolerance:.3g}: this is not the model that was converted",
@@ -235,10 +204,57 @@ class _Comparison:
             self.tokens += 1
 
 
+def check_models(
+    specs: list[ModelSpec],
+    options: BenchOptions,
+    collectives: Collectives,
+    weights: WeightCache,
+    group: Ranks,
+    console: Console,
+) -> tuple[dict[str, ReferenceAgreement], dict[str, str]]:
+    """Compare every checkpoint with its reference before it is timed; all ranks call it.
+
+    Returns by name how far a model is off, and of those that are not what they should be what is wrong with them.
+    """  # fmt: skip
+    checks: dict[str, ReferenceAgreement] = {}
+    failed: dict[str, str] = {}
+    if not specs:
+        return checks, failed
+    host, of_ranks = host_id(), group.gather((host_id(), cores()))
+    free = set().union(*(cores_of for host_of, cores_of in of_ranks if host_of == host))
+    with console.stage("computing the reference with transformers in float32"):
+        expected = group.broadcast(references(specs, options, free) if group.is_main else None)
+    schedule = options.prefill_schedule
+    for spec in specs:
+        with console.stage(f"checking {spec.name} against transformers"):
+            reference = expected[spec.name]
+            columns = len(reference.ids[0])
+            agreements = []
+            # one row by itself: domino cuts it along its tokens
+            for rows in (len(reference.ids), *([1] if schedule.is_domino else [])):
+                generator = open_generator(spec, collectives, weights, group, rows, columns, compile=options.compile)
+                generator.schedule = schedule
+                outcome = check_against_reference(generator, reference.first(rows), spec, group)
+                if isinstance(outcome, str):
+                    failed[spec.name] = outcome
+                    break
+                agreements.append(outcome)
+            else:
+                checks[spec.name] = _together(agreements)
+    return checks, failed
+
+
+def _together(agreements: list[ReferenceAgreement]) -> ReferenceAgreement:
+    """Return the largest differences of all, and the counts of all."""
+    largest = {key: max(getattr(one, key) for one in agreements) for key in ("logit_difference", "rms_difference")}
+    counts = {key: sum(getattr(one, key) for one in agreements) for key in ("equal_greedy_tokens", "greedy_tokens")}
+    return dataclasses.replace(agreements[0], **largest, **counts)
+
+
 def check_against_reference(
     generator: Generator, reference: Reference, spec: ModelSpec, group: Ranks
 ) -> ReferenceAgreement | str:
-    """Whether the model's logits and tokens are the reference's: the differences seen, or where they are not, how.
+    """Compare the model's logits and tokens with the reference; returns the differences, or in words what is wrong.
 
     All ranks call it, each checks what it has computed, and all return the same failure. generator: of as many rows as
     there are texts.
@@ -263,12 +279,12 @@ def check_against_reference(
     if failure := next(filter(None, group.gather(comparison.failure)), None):
         return f"{spec.name} with {ranks} rank{'s' * (ranks > 1)} in {spec.dtype}, {failure}"
     return ReferenceAgreement(
-        comparison.largest,
-        comparison.tolerance,
-        comparison.equal,
-        comparison.tokens,
-        [longer, shorter],
-        ids.shape[1] - longer,
-        comparison.rms,
-        comparison.rms_tolerance,
+        logit_difference=comparison.largest,
+        tolerance=comparison.tolerance,
+        rms_difference=comparison.rms,
+        rms_tolerance=comparison.rms_tolerance,
+        equal_greedy_tokens=comparison.equal,
+        greedy_tokens=comparison.tokens,
+        prompt_tokens=[longer, shorter],
+        decode_steps=ids.shape[1] - longer,
     )

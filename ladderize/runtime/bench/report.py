@@ -1,59 +1,189 @@
-"""bench.json for a person: tables, what to know when reading them, a picture. The first half serves all benchmarks."""
+"""A benchmark from its plan to what a person sees: the document that is kept while it runs, and its tables."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ladderize.console import Console, human_bytes
-from ladderize.figure import PlotPanel, Spec, make_spec, nominal, picture_spec, quantitative, rule, save_pictures
-from ladderize.runtime.bench.document import BenchDocument, BenchRow, RuntimeDocument, TimedDocument
-from ladderize.runtime.bench.options import RoundsOptions
-from ladderize.runtime.bench.rows import PHASES, PassCommunication, few_rounds, quartiles
+from ladderize.errors import UserError
+from ladderize.files.documents import check_writable, write_json
+from ladderize.ranks.environment import already_started, is_main_rank
+from ladderize.runtime.bench.document import (
+    PHASES,
+    BenchDocument,
+    BenchRow,
+    PhaseCommunication,
+    TimedDocument,
+    few_rounds,
+)
+from ladderize.runtime.launch import run
 from ladderize.runtime.schedule import Schedule
 
-LEFT_COLUMNS = ("model", "class", "schedule")
-TABLE_TITLES = {"prefill": "Prefill", "decode": "Decode, one step"}  # of the tables of inference, by phase
-BAR_HEIGHT = 26  # pixels, with the space between bars
+TABLES = {"prefill": "Prefill", "decode": "Decode, one step"}  # of inference, by phase
+SomeDocument = TypeVar("SomeDocument", bound=TimedDocument)
 
 
-def show_document(
+def run_and_show(
+    measure: Callable[..., SomeDocument],
+    plan: Any,
+    device: str,
+    out: Path | None,
+    console: Console,
+    show: Callable[[SomeDocument, Console], None],
+) -> SomeDocument:
+    """Call ``measure(ranks, plan, console)`` on every rank; write what rank 0 reports and returns to ``out`` as soon as
+    it is there, and show the last of it at the end, however that comes."""
+    if out is not None:
+        check_writable(out)
+    newest: list[SomeDocument] = []
+
+    def keep(document: SomeDocument) -> None:
+        newest[:] = [document]
+        if out is not None:
+            write_json(out, document.to_dict())
+
+    options = plan.options
+    if options.tp_size > 1 and not already_started():
+        console.note(f"starting {options.tp_size} ranks")
+    try:
+        document: SomeDocument = run(
+            measure, plan, console, tp_size=options.tp_size, device=device, threads=options.threads, report=keep
+        )
+        if is_main_rank():
+            keep(document)
+    finally:  # also after Ctrl-C
+        for shown in newest:
+            console.document(shown.to_dict())
+            show(shown, console)
+            if out is not None:
+                console.note(f"wrote {out}")
+    return document
+
+
+def check_overlaps(disproved: Sequence[str], promise: str) -> None:
+    """Raise UserError if there are passes, named here, in whose trace nothing overlapped. promise: what overlaps."""
+    if disproved:
+        raise UserError(
+            f"nothing overlapped in the trace of {' and '.join(disproved)}, although {promise} overlaps: its row is not"
+            " valid"
+        )
+
+
+# ---- tables ----
+
+
+def table_line(
+    document: TimedDocument,
+    row: Any,
+    label: str,
+    milliseconds: float,
+    speedup: tuple[float, list[float]] | None = None,
+    communication: PhaseCommunication | None = None,
+    *,
+    overlaps: bool = False,
+    variant: Mapping[str, str] | None = None,
+    more: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return one line of a benchmark's table.
+
+    variant: a further column that says what was timed. more: further columns of figures.
+    """
+    line = {"model": label, **(variant or {}), "batch": str(row.batch_size), "ms": short_ms(milliseconds)}
+    line |= more or {}
+    if speedup is not None:
+        line["speed-up"] = f"{speedup[0]:.2f}x"
+        line["95 % interval"] = "{:.2f}-{:.2f}".format(*speedup[1]) if document.has_interval(row) else ""
+    sent = communication if communication is not None and communication.alone_ms else None
+    line["waited ms"] = "" if sent is None else waited_text(sent)
+    line["hidden ms"] = hidden_text(sent) if sent is not None and overlaps else ""
+    line["comm. alone ms"] = "" if sent is None else short_ms(sent.alone_ms)
+    return line
+
+
+def show_tables(
     document: TimedDocument,
     console: Console,
     *,
     heading: str,
-    tables: Mapping[str, Sequence[Mapping[str, str]]],
+    tables: dict[str, list[dict[str, str]]],
     explanations: Iterable[str],
-    warnings: Iterable[str],
+    speedups: Iterable[tuple[str, Sequence[float]]],
+    communications: Sequence[tuple[str, PhaseCommunication]],
 ) -> None:
-    """Print the result of a benchmark, and warn of what makes it doubtful. tables: by title."""
-    console.prose(heading)
+    """Print the result of a benchmark, and warn of what makes it doubtful.
+
+    tables: by title; columns without any entry are left out.
+    speedups: intervals by the name of a row. communications: by the name of a pass.
+    """
+    rounds = document.options.repeat
+    heading += f", medians of {rounds} interleaved rounds" if rounds > 1 else ", one round"
+    console.prose(heading + ("" if document.complete else "; UNFINISHED, these are the rows measured so far"))
     for title, lines in tables.items():
         console.result(f"\n{title}{' (emulated)' if document.emulated else ''}")
-        console.table(lines, right=[key for key in lines[0] if key not in LEFT_COLUMNS])
+        kept = [key for key in lines[0] if any(line[key] for line in lines)]
+        right = [key for key in kept if key not in ("model", "class", "schedule")]
+        console.table([{key: line[key] for key in kept} for line in lines], right=right)
     console.result("")
-    for line in explanations:
+    for line in (*explanations, *_explained_columns([one for _, one in communications])):
         console.prose(line)
     if any(row.is_random for row in document.rows):
         console.prose("Weights are random: only the times are meaningful.")
-    for warning in warnings:
+    for warning in _warnings(document, speedups, communications):
         console.warn(warning)
 
 
+def _explained_columns(communications: Sequence[PhaseCommunication]) -> Iterator[str]:
+    yield "speed-up: over the first row of this batch; its 95 % interval says how far the rounds disagree."
+    if any(one.alone_ms for one in communications):
+        yield "waited ms: longer than the same model without communication."
+        yield "hidden ms: comm. alone ms (the communication by itself) minus waited ms; for what overlaps."
+    if any(one.exposed_interval_ms[0] <= 0 < one.alone_ms for one in communications):
+        yield "<, >: at most, at least (95 %), where the waiting is too short to be measured; ?: unknown."
+
+
+def _warnings(
+    document: TimedDocument,
+    speedups: Iterable[tuple[str, Sequence[float]]],
+    communications: Iterable[tuple[str, PhaseCommunication]],
+) -> Iterator[str]:
+    """Say how far an emulated link's times are known, and what the rounds leave open."""
+    link, outside = document.link, document.message_bytes_outside_link_range
+    if link is not None and link.derived:
+        yield f"{link.name} was not measured with {document.options.ranks} ranks: its times are {link.derived}"
+    if link is not None and outside:
+        sizes = " to ".join(human_bytes(size) for size in sorted({outside[0], outside[-1]}))
+        yield f"extrapolated beyond the sizes that {link.name} was measured at: messages of {sizes}"
+    if few := few_rounds(document.options.repeat):
+        yield few
+    elif doubtful := [name for name, (low, high) in speedups if low <= 1 <= high]:
+        yield (
+            "the rounds disagree by more than the rows differ, so these speed-ups may be noise:"
+            f" {', '.join(doubtful)}; raise --repeat, or keep the machine idle"
+        )
+    if impossible := [name for name, one in communications if one.alone_ms > 0 and waited_text(one) == "?"]:
+        yield (
+            "without communication these were slower than with it, so the time waited is unknown:"
+            f" {', '.join(impossible)}; perhaps other programs ran"
+        )
+
+
 def labelled(rows: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Each row with the last part of its model's name, or all of it where that would not tell models apart."""
+    """Return each row with the last part of its model's name, or all of it where that would not tell models apart."""
     short = {row.model: Path(row.model).name for row in rows}
     unique = len(set(short.values())) == len(short)
     return [(row, short[row.model] if unique else row.model) for row in rows]
 
 
-def rounds_text(options: RoundsOptions, *, complete: bool) -> str:
-    """The end of a heading."""
-    rounds = f"medians of {options.repeat} interleaved rounds" if options.repeat > 1 else "one round"
-    return rounds + ("" if complete else "; UNFINISHED, these are the rows measured so far")
+def group_text(document: TimedDocument) -> str:
+    """The number of ranks, and what connects them; says whether they are emulated."""
+    ranks, link = document.options.ranks, document.link
+    if document.options.emulate_tp is not None and link is not None:
+        return f"EMULATED: rank 0 of {ranks}, {link.name}"
+    return f"{ranks} rank{'s' * (ranks > 1)}, {document.backend}"
 
 
 def schedule_text(schedule: Schedule) -> str:
-    """``domino (2 chunks)``, ``domino (4 chunks, 2 columns)`` or ``sequential``."""
+    """Return ``domino (2 chunks)``, ``domino (4 chunks, 2 columns)`` or ``sequential``."""
     if not schedule.is_domino:
         return schedule.name
     columns = f", {schedule.columns} columns" if schedule.columns > 1 else ""
@@ -61,18 +191,13 @@ def schedule_text(schedule: Schedule) -> str:
 
 
 def short_ms(milliseconds: float) -> str:
-    """Four digits: as many as a measurement has at best."""
+    """Return four digits: as many as a measurement has at best."""
     digits = 3 if milliseconds < 10 else 2 if milliseconds < 100 else 1 if milliseconds < 1000 else 0
     return f"{milliseconds:.{digits}f}"
 
 
-def bounds_text(interval: Sequence[float], *, digits: int = 2) -> str:
-    low, high = interval
-    return f"{low:.{digits}f}-{high:.{digits}f}"
-
-
-def waited_text(communication: PassCommunication) -> str:
-    """ms waited for; a bound where the rounds do not tell it from nothing, ``?`` where they say less than nothing.
+def waited_text(communication: PhaseCommunication) -> str:
+    """Return the ms waited for; a bound where the rounds do not tell it from nothing, ``?`` where they say less.
 
     The difference of two medians can come out negative, which no waiting time is.
     """
@@ -82,8 +207,8 @@ def waited_text(communication: PassCommunication) -> str:
     return f"<{short_ms(high)}" if low <= 0 else short_ms(communication.exposed_ms)
 
 
-def hidden_text(communication: PassCommunication) -> str:
-    """ms of the communication that ran under compute, to the same rule as ``waited_text``."""
+def hidden_text(communication: PhaseCommunication) -> str:
+    """Return the ms of the communication that ran under compute, to the same rule as ``waited_text``."""
     low, high = communication.exposed_interval_ms
     if low <= 0:
         least = communication.alone_ms - high
@@ -93,171 +218,74 @@ def hidden_text(communication: PassCommunication) -> str:
     return short_ms(communication.hidden_ms)
 
 
-def group_text(document: RuntimeDocument) -> str:
-    """How many ranks over what; says whether they are emulated."""
-    ranks, link = document.rows[0].tp_size, document.link
-    if link is not None:
-        return f"EMULATED: rank 0 of {ranks}, {link.name}"
-    return f"{ranks} rank{'s' * (ranks > 1)}, {document.backend}"
-
-
-def runtime_warnings(
-    document: RuntimeDocument,
-    variants: str,
-    speedups: Iterable[tuple[str, Sequence[float]]],
-    passes: Iterable[tuple[str, PassCommunication]],
-) -> Iterator[str]:
-    """How far an emulated link's times are known, and what the rounds leave open.
-
-    variants: the word for what is compared. speedups: intervals by name. passes: by name.
-    """
-    link, outside = document.link, document.message_bytes_outside_link_range
-    if link is not None and link.derived:
-        yield f"{link.name} was not measured with {document.options.ranks} ranks: its times are {link.derived}"
-    if link is not None and outside:
-        sizes = " to ".join(human_bytes(size) for size in sorted({outside[0], outside[-1]}))
-        yield f"extrapolated beyond the sizes that {link.name} was measured at: messages of {sizes}"
-    if few := few_rounds(document.options.repeat):
-        yield few
-    if doubtful := [name for name, (low, high) in speedups if low <= 1 <= high]:
-        yield (
-            f"the rounds disagree by more than the {variants} differ, so these speed-ups may be noise:"
-            f" {', '.join(doubtful)}; raise --repeat, or keep the machine idle"
-        )
-    if impossible := [name for name, one in passes if one.alone_ms > 0 and waited_text(one) == "?"]:
-        yield (
-            "without communication these were slower than with it, so the time waited is unknown:"
-            f" {', '.join(impossible)}; perhaps other programs ran"
-        )
-
-
-def bar_panel(title: str, bars: Sequence[dict[str, Any]], colours: dict[str, str]) -> PlotPanel:
-    """Stacked bars with error bars. Each has ``row``, its name; ``parts``: (part, start, stop); ``spread``, and maybe
-    ``lower``, which is drawn below it: (median, low, high); ``text`` behind its end. colours: of the parts."""
-    y: Spec = {"field": "row", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 300}}
-    stop = max((end for bar in bars for end in (*bar["spread"], bar["parts"][-1][2])), default=1.0)
-    x = quantitative("ms", "ms", scale={"domain": [0, 1.25 * stop], "nice": False})  # with room for the text
-    parts = [
-        {"row": bar["row"], "part": part, "ms": start, "stop": end}
-        for bar in bars
-        for part, start, end in bar["parts"]
-        if end > start
-    ]
-    layers: list[Spec] = [
-        {
-            "data": {"values": parts},
-            "mark": {"type": "bar", "height": {"band": 0.74}},
-            "encoding": {"y": y, "x": x, "x2": {"field": "stop"}, "color": nominal("part", colours, colours=True)},
-        }
-    ]
-    for key, offset in (("lower", 6), ("spread", 0)):
-        spreads = [
-            {"row": bar["row"], "ms": median, "low": low, "high": high, "text": bar["text"], "end": max(median, high)}
-            for bar in bars
-            if key in bar
-            for median, low, high in [bar[key]]
-        ]
-        place: Spec = {"data": {"values": spreads}}
-        error = rule({"y": y, "x": {**x, "field": "low"}, "x2": {"field": "high"}}, color="var(--ink)", yOffset=offset)
-        tick = {"type": "tick", "color": "var(--ink)", "thickness": 1.5, "height": 8, "yOffset": offset}
-        layers += [{**place, **error}, {**place, "mark": tick, "encoding": {"y": y, "x": x}}]
-    text = {"y": y, "x": {**x, "field": "end"}, "text": {"field": "text"}}
-    layers.append({**place, "mark": {"type": "text", "align": "left", "dx": 6}, "encoding": text})
-    return PlotPanel(make_spec(title, BAR_HEIGHT * max(1, len(bars)), [], layers), picture_title=title)
-
-
 # ---- inference ----
-
-PART_COLOURS = {
-    "compute": "compute",
-    "communication hidden under compute": "hidden",
-    "communication waited for": "waited",
-}
 
 
 def show_bench(document: BenchDocument, console: Console) -> None:
-    """Print the result of ``ladderize bench``."""
+    """Print the result of ``ladderize bench``, on either engine."""
     if not document.rows:
         return
     options, rows = document.options, labelled(document.rows)
     schedule = f", prefill by {schedule_text(options.prefill_schedule)}" if options.schedule != "sequential" else ""
-    cases = [(row, f"{label} (batch {row.batch_size}, {phase})", phase) for row, label in rows for phase in PHASES]
-    show_document(
+    names = [(row, f"{label} (batch {row.batch_size}, {phase})", phase) for row, label in rows for phase in PHASES]
+    show_tables(
         document,
         console,
-        heading=f"{group_text(document)}; prompt {options.prompt_len}, output {options.output_len}{schedule},"
-        f" {rounds_text(options, complete=document.complete)}",
-        tables={
-            title: _with_failed([_line(row, label, phase, document) for row, label in rows], document)
-            for phase, title in TABLE_TITLES.items()
-        },
-        explanations=(*_explanations(document), *_verdict(document)),
-        warnings=runtime_warnings(
-            document,
-            "models",
-            [(name, row.speedup_interval(phase)) for row, name, phase in cases if document.has_interval(row)],
-            [(name, row.communication[phase]) for row, name, phase in cases if row.communication is not None],
-        ),
+        heading=f"{_engine_text(document)}; prompt {options.prompt_len}, output {options.output_len}{schedule}",
+        tables={title: _lines(document, rows, phase) for phase, title in TABLES.items()},
+        explanations=(*_sent(document), *_verdict(document), *_of_vllm(document)),
+        speedups=[(name, row.speedup_interval(phase)) for row, name, phase in names if document.has_interval(row)],
+        communications=[(name, row.communication[phase]) for row, name, phase in names if row.communication],
     )
 
 
-def _line(row: BenchRow, label: str, phase: str, document: BenchDocument) -> dict[str, str]:
-    line = {"model": label, "batch": str(row.batch_size), "ms": short_ms(row.total_ms(phase))}
-    if phase == "decode":
-        line["tokens/s"] = f"{row.output_tokens_per_s:.1f}"
-    line |= {
-        "speed-up": f"{row.speedup(phase):.2f}x",
-        "95 % interval": bounds_text(row.speedup_interval(phase)) if document.has_interval(row) else "",
-        "waited ms": "",
-        "hidden ms": "",
-        "comm. alone ms": "",
-    }
-    if row.communication is not None and (communication := row.communication[phase]).alone_ms:
-        line["waited ms"] = waited_text(communication)
-        line["comm. alone ms"] = short_ms(communication.alone_ms)
-        if row.overlaps(phase):
-            line["hidden ms"] = hidden_text(communication)
-    return line
+def _engine_text(document: BenchDocument) -> str:
+    if document.engine is None:
+        return group_text(document)
+    messages = "" if document.messages is None else f", messages in flight by {document.messages}"
+    return f"vLLM {document.environment.vllm}, {group_text(document)}{messages}"
 
 
-def _with_failed(lines: list[dict[str, str]], document: BenchDocument) -> list[dict[str, str]]:
-    """The same, and a line for each model that failed the reference check."""
+def _lines(document: BenchDocument, rows: Sequence[tuple[BenchRow, str]], phase: str) -> list[dict[str, str]]:
+    lines = []
+    for row, label in rows:
+        variant = {"class": (row.architecture or "").removesuffix("ForCausalLM")}
+        more = {"tokens/s": f"{row.output_tokens_per_s:.1f}"} if phase == "decode" else {}
+        communication = row.communication[phase] if row.communication is not None else None
+        speedup, overlaps = (row.speedup(phase), row.speedup_interval(phase)), row.overlaps(phase)
+        figures = (row.total_ms(phase), speedup, communication)
+        lines.append(table_line(document, row, label, *figures, overlaps=overlaps, variant=variant, more=more))
     blank = dict.fromkeys(lines[0], "")
     return lines + [{**blank, "model": Path(model).name, "ms": "failed"} for model in document.failed]
 
 
-def _explanations(document: BenchDocument) -> Iterator[str]:
-    communications = [one for row in document.rows for one in (row.communication or {}).values()]
-    yield "speed-up: over the first model; its 95 % interval says how far the rounds disagree."
-    yield "waited ms: longer than the same model without communication."
-    yield "hidden ms: comm. alone ms (the communication by itself) minus waited ms; for what overlaps."
-    if any(one.exposed_interval_ms[0] <= 0 < one.alone_ms for one in communications):
-        yield "<, >: at most, at least (95 %), where the waiting is too short to be measured; ?: unknown."
-    counts, shares = {}, []
-    for row, label in labelled(document.rows):
-        if row.communication is not None:
-            counts[label] = str(row.communication["decode"].all_reduces)
-        if row.overlap is not None:
-            shares.append(f"{label} {row.overlap.share:.0%} (batch {row.batch_size})")
-    counted = ", ".join(f"{label} {count}" for label, count in counts.items())
-    yield f"All-reduces of the layers in one pass: {counted}."
+def _sent(document: BenchDocument) -> Iterator[str]:
+    rows = labelled(document.rows)
+    counts = {label: row.communication["decode"].all_reduces for row, label in rows if row.communication is not None}
+    if counts:
+        counted = ", ".join(f"{label} {count}" for label, count in counts.items())
+        yield f"All-reduces of the layers in one pass: {counted}."
+    shares = [
+        f"{label} {phase} {overlap.share:.0%} (batch {row.batch_size})"
+        for row, label in rows
+        for phase, overlap in (row.overlap or {}).items()
+        if overlap.in_flight_ms
+    ]
     if shares:
         yield f"Of the communication, under compute in the traces: {', '.join(shares)}."
 
 
 def _verdict(document: BenchDocument) -> Iterator[str]:
-    """What the reference check found, and which models it did not see."""
+    """Say how the reference check ended, and which models it did not see."""
     labels = {row.model: label for row, label in labelled(document.rows)}
     for model, check in document.checks.items():
         equal = "all" if check.equal_greedy_tokens == check.greedy_tokens else f"{check.equal_greedy_tokens} of"
         as_good = "" if equal == "all" else ", the others within the tolerance"
-        rms = ""
-        if check.rms_difference is not None and check.rms_tolerance is not None:
-            rms = f", root mean square {check.rms_difference:.2g} ({check.rms_tolerance:.2g})"
         yield (
             f"Reference check of {labels.get(model, model)}: passed. Largest logit difference to transformers in"
-            f" float32 {check.logit_difference:.2g} (tolerance {check.tolerance:.2g}){rms}; {equal}"
-            f" {check.greedy_tokens} tokens equal{as_good}."
+            f" float32 {check.logit_difference:.2g} (tolerance {check.tolerance:.2g}), root mean square"
+            f" {check.rms_difference:.2g} ({check.rms_tolerance:.2g}); {equal} {check.greedy_tokens} tokens"
+            f" equal{as_good}."
         )
     for failure in document.failed.values():
         yield f"Reference check FAILED, so not timed: {failure}."
@@ -265,31 +293,18 @@ def _verdict(document: BenchDocument) -> Iterator[str]:
         yield f"Not checked against a reference: {', '.join(unchecked)}."
 
 
-def plot_bench(document: BenchDocument, stem: Path) -> list[Path]:
-    """Write ``stem``.png and ``stem``.svg; returns their paths."""
-    rows = [row for row in document.rows if row.communication is not None]  # no-comm is the compute of the first
-    ordered = sorted(labelled(rows), key=lambda one: one[0].batch_size)
-    panels = []
-    for phase, title in zip(PHASES, ("Prefill", "Decode, per step"), strict=True):
-        bars = [_bar(row, phase, label) for row, label in ordered]
-        panels.append(bar_panel(f"{title}; lines: medians and quartiles (below: of compute)", bars, PART_COLOURS))
-    about = f"{group_text(document)}; medians of {document.options.repeat} interleaved rounds"
-    return save_pictures(picture_spec(panels, title=about, columns=2, width=420), stem)
-
-
-def _bar(row: BenchRow, phase: str, label: str) -> dict[str, Any]:
-    """Compute, of which communication hides under the last part, then what is waited for, each with its spread."""
-    assert row.communication is not None
-    assert row.no_communication_samples_ms is not None
-    total, communication = row.total_ms(phase), row.communication[phase]
-    compute = communication.no_communication_ms
-    # where noise makes the whole shorter than its compute, no more than all communication is hidden
-    hidden = max(0.0, min(communication.hidden_ms, communication.alone_ms)) if row.overlaps(phase) else 0.0
-    ends = (0.0, compute - hidden, compute, max(total, compute))
-    return {
-        "row": f"{label}, batch {row.batch_size}",
-        "parts": list(zip(PART_COLOURS, ends, ends[1:], strict=False)),
-        "spread": (total, *quartiles(row.samples_ms[phase])),
-        "lower": (compute, *quartiles(row.no_communication_samples_ms[phase])),
-        "text": f"{total:.3g} ms",
-    }
+def _of_vllm(document: BenchDocument) -> Iterator[str]:
+    if document.engine is None:
+        return
+    rows = labelled(document.rows)
+    names = dict.fromkeys(name for row, _ in rows for name in (row.all_reduce or {}).values())
+    if names:
+        yield f"vLLM's blocking all-reduces: {', '.join(names)}, by the size of the message."
+    fused = dict.fromkeys(label for row, label in rows if row.fused_norm)
+    if document.options.tp_size > 1:
+        yield (
+            f"Norms are fused into the all-reduces before them in: {', '.join(fused) or 'no row'}."
+            " An overlapped sum is not fused."
+        )
+    if any(row.tp_size < document.options.tp_size for row, _ in rows):
+        yield "2 replicas: on half of the ranks each, at the same time, each with half of the batch."

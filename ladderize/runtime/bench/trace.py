@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ladderize.errors import UserError
-from ladderize.files.records import Record
+from ladderize.runtime.bench.document import Overlap
 from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Traced
 
 # Of NCCL; of torch's symmetric memory; of vLLM's custom all-reduce (cross_device_reduce) and quick reduce; of
@@ -32,29 +32,8 @@ COMMUNICATION_KERNELS = re.compile(
 
 
 @dataclass(frozen=True)
-class Overlap(Record):
-    """Milliseconds in flight, and of these under compute, in one traced run.
-
-    proven: whether that is any overlap at all; None where nothing promises any.
-    """
-
-    LEFT_OUT: ClassVar = ("proven",)
-
-    in_flight_ms: float
-    under_compute_ms: float
-    share: float
-    proven: bool | None = None
-
-    @classmethod
-    def of_flights(cls, flights: "Iterable[Flight]") -> "Overlap":
-        flights = list(flights)
-        in_flight, covered = sum(flight.in_flight for flight in flights), sum(flight.covered for flight in flights)
-        return cls(in_flight / 1e3, covered / 1e3, covered / in_flight if in_flight else 0.0)
-
-
-@dataclass(frozen=True)
 class Flight:
-    """One message: when it was started, how long it was in flight, and of that under compute, in microseconds."""
+    """A message: when it was started, how long it was in flight, and of that under compute, in microseconds."""
 
     start: float
     in_flight: float
@@ -62,31 +41,38 @@ class Flight:
 
 
 def trace(
-    run: Callable[[], None], path: Path, device: torch.device, traced: Traced, alone: Callable[[int], float]
-) -> Overlap:
-    """Write the trace of ``run()`` to ``path`` and measure its overlap.
+    run: Callable[[], None],
+    parts: Sequence[str],
+    path: Path,
+    device: torch.device,
+    traced: Traced,
+    alone: Callable[[int], float],
+) -> dict[str, Overlap]:
+    """Write the trace of ``run()`` to ``path``, and return the overlap of each of the ``parts``: spans that ``run()``
+    marks with ``record_function``, and at whose ends the device has done all that it was told to.
 
-    traced: the collectives of the model in it. alone: seconds of an all-reduce of so many bytes with nothing beside it.
+    traced: the collectives of the model in it.
+    alone: gives the seconds of an all-reduce of so many bytes with nothing beside it.
     """
-    return Overlap.of_flights(_traced_flights(run, path, device, traced, alone)[0])
-
-
-def trace_passes(run: Callable[[], None], passes: Sequence[str], *more: Any) -> dict[str, Overlap]:
-    """The same, with the overlap of each of the ``passes``: spans that ``run()`` marks with ``record_function``, and at
-    whose ends the device has done all that it was told to. more: as ``trace`` takes it."""
-    flights, events = _traced_flights(run, *more)
-    found = {}
-    for name in passes:
-        spans = [event for event in events if event.get("name") == name and event.get("cat") == "user_annotation"]
+    flights, events = _traced_flights(run, path, device, traced, alone)
+    overlaps = {}
+    for part in parts:
+        spans = [event for event in events if event.get("name") == part and event.get("cat") == "user_annotation"]
         inside = [f for f in flights if any(e["ts"] <= f.start < e["ts"] + e["dur"] for e in spans)]
-        found[name] = Overlap.of_flights(inside)
-    return found
+        overlaps[part] = overlap_of(inside)
+    return overlaps
+
+
+def overlap_of(flights: Iterable[Flight]) -> Overlap:
+    flights = list(flights)
+    in_flight, covered = sum(flight.in_flight for flight in flights), sum(flight.covered for flight in flights)
+    return Overlap(in_flight / 1e3, covered / 1e3, covered / in_flight if in_flight else 0.0)
 
 
 def _traced_flights(
     run: Callable[[], None], path: Path, device: torch.device, traced: Traced, alone: Callable[[int], float]
 ) -> tuple[list[Flight], list[dict[str, Any]]]:
-    """The messages of a run, and the events of its trace, which is in ``path``."""
+    """Return the messages of a run, and the events of its trace, which is in ``path``."""
     on_gpu = device.type == "cuda"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
     run()  # warm-up, not traced

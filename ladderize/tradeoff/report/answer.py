@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.eval.paired.words import margin_text
-from ladderize.runtime.bench.rows import ENOUGH_ROUNDS, few_rounds
+from ladderize.runtime.bench.document import ENOUGH_ROUNDS, few_rounds
 from ladderize.tradeoff.report.documents import find_documents
 from ladderize.tradeoff.report.join import ReportContent, join_documents
 from ladderize.tradeoff.report.subjects import Setting, Subject, Timing, perplexity_text, points_text, speedup_text

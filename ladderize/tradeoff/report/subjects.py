@@ -10,7 +10,7 @@ from ladderize.errors import UserError
 from ladderize.eval.paired.document import ComparisonDocument, PooledComparison
 from ladderize.eval.results import EvaluatedModel
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED
-from ladderize.runtime.bench.rows import SpeedRow
+from ladderize.runtime.bench.document import SpeedRow
 from ladderize.workflows.sweep_document import AS_CONVERTED, SweepPoint
 
 # measured: real ranks; emulated: one real rank of a group that is not there; predicted: nothing ran

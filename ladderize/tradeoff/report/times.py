@@ -6,8 +6,7 @@ from pathlib import Path
 
 from ladderize.errors import UserError
 from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow, PlanResult
-from ladderize.runtime.bench.document import BenchDocument, BenchRow
-from ladderize.runtime.bench.rows import LEAST_ROUNDS, PhaseCommunication, SpeedRow
+from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow, PhaseCommunication, SpeedRow
 from ladderize.tradeoff.report.documents import FoundDocuments
 from ladderize.tradeoff.report.subjects import (
     PHASE_WORDS,

@@ -10,8 +10,7 @@ from ladderize.console import Console, human_seconds, printable
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults, ModelResult
 from ladderize.files.documents import read_document
-from ladderize.runtime.bench.document import BenchDocument
-from ladderize.runtime.bench.rows import LEAST_ROUNDS
+from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument
 from ladderize.tradeoff.sweep.points import SweepPlan
 from ladderize.tradeoff.sweep.stages import TIMED, Stage
 from ladderize.workflows.sweep_document import StageState, SweepDocument

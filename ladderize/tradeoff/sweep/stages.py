@@ -51,7 +51,7 @@ OF_THE_SWEEP = {
     "convert": "src out dense recipe sensitivity dtype max_shard_size copy dry_run overwrite no_verify revision json",
     "adapt": "model out distill_from align resume dry_run show_data log_with overwrite no_verify json",
     "eval": "models out keep_predictions reference resume revision no_default_tasks json",
-    "bench": "models random_weights layout num_layers sync_tp_size engine revision train schedules seq_len out plot"
+    "bench": "models random_weights layout num_layers sync_tp_size engine revision train schedules seq_len out"
     " profile json",
 }
 

@@ -1,11 +1,10 @@
 """``ladderize bench --train``: a sample is one training step, by models and schedules."""
 
-import functools
 import statistics
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch.profiler import record_function
 
 from ladderize.console import SILENT, Console
@@ -13,56 +12,67 @@ from ladderize.errors import UserError
 from ladderize.layout import OVERLAPPED
 from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.harness import KeptDocument, RuntimeBench, RuntimeVariant, check_overlaps
-from ladderize.runtime.bench.messages import PassOperations, PassRecorder, synchronize
+from ladderize.runtime.bench.document import Environment, Overlap, environment, speedup_interval
 from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions, check_training_usage
 from ladderize.runtime.bench.plan import (
     BenchPlan,
+    check_bench_memory,
     check_cuts,
-    check_ranks_memory,
     chosen_models,
     make_profile_folder,
     parsed_link,
 )
-from ladderize.runtime.bench.rows import speedup_interval
-from ladderize.runtime.bench.trace import Overlap, trace_passes
-from ladderize.runtime.bench.training.check import (
+from ladderize.runtime.bench.report import check_overlaps, run_and_show
+from ladderize.runtime.bench.rounds import Network, Variant, both, synchronize, time_rounds
+from ladderize.runtime.bench.trace import trace
+from ladderize.runtime.bench.training.check import check_step, reference_outcome, step_name
+from ladderize.runtime.bench.training.document import (
+    STEP_PASSES,
     GradientAgreement,
-    check_sent,
-    check_step,
-    reference_outcome,
-    step_name,
+    TrainingBenchDocument,
+    TrainingBenchRow,
+    show_training_bench,
 )
-from ladderize.runtime.bench.training.document import TrainingBenchDocument, TrainingBenchRow, show_training_bench
-from ladderize.runtime.bench.training.steps import STEP_PASSES, ModelStep, TimedStep, step_opener, training_bytes
-from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.observed import Recording, Traced
-from ladderize.runtime.schedule import Schedule
+from ladderize.runtime.bench.training.steps import ModelStep, OpenStep, TimedStep, step_opener, trained_key
+from ladderize.runtime.collectives.observed import Traced
+from ladderize.runtime.shards import Shape, weight_bytes
 from ladderize.runtime.spec import ModelSpec
 from ladderize.runtime.training.batch import Batch
 
-INSTRUMENTED_STEPS = 4
 LOSS_STATISTICS = 8  # float32 numbers of a token that the ranks tell each other for the losses, at most
 
 
-@dataclass
-class StepVariant(RuntimeVariant):
-    """A model by a schedule."""
+def bench_training(
+    choice: ModelChoice,
+    options: TrainingBenchOptions,
+    link: str | None = None,
+    *,
+    out: Path | None = None,
+    console: Console = SILENT,
+) -> TrainingBenchDocument:
+    """Check and time training steps of the chosen models by the chosen schedules; returns the result, and shows it
+    where the console speaks.
 
-    timed: TimedStep
-    silent: TimedStep
-    schedule: Schedule
-    batch: Batch
+    Raises UsageError or UserError for what cannot be measured, where a schedule gives other gradients than the
+    sequential one, and where a trace disproves an overlap; what was measured is kept in ``out`` and shown.
 
-    @property
-    def stem(self) -> str:
-        return f"{super().stem}-{self.schedule.name}"
+    link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it.
+    out: a JSON file, which is written after each batch size, and before traces are made.
+    """
+    check_device(options.device)
+    plan = plan_training_bench(choice, options, link)
+    document = run_and_show(measure_training, plan, options.device, out, console, show_training_bench)
+    if document.failed:
+        first, *others = document.failed.values()
+        raise UserError(f"{first}, so it was not timed" + (f", and neither were {len(others)} more" if others else ""))
+    check_overlaps(document.disproved, "the schedule")
+    return document
 
 
 def plan_training_bench(
     choice: ModelChoice, options: TrainingBenchOptions, link: str | None = None
 ) -> BenchPlan[TrainingBenchOptions]:
-    """Raises UsageError for what argv alone decides, UserError or LayoutError for the rest. link: as --link has it."""
+    """Raise UsageError for what argv alone decides, UserError or LayoutError for the rest. link: as --link has it."""
     check_training_usage(choice, options, link)
     parsed = parsed_link(options, link)
     specs = chosen_models(choice, options)
@@ -83,86 +93,105 @@ def plan_training_bench(
     return BenchPlan(specs, options, parsed, longest, in_flight)
 
 
-class TrainingBench(RuntimeBench[StepVariant, TrainingBenchDocument, TrainingBenchOptions]):
-    """Every variant is checked before it is timed. Raises UserError if one computes something else than the sequential
-    schedule of its model."""
+def measure_training(group: Ranks, plan: BenchPlan[TrainingBenchOptions], console: Console) -> TrainingBenchDocument:
+    """Check every variant and time those that pass; each rank's part.
 
-    def __init__(self, group: Ranks, plan: BenchPlan[TrainingBenchOptions], console: Console) -> None:
-        super().__init__(group, plan, console)
-        self.open_step = step_opener(group, plan.options.ranks)
-        self.checks: list[GradientAgreement] = []
-
-    def _batch(self, spec: ModelSpec, rows: int) -> Batch:
-        vocab, options = spec.config["vocab_size"], self.options
-        return Batch.random(vocab, rows, options.seq_len, options.seed, self.group.device)
-
-    def _check(self, rows: int) -> None:
-        """Every variant against the sequential schedule of its model whose sums block."""
-        for spec in self.plan.specs:
-            batch = self._batch(spec, rows)
-            reference = reference_outcome(self.open_step, spec, self.collectives, batch, self.group)
-            for schedule in self.options.timed_schedules:
-                step = self.open_step(spec, schedule, self.collectives, batch)
-                self.checks.append(check_step(step, reference, spec, schedule, rows, self.group))
-                recording = Recording(self.collectives, time.perf_counter)
-                recorded = self.open_step(spec, schedule, recording, batch)
-                check_sent(recorded, recording, step_name(spec, schedule))
-
-    def open(self, batch: int) -> list[StepVariant]:
-        if self.options.check:
-            with self.console.stage(f"checking the schedules' gradients, batch {batch}"):
-                self._check(batch)
-        variants = []
-        for spec in self.plan.specs:
-            ids = self._batch(spec, batch)
-            for schedule in self.options.timed_schedules:
-                timed, silent = (
-                    TimedStep(self.open_step(spec, schedule, collectives, ids), self.group.device)
-                    for collectives in (self.collectives, self.silence)
-                )
-                overlapping = {"backward"}  # always, under the products of weights' gradients
-                overlapping |= {"forward"} if schedule.is_domino or spec.layout.count(OVERLAPPED) else set()
-                variants.append(StepVariant(spec.name, spec, timed, silent, overlapping, schedule, ids))
-        return variants
-
-    def _step(self, variant: StepVariant, collectives: Collectives) -> ModelStep:
-        return self.open_step(variant.spec, variant.schedule, collectives, variant.batch)
-
-    def operations(self, variant: StepVariant) -> dict[str, PassOperations]:
-        recorder = PassRecorder(self.silence, self.group.device)
-        step = self._step(variant, recorder.recording)
-        for _ in range(INSTRUMENTED_STEPS):
-            loss = recorder.note("forward", step.forward)
-            recorder.note("backward", functools.partial(step.backward, loss))
-            step.clear()
-        return {name: recorder.operations(name, self.alone) for name in STEP_PASSES}
-
-    def trace(self, variant: StepVariant, path: Path) -> dict[str, Overlap]:
-        traced, device = Traced(self.collectives), self.group.device
-        step = self._step(variant, traced)
-
-        def run() -> None:
-            with record_function("forward"):
-                loss = step.forward()
-                synchronize(device)
-            with record_function("backward"):
-                step.backward(loss)
-                synchronize(device)
-            step.clear()
-
-        found = trace_passes(run, STEP_PASSES, path, device, traced, self.alone_seconds)
-        return {name: self.judged(one, promised=name in variant.overlapping) for name, one in found.items()}
-
-    def rows(self, variants: list[StepVariant], batch: int) -> list[TrainingBenchRow]:
-        return training_rows(variants, self.options, batch)
-
-    def document(self, rows: list[TrainingBenchRow], *, complete: bool) -> TrainingBenchDocument:
-        figures = self.document_figures(rows, complete=complete)
-        return TrainingBenchDocument(**figures, checked=self.options.check, checks=self.checks)
+    Raises UserError if none does, or if a model does not fit into memory.
+    """
+    options = plan.options
+    check_bench_memory(training_bytes(plan.specs, options.ranks), group)
+    network, open_step = Network.open(group, plan), step_opener(group, options.ranks)
+    surroundings = environment(group)
+    rows: list[TrainingBenchRow] = []
+    checks: list[GradientAgreement] = []
+    failed: dict[str, str] = {}
+    for batch in options.batch_sizes:
+        variants = _open_variants(group, plan, network, open_step, batch)
+        if options.check:
+            with console.stage(f"checking the schedules' gradients, batch {batch}"):
+                variants = _check(variants, network, open_step, group, checks, failed)
+        if not variants:
+            continue
+        time_rounds(group, both(variants), options, console, f"timing, batch {batch}")
+        done = len(rows)
+        with console.stage("timing the communication alone"):
+            rows += _rows(variants, options, network, batch)
+        group.report(_document(rows, options, network, surroundings, checks, failed, complete=False))
+        if options.profile is not None:
+            with console.stage(f"profiling, traces in {options.profile}"):
+                for number, variant in enumerate(variants):
+                    group.barrier()
+                    path = variant.trace_path(options.profile, number, batch, group.rank)
+                    variant.overlap = _trace(variant, open_step, network, path, group.device)
+            rows[done:] = _rows(variants, options, network, batch)
+            group.report(_document(rows, options, network, surroundings, checks, failed, complete=False))
+    if not rows:
+        raise UserError(f"{next(iter(failed.values()))}, so nothing was timed")
+    document = _document(rows, options, network, surroundings, checks, failed, complete=True)
+    network.collectives.close()
+    return document
 
 
-def training_rows(variants: list[StepVariant], options: TrainingBenchOptions, batch: int) -> list[TrainingBenchRow]:
-    """The first variant is what speed-ups are over."""
+def training_bytes(specs: Sequence[ModelSpec], ranks: int) -> int:
+    """The bytes of one rank's float32 weights, those that layouts share counted once, and of one model's gradients."""
+    weights = {}
+    for spec in specs:
+        shape = Shape.from_config(spec.config, tp_size=ranks, rank=0)
+        weights[trained_key(spec, shape)] = weight_bytes(shape, 4, packed=False)
+    return sum(weights.values()) + max(weights.values())
+
+
+def _open_variants(
+    group: Ranks, plan: BenchPlan[TrainingBenchOptions], network: Network, open_step: OpenStep, rows: int
+) -> list[Variant]:
+    """Open every model by every schedule. Raises UserError if one sends other messages than its layout asks for."""
+    options, variants = plan.options, []
+    for spec in plan.specs:
+        batch = Batch.random(spec.config["vocab_size"], rows, options.seq_len, options.seed, group.device)
+        for schedule in options.timed_schedules:
+            timed, silent = (
+                TimedStep(open_step(spec, schedule, collectives, batch), group.device)
+                for collectives in (network.collectives, network.silence)
+            )
+            overlapping = {"backward"}  # always, under the products of weights' gradients
+            overlapping |= {"forward"} if schedule.is_domino or spec.layout.count(OVERLAPPED) else set()
+            messages = timed.step.record_messages(step_name(spec, schedule))
+            figures = {"schedule": schedule}
+            variants.append(
+                Variant(spec.name, spec, timed, silent, overlapping=overlapping, messages=messages, figures=figures)
+            )
+    return variants
+
+
+def _check(
+    variants: list[Variant],
+    network: Network,
+    open_step: OpenStep,
+    group: Ranks,
+    checks: list[GradientAgreement],
+    failed: dict[str, str],
+) -> list[Variant]:
+    """Return the variants that give what the sequential schedule of their model gives, whose sums block."""
+    passed, reference, compared = [], None, None
+    for variant in variants:
+        step: ModelStep = variant.timed.step
+        if reference is None or compared is not variant.spec:  # a model's variants stand together
+            reference = reference_outcome(open_step, variant.spec, network.collectives, step.batch, group)
+            compared = variant.spec
+        rows = len(step.batch.input_ids)
+        outcome = check_step(step, reference, variant.spec, step.schedule, rows, group)
+        if isinstance(outcome, str):
+            failed[f"{step_name(variant.spec, step.schedule)}, {rows} rows"] = outcome
+        else:
+            checks.append(outcome)
+            passed.append(variant)
+    return passed
+
+
+def _rows(
+    variants: Sequence[Variant], options: TrainingBenchOptions, network: Network, batch: int
+) -> list[TrainingBenchRow]:
+    """Return the rows of one batch size; the first is what speed-ups are over."""
     silent = {id(one): statistics.median(one.silent.step_seconds()) for one in variants}
     first, rows = variants[0].timed, []
     for variant in variants:
@@ -172,8 +201,7 @@ def training_rows(variants: list[StepVariant], options: TrainingBenchOptions, ba
         bound = min(silent[id(one)] for one in variants if one.spec is variant.spec)
         rows.append(
             TrainingBenchRow(
-                **variant.model_figures(options.ranks, batch),
-                schedule=variant.schedule,
+                **variant.row_figures(options.ranks, batch),
                 checked=options.check,
                 emulated=options.emulate_tp is not None,
                 seq_len=options.seq_len,
@@ -189,41 +217,48 @@ def training_rows(variants: list[StepVariant], options: TrainingBenchOptions, ba
                 speedup_forward=first.median_ms("forward") / timed.median_ms("forward"),
                 speedup_forward_interval=speedup_interval(first.seconds["forward"], timed.seconds["forward"]),
                 weight_bytes=timed.step.own_bytes,
-                peak_memory_bytes=timed.peak_memory_bytes,
-                communication={name: variant.communication(name) for name in STEP_PASSES},
-                samples_ms=timed.samples_ms(),
+                communication={name: network.communication(variant, name) for name in STEP_PASSES},
                 no_communication_samples_ms=variant.silent.samples_ms(),
-                overlap=variant.overlap,
             )
         )
     return rows
 
 
-def measure_training(group: Ranks, plan: BenchPlan[TrainingBenchOptions], console: Console) -> TrainingBenchDocument:
-    """One rank's part. Raises UserError if a model does not fit into memory, or is not to be timed."""
-    weights, work = training_bytes(plan.specs, plan.options)
-    check_ranks_memory(plan.specs[0].name, {"weights take": weights, "a step": work}, "--seq-len", group)
-    return TrainingBench(group, plan, console).measure()
+def _trace(
+    variant: Variant, open_step: OpenStep, network: Network, path: Path, device: torch.device
+) -> dict[str, Overlap]:
+    traced, step = Traced(network.collectives), variant.timed.step
+    step = open_step(variant.spec, step.schedule, traced, step.batch)
+
+    def run() -> None:
+        with record_function("forward"):
+            loss = step.forward()
+            synchronize(device)
+        with record_function("backward"):
+            step.backward(loss)
+            synchronize(device)
+        step.clear()
+
+    return network.judged(trace(run, STEP_PASSES, path, device, traced, network.alone_seconds), variant)
 
 
-def bench_training(
-    choice: ModelChoice,
+def _document(
+    rows: list[TrainingBenchRow],
     options: TrainingBenchOptions,
-    link: str | None = None,
+    network: Network,
+    surroundings: Environment,
+    checks: list[GradientAgreement],
+    failed: dict[str, str],
     *,
-    out: Path | None = None,
-    console: Console = SILENT,
+    complete: bool,
 ) -> TrainingBenchDocument:
-    """Check and time training steps of the chosen models by the chosen schedules; returns the result, and shows it
-    where the console speaks.
-
-    link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it. out: a JSON file, which is written
-    after each batch size, and before traces are made. Raises UsageError or UserError for what cannot be measured, where
-    a schedule gives other gradients than the sequential one, and where a trace disproves an overlap; what was measured
-    until then is kept in ``out`` and shown.
-    """
-    check_device(options.device)
-    kept = KeptDocument(out, None, console, show_training_bench)
-    document = kept.measured(measure_training, plan_training_bench(choice, options, link), device=options.device)
-    check_overlaps(document.disproved, "the schedule")
-    return document
+    return TrainingBenchDocument(
+        complete=complete,
+        options=options,
+        environment=surroundings,
+        rows=list(rows),
+        failed=dict(failed),
+        checked=options.check,
+        checks=list(checks),
+        **network.document_figures(),
+    )

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ladderize.errors import UserError
-from ladderize.files.records import Record
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.messages import compare_messages
+from ladderize.runtime.bench.training.document import GradientAgreement
 from ladderize.runtime.bench.training.steps import ModelStep, OpenStep
 from ladderize.runtime.collectives.base import Collectives, Handle
-from ladderize.runtime.collectives.observed import Observed, Recording
+from ladderize.runtime.collectives.observed import Observed
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.spec import ModelSpec
 from ladderize.runtime.training.batch import Batch
@@ -29,26 +27,8 @@ _FLOAT32, _ROUNDINGS = 1e-4, 3
 SMALL_TENSOR = 1e-3
 
 
-@dataclass(frozen=True)
-class GradientAgreement(Record):
-    """How far a schedule's loss and gradients are off those of the sequential schedule of the same model, whose sums
-    block: relative differences, of the tensor that is worst. tolerance: of that tensor.
-
-    gradient_norm: of all gradients of all ranks together, of this schedule.
-    """
-
-    model: str
-    schedule: Schedule
-    batch_size: int
-    loss: float
-    gradient_norm: float
-    loss_difference: float
-    gradient_difference: float
-    tolerance: float
-
-
 class Blocking(Observed):
-    """Another backend, each of whose all-reduces is waited for at once."""
+    """A backend whose all-reduces are waited for at once."""
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         total = self.inner.all_reduce(x)
@@ -57,7 +37,7 @@ class Blocking(Observed):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one step: its loss, this rank's gradients, and the norm of all ranks' gradients."""
+    """The loss of a step, this rank's gradients, and the norm of all ranks' gradients."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -66,7 +46,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class StepReference:
-    """Holds what other schedules must give, and the same computed in float32: how far rounding takes it."""
+    """The outcome that other schedules must give, and its like computed in float32: how far rounding takes it."""
 
     wanted: Outcome
     exact: Outcome
@@ -90,77 +70,65 @@ def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
 def reference_outcome(
     open_step: OpenStep, spec: ModelSpec, collectives: Collectives, batch: Batch, group: Ranks
 ) -> StepReference:
-    """What the other schedules of this model must give. Raises UserError where that is not a number."""
+    """Return what the schedules of this model must give. All ranks call it."""
     step = open_step(spec, SEQUENTIAL, Blocking(collectives), batch)
-    found = outcome_of(step, group)
-    if not math.isfinite(found.loss) or not math.isfinite(found.norm):
-        raise UserError(
-            f"{spec.name} in {spec.dtype}: the loss is {found.loss:.6g} and the norm of its gradients {found.norm:.6g},"
-            " so nothing was timed; check its weights, or compute in float32"
-        )
-    return StepReference(found, found if spec.dtype == "float32" else outcome_of(step.in_float32(), group))
-
-
-def check_sent(step: ModelStep, recording: Recording, what: str) -> None:
-    """Raise UserError, which begins with ``what``, unless the step sends what it should, and waits for all of it.
-
-    recording: the collectives of ``step``. Emulated sums are delays, so that the gradients do not show that one was
-    not begun.
-    """
-    expected = step.messages()
-    loss = step.forward()
-    compare_messages(f"{what}: a forward pass", recording, expected["forward"])
-    step.backward(loss)
-    step.clear()
-    compare_messages(f"{what}: a backward pass", recording, expected["backward"])
+    wanted = outcome_of(step, group)
+    return StepReference(wanted, wanted if spec.dtype == "float32" else outcome_of(step.in_float32(), group))
 
 
 def check_step(
     step: ModelStep, reference: StepReference, spec: ModelSpec, schedule: Schedule, rows: int, group: Ranks
-) -> GradientAgreement:
-    """Raise UserError unless the step's loss and gradients are the reference's; returns the differences seen.
+) -> GradientAgreement | str:
+    """Compare the step's loss and gradients with the reference; returns the differences, or in words what is wrong.
 
-    All ranks call it and say the same.
+    All ranks call it and return the same.
     """
-    found, wanted = outcome_of(step, group), reference.wanted
-    loss, allowed = _relative(found.loss, wanted.loss), _FLOAT32 + _ROUNDINGS * reference.loss_rounding(spec)
-    what = f"{step_name(spec, schedule)} in {spec.dtype}, {rows} rows"
-    if not loss <= allowed:  # also for NaN
-        raise UserError(
-            f"{what}: the loss is {found.loss:.6g}, where the sequential schedule gives {wanted.loss:.6g}"
-            f" (tolerance {allowed:.3g}, relative): nothing was timed"
+    outcome, wanted = outcome_of(step, group), reference.wanted
+    loss, allowed = _relative(outcome.loss, wanted.loss), _FLOAT32 + _ROUNDINGS * reference.loss_rounding(spec)
+    _, worst, tolerance, name = max(group.gather(_worst(outcome, reference)))
+    failure = None
+    if not math.isfinite(wanted.loss) or not math.isfinite(wanted.norm):
+        failure = (
+            f"the loss is {wanted.loss:.6g} and the norm of its gradients {wanted.norm:.6g}: check the model's weights,"
+            " or compute in float32"
         )
-    _, worst, tolerance, name = max(group.gather(_worst(found, reference)))
-    if not worst <= tolerance:
-        raise UserError(
-            f"{what}: the gradient of {name} is {worst:.3g} off that of the sequential schedule, relative, over the"
-            f" tolerance of {tolerance:.3g}: nothing was timed"
+    elif not loss <= allowed:  # also for NaN
+        failure = (
+            f"the loss is {outcome.loss:.6g}, where the sequential schedule gives {wanted.loss:.6g} (tolerance"
+            f" {allowed:.3g}, relative)"
         )
-    return GradientAgreement(spec.name, schedule, rows, found.loss, found.norm, loss, worst, tolerance)
+    elif not worst <= tolerance:
+        failure = (
+            f"the gradient of {name} is {worst:.3g} off that of the sequential schedule, relative, over the tolerance"
+            f" of {tolerance:.3g}"
+        )
+    if failure := next(filter(None, group.gather(failure)), None):
+        return f"{step_name(spec, schedule)} in {spec.dtype}, {rows} rows: {failure}"
+    return GradientAgreement(spec.name, schedule, rows, outcome.loss, outcome.norm, loss, worst, tolerance)
 
 
 def step_name(spec: ModelSpec, schedule: Schedule) -> str:
     return f"{spec.name} by the schedule {schedule.name}"
 
 
-def _worst(found: Outcome, reference: StepReference) -> tuple[float, float, float, str]:
+def _worst(outcome: Outcome, reference: StepReference) -> tuple[float, float, float, str]:
     """Return, of the tensor nearest to its tolerance or furthest over it, how near it is, its relative difference, its
     tolerance and its name. NaN counts as infinite, and so does a gradient that only one of the two has."""
     wanted, exact = reference.wanted, reference.exact.gradients
-    if missing := found.gradients.keys() ^ wanted.gradients.keys():
+    if missing := outcome.gradients.keys() ^ wanted.gradients.keys():
         return math.inf, math.inf, _FLOAT32, min(missing)
     judged = []
     for name, gradient in wanted.gradients.items():
         size = max(_norm(gradient), SMALL_TENSOR * wanted.norm, 1e-30)
-        difference = _norm(found.gradients[name] - gradient) / size
+        difference = _norm(outcome.gradients[name] - gradient) / size
         tolerance = _FLOAT32 + _ROUNDINGS * _norm(gradient - exact[name]) / size
         difference = math.inf if math.isnan(difference) else difference
         judged.append((difference / tolerance, difference, tolerance, name))
     return max(judged, default=(0.0, 0.0, _FLOAT32, ""))
 
 
-def _relative(found: float, wanted: float) -> float:
-    return abs(found - wanted) / max(abs(wanted), 1e-12)
+def _relative(value: float, wanted: float) -> float:
+    return abs(value - wanted) / max(abs(wanted), 1e-12)
 
 
 def _norm(gradient: Tensor) -> float:

@@ -8,7 +8,7 @@ import copy
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -17,19 +17,17 @@ from torch import Tensor
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.cost_model import weight_bytes
-from ladderize.runtime.bench.harness import Timed
-from ladderize.runtime.bench.messages import expected_messages, read_sums, sent_sums, synchronize
-from ladderize.runtime.bench.options import TrainingBenchOptions
+from ladderize.runtime.bench.plan import expected_messages, read_sums, sent_sums
+from ladderize.runtime.bench.rounds import Message, Timed, synchronize, take_messages
+from ladderize.runtime.bench.training.document import STEP_PASSES
 from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.observed import Recording
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.weights import TrainedWeights, build_weights
-
-STEP_PASSES = ("forward", "backward")
 
 
 class ModelStep:
@@ -61,7 +59,7 @@ class ModelStep:
 
     @property
     def is_real(self) -> bool:
-        """Whether there are other ranks, and sums are sums."""
+        """There are other ranks, and sums are sums."""
         return self.group.size > 1 and self.collectives.name != "none"
 
     def forward(self) -> Tensor:
@@ -78,7 +76,7 @@ class ModelStep:
             self.collectives.all_reduce(loss.new_zeros(self.partial))
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Of this rank's part of each trained tensor, by name."""
+        """Return the gradient of this rank's part of each trained tensor, by name."""
         return {
             name: parameter.grad for name, parameter in self.weights.named_parameters() if parameter.grad is not None
         }
@@ -87,8 +85,22 @@ class ModelStep:
         """Drop the gradients."""
         self.weights.zero_grad(set_to_none=True)
 
-    def messages(self) -> dict[str, Counter[int]]:
-        """By pass: bytes -> how many messages of this size its collectives send. The gradient of what a sub-module
+    def record_messages(self, name: str) -> dict[str, list[Message]]:
+        """Run the step once, and return what each pass sends. Raises UserError, which begins with ``name``, unless
+        that is what it should be."""
+        recording, expected = Recording(self.collectives, time.perf_counter), self.expected_messages()
+        step = ModelStep(self.spec, self.weights, self.schedule, recording, self.batch, self.group)
+        loss = step.forward()
+        forward = take_messages(f"{name}: a forward pass", recording, expected["forward"])
+        step.backward(loss)
+        step.clear()
+        backward = take_messages(f"{name}: a backward pass", recording, expected["backward"])
+        if self.is_real:  # the message that goes another way (``sum_partial_gradients``)
+            backward.append(Message("all_reduce", 4 * self.partial))
+        return {"forward": forward, "backward": backward}
+
+    def expected_messages(self) -> dict[str, Counter[int]]:
+        """Return by pass how many messages of how many bytes its collectives send. The gradient of what a sub-module
         reads is as large as the sum that it reads."""
 
         def messages(sums: Callable[[Layout], int]) -> Counter[int]:
@@ -102,12 +114,12 @@ class ModelStep:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of this rank's weights."""
+        """The bytes of this rank's weights."""
         return sum(parameter.nbytes for parameter in self.weights.parameters())
 
 
 class TimedStep(Timed):
-    """Of which ``samples_ms`` has both passes together, too, as ``step``."""
+    """A sample is a forward and a backward pass; ``samples_ms`` has both together, too, as ``step``."""
 
     parts = STEP_PASSES
 
@@ -128,7 +140,7 @@ class TimedStep(Timed):
         return middle - begin, end - middle
 
     def step_seconds(self) -> list[float]:
-        """Of both passes, in each counted round."""
+        """Return the seconds of both passes together in each counted round."""
         return [sum(passes) for passes in zip(*self.seconds.values(), strict=True)]
 
     def samples_ms(self) -> dict[str, list[float]]:
@@ -139,7 +151,8 @@ OpenStep = Callable[[ModelSpec, Schedule, Collectives, Batch], ModelStep]
 
 
 def step_opener(group: Ranks, ranks: int) -> OpenStep:
-    """Opens steps of ``ranks`` ranks, real or emulated; weights are read once for all models that share them."""
+    """Return what opens steps of ``ranks`` ranks, real or emulated; weights are read once for all models that share
+    them."""
     loaded: dict[object, TrainedWeights] = {}
 
     def open_step(spec: ModelSpec, schedule: Schedule, collectives: Collectives, batch: Batch) -> ModelStep:
@@ -160,26 +173,7 @@ def step_opener(group: Ranks, ranks: int) -> OpenStep:
 
 
 def trained_key(spec: ModelSpec, shape: Shape) -> tuple[object, ...]:
-    """Equal for models that share their weights and how their gradients are summed."""
+    """Return a key that is equal for models that share their weights and how their gradients are summed."""
     # where a sum is dropped, ranks know only parts of the gradient of its bias
     dropped = spec.layout.attention_sync if shape.decoder.o_bias else ()
     return *spec.weights_key(shape), dropped
-
-
-def training_bytes(specs: Iterable[ModelSpec], options: TrainingBenchOptions) -> tuple[int, int]:
-    """One rank's weights, those that layouts share counted once, and at the end of a forward pass of the largest batch
-    what is kept for the backward pass and its gradients; what is not known is left out."""
-    tokens = max(options.batch_sizes) * options.seq_len
-    weights: dict[object, int] = {}
-    work = 0
-    for spec in specs:
-        shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0)
-        own = weights[trained_key(spec, shape)] = weight_bytes(shape, 4, packed=False)
-        width = spec.torch_dtype.itemsize
-        converted = weight_bytes(shape, width, packed=False) if width < 4 else 0
-        heads = (shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim
-        # of a layer: both streams and what their norms give; q, k and v in fp32; what the MLP's products read and give
-        token = shape.layers * (width * (4 * shape.hidden + 4 * shape.own_inner) + 4 * heads)
-        token += (4 + width) * shape.own_vocab
-        work = max(work, own + converted + tokens * token)
-    return sum(weights.values()), work

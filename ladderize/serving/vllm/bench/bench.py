@@ -1,6 +1,8 @@
-"""``ladderize bench --engine vllm`` from its options to its document."""
+"""``ladderize bench --engine vllm`` from its options to its document. Only the ranks import vLLM."""
 
-import functools
+import atexit
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,50 +11,61 @@ from ladderize.errors import UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import default_device
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.harness import KeptDocument
-from ladderize.runtime.bench.options import GroupOptions, ModelChoice
+from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.options import BenchOptions, GroupOptions, ModelChoice, check_vllm_usage
 from ladderize.runtime.bench.plan import check_positions, chosen_models, make_profile_folder
+from ladderize.runtime.bench.report import run_and_show, show_bench
+from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.launch import check_group_size
-from ladderize.serving.vllm.bench.document import VllmBenchDocument, plot_vllm_bench, show_vllm_bench
-from ladderize.serving.vllm.bench.options import VllmBenchOptions, check_vllm_usage
-from ladderize.serving.vllm.bench.processes import run_ranks
 from ladderize.serving.vllm.bench.served import VllmPlan, served_models
-from ladderize.serving.vllm.environment import check_vllm
+from ladderize.serving.vllm.environment import check_vllm, configuration_refusal
+
+# a rank's own: the engine runs in the rank itself, which speaks where something is wrong
+VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def bench_vllm(
-    choice: ModelChoice,
-    options: VllmBenchOptions,
-    *,
-    out: Path | None = None,
-    plot: Path | None = None,
-    console: Console = SILENT,
-) -> VllmBenchDocument:
+    choice: ModelChoice, options: BenchOptions, *, out: Path | None = None, console: Console = SILENT
+) -> BenchDocument:
     """Time the chosen models in vLLM against each other; returns the result, and shows it where the console speaks.
 
-    A dense model runs in vLLM's own class, others in ladderize's. out: a JSON file, which is written after each batch
-    size. plot: draws ``plot``.png and ``plot``.svg. Raises UsageError or UserError for what cannot be measured.
+    A dense model runs in vLLM's own class, others in ladderize's. Raises UsageError or UserError for what cannot be
+    measured.
+
+    out: a JSON file, which is written after each batch size.
     """
     check_vllm_usage(choice, options)
     check_vllm()
     device = default_device()
     check_group_size(options.tp_size, device)
-    kept = KeptDocument(out, plot, console, show_vllm_bench, plot_vllm_bench)
     specs = chosen_models(choice, GroupOptions(tp_size=options.tp_size, device=device))
     for spec in specs:
-        check_positions(spec, options.prompt_len, options.output_len)
+        check_positions(spec, options)
         if spec.config["vocab_size"] != specs[0].config["vocab_size"]:
             raise UserError(f"{spec.name} has another vocabulary than {specs[0].name}; compare them apart")
     make_profile_folder(options.profile)
     with temporary_folder("vllm") as work:
-        plan = VllmPlan(served_models(specs, options, work), options)
-        start = functools.partial(run_ranks, work=work)
-        return kept.measured(_measure, plan, device=device, start=start, of_engine=" of vLLM")
+        plan = VllmPlan(served_models(specs, options, work), options, os.getpid())
+        try:
+            return run_and_show(measure_vllm, plan, device, out, console, show_bench)
+        finally:
+            remove_segments(os.getpid())  # vLLM's, which have their names from host_name
 
 
-def _measure(ranks: Ranks, plan: VllmPlan, console: Console) -> tuple[VllmBenchDocument, Any]:
-    """In a rank's own process: vLLM is imported there, and nowhere else. Returns what has to live as long, too."""
-    from ladderize.serving.vllm.bench.engine import VllmBench
+def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocument:
+    """Start the engines of all rows and time them; each rank's part. Raises UserError for what vLLM refuses."""
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")  # of vLLM and what it imports
+    from ladderize.serving.vllm.bench.measure import measure_engines, start_engines
 
-    bench = VllmBench(ranks, plan, console)
-    return bench.measure(), bench
+    engines: list[Any] = []
+    # where one goes, vLLM ends the group that all share: they live as long as the process
+    atexit.register(engines.clear)
+    try:
+        start_engines(engines, ranks, plan, console)
+        return measure_engines(engines, ranks, plan.options, console)
+    except Exception as error:
+        if refusal := configuration_refusal(error):
+            raise UserError(refusal) from None
+        raise

@@ -1,46 +1,27 @@
-"""One rank's part of the benchmark: vLLM's engines of all rows in one process, timed in turn."""
+"""vLLM's engine of one row of the benchmark, in a rank's own process."""
 
 import contextlib
 import os
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.ranks.environment import GLOO_INTERFACE
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.cost_model import cache_bytes, weight_bytes
-from ladderize.runtime.bench.harness import Bench, Timed
-from ladderize.runtime.bench.inference import TRACED_STEPS, random_prompts
-from ladderize.runtime.bench.messages import AloneTimes, sending_over, synchronize
-from ladderize.runtime.bench.plan import check_ranks_memory
-from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, PHASES
-from ladderize.runtime.bench.trace import Overlap, trace_passes
-from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.observed import Traced
-from ladderize.runtime.shards import Shape
-from ladderize.serving.vllm.bench.document import (
-    ENGINE,
-    ServedVariant,
-    VllmBenchDocument,
-    VllmBenchRow,
-    vllm_rows,
-)
-from ladderize.serving.vllm.bench.groups import ReplicaGroup, identify
-from ladderize.serving.vllm.bench.options import UNFUSED, VllmBenchOptions
-from ladderize.serving.vllm.bench.served import Served, VllmPlan
+from ladderize.runtime.bench.document import PHASES
+from ladderize.runtime.bench.inference import random_prompts
+from ladderize.runtime.bench.options import UNFUSED, BenchOptions
+from ladderize.runtime.bench.rounds import Timed
+from ladderize.runtime.shards import cache_bytes
+from ladderize.serving.vllm.bench.groups import ReplicaGroup
+from ladderize.serving.vllm.bench.served import Served
 from ladderize.serving.vllm.engine import ends_of
-from ladderize.serving.vllm.environment import MessageBackend, installed_version
 from ladderize.serving.vllm.messages import Messages
-from ladderize.serving.vllm.plugin import register_plugin
 
 KV_BLOCK = 128  # tokens: vLLM's blocks on a CPU; those of GPUs are smaller
 
@@ -51,7 +32,7 @@ class ServingEngine:
     replica: the group that this rank belongs to, where replicas of the model serve it.
     """
 
-    def __init__(self, served: Served, options: VllmBenchOptions, ranks: Ranks, sharing: int) -> None:
+    def __init__(self, served: Served, options: BenchOptions, ranks: Ranks, sharing: int) -> None:
         """sharing: engines in this process, which share a GPU's memory."""
         self.served = served
         self.replica = ReplicaGroup(ranks, served.replicas) if served.replicas > 1 else None
@@ -60,7 +41,7 @@ class ServingEngine:
         if ranks.size > 1:
             placement = {"distributed_executor_backend": "external_launcher"}
             if ranks.device.type == "cpu":
-                placement["worker_cls"] = "ladderize.serving.vllm.bench.groups.IdentifiedWorker"
+                placement["worker_cls"] = "ladderize.serving.vllm.bench.worker.IdentifiedWorker"
         with self.group():
             self.llm = LLM(
                 model=str(served.folder),
@@ -75,7 +56,7 @@ class ServingEngine:
                 max_num_batched_tokens=max(batch * options.prompt_len, length),
                 enable_prefix_caching=False,
                 disable_log_stats=True,
-                kv_cache_memory_bytes=_kv_bytes(served, options),
+                kv_cache_memory_bytes=kv_cache_bytes(served, options),
                 gpu_memory_utilization=0.9 / (sharing + 1),
                 **ends_of(served.spec.config),
                 **placement,
@@ -92,36 +73,36 @@ class ServingEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        self.counted = 0
+        self.requests = 0
         self.made: dict[str, list[int]] = {}
 
     def group(self) -> AbstractContextManager[None]:
-        """vLLM's tensor-parallel group is this engine's meanwhile."""
+        """Inside the block, vLLM's tensor-parallel group is this engine's."""
         return contextlib.nullcontext() if self.replica is None else self.replica.entered()
 
-    def own(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Those of a batch that this rank's replica serves, which may be none."""
+    def share_of(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the prompts of a batch that this rank's replica serves, which may be none."""
         return prompts if self.replica is None else prompts[self.replica.number :: self.served.replicas]
 
     @property
     def messages(self) -> Messages | None:
-        """What carries this model's messages in flight, or None in vLLM's own class."""
+        """The carrier of this model's messages in flight, or None in vLLM's own class."""
         contexts = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context
         return next((found for found in contexts.values() if isinstance(found, Messages)), None)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That it computes in."""
+        """The dtype that it computes in."""
         found: torch.dtype = self.llm.llm_engine.vllm_config.model_config.dtype
         return found
 
     @property
     def fused_norm(self) -> bool:
-        """Whether vLLM was configured to fuse norms into the all-reduces before them."""
+        """vLLM was configured to fuse norms into the all-reduces before them."""
         return bool(getattr(self.llm.llm_engine.vllm_config.compilation_config.pass_config, NORM_FUSION))
 
     def all_reduce(self, tokens: int) -> str | None:
-        """vLLM's own for sums of ``tokens``; None where it has one only."""
+        """Return vLLM's own all-reduce for sums of ``tokens``; None where it has one only."""
         config = self.served.spec.config
         with self.group():
             return chosen_all_reduce((tokens, int(config["hidden_size"])), self.dtype)
@@ -135,8 +116,8 @@ class ServingEngine:
         sampling.max_tokens = output_len
         self.made = {}
         for prompt in prompts:
-            self.counted += 1
-            name = str(self.counted)
+            self.requests += 1
+            name = str(self.requests)
             self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
             self.made[name] = []
         with self.group():
@@ -173,7 +154,8 @@ NORM_FUSION = "fuse_allreduce_rms"  # of vLLM's PassConfig
 
 
 def chosen_all_reduce(shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """What vLLM's CudaCommunicator takes for a message [tokens, hidden]; None on other devices, and with one rank."""
+    """Return the all-reduce of vLLM's CudaCommunicator for a message [tokens, hidden]; None on other devices, and with
+    one rank."""
     from vllm.distributed.device_communicators.all_reduce_utils import should_nccl_symm_mem_allreduce
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -196,7 +178,7 @@ def chosen_all_reduce(shape: tuple[int, int], dtype: torch.dtype) -> str | None:
 
 
 def communicator() -> str:
-    """What carries vLLM's own all-reduces between the ranks of this process's group."""
+    """Return what carries vLLM's own all-reduces between the ranks of this process's group."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -212,26 +194,11 @@ def communicator() -> str:
     return "gloo" + (f" over {interface}" if interface else "")
 
 
-def _shape(served: Served, options: VllmBenchOptions) -> Shape:
-    """Of one rank's part of the model."""
-    return Shape.from_config(served.spec.config, tp_size=options.tp_size // served.replicas, rank=0)
-
-
-def _kv_bytes(served: Served, options: VllmBenchOptions) -> int:
-    """Of one rank: every request of the largest batch to its end, and blocks to spare."""
+def kv_cache_bytes(served: Served, options: BenchOptions) -> int:
+    """The bytes of one rank's KV cache: every request of the largest batch to its end, and blocks to spare."""
     tokens = KV_BLOCK * (-(-(options.prompt_len + options.output_len) // KV_BLOCK) + 1)
     texts = served.part(max(options.batch_sizes)) + 2
-    return cache_bytes(_shape(served, options), texts, tokens, served.spec.torch_dtype.itemsize)
-
-
-def check_engines_memory(plan: VllmPlan, ranks: Ranks) -> None:
-    """Raise UserError where the ranks of this machine cannot hold the engines of all rows, which live side by side."""
-    weights = kv_cache = 0
-    for served in plan.served:
-        weights += weight_bytes(_shape(served, plan.options), served.spec.torch_dtype.itemsize, packed=False)
-        kv_cache += _kv_bytes(served, plan.options)
-    parts = {f"the weights of {len(plan.served)} rows take": weights, "their KV caches": kv_cache}
-    check_ranks_memory("vLLM", parts, "--prompt-len", ranks)
+    return cache_bytes(served.shape(options.tp_size), texts, tokens, served.spec.torch_dtype.itemsize)
 
 
 class TimedEngine(Timed):
@@ -239,11 +206,11 @@ class TimedEngine(Timed):
 
     parts = PHASES
 
-    def __init__(self, engine: ServingEngine, options: VllmBenchOptions, batch: int) -> None:
+    def __init__(self, engine: ServingEngine, options: BenchOptions, batch: int) -> None:
         super().__init__()
         self.engine, self.output_len = engine, options.output_len
         vocab = int(engine.served.spec.config["vocab_size"])
-        self.prompts = engine.own(random_prompts(vocab, batch, options.prompt_len, options.seed))
+        self.prompts = engine.share_of(random_prompts(vocab, batch, options.prompt_len, options.seed))
 
     def sample(self) -> tuple[float, float]:
         begin = time.perf_counter()
@@ -251,83 +218,3 @@ class TimedEngine(Timed):
         middle = time.perf_counter()
         self.engine.decode()
         return middle - begin, (time.perf_counter() - middle) / max(1, self.output_len - 1)
-
-
-@dataclass
-class EngineVariant(ServedVariant):
-    timed: TimedEngine
-
-
-class VllmBench(Bench[EngineVariant, VllmBenchDocument, VllmBenchOptions]):
-    """Starts the engines. Where one goes, vLLM ends the group that all share: they live as long as the process."""
-
-    def __init__(self, ranks: Ranks, plan: VllmPlan, console: Console) -> None:
-        super().__init__(ranks, plan.options, console, settings=("VLLM_", "LADDERIZE_"))
-        identify(ranks)
-        register_plugin()  # also where ladderize runs from a source tree, whose entry points are not installed
-        self.engines = []
-        check_engines_memory(plan, ranks)
-        for number, served in enumerate(plan.served, start=1):
-            with console.stage(f"starting vLLM, {number} of {len(plan.served)}: {served.name}"):
-                self.engines.append(ServingEngine(served, plan.options, ranks, len(plan.served)))
-        if UNFUSED in plan.options.baselines and not self.engines[0].fused_norm:
-            raise UserError(
-                f"--baselines {UNFUSED} has no effect: vLLM fuses no norms into all-reduces here; leave it out"
-            )
-        self.backend = communicator()
-        self.link = MessageBackend.from_environment(os.environ).link
-        self.emulated = self.link is not None
-        carriers = {engine.messages.collectives.name for engine in self.engines if engine.messages is not None}
-        self.messages = ", ".join(sorted(carriers)) or None
-
-    def open(self, batch: int) -> list[EngineVariant]:
-        variants = []
-        for engine in self.engines:
-            served, timed = engine.served, TimedEngine(engine, self.options, batch)
-            kind = MODEL_ROW if served.baseline is None else BASELINE_ROW
-            texts = served.part(batch)
-            tokens = {"prefill": texts * self.options.prompt_len, "decode": texts}
-            carriers = {
-                phase: name for phase, count in tokens.items() if (name := engine.all_reduce(count)) is not None
-            }
-            variants.append(
-                EngineVariant(
-                    served.name,
-                    served.spec,
-                    timed,
-                    served.architecture,
-                    kind=kind,
-                    all_reduce=carriers or None,
-                    fused_norm=engine.fused_norm,
-                    replicas=served.replicas,
-                )
-            )
-        return variants
-
-    def rows(self, variants: list[EngineVariant], batch: int) -> list[VllmBenchRow]:
-        return vllm_rows(variants, self.options, batch)
-
-    def trace(self, variant: EngineVariant, path: Path) -> dict[str, Overlap] | None:
-        """None for vLLM's own class, which has no messages in flight."""
-        engine, device = variant.timed.engine, self.group.device
-
-        def run() -> None:
-            with record_function(PHASES[0]):
-                engine.prefill(variant.timed.prompts, TRACED_STEPS + 1)
-                synchronize(device)
-            with record_function(PHASES[1]):
-                engine.decode()
-                synchronize(device)
-
-        if engine.messages is None:
-            trace_passes(run, PHASES, path, device, Traced(Collectives()), lambda size: 0.0)
-            return None
-        alone = AloneTimes(self.group, engine.messages.collectives, self.link, engine.dtype)
-        with sending_over(engine.messages, Traced(engine.messages.collectives)) as traced:
-            return trace_passes(run, PHASES, path, device, traced, lambda size: alone.seconds("all_reduce", size))
-
-    def document(self, rows: list[VllmBenchRow], *, complete: bool) -> VllmBenchDocument:
-        figures = self.document_figures(rows, complete=complete)
-        return VllmBenchDocument(
-            **figures, engine=ENGINE, vllm=installed_version() or "unknown", messages=self.messages
-        )

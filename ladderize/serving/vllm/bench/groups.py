@@ -1,4 +1,4 @@
-"""What vLLM is told about the ranks: which of them share memory, and groups of a part of them.
+"""The ranks for vLLM: which of them share memory, and groups of a part of them.
 
 vLLM keeps its tensor-parallel group in a module's variable, and FlashInfer's buffers for that group in others. An
 engine of a part of the ranks has its own values there while it is built and while it runs.
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import flashinfer_all_reduce
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ladderize.ranks.group import Ranks, host_id
 
@@ -30,28 +29,19 @@ MADE_LATER: dict[tuple[ModuleType, str], Any] = {
 }
 
 
-def identify(ranks: Ranks) -> None:
-    """Let vLLM see which ranks share memory (``IdentifiedWorker``). Rank 0's starter removes what has these names."""
+def identify(ranks: Ranks, starter: int) -> None:
+    """Let vLLM see which ranks share memory: name this rank's host and network namespace (worker.py).
+
+    starter: the process that removes what has its number in its name (``remove_segments``).
+    """
     namespace = os.readlink(NETWORK) if os.path.islink(NETWORK) else ""
     host = hashlib.sha256((host_id() + namespace).encode()).hexdigest()[:12]
-    os.environ[IDENTITY] = ranks.broadcast(f"ladderize-{os.getppid()}") + "-" + host
-
-
-class IdentifiedWorker(CPUWorker):
-    """Ranks that others start get one name for their shared memory from vLLM, wherever they are; it then sums over
-    memory that they may not share, or over memory where they are to use a link. With a name for each host and network
-    namespace, vLLM's own check finds out, and takes gloo.
-    """
-
-    def init_device(self) -> None:
-        """vLLM makes the name from the end of this address. The ranks have met before, so it is not used otherwise."""
-        self.distributed_init_method = f"env:{os.environ[IDENTITY]}"
-        super().init_device()
+    os.environ[IDENTITY] = f"ladderize-{ranks.broadcast(starter)}-{host}"
 
 
 class ReplicaGroup:
-    """This rank's, one of ``count`` of as many neighbours each; all ranks make it together, after vLLM made its own of
-    all."""
+    """The group of this rank and its neighbours, one of ``count`` of equal size; all ranks make it together, after
+    vLLM made its own of all."""
 
     def __init__(self, ranks: Ranks, count: int) -> None:
         size = ranks.size // count
@@ -67,7 +57,7 @@ class ReplicaGroup:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """vLLM has this group meanwhile."""
+        """Inside the block, this is vLLM's tensor-parallel group."""
         kept = _current(self.values)
         _set(self.values)
         try:

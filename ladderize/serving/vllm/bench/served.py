@@ -1,17 +1,21 @@
-"""What vLLM is given to serve: a folder for each row of the benchmark."""
+"""The folders that vLLM serves, one for each row of the benchmark."""
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.layout import CONFIG_KEYS, Layout
-from ladderize.runtime.shards import check_runnable
+from ladderize.runtime.bench.document import BenchRow, inference_figures
+from ladderize.runtime.bench.options import PLUGIN, REPLICAS, UNFUSED, BenchOptions
+from ladderize.runtime.bench.plan import check_dense
+from ladderize.runtime.bench.rounds import Variant
+from ladderize.runtime.shards import Shape, check_runnable
 from ladderize.runtime.spec import ModelSpec
-from ladderize.serving.vllm.bench.options import PLUGIN, REPLICAS, UNFUSED, VllmBenchOptions
-from ladderize.serving.vllm.environment import architecture, stock
+from ladderize.serving.vllm.environment import MessageBackend, architecture, stock
 
 PLUGIN_ROW = "plugin's dense"
 BASELINE_ROWS = {PLUGIN: PLUGIN_ROW, UNFUSED: "dense, norms not fused", REPLICAS: "dense, 2 replicas"}
@@ -19,10 +23,10 @@ BASELINE_ROWS = {PLUGIN: PLUGIN_ROW, UNFUSED: "dense, norms not fused", REPLICAS
 
 @dataclass(frozen=True)
 class Served:
-    """One row: a folder that vLLM opens, and the model in it; random weights where the model has no folder.
+    """A row: a folder that vLLM opens, and the model in it; random weights where the model has no folder.
 
-    architecture: vLLM's model class, its own or the plugin's. baseline: of --baselines; it runs the first model's
-    weights.
+    architecture: vLLM's model class, its own or the plugin's.
+    baseline: of --baselines; it runs the first model's weights.
     """
 
     spec: ModelSpec
@@ -36,33 +40,35 @@ class Served:
 
     @property
     def replicas(self) -> int:
-        """Groups that the ranks fall into, each of which serves its part of a batch."""
+        """The number of groups that the ranks fall into, each of which serves its part of a batch."""
         return 2 if self.baseline == REPLICAS else 1
 
     def part(self, batch: int) -> int:
-        """The most texts that one of them has of a batch."""
+        """The largest number of texts that one group has of a batch."""
         return -(-batch // self.replicas)
+
+    def shape(self, tp_size: int) -> Shape:
+        """The sizes of one of ``tp_size`` ranks' part of the model."""
+        return Shape.from_config(self.spec.config, tp_size=tp_size // self.replicas, rank=0)
 
 
 @dataclass(frozen=True)
 class VllmPlan:
-    """What is served, and how to time it."""
+    """The rows that are timed, and how. starter: the process that started the ranks."""
 
     served: list[Served]
-    options: VllmBenchOptions
+    options: BenchOptions
+    starter: int
 
 
-def served_models(specs: list[ModelSpec], options: VllmBenchOptions, work: Path) -> list[Served]:
-    """Folders under ``work``, which outlives them: checkpoints' files are linked to, and only configs are written.
+def served_models(specs: list[ModelSpec], options: BenchOptions, work: Path) -> list[Served]:
+    """Make a folder for each row under ``work``: checkpoints' files are linked to, and only configs are written.
 
     Raises UserError for what vLLM's classes cannot take, LayoutError for a model that half of the ranks cannot run.
     """
     rows = [_served(spec, work / str(number), plugin=not spec.layout.is_dense) for number, spec in enumerate(specs)]
     for name in reversed(options.baselines):
-        if not specs[0].layout.is_dense:
-            raise UserError(
-                f"--baselines {name} needs a dense model as the first one, and {specs[0].name} is not dense"
-            )
+        check_dense(name, specs[0])
         if name == REPLICAS:
             check_runnable(specs[0].config, specs[0].layout, options.tp_size // 2, name="half of --tp-size,")
         rows.insert(1, _served(specs[0], work / name, plugin=name == PLUGIN, baseline=name))
@@ -81,9 +87,25 @@ def _served(spec: ModelSpec, folder: Path, *, plugin: bool, baseline: str | None
 
 
 def vllm_config(config: dict[str, Any], layout: Layout, *, plugin: bool) -> dict[str, Any]:
-    """config.json for vLLM's own class, or for the plugin's, which takes dense layouts, too."""
+    """Return config.json for vLLM's own class, or for the plugin's, which takes dense layouts, too."""
     kept = {key: value for key, value in config.items() if key not in {*CONFIG_KEYS, "auto_map"}}
     family = known_family(config)
     kept["model_type"] = family.ladderized_type if plugin else family.model_type
     kept["architectures"] = [architecture(family) if plugin else stock(family)]
     return kept | (layout.to_config() if plugin else {})
+
+
+def vllm_rows(variants: Sequence[Variant], options: BenchOptions, batch: int) -> list[BenchRow]:
+    """Return the rows of one batch size; the first is what speed-ups are over."""
+    emulated = MessageBackend.from_environment(os.environ).link is not None
+    first = variants[0].timed.seconds
+    return [
+        BenchRow(
+            **variant.row_figures(options.tp_size // variant.timed.engine.served.replicas, batch),
+            **inference_figures(variant.timed.seconds, first, options.decode_steps, batch),
+            kind=variant.kind,
+            checked=False,
+            emulated=emulated,
+        )
+        for variant in variants
+    ]

@@ -1,4 +1,4 @@
-"""What one rank's part of a model must cost, by formula: seconds of communication, and bytes of memory. No torch here.
+"""The cost of one rank's part of a model by formula: seconds of communication, and bytes of memory. No torch here.
 
 Communication is predicted from how long compute and all-reduces take apart. An overlapped all-reduce hides as much as
 its own time or the compute until it is waited for, whichever is less; a blocking one hides nothing. One rule,
@@ -51,30 +51,6 @@ class Prediction:
         return self.compute + self.exposed
 
 
-def covers(times: Sequence[tuple[float, float]], alone: Sequence[float]) -> list[float]:
-    """The compute that each message can run under, in seconds: less than it takes alone by how long it is waited for.
-
-    times: of each message, when its start was over and when it was waited for, in a run in which messages took no time.
-    alone: seconds of each. The run is lived through again with a link that carries one message after the other.
-    """
-    moments = sorted(
-        [(started, 0, number) for number, (started, _) in enumerate(times)]
-        + [(wait, 1, number) for number, (_, wait) in enumerate(times)]
-    )
-    late = 0.0  # how far all waiting so far has put off what follows
-    free_at = moments[0][0] if moments else 0.0
-    through = [0.0] * len(times)
-    found = [wait - started for started, wait in times]
-    for moment, is_wait, number in moments:
-        now = moment + late
-        if not is_wait:
-            free_at = through[number] = max(now, free_at) + alone[number]
-        elif through[number] > now:
-            found[number] = alone[number] - (through[number] - now)
-            late += through[number] - now
-    return found
-
-
 def predict(compute: float, operations: Sequence[Operation], unhideable: float = 0.0) -> Prediction:
     """compute: seconds without any communication; unhideable: of collectives that every layout waits for (the
     vocabulary's)."""
@@ -97,21 +73,6 @@ class MemoryNeed:
     @property
     def total(self) -> int:
         return self.weights + self.kv_cache + self.prefill
-
-
-def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | None = None) -> int:
-    """One rank's weights at ``width`` bytes each. packed: the LM head is a copy even of a tied embedding. projections:
-    the bytes of their weights, where these are others."""
-    attention = (2 * shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim * shape.hidden
-    layer = attention + 3 * shape.own_inner * shape.hidden
-    tables = 1 if shape.tied and not packed else 2
-    others = 2 * shape.layers * shape.hidden + tables * shape.own_vocab * shape.hidden
-    return shape.layers * layer * (projections or width) + width * others
-
-
-def cache_bytes(shape: Shape, batch: int, columns: int, width: int) -> int:
-    """One rank's keys and values of ``batch`` texts of ``columns`` tokens, at ``width`` bytes each."""
-    return 2 * shape.layers * batch * shape.own_kv_heads * columns * shape.head_dim * width
 
 
 def prefill_bytes(shape: Shape, batch: int, prompt_len: int, width: int) -> int:
