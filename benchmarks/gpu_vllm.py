@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ladderize.serving.vllm.bench.document import VllmBenchDocument
-from ladderize.serving.vllm.bench.options import PLUGIN, VllmBenchOptions
 
 from ladderize.console import Console
-from ladderize.runtime.bench.options import ModelChoice
+from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.options import PLUGIN, BenchOptions, ModelChoice
 from ladderize.runtime.shards import read_shape
 from ladderize.serving.vllm.bench.bench import bench_vllm
 from ladderize.serving.vllm.bench.served import PLUGIN_ROW
@@ -50,7 +49,7 @@ def rank_shape(name: str, ranks: int) -> dict[str, Any]:
     }
 
 
-def over_plugin(document: VllmBenchDocument) -> list[dict[str, Any]]:
+def over_plugin(document: BenchDocument) -> list[dict[str, Any]]:
     """Each row's time over the plugin's dense, the median of the rounds' ratios."""
     found = []
     for row in document.rows:
@@ -92,10 +91,10 @@ def emulated(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"rows": rows, "under_compute": shares, "document": document.to_dict()}
 
 
-def options(args: argparse.Namespace, **more: Any) -> VllmBenchOptions:
+def options(args: argparse.Namespace, **more: Any) -> BenchOptions:
     batches = tuple(int(size) for size in args.batch_size.split(","))
     given = {"batch_sizes": batches, "prompt_len": args.prompt_len, "output_len": 33, "repeat": args.repeat}
-    return VllmBenchOptions(**given, baselines=(PLUGIN,), **more)
+    return BenchOptions(**given, baselines=(PLUGIN,), **more)
 
 
 def main() -> None:

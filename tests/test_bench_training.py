@@ -12,7 +12,7 @@ from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import Overlap
 from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions, check_training_usage, parse_schedules
-from ladderize.runtime.bench.rounds import AloneTimes, Network, Variant
+from ladderize.runtime.bench.rounds import AloneTimes, Network, TimedVariant
 from ladderize.runtime.bench.training import bench as training
 from ladderize.runtime.bench.training import check, steps
 from ladderize.runtime.bench.training.document import TrainingBenchDocument
@@ -124,7 +124,7 @@ def timed(schedule, seconds, silent):
         for name, of_pass in zip(("forward", "backward"), zip(*passes, strict=True), strict=True):
             ways[-1].seconds[name] += of_pass
     nothing = {"forward": [], "backward": []}
-    return Variant("m", SPEC, *ways, messages=nothing, figures={"schedule": schedule})
+    return TimedVariant("m", SPEC, *ways, messages=nothing, figures={"schedule": schedule})
 
 
 def test_figures_of_a_row():

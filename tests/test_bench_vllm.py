@@ -17,7 +17,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, PHASES, BenchDocument, environment
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_vllm_usage
 from ladderize.runtime.bench.report import show_bench
-from ladderize.runtime.bench.rounds import Timed, Variant
+from ladderize.runtime.bench.rounds import Timed, TimedVariant
 from ladderize.runtime.spec import checkpoint_spec, shape_spec
 from ladderize.serving.vllm import environment as vllm_environment
 from ladderize.serving.vllm.bench.served import PLUGIN_ROW, served_models, vllm_config, vllm_rows
@@ -197,7 +197,7 @@ def timed_rows(folder, baselines, batch=3, rounds=5):
     options = BenchOptions(tp_size=2, repeat=rounds, output_len=11, baselines=baselines)
     figures = {"weight_bytes": 7, "kv_cache_bytes": 7}
     variants = [
-        Variant(
+        TimedVariant(
             served.name,
             served.spec,
             TimedBefore(served, rounds),

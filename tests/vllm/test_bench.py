@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ladderize.serving.vllm.bench.options import VllmBenchOptions
-from ladderize.serving.vllm.bench.processes import run_ranks
 
 from ladderize.console import SILENT
 from ladderize.files.temporaries import temporary_folder
+from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.launch import run
 from ladderize.runtime.spec import checkpoint_spec
+from ladderize.serving.vllm.bench.bench import prepared_rank
 from ladderize.serving.vllm.bench.served import VllmPlan, served_models
 from tests.helpers import ROOT, clearly_chosen
 from tests.vllm.models import SHAPE, make
@@ -76,25 +77,29 @@ def test_two_ranks_over_gloo_show_the_overlap(tmp_path):
 
 def measured_with_tokens(ranks, plan, console):
     """In each rank: the document, then of each row what every rank was asked, and answered."""
-    from ladderize.serving.vllm.bench.engine import VllmBench
+    engines, tokens = [], []
+    with prepared_rank(engines):
+        from ladderize.serving.vllm.bench import measure
 
-    bench = VllmBench(ranks, plan, console)
-    document, tokens = bench.measure(), []
-    for variant in bench.open(3):
-        variant.timed.sample()
-        tokens.append(ranks.gather((variant.timed.prompts, [*variant.timed.engine.made.values()])))
-    return (document, tokens), bench
+        measure.start_engines(engines, ranks, plan, console)
+        document = measure.measure_engines(engines, ranks, plan.options, console)
+        for engine in engines:
+            timed = measure.TimedEngine(engine, plan.options, 3)
+            timed.sample()
+            tokens.append(ranks.gather((timed.prompts, [*engine.made.values()])))
+    return document, tokens
 
 
 def test_two_replicas_divide_the_batch_and_answer_as_one_model_does(tmp_path):
     model = make("dense", tmp_path / "model", num_hidden_layers=2)
-    options = VllmBenchOptions(
+    options = BenchOptions(
         tp_size=2, baselines=("replicas",), batch_sizes=(1, 3), prompt_len=9, output_len=5, warmup=1, repeat=1
     )
     with temporary_folder("vllm") as work:
-        plan = VllmPlan(served_models([checkpoint_spec(str(tmp_path / "model"), tp_size=2)], options, work), options)
-        how = {"tp_size": 2, "device": "cpu", "threads": 1, "work": work, "report": lambda document: None}
-        document, (together, apart) = run_ranks(measured_with_tokens, plan, SILENT, **how)
+        served = served_models([checkpoint_spec(str(tmp_path / "model"), tp_size=2)], options, work)
+        how = {"tp_size": 2, "device": "cpu", "threads": 1}
+        plan = VllmPlan(served, options, os.getpid())
+        document, (together, apart) = run(measured_with_tokens, plan, SILENT, **how)
     assert [(row.tp_size, row.batch_size) for row in document.rows] == [(2, 1), (1, 1), (2, 3), (1, 3)]
     assert all(min(samples) > 0 for row in document.rows for samples in row.samples_ms.values())
     assert together[0] == together[1]
@@ -133,6 +138,17 @@ def test_a_replica_has_its_own_group_and_buffers_while_it_runs():
     assert flashinfer_all_reduce._fi_ar_workspace is None
     with replica.entered():
         assert flashinfer_all_reduce._fi_ar_workspace == "made for it"
+
+
+def test_vllms_worker_of_cpus_is_imported_by_nobody_but_vllm():
+    """Its module replaces torch.cuda's Event, Stream and more for the whole process."""
+    script = (
+        "import sys, torch\nevent = torch.cuda.Event\nimport ladderize.serving.vllm.bench.measure\n"
+        "assert torch.cuda.Event is event\nassert 'vllm.v1.worker.cpu_worker' not in sys.modules"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_names_of_vllms_all_reduces_are_the_installed_ones():

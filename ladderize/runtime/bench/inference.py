@@ -49,7 +49,7 @@ from ladderize.runtime.bench.report import check_overlaps, run_and_show, show_be
 from ladderize.runtime.bench.rounds import (
     Network,
     Timed,
-    Variant,
+    TimedVariant,
     both,
     sending_over,
     synchronize,
@@ -243,14 +243,14 @@ def _open_variants(
     weights: WeightCache,
     batch: int,
     console: Console,
-) -> list[Variant]:
+) -> list[TimedVariant]:
     """Open the models, then the baselines of the first; models of one shape share a cache, since only one runs at a
     time. Raises UserError if one sends other messages than its layout asks for."""
     planned = [(spec.name, spec, MODEL_ROW) for spec in specs]
     for baseline, name in (("parallel", PARALLEL), ("sequential", UNSCHEDULED)):
         if baseline in baselines:
             planned.append((name, specs[0], BASELINE_ROW))
-    variants: list[Variant] = []
+    variants: list[TimedVariant] = []
     cache: KVCache | None = None
     with console.stage("loading weights" if specs[0].folder is not None else "making random weights"):
         for name, spec, kind in planned:
@@ -273,13 +273,13 @@ def _open_variants(
             overlapping = set(PHASES) if spec.layout.count(OVERLAPPED) else set()
             overlapping |= {"prefill"} if options.prefill_schedule.is_domino else set()
             promised = overlapping if kind == MODEL_ROW else set()
-            variants.append(Variant(name, spec, timed[0], timed[1], kind, promised))
+            variants.append(TimedVariant(name, spec, timed[0], timed[1], kind, promised))
     for variant in variants:
         _record_messages(variant, network)
     return variants
 
 
-def _record_messages(variant: Variant, network: Network) -> None:
+def _record_messages(variant: TimedVariant, network: Network) -> None:
     """Run a prefill and a decode step, and note what they send."""
     prompts, generator = variant.timed.prompts, variant.timed.eager()
     model, rows, schedule = generator.model, len(prompts), generator.schedule
@@ -297,7 +297,7 @@ def _record_messages(variant: Variant, network: Network) -> None:
 
 
 def _rows(
-    variants: Sequence[Variant],
+    variants: Sequence[TimedVariant],
     options: BenchOptions,
     baselines: Sequence[str],
     network: Network,
@@ -333,7 +333,7 @@ def _rows(
 
 
 def _trace(
-    variant: Variant, options: BenchOptions, network: Network, path: Path, device: torch.device
+    variant: TimedVariant, options: BenchOptions, network: Network, path: Path, device: torch.device
 ) -> dict[str, Overlap]:
     prompts, generator = variant.timed.prompts, variant.timed.eager()
 

@@ -77,7 +77,7 @@ class Message:
 
 
 @dataclass
-class Variant:
+class TimedVariant:
     """A row: a model, or a baseline, at one batch size.
 
     silent: the same without communication; what it takes less is what ``timed`` waits for.
@@ -153,7 +153,7 @@ def _take_sample(group: Ranks, timed: Timed, *, counted: bool) -> None:
         timed.peak_memory_bytes = max(timed.peak_memory_bytes or 0, timed.own_bytes + memory.rise)
 
 
-def both(variants: Sequence[Variant]) -> list[Timed]:
+def both(variants: Sequence[TimedVariant]) -> list[Timed]:
     """Return what runs in each round: every variant with communication, and without."""
     return [timed for variant in variants for timed in (variant.timed, variant.silent)]
 
@@ -282,7 +282,7 @@ class Network:
         """The seconds of an all-reduce of ``size`` bytes with nothing beside it."""
         return self.alone.seconds("all_reduce", size)
 
-    def communication(self, variant: Variant, part: str) -> PhaseCommunication:
+    def communication(self, variant: TimedVariant, part: str) -> PhaseCommunication:
         """Return what a variant sends in a part, and waits for. All ranks call it."""
         timed, silent, messages = variant.timed, variant.silent, variant.messages[part]
         sums = [message.bytes for message in messages if not message.vocabulary]
@@ -300,7 +300,7 @@ class Network:
             hidden_ms=alone * 1e3 - exposed,
         )
 
-    def judged(self, overlap: dict[str, Overlap], variant: Variant) -> dict[str, Overlap]:
+    def judged(self, overlap: dict[str, Overlap], variant: TimedVariant) -> dict[str, Overlap]:
         """Return what a trace showed, and for each part that should overlap, whether it does."""
         if self.collectives.name == "shm":  # ranks copy these messages themselves: none is in flight
             return overlap

@@ -23,7 +23,7 @@ from ladderize.runtime.bench.plan import (
     parsed_link,
 )
 from ladderize.runtime.bench.report import check_overlaps, run_and_show
-from ladderize.runtime.bench.rounds import Network, Variant, both, synchronize, time_rounds
+from ladderize.runtime.bench.rounds import Network, TimedVariant, both, synchronize, time_rounds
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.bench.training.check import check_step, reference_outcome, step_name
 from ladderize.runtime.bench.training.document import (
@@ -143,7 +143,7 @@ def training_bytes(specs: Sequence[ModelSpec], ranks: int) -> int:
 
 def _open_variants(
     group: Ranks, plan: BenchPlan[TrainingBenchOptions], network: Network, open_step: OpenStep, rows: int
-) -> list[Variant]:
+) -> list[TimedVariant]:
     """Open every model by every schedule. Raises UserError if one sends other messages than its layout asks for."""
     options, variants = plan.options, []
     for spec in plan.specs:
@@ -153,24 +153,22 @@ def _open_variants(
                 TimedStep(open_step(spec, schedule, collectives, batch), group.device)
                 for collectives in (network.collectives, network.silence)
             )
-            overlapping = {"backward"}  # always, under the products of weights' gradients
-            overlapping |= {"forward"} if schedule.is_domino or spec.layout.count(OVERLAPPED) else set()
-            messages = timed.step.record_messages(step_name(spec, schedule))
-            figures = {"schedule": schedule}
-            variants.append(
-                Variant(spec.name, spec, timed, silent, overlapping=overlapping, messages=messages, figures=figures)
-            )
+            variant = TimedVariant(spec.name, spec, timed, silent, figures={"schedule": schedule})
+            variant.messages = timed.step.record_messages(step_name(spec, schedule))
+            variant.overlapping = {"backward"}  # always, under the products of weights' gradients
+            variant.overlapping |= {"forward"} if schedule.is_domino or spec.layout.count(OVERLAPPED) else set()
+            variants.append(variant)
     return variants
 
 
 def _check(
-    variants: list[Variant],
+    variants: list[TimedVariant],
     network: Network,
     open_step: OpenStep,
     group: Ranks,
     checks: list[GradientAgreement],
     failed: dict[str, str],
-) -> list[Variant]:
+) -> list[TimedVariant]:
     """Return the variants that give what the sequential schedule of their model gives, whose sums block."""
     passed, reference, compared = [], None, None
     for variant in variants:
@@ -189,7 +187,7 @@ def _check(
 
 
 def _rows(
-    variants: Sequence[Variant], options: TrainingBenchOptions, network: Network, batch: int
+    variants: Sequence[TimedVariant], options: TrainingBenchOptions, network: Network, batch: int
 ) -> list[TrainingBenchRow]:
     """Return the rows of one batch size; the first is what speed-ups are over."""
     silent = {id(one): statistics.median(one.silent.step_seconds()) for one in variants}
@@ -225,7 +223,7 @@ def _rows(
 
 
 def _trace(
-    variant: Variant, open_step: OpenStep, network: Network, path: Path, device: torch.device
+    variant: TimedVariant, open_step: OpenStep, network: Network, path: Path, device: torch.device
 ) -> dict[str, Overlap]:
     traced, step = Traced(network.collectives), variant.timed.step
     step = open_step(variant.spec, step.schedule, traced, step.batch)

@@ -1,8 +1,10 @@
 """``ladderize bench --engine vllm`` from its options to its document. Only the ranks import vLLM."""
 
 import atexit
+import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +56,26 @@ def bench_vllm(
 
 def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocument:
     """Start the engines of all rows and time them; each rank's part. Raises UserError for what vLLM refuses."""
+    engines: list[Any] = []
+    with prepared_rank(engines):
+        from ladderize.serving.vllm.bench.measure import measure_engines, start_engines
+
+        start_engines(engines, ranks, plan, console)
+        return measure_engines(engines, ranks, plan.options, console)
+
+
+@contextlib.contextmanager
+def prepared_rank(engines: list[Any]) -> Iterator[None]:
+    """Set what vLLM must find in a rank's process before it is imported, and hear its refusals as UserErrors.
+
+    engines: of vLLM. Where one goes, vLLM ends the group that all share: they live as long as the process.
+    """
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")  # of vLLM and what it imports
-    from ladderize.serving.vllm.bench.measure import measure_engines, start_engines
-
-    engines: list[Any] = []
-    # where one goes, vLLM ends the group that all share: they live as long as the process
     atexit.register(engines.clear)
     try:
-        start_engines(engines, ranks, plan, console)
-        return measure_engines(engines, ranks, plan.options, console)
+        yield
     except Exception as error:
         if refusal := configuration_refusal(error):
             raise UserError(refusal) from None

@@ -25,7 +25,7 @@ from ladderize.runtime.bench.document import (
 from ladderize.runtime.bench.inference import TRACED_STEPS
 from ladderize.runtime.bench.options import UNFUSED, BenchOptions
 from ladderize.runtime.bench.plan import check_bench_memory
-from ladderize.runtime.bench.rounds import AloneTimes, Variant, sending_over, synchronize, time_rounds
+from ladderize.runtime.bench.rounds import AloneTimes, TimedVariant, sending_over, synchronize, time_rounds
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import Traced
@@ -76,7 +76,7 @@ def measure_engines(
     return _document(rows, engines, options, surroundings, complete=True)
 
 
-def _variant(engine: ServingEngine, options: BenchOptions, batch: int) -> Variant:
+def _variant(engine: ServingEngine, options: BenchOptions, batch: int) -> TimedVariant:
     served = engine.served
     texts = served.part(batch)
     tokens = {"prefill": texts * options.prompt_len, "decode": texts}
@@ -89,10 +89,10 @@ def _variant(engine: ServingEngine, options: BenchOptions, batch: int) -> Varian
         "kv_cache_bytes": kv_cache_bytes(served, options),
     }
     kind = MODEL_ROW if served.baseline is None else BASELINE_ROW
-    return Variant(served.name, served.spec, TimedEngine(engine, options, batch), kind=kind, figures=figures)
+    return TimedVariant(served.name, served.spec, TimedEngine(engine, options, batch), kind=kind, figures=figures)
 
 
-def _trace(variant: Variant, ranks: Ranks, path: Path) -> dict[str, Overlap] | None:
+def _trace(variant: TimedVariant, ranks: Ranks, path: Path) -> dict[str, Overlap] | None:
     """Return the overlap of each phase; None for vLLM's own class, which has no messages in flight."""
     engine, prompts, device = variant.timed.engine, variant.timed.prompts, ranks.device
 

@@ -12,7 +12,7 @@ from ladderize.layout import CONFIG_KEYS, Layout
 from ladderize.runtime.bench.document import BenchRow, inference_figures
 from ladderize.runtime.bench.options import PLUGIN, REPLICAS, UNFUSED, BenchOptions
 from ladderize.runtime.bench.plan import check_dense
-from ladderize.runtime.bench.rounds import Variant
+from ladderize.runtime.bench.rounds import TimedVariant
 from ladderize.runtime.shards import Shape, check_runnable
 from ladderize.runtime.spec import ModelSpec
 from ladderize.serving.vllm.environment import MessageBackend, architecture, stock
@@ -95,7 +95,7 @@ def vllm_config(config: dict[str, Any], layout: Layout, *, plugin: bool) -> dict
     return kept | (layout.to_config() if plugin else {})
 
 
-def vllm_rows(variants: Sequence[Variant], options: BenchOptions, batch: int) -> list[BenchRow]:
+def vllm_rows(variants: Sequence[TimedVariant], options: BenchOptions, batch: int) -> list[BenchRow]:
     """Return the rows of one batch size; the first is what speed-ups are over."""
     emulated = MessageBackend.from_environment(os.environ).link is not None
     first = variants[0].timed.seconds
