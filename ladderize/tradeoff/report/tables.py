@@ -109,9 +109,7 @@ def _model_row(one: Subject, setting: Setting | None, margin: float) -> dict[str
         "points from dense (95 %)": estimate_cell(one.difference, points_text),
         "points from control (95 %)": estimate_cell(one.over_control, points_text),
         f"within {margin_text(margin)}": verdict + (f": {needed:,} samples needed" if needed else ""),
-        f"speed-up (95 %), {kind}": estimate_cell(
-            timing.whole if timing is not None else None, lambda value: speedup_text(value) + star
-        ),
+        f"speed-up (95 %), {kind}": estimate_cell(whole, lambda value: speedup_text(value) + star),
         "perplexity (95 %)": estimate_cell(one.perplexity, perplexity_text),
         "accuracy": percent_cell(one.accuracy),
         "KL to dense, nats": estimate_cell(one.divergence, lambda kl: f"{kl.value:.4f}"),

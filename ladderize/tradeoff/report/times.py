@@ -7,7 +7,7 @@ from pathlib import Path
 from ladderize.errors import UserError
 from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow, PlanResult
 from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow, PhaseCommunication, SpeedRow
-from ladderize.tradeoff.report.documents import FoundDocuments
+from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
 from ladderize.tradeoff.report.subjects import (
     PHASE_WORDS,
     Setting,
@@ -28,34 +28,29 @@ def add_times(subjects: Subjects, found: FoundDocuments, *, is_evaluated: bool) 
     is_evaluated: accuracies are known, so that speed-ups must be over the same model as these.
     """
     remarks = []
-    for number, bench in enumerate(found.benches):
-        timings = [_bench_timing(row, bench.document, number) for row in bench.document.rows]
-        failed = {model_key(model): why for model, why in bench.document.failed.items()}
-        for key, why in failed.items():
-            remarks.append(f"{bench.path.name}: {why}, so it was not timed")
-            if key in subjects:
-                subjects[key].failure = subjects[key].failure or remarks[-1]
-        _add_timings(subjects, timings, bench.path, failed.keys(), is_evaluated=is_evaluated)
-    for number, plan in enumerate(found.plans, len(found.benches)):
-        timings = [_planned_timing(row, plan.document, number) for row in plan.document.rows]
-        _add_timings(subjects, timings, plan.path, (), is_evaluated=is_evaluated)
+    documents: list[FoundDocument[BenchDocument] | FoundDocument[PlanResult]] = [*found.benches, *found.plans]
+    for source, one in enumerate(documents):
+        failed = {} if isinstance(one.document, PlanResult) else one.document.failed
+        for model, why in failed.items():
+            remarks.append(f"{one.path.name}: {why}, so it was not timed")
+            if (subject := subjects.get(model_key(model))) is not None:
+                subject.failure = subject.failure or remarks[-1]
+        timings = [_timing(row, one.document, source) for row in one.document.rows]
+        for timing in timings:
+            _add_timing(subjects, timing, one.path)
+        _share_times(subjects, source, set(map(model_key, failed)))
+        if is_evaluated and timings and not timings[0].row.is_random:
+            _check_reference(next(iter(subjects.values())), timings[0], one.path)
     return remarks
 
 
-def _add_timings(
-    subjects: Subjects, timings: list[Timing], path: Path, failed: Collection[str], *, is_evaluated: bool
-) -> None:
-    """Add the times of one document. failed: the models that it could not time."""
-    for timing in timings:
-        _add_timing(subjects, timing, path)
-    _share_times(subjects, timings, failed)
-    if is_evaluated and timings and not timings[0].row.is_random:
-        reference, first = next(iter(subjects.values())), timings[0]
-        if not any(timing.is_first for timing in reference.timings if timing.setting == first.setting):
-            raise UserError(
-                f"{path} has speed-ups over {first.row.model}, but the accuracies are compared with {reference.model};"
-                " name the same model first in eval and in bench or plan"
-            )
+def _check_reference(reference: Subject, first: Timing, path: Path) -> None:
+    """Raise UserError where speed-ups are over another model than the one that accuracies are compared with."""
+    if not any(timing.is_first for timing in reference.timings if timing.setting == first.setting):
+        raise UserError(
+            f"{path} has speed-ups over {first.row.model}, but the accuracies are compared with {reference.model};"
+            " name the same model first in eval and in bench or plan"
+        )
 
 
 def _add_timing(subjects: Subjects, timing: Timing, path: Path) -> None:
@@ -63,12 +58,8 @@ def _add_timing(subjects: Subjects, timing: Timing, path: Path) -> None:
     is_model = row.is_model and not row.is_random and row.weights != NO_WEIGHTS
     name = row.model if row.sync_tp_size is None else f"{row.model}, {row.sync_tp_size} virtual ranks"
     key = model_key(row.model) if is_model else f"{path}: {name}"
-    if key not in subjects:
-        new = new_subject(
-            row, row.model, "" if is_model else row.model, is_model=is_model, is_baseline=not row.is_model
-        )
-        subjects[key] = new
-    subject = subjects[key]
+    new = new_subject(row, row.model, "" if is_model else row.model, is_model=is_model, is_baseline=not row.is_model)
+    subject = subjects.setdefault(key, new)
     if is_model:
         check_layout(subject, row, path)
     if subject.timing(timing.setting) is not None:
@@ -83,12 +74,12 @@ def _add_timing(subjects: Subjects, timing: Timing, path: Path) -> None:
             subject.parameters = first.parameters
 
 
-def _share_times(subjects: Subjects, timings: list[Timing], failed: Collection[str]) -> None:
+def _share_times(subjects: Subjects, source: int, failed: Collection[str]) -> None:
     """Give models that a document does not time the times of the first one of their layout and size that it does. A
     prediction for a layout belongs to the models that have it."""
 
     def of_document(subject: Subject) -> list[Timing]:
-        return [timing for timing in subject.timings if timing in timings]
+        return [timing for timing in subject.timings if timing.setting.source == source]
 
     timed = {key: one for key, one in subjects.items() if one.parameters and not one.is_baseline and of_document(one)}
     shared = set()
@@ -105,47 +96,33 @@ def _share_times(subjects: Subjects, timings: list[Timing], failed: Collection[s
         del subjects[key]
 
 
-def _bench_timing(row: BenchRow, document: BenchDocument, source: int) -> Timing:
-    first, options = document.rows[0], document.options
+def _timing(row: SpeedRow, document: BenchDocument | PlanResult, source: int) -> Timing:
+    first, options, link = document.rows[0], document.options, document.link
+    if isinstance(document, PlanResult):
+        kind, medium, device, repeat = "predicted", "no link", document.device.name, LEAST_ROUNDS
+    else:
+        kind, medium = "emulated" if row.emulated else "measured", document.backend.partition(":")[0]
+        device, repeat = document.environment.device, document.options.repeat
     setting = Setting(
-        kind="emulated" if row.emulated else "measured",
+        kind=kind,
         tp_size=row.tp_size,
-        medium=document.link.name if document.link is not None else document.backend.partition(":")[0],
+        medium=link.name if link is not None else medium,
         batch_size=row.batch_size,
         prompt_len=options.prompt_len,
         output_len=options.output_len,
-        device=document.environment.device,
+        device=device,
         source=source,
         note="; random weights" if first.is_random else "",
     )
-    known = options.repeat >= LEAST_ROUNDS and row.model != first.model
-    spent = {phase: _spent(part, row.overlaps(phase)) for phase, part in (row.communication or {}).items()}
-    return Timing(setting, row, row.model == first.model, _speedups(row, known=known), spent)
-
-
-def _planned_timing(row: PlannedRow, document: PlanResult, source: int) -> Timing:
-    setting = Setting(
-        kind="predicted",
-        tp_size=row.tp_size,
-        medium=document.link.name if document.link is not None else "no link",
-        batch_size=row.batch_size,
-        prompt_len=document.options.prompt_len,
-        output_len=document.options.output_len,
-        device=document.device.name + (", calibrated" if row.basis == "calibrated" else ""),
-        source=source,
-    )
-    spent = {phase: _spent(part, row.has_overlap) for phase, part in row.communication.items()}
-    return Timing(setting, row, row.model == document.rows[0].model, _speedups(row, known=True), spent)
-
-
-def _speedups(row: SpeedRow, *, known: bool) -> dict[str, WithInterval]:
-    """Return the speed-up of each phase. known: whether its interval says something."""
-    found = {}
+    speedup = {}
     for phase in PHASE_WORDS:
-        value, ends = getattr(row, f"speedup_{phase}"), getattr(row, f"speedup_{phase}_interval")
-        is_interval = known and len(ends) == 2 and ends[0] < ends[1]
-        found[phase] = WithInterval(value, *(ends if is_interval else ()))
-    return found
+        ends = getattr(row, f"speedup_{phase}_interval")
+        has_interval = repeat >= LEAST_ROUNDS and row.model != first.model and len(ends) == 2
+        speedup[phase] = WithInterval(getattr(row, f"speedup_{phase}"), *(ends if has_interval else ()))
+    overlaps = row.overlaps if isinstance(row, BenchRow) else lambda _: row.has_overlap
+    parts = row.communication if isinstance(row, BenchRow | PlannedRow) else None
+    spent = {phase: _spent(part, overlaps(phase)) for phase, part in (parts or {}).items()}
+    return Timing(setting, row, row.model == first.model, speedup, spent)
 
 
 def _spent(part: PhaseCommunication, overlaps: bool) -> Spent:
