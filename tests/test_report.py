@@ -1,6 +1,5 @@
 """``ladderize report``: what it joins, what it claims, and what it refuses."""
 
-import html
 import json
 import math
 import re
@@ -11,15 +10,12 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-import ladderize
 from ladderize.console import printable, to_json
 from ladderize.layout import Layout
-from ladderize.planning.plans.document import PlanResult
-from ladderize.planning.plans.show import plan_verdicts
 from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.report.documents import find_documents
 from ladderize.tradeoff.report.join import join_documents
-from ladderize.tradeoff.report.page import script_json
+from ladderize.tradeoff.report.page import build_page, script_json
 from ladderize.tradeoff.report.tradeoff_plot import name_sides
 from tests.helpers import edit_json, fresh_rng, invoke, one_sentence
 from tests.report_documents import (
@@ -33,34 +29,6 @@ from tests.report_documents import (
     write_metrics,
     write_sweep,
 )
-
-
-class Reader(HTMLParser):
-    """What a page holds: elements with their attributes, and the text of each kind of element."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, list[str]] = {}
-        self.open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag in self.open:
-            while self.open.pop() != tag:
-                pass
-
-    def handle_data(self, data):
-        if self.open:
-            self.texts.setdefault(self.open[-1], []).append(data)
-
-    def ids(self):
-        return [attributes["id"] for _, attributes in self.elements if attributes.get("id")]
-
 
 POINTS = {"ladder": -0.3, "spd": -20.0, "both": -35.0}  # from dense: one model slightly and two far worse
 SPEEDUPS = {"ladder": 1.2, "spd": 1.3, "both": 1.5}  # all faster
@@ -81,14 +49,167 @@ def files(tmp_path):
     return write_files(tmp_path)
 
 
-def summary_of(folder, **options):
-    return ladderize.report([folder], folder / "a.html", **options)
+def page_of(*paths, margin=None):
+    return build_page(join_documents(find_documents(list(paths)), margin))
 
 
-def text_of(folder, **options):
-    """The answer of the page, as Markdown."""
-    ladderize.report([folder], folder / "a.html", markdown=folder / "a.md", **options)
-    return (folder / "a.md").read_text().replace("\\", "")
+def answer_of(*paths, margin=None):
+    """The whole answer as text, and the model that is recommended."""
+    answer = page_of(*paths, margin=margin).answer
+    return " ".join([answer.headline, *answer.sentences]), answer.best.name if answer.best else None
+
+
+def rows_of(page, name):
+    (plot,) = (plot for plot in page.plots if plot.name == name)
+    return plot.panels[0].spec["data"]["values"]
+
+
+def models_of(page):
+    """The table of all models: name -> column -> text."""
+    columns = page.models.columns
+    return {row[0].text: dict(zip(columns, (cell.text for cell in row), strict=True)) for row in page.models.rows}
+
+
+def refused(*arguments, out):
+    return one_sentence(invoke("report", *arguments, "--out", out / "page.html"))
+
+
+def change(path, edit):
+    """Edit a document: ``edit`` gets it, and changes it in place."""
+    document = json.loads(path.read_text())
+    edit(document)
+    path.write_text(json.dumps(document))
+
+
+# ---- what it claims ----
+
+
+def test_the_fastest_within_the_margin_is_recommended(files):
+    text, best = answer_of(files)
+    assert best == "ladder"
+    assert text.startswith(
+        "ladder (ladder 0:4) is at most 1 point less accurate than dense and 1.20\u00d7 as fast: both"
+    )
+    assert "A speed-up is shown in 1 of 1 settings." in text
+    assert answer_of(files, margin=50.0)[1] == "both"
+
+
+def test_an_interval_that_holds_the_margin_shows_nothing(tmp_path):
+    text, best = answer_of(write_files(tmp_path, spread=2.0))
+    assert best is None
+    assert text.startswith("No layout is shown to be within 1 point of dense. The nearest to it is")
+    assert "About 4,000 samples would show it" in text
+    assert "no loss" not in text.lower()
+
+
+def test_the_nearest_is_named_where_no_margin_is_shown(tmp_path):
+    """By divergence, whatever perplexity and tasks say; without, by perplexity; of what is shown to be faster alone."""
+    rng = fresh_rng()
+    names = list(POINTS)
+    divergence, points = ({name: float(rng.uniform(0.01, 0.3)) for name in names} for _ in range(2))
+    nearest = {name: min(names, key=known.get) for name, known in (("divergence", divergence), ("perplexity", points))}
+    write_files(tmp_path, points={name: -value for name, value in points.items()}, speedups=None, spread=5.0)
+
+    def set_divergence(document):
+        for one in document["comparisons"]:
+            one["predictions"]["mean_kl"] = divergence[one["other"].removeprefix("models/")]
+
+    change(tmp_path / "results.json", set_divergence)
+    text, best = answer_of(tmp_path)
+    assert best is None
+    assert f"The nearest to it is {nearest['divergence']} " in text
+    assert f"KL {divergence[nearest['divergence']]:.4f} (" in text
+    slow = {name: 0.9 if name == nearest["divergence"] else 1.3 for name in names}
+    write_files(tmp_path, points=None, speedups=slow)
+    fast = min(set(names) - {nearest["divergence"]}, key=divergence.get)
+    assert f"The nearest to it is {fast} " in answer_of(tmp_path)[0]
+    (tmp_path / "bench.json").unlink()
+    change(tmp_path / "results.json", lambda d: [one.update(predictions=None) for one in d["comparisons"]])
+    assert f"The nearest to it is {nearest['perplexity']} " in answer_of(tmp_path)[0]
+
+
+@pytest.mark.parametrize(("repeat", "share"), [(3, "75%"), (4, "88%"), (5, None)])
+def test_few_rounds_are_said(files, repeat, share):
+    change(files / "bench.json", lambda d: d["options"].update(repeat=repeat))
+    assert (f"intervals of {repeat} rounds are too narrow: about {share}" in answer_of(files)[0]) == (share is not None)
+
+
+def test_a_speed_up_that_no_interval_shows_is_none(tmp_path):
+    """Its interval holds 1, or too few rounds give no interval."""
+    write_files(tmp_path, points={**POINTS, "ladder": 0.1}, speedups={**SPEEDUPS, "ladder": 1.02}, spread=0.05)
+    for _ in range(2):
+        text, best = answer_of(tmp_path)
+        assert best is None
+        assert "no layout within that is shown to be faster in any setting" in text
+        assert "A speed-up is shown in 0 of 1 settings. Not in measured: 2 ranks" in text
+        change(tmp_path / "bench.json", lambda d: d["options"].update(repeat=2))
+    assert "no interval: too few rounds" in answer_of(tmp_path)[0]
+
+
+def test_emulated_times_are_called_so(tmp_path):
+    page = page_of(write_files(tmp_path, speedups=dict.fromkeys(POINTS, 2.0), emulated=True))
+    assert "This speed-up is emulated, not measured on a whole group." in page.answer.sentences[0]
+    assert {row["kind"] for row in rows_of(page, "tradeoff")} == {"emulated"}
+    assert all("emulated" in row["words"] for row in rows_of(page, "tradeoff"))
+
+
+def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
+    change(files / "bench.json", lambda d: [row.update(weights="random", checked=False) for row in d["rows"]])
+    page = page_of(files)
+    assert "speed was not measured" in page.answer.headline
+    assert "Random weights: only the times mean something." in next(p for p in page.plots if p.name == "speed").caption
+
+
+def test_without_a_score_or_a_converted_model_nothing_is_known(tmp_path):
+    text, _ = answer_of(write_files(tmp_path, points=None))
+    assert text.startswith("The accuracy was not measured.")
+    assert "ladderize eval DENSE MODEL..." in text
+    page = page_of(write_files(tmp_path, points={}, speedups={}, models={"dense": layouts()["dense"]}))
+    assert page.answer.headline == "The accuracy was not measured."
+    assert page.tradeoff.plots == []
+
+
+def test_the_reference_has_its_mean_over_the_same_tasks(files):
+    """A group of lm-eval counts as one task in a comparison's mean, so it must in the reference's."""
+    change(
+        files / "results.json", lambda d: [one["pooled"][0].update(reference_value=0.437) for one in d["comparisons"]]
+    )
+    assert models_of(page_of(files))["dense"]["accuracy"] == "43.7 %"
+
+
+# ---- whose times a model has ----
+
+
+@pytest.mark.parametrize(
+    ("case", "note"),
+    [
+        ("timed alone", "aligned those of older."),
+        ("two of the layout", "aligned those of older."),
+        ("timed itself", None),
+        ("other virtual ranks", None),
+        ("another size", None),
+    ],
+)
+def test_a_model_that_was_not_timed_has_the_times_of_its_layout(tmp_path, case, note):
+    """Those of a model that is in no evaluation, and which one is said. A model's own times go first."""
+    rng = fresh_rng()
+    dense, layout = layouts()["dense"], layouts()[rng.choice(["ladder", "spd", "both"])]
+    if case == "other virtual ranks":
+        layout = layouts()["spd"]
+    speedups = {name: float(rng.uniform(1.1, 9.0)) for name in ("older", "newer", "aligned")}
+    write_files(tmp_path, points={"aligned": -0.2}, speedups=None, models={"dense": dense, "aligned": layout})
+    timed = {"dense": dense, "older": replace(layout, sync_tp_size=4) if case == "other virtual ranks" else layout}
+    timed |= dict.fromkeys({"two of the layout": ["newer"], "timed itself": ["newer", "aligned"]}.get(case, []), layout)
+    write_files(tmp_path, points=None, speedups=speedups, models=timed)
+    if case == "another size":
+        change(tmp_path / "bench.json", lambda d: d["rows"][1].update(weight_bytes=2000))
+    page = page_of(tmp_path)
+    own = speedups["aligned" if case == "timed itself" else "older"]
+    known = case not in ("other virtual ranks", "another size")
+    assert (f"dense and {own:.2f}\u00d7 as fast" if known else "Its speed was not measured.") in page.answer.headline
+    assert page.models.note.endswith(note or "")
+    assert bool(page.models.note) == (note is not None)
+    assert models_of(page)["aligned"].get("speed-up (95 %), measured", "").endswith(" *") == (note is not None)
 
 
 def test_a_model_that_failed_the_check_has_no_times(tmp_path):
@@ -104,67 +225,6 @@ def test_a_model_that_failed_the_check_has_no_times(tmp_path):
         assert (bool(twin.timings), twin.failure) == ((False, why) if failed else (True, None))
         assert (why in content.remarks) == bool(failed)
         assert all(one.timings for one in content.models if one is not twin)
-    summary_of(tmp_path)
-    assert why in Reader((tmp_path / "a.html").read_text()).texts["td"]
-
-
-def refused(*arguments, out):
-    return one_sentence(invoke("report", *arguments, "--out", out / "page.html"))
-
-
-def change(path, edit):
-    """Edit a document: ``edit`` gets it, and changes it in place."""
-    document = json.loads(path.read_text())
-    edit(document)
-    path.write_text(json.dumps(document))
-
-
-def section(text, name, following):
-    return text[text.index(f'<section id="{name}"') : text.index(f'<section id="{following}"')]
-
-
-def specs_of(text, plot):
-    return json.loads(re.search(rf'id="plot-{plot}".*?class="specs">(.*?)</script>', text, re.DOTALL)[1])
-
-
-def rows_of(text, plot):
-    return specs_of(text, plot)[0]["data"]["values"]
-
-
-def page_of(folder, *arguments):
-    outcome = invoke("report", *(arguments or (folder,)), "--out", folder / "page.html")
-    assert outcome.code == 0, outcome
-    return (folder / "page.html").read_text(), outcome
-
-
-def test_the_front_is_what_nothing_else_dominates():
-    """Against the definition, pair by pair."""
-    rng = fresh_rng()
-    for count in (0, 1, 2, 30):
-        points = [tuple(map(float, pair)) for pair in rng.integers(0, 6, (count, 2))]  # small numbers: many ties
-        expected = [
-            not any(all(b >= a for a, b in zip(one, other, strict=True)) and other != one for other in points)
-            for one in points
-        ]
-        assert pareto_front(points) == expected
-
-
-def test_a_page_of_evaluation_and_times(files):
-    """It asks the network for nothing, and is the same for the same documents."""
-    text, outcome = page_of(files)
-    assert page_of(files)[0] == text
-    page = Reader(text)
-    for tag, attributes in page.elements:
-        assert tag not in ("iframe", "object", "embed", "base")
-        for name in ("src", "href", "data", "action", "xlink:href"):
-            assert not re.match(r"(?i)\s*(https?:)?//", attributes.get(name) or ""), (tag, attributes)
-    assert not any("@import" in style or "url(" in style for style in page.texts["style"])
-    ids = page.ids()
-    assert len(ids) == len(set(ids))
-    for name in ("answer", "plot-tradeoff", "models", "layouts", "plot-tasks", "setup"):
-        assert name in ids
-    assert "ladder (ladder 0:4) is at most 1 point less accurate than dense and 1.20" in outcome.stdout
-    assert len(text.encode()) < 2_000_000
 
 
 @pytest.mark.parametrize("checkpoint", ["models/dense", None])
@@ -173,28 +233,23 @@ def test_predicted_times_join_what_was_evaluated(tmp_path, checkpoint):
     write_files(tmp_path, speedups=None)
     document = plan_document(tmp_path, checkpoint=checkpoint)
     write_document(tmp_path / "plan.json", document)
-    text, outcome = page_of(tmp_path)
+    page = page_of(tmp_path)
     ladder = next(row for row in document["rows"] if row["model"] == "ladder")
-    speedup = f"{ladder['speedup_end_to_end']:.2f}"
-    assert f"predicted to be {speedup}" in outcome.stdout
-    assert "predicted: 2 ranks over nvlink (h100-sxm), batch 1, 1024 + 512 tokens" in text
-    assert "predicted, not measured" in text
-    assert "predicted: nothing ran" in text
-    # also where a layout does not beat what changes no result
-    verdicts = plan_verdicts(PlanResult.from_dict(document, "plan.json"))
-    assert all(f"<li>plan.json: {html.escape(verdict)}</li>" in text for verdict in verdicts)
-    assert "ladder does not pay: it is no faster than two dense replicas" in text
-    page = Reader(text)
-    assert "plot-speed" in page.ids()
-    assert "plot-time-decode" in page.ids()
+    assert f"predicted to be {ladder['speedup_end_to_end']:.2f}" in page.answer.headline
+    assert "predicted: 2 ranks over nvlink (h100-sxm), batch 1, 1024 + 512 tokens" in page.answer.sentences[0]
+    assert "predicted, not measured" in page.answer.sentences[0]
+    assert {"speed", "time-decode", "tradeoff"} <= {plot.name for plot in page.plots}
+    assert {row["name"] for row in rows_of(page, "tradeoff")} == set(layouts())
+    assert page.models.note == ""
+    assert any(remark.startswith("plan.json: ") for remark in page.remarks)
 
 
 def test_a_plan_beside_what_was_timed(files):
     """Measured times stay in front; the predicted ones are more settings of the same models."""
     write_document(files / "plan.json", plan_document(files))
-    text, outcome = page_of(files)
-    assert "1.20\u00d7 as fast: both are shown" in outcome.stdout
-    assert "predicted: 2 ranks over nvlink" in text
+    page = page_of(files)
+    assert "1.20\u00d7 as fast: both are shown" in page.answer.headline
+    assert {row["kind"] for row in rows_of(page, "tradeoff")} == {"measured", "predicted"}
 
 
 def test_a_plan_of_a_checkpoint_that_was_timed_only(tmp_path):
@@ -202,159 +257,7 @@ def test_a_plan_of_a_checkpoint_that_was_timed_only(tmp_path):
     timed = {name: layout for name, layout in layouts().items() if name == "dense"}
     write_files(tmp_path, points=None, speedups={}, models=timed)
     write_document(tmp_path / "plan.json", plan_document(tmp_path, checkpoint="models/dense"))
-    text, _ = page_of(tmp_path)
-    assert "predicted: 2 ranks over nvlink" in text
-    assert "dense" in text
-    assert "dense #2" not in text
-
-
-def test_a_plan_of_another_size_is_refused(files):
-    document = plan_document(files)
-    for row in document["rows"]:
-        row["parameters"] += 1
-    write_document(files / "plan.json", document)
-    assert "plan.json has speed-ups over dense, but the accuracies are compared with models/dense" in refused(
-        files, out=files
-    )
-
-
-# ---- what it claims ----
-
-
-def test_the_fastest_within_the_margin_is_recommended(files):
-    assert summary_of(files).best == "models/ladder"
-    assert "A speed-up is shown in 1 of 1 settings." in text_of(files)
-    assert summary_of(files, margin=50.0).best == "models/both"
-
-
-def test_an_interval_that_holds_the_margin_shows_nothing(tmp_path):
-    summary = summary_of(write_files(tmp_path, spread=2.0))
-    assert summary.best is None
-    assert summary.headline.startswith("No layout is shown to be within 1 point of dense. The nearest to it is")
-    assert "About 4,000 samples would show it" in text_of(tmp_path)
-    assert "no loss" not in (tmp_path / "a.html").read_text().lower()
-
-
-def test_the_nearest_is_named_where_no_margin_is_shown(tmp_path):
-    """By divergence, whatever perplexity and tasks say; without, by perplexity; of what is shown to be faster alone."""
-    rng = fresh_rng()
-    names = list(POINTS)
-    divergence, points = ({name: float(rng.uniform(0.01, 0.3)) for name in names} for _ in range(2))
-    nearest = {name: min(names, key=known.get) for name, known in (("divergence", divergence), ("perplexity", points))}
-    write_files(tmp_path, points={name: -value for name, value in points.items()}, speedups=None, spread=5.0)
-
-    def answer():
-        summary = summary_of(tmp_path)
-        assert summary.best is None
-        return summary.headline
-
-    def set_divergence(document):
-        for one in document["comparisons"]:
-            one["predictions"]["mean_kl"] = divergence[one["other"].removeprefix("models/")]
-
-    change(tmp_path / "results.json", set_divergence)
-    assert f"The nearest to it is {nearest['divergence']} " in answer()
-    assert f"KL {divergence[nearest['divergence']]:.4f} (" in answer()
-    slow = {name: 0.9 if name == nearest["divergence"] else 1.3 for name in names}
-    write_files(tmp_path, points=None, speedups=slow)
-    assert f"nearest to it is {min(set(names) - {nearest['divergence']}, key=divergence.get)} " in answer()
-    (tmp_path / "bench.json").unlink()
-    change(tmp_path / "results.json", lambda d: [one.update(predictions=None) for one in d["comparisons"]])
-    assert f"The nearest to it is {nearest['perplexity']} " in answer()
-
-
-@pytest.mark.parametrize(("repeat", "share"), [(3, "75%"), (4, "88%"), (5, None)])
-def test_few_rounds_are_said(files, repeat, share):
-    change(files / "bench.json", lambda d: d["options"].update(repeat=repeat))
-    text, _ = page_of(files)
-    assert (f"intervals of {repeat} rounds are too narrow: about {share}" in text) == (share is not None)
-
-
-def test_a_speed_up_whose_interval_holds_1_is_none(tmp_path):
-    write_files(tmp_path, points=None, speedups={**SPEEDUPS, "ladder": 1.02}, spread=0.05)
-    write_files(tmp_path, points={**POINTS, "ladder": 0.1}, speedups=None)
-    assert "no layout within that is shown to be faster in any setting" in summary_of(tmp_path).headline
-    assert "A speed-up is shown in 0 of 1 settings. Not in measured: 2 ranks" in text_of(tmp_path)
-
-
-def test_emulated_times_are_called_so(tmp_path):
-    write_files(tmp_path, speedups=dict.fromkeys(POINTS, 2.0), emulated=True)
-    text, _ = page_of(tmp_path)
-    assert "This speed-up is emulated, not measured on a whole group." in text
-    values = rows_of(text, "tradeoff")
-    assert {row["kind"] for row in values} == {"emulated"}
-    assert all("emulated" in row["words"] for row in values)
-
-
-def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
-    change(files / "bench.json", lambda d: [row.update(weights="random", checked=False) for row in d["rows"]])
-    assert "speed was not measured" in summary_of(files).headline
-    assert "Random weights: only the times mean something." in (files / "a.html").read_text()
-
-
-def test_a_retrained_model_has_the_times_of_its_layout(files):
-    adapted = {**layouts(), "ladder-adapted": layouts()["ladder"]}
-    changes = {**POINTS, "ladder": -9.0, "ladder-adapted": -0.2}
-    write_files(files, points=changes, speedups=None, models=adapted)
-    assert summary_of(files).best == "models/ladder-adapted"
-    assert "on which alone speed depends: ladder-adapted those of ladder." in (files / "a.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("case", "note"),
-    [
-        ("timed alone", "aligned those of older."),
-        ("two of the layout", "aligned those of older."),
-        ("timed itself", None),
-        ("other virtual ranks", None),
-        ("another size", None),
-    ],
-)
-def test_a_model_that_was_not_timed_has_the_times_of_its_layout(tmp_path, case, note):
-    """Under another name: those of a model that is in no evaluation, and which one is said. Its own name goes first."""
-    rng = fresh_rng()
-    dense, layout = layouts()["dense"], layouts()[rng.choice(["ladder", "spd", "both"])]
-    if case == "other virtual ranks":
-        layout = layouts()["spd"]
-    speedups = {name: float(rng.uniform(1.1, 9.0)) for name in ("older", "newer", "aligned")}
-    write_files(tmp_path, points={"aligned": -0.2}, speedups=None, models={"dense": dense, "aligned": layout})
-    timed = {"dense": dense, "older": replace(layout, sync_tp_size=4) if case == "other virtual ranks" else layout}
-    timed |= dict.fromkeys({"two of the layout": ["newer"], "timed itself": ["newer", "aligned"]}.get(case, []), layout)
-    write_files(tmp_path, points=None, speedups=speedups, models=timed)
-    if case == "another size":
-        change(tmp_path / "bench.json", lambda d: d["rows"][1].update(weight_bytes=2000))
-    text = text_of(tmp_path)
-    own = speedups["aligned" if case == "timed itself" else "older"]
-    known = case not in ("other virtual ranks", "another size")
-    assert (f"dense and {own:.2f}\u00d7 as fast" if known else "Its speed was not measured.") in text
-    for shown in ((tmp_path / "a.html").read_text(), text):
-        assert ("Times of another model" in shown) == (note is not None)
-        assert note is None or note in shown
-
-
-def test_the_reference_has_its_mean_over_the_same_tasks(files):
-    """A group of lm-eval counts as one task in a comparison's mean, so it must in the reference's."""
-    change(
-        files / "results.json",
-        lambda d: [one["pooled"][0].update(reference_value=0.437) for one in d["comparisons"]],
-    )
-    assert "43.7 %" in page_of(files)[0]
-
-
-def test_times_without_intervals_are_not_called_slow(files):
-    change(files / "bench.json", lambda d: d["options"].update(repeat=2))
-    summary = summary_of(files)
-    assert "no layout within that is shown to be faster" in summary.headline
-    assert summary.best is None
-    assert "no interval: too few rounds" in text_of(files)
-
-
-def test_without_a_score_or_a_converted_model_nothing_is_known(tmp_path):
-    text, outcome = page_of(write_files(tmp_path, points=None))
-    assert "The accuracy was not measured" in outcome.stdout
-    assert "ladderize eval DENSE MODEL..." in text
-    summary = summary_of(write_files(tmp_path, points={}, speedups={}, models={"dense": layouts()["dense"]}))
-    assert summary.headline == "The accuracy was not measured."
+    assert list(models_of(page_of(tmp_path))) == ["dense"]
 
 
 # ---- a sweep ----
@@ -375,33 +278,23 @@ def sweep(tmp_path):
 def test_the_page_of_a_sweep(sweep):
     """Its points are compared in pairs, from the stored samples; the recommended one has the times of its layout; there
     is a plot for everything that a sweep measures."""
-    text, outcome = page_of(sweep)
-    # the sweep's margin
-    assert outcome.stdout.startswith("ladder-9000 (ladder 0:4) is at most 2 points less accurate than dense and 1.25")
-    rows = rows_of(text, "tradeoff")
+    page = page_of(sweep)
+    headline = "ladder-9000 (ladder 0:4) is at most 2 points less accurate than dense and 1.25"  # the sweep's margin
+    assert page.answer.headline.startswith(headline)
+    rows = rows_of(page, "tradeoff")
     assert {row["name"] for row in rows} == {"dense", "ladder", "ladder-1000", "ladder-9000", "spd"}
     assert {row["setting"] for row in rows} == {"s0", "s1"}
-    for row in rows:
-        if row["name"] != "dense":
-            assert row["y1"] < row["y"] < row["y2"]
-    recovery = rows_of(text, "recovery")  # it begins at the model that was not retrained
+    assert all(row["y1"] < row["y"] < row["y2"] for row in rows if row["name"] != "dense")
+    recovery = rows_of(page, "recovery")  # it begins at the model that was not retrained
     assert [row["tokens"] for row in recovery if row["line"] == "ladder 0:4, full"] == [0, 1000, 9000]
     assert [row["y"] for row in recovery] == sorted(row["y"] for row in recovery)
-    speed = rows_of(text, "speed")  # one model of a layout is drawn with its times
+    speed = rows_of(page, "speed")  # one model of a layout is drawn with its times
     assert ({row["name"] for row in speed}, {row["batch"] for row in speed}) == ({"ladder", "spd"}, {1, 4})
-    ids = Reader(text).ids()
-    for name in ("tradeoff", "tasks", "speed", "time-prefill", "time-decode", "sensitivity", "recovery", "heldout"):
-        assert f"plot-{name}" in ids
+    plots = {"tradeoff", "tasks", "speed", "time-prefill", "time-decode", "sensitivity", "recovery", "heldout"}
+    assert {plot.name for plot in page.plots} == plots
 
 
-@pytest.mark.parametrize(
-    ("trained", "control", "sign"),
-    [
-        (0.95, 0.80, "+"),
-        (0.80, 0.95, "\u2212"),
-        (0.95, None, ""),
-    ],
-)
+@pytest.mark.parametrize(("trained", "control", "sign"), [(0.95, 0.80, "+"), (0.80, 0.95, "\u2212"), (0.95, None, "")])
 def test_what_is_better_than_dense_is_compared_with_its_control(tmp_path, trained, control, sign):
     """The dense model after the same training: never recommended, a row of the table, and named in the answer."""
     chance = fresh_rng().random(4000)
@@ -409,18 +302,16 @@ def test_what_is_better_than_dense_is_compared_with_its_control(tmp_path, traine
     if control is not None:
         right["dense-500"] = np.roll(chance, 1) < control  # as many as of another model with this share
     write_sweep(tmp_path / "sweep", right)
-    text, outcome = page_of(tmp_path / "sweep")
-    assert outcome.stdout.startswith("ladder-500 (ladder 0:4) is at most 2 points less accurate")
-    answer = section(text, "answer", "tradeoff")
+    page = page_of(tmp_path / "sweep")
+    answer = " ".join(page.answer.sentences)
+    assert page.answer.best.name == "ladder-500"
     if control is None:
         assert "may come of the text it was trained on" in answer
         return
     assert f"ladder-500 is {sign}" in answer
     assert "The dense model after the same training, dense-500, is +" in answer
-    table = section(text, "models", "layouts")
-    assert "points from control" in table
-    rows = rows_of(text, "recovery")
-    assert [row["tokens"] for row in rows if row["line"] == "dense, full"] == [0, 500]
+    assert models_of(page)["ladder-500"]["points from control (95 %)"].startswith(sign)
+    assert [row["tokens"] for row in rows_of(page, "recovery") if row["line"] == "dense, full"] == [0, 500]
 
 
 def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):
@@ -428,22 +319,12 @@ def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):
     chance = fresh_rng().random(4000)
     shares = {"dense": 0.7, "ladder": 0.694, "ladder-500-align": 0.703, "ladder-900-align+full": 0.696}
     write_sweep(tmp_path / "sweep", {name: chance < share for name, share in shares.items()})
-    text, outcome = page_of(tmp_path / "sweep")
-    assert outcome.stdout.startswith("ladder-500-align (ladder 0:4) is at most")
-    assert "a control" not in text  # an alignment is solved towards the dense model: it needs none
-    sizes = {row["name"]: row["size"] for row in rows_of(text, "tradeoff")}
+    page = page_of(tmp_path / "sweep")
+    assert page.answer.best.name == "ladder-500-align"
+    assert "control" not in " ".join(page.answer.sentences)  # an alignment needs none
+    sizes = {row["name"]: row["size"] for row in rows_of(page, "tradeoff")}
     dense, converted, aligned, trained = (sizes[name] for name in shares)
     assert dense == converted < aligned < trained
-
-
-def test_no_name_lies_on_a_mark(tmp_path):
-    """Above ladder's mark, just to the left, is spd's: ladder's name is below. What lies between two has none."""
-    points, speedups = {"ladder": -0.3, "spd": -0.1, "both": -4.0}, {"ladder": 1.37, "spd": 1.35, "both": 1.9}
-    write_files(tmp_path, points=points, speedups=speedups)
-    rows = rows_of(page_of(tmp_path)[0], "tradeoff")
-    assert all(row["front"] for row in rows)
-    assert {row["name"]: row["label"] for row in rows} == {"dense": 1, "spd": 1, "ladder": -1, "both": 1}
-    assert name_sides([(0.5, 0.5), (0.52, 0.55), (0.51, 0.45)], [False, True, True]) == [0, 1, -1]
 
 
 def test_a_line_of_recovery_goes_through_what_its_stages_made(tmp_path):
@@ -451,36 +332,31 @@ def test_a_line_of_recovery_goes_through_what_its_stages_made(tmp_path):
     names = ("dense", "spd", "spd-500-align", "spd-900-align+full", "spd-600-blocks", "ladder", "ladder-500-align")
     answers = fresh_rng().random((len(names), 60)) < 0.7
     write_sweep(tmp_path / "sweep", dict(zip(names, answers, strict=True)))
-    text, _ = page_of(tmp_path / "sweep")
+    page = page_of(tmp_path / "sweep")
     lines = {}
-    for row in rows_of(text, "recovery"):
+    for row in rows_of(page, "recovery"):
         lines.setdefault(row["line"], []).append(row["tokens"])
-    both, spd = "ladder 0:4", "spd 0:4 (sync_tp_size 2)"
-    assert lines == {
-        f"{spd}, align + full": [0, 500, 900],
-        f"{spd}, blocks": [0, 600],
-        f"{both}, align": [0, 500],
-    }
-    table = section(text, "models", "layouts")
-    assert "align + full, 900 tokens" in table
+    spd = "spd 0:4 (sync_tp_size 2)"
+    expected = {f"{spd}, align + full": [0, 500, 900], f"{spd}, blocks": [0, 600], "ladder 0:4, align": [0, 500]}
+    assert lines == expected
+    assert models_of(page)["spd-900-align+full"]["adapted"] == "align + full, 900 tokens"
 
 
 def test_points_that_two_sweeps_share_are_shown_once(sweep):
     other = shutil.copytree(sweep, sweep.with_name("other"))
-    text, _ = page_of(sweep, sweep, other)
-    table = section(text, "models", "layouts")
-    names = re.findall('<th scope="row">([^<]*)</th>', table)
-    assert sorted(names) == ["dense", "ladder", "ladder-1000", "ladder-9000", "spd"]
+    names = sorted(models_of(page_of(sweep, other)))
+    assert names == ["dense", "ladder", "ladder-1000", "ladder-9000", "spd"]
 
 
 def test_a_sweep_that_is_not_complete_says_so(sweep):
     failed = {"stage": "convert", "key": "k", "output": "stages/x", "status": "failed", "message": "no <disk> left"}
     change(sweep / "sweep.json", lambda d: d["points"][4].update(results=None, model=None, stages=[failed]))
     edit_json(sweep / "sweep.json", complete=False)
-    text, _ = page_of(sweep)
-    assert "The sweep is not complete: 4 of 5 models are evaluated." in text
-    assert "1 of 5 models failed; the table says why." in text
-    assert "no &lt;disk&gt; left" in text
+    page = page_of(sweep)
+    answer = " ".join(page.answer.sentences)
+    assert "The sweep is not complete: 4 of 5 models are evaluated." in answer
+    assert "1 of 5 models failed; the table says why." in answer
+    assert models_of(page)["spd"]["failed"] == "no <disk> left"
 
 
 @pytest.mark.parametrize("name", ["../outside.json", "/etc/hostname", "a\0b", "stages/none/results.json"])
@@ -492,52 +368,96 @@ def test_a_sweep_stays_in_its_folder(sweep, name):
     assert printable(name) in message
 
 
-def test_speed_ups_over_another_model_are_refused(sweep):
-    document = json.loads((sweep / "bench.json").read_text())
-    document["rows"] = [row for row in document["rows"] if not row["layout"].endswith("dense")]
-    (sweep / "bench.json").write_text(json.dumps(document))
-    message = "has speed-ups over models/ladder, but the accuracies are compared with models/dense"
-    assert message in refused(sweep, out=sweep)
-
-
 def test_a_retraining_is_drawn_by_its_divergence(tmp_path):
     """Validations by the tokens that were read by then, without those that are no numbers."""
     write_metrics(tmp_path / "adapted", [9.0, float("nan"), float("inf"), 4.0])
-    text, _ = page_of(tmp_path)
-    rows = rows_of(text, "heldout")
+    rows = rows_of(page_of(tmp_path), "heldout")
     assert [(row["step"], row["tokens"]) for row in rows] == [(0, 0), (3, 1500)]
     assert [row["y"] for row in rows] == pytest.approx([math.log(9 / 3.4), math.log(4 / 3.4)])
-    assert "Dashed: the dense model" not in text
 
 
 def test_runs_with_and_without_a_teacher_are_drawn_by_their_perplexity(tmp_path):
     """What only one of them measured tells them not apart; folders of the same name are told by those above them."""
     write_metrics(tmp_path / "a" / "model", [9.0, 4.0])
     write_metrics(tmp_path / "b" / "model", [9.0, 5.0], dense=None)
-    text, _ = page_of(tmp_path, tmp_path / "a", tmp_path / "b")
-    rows = [(row["name"], row["y"]) for row in rows_of(text, "heldout")]
+    page = page_of(tmp_path / "a", tmp_path / "b")
+    rows = [(row["name"], row["y"]) for row in rows_of(page, "heldout")]
     assert rows == [("a/model", 9.0), ("a/model", 4.0), ("b/model", 9.0), ("b/model", 5.0)]
-    assert "Dashed: the dense model, 3.4." in text
+    assert "Dashed: the dense model, 3.4." in page.plots[-1].caption
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [("x", "metrics.jsonl, line 1 is not JSON"), ('{"step": "x"}', "line 1: step is 'x', but must be of type int")],
-)
-def test_damaged_metrics_are_named(tmp_path, line, message):
-    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
-    assert message in refused(tmp_path, out=tmp_path)
+# ---- the plot of the trade-off ----
 
 
-def test_results_without_their_samples_are_refused(tmp_path):
-    """Nothing says then which questions were the same."""
-    document = eval_document(layouts(), POINTS)
-    del document["comparisons"]
-    write_document(tmp_path / "results.json", document)
-    assert "keeps no samples of arc" in refused(tmp_path, out=tmp_path)
+def test_the_front_is_what_nothing_else_dominates():
+    """Against the definition, pair by pair."""
+    rng = fresh_rng()
+    for count in (0, 1, 2, 30):
+        points = [tuple(map(float, pair)) for pair in rng.integers(0, 6, (count, 2))]  # small numbers: many ties
+        expected = [
+            not any(all(b >= a for a, b in zip(one, other, strict=True)) and other != one for other in points)
+            for one in points
+        ]
+        assert pareto_front(points) == expected
 
 
-# ---- strangers' documents ----
+def test_no_name_lies_on_a_mark(tmp_path):
+    """Above ladder's mark, just to the left, is spd's: ladder's name is below. What lies between two has none."""
+    points, speedups = {"ladder": -0.3, "spd": -0.1, "both": -4.0}, {"ladder": 1.37, "spd": 1.35, "both": 1.9}
+    rows = rows_of(page_of(write_files(tmp_path, points=points, speedups=speedups)), "tradeoff")
+    assert all(row["front"] for row in rows)
+    assert {row["name"]: row["label"] for row in rows} == {"dense": 1, "spd": 1, "ladder": -1, "both": 1}
+    assert name_sides([(0.5, 0.5), (0.52, 0.55), (0.51, 0.45)], [False, True, True]) == [0, 1, -1]
+
+
+# ---- the files that are written ----
+
+
+class Reader(HTMLParser):
+    """The elements of a page with their attributes, and the text behind each kind of element."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = [("", {})]
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.texts.setdefault(self.elements[-1][0], []).append(data)
+
+
+def test_page_markdown_and_pictures(files):
+    """The page asks the network for nothing, and is the same for the same documents."""
+    arguments = ("report", files, "--out", files / "p.html", "--markdown", files / "card.md", "--json")
+    outcome = invoke(*arguments)
+    text = (files / "p.html").read_text()
+    assert invoke(*arguments).stdout == outcome.stdout
+    assert (files / "p.html").read_text() == text
+    page = Reader(text)
+    for tag, attributes in page.elements:
+        assert tag not in ("iframe", "object", "embed", "base")
+        for name in ("src", "href", "data", "action", "xlink:href"):
+            assert not re.match(r"(?i)\s*(https?:)?//", attributes.get(name) or ""), (tag, attributes)
+    assert not any("@import" in style or "url(" in style for style in page.texts["style"])
+    assert len(text.encode()) < 2_000_000
+    summary = json.loads(outcome.stdout)
+    assert summary["best"] == "models/ladder"
+    card = (files / "card.md").read_text()
+    assert summary["headline"] in text
+    assert summary["headline"] in card
+    links = re.findall(r"\[[^\]]*\]\(([^)]*\.png)\)", card)
+    assert len(set(links)) == len(links) > 3
+    for link in links:
+        assert (files / link).read_bytes().startswith(b"\x89PNG")
+        drawn = (files / link).with_suffix(".svg").read_text()
+        assert drawn.startswith("<svg")
+        assert "var(--" not in drawn
+    assert set(summary["files"]) >= {str(files / link) for link in links}
+    rows = [line for line in card.splitlines() if line.startswith("| ")]
+    assert len({line.count("|") for line in rows}) == 1
 
 
 def test_what_documents_say_is_text_and_nothing_else(tmp_path):
@@ -549,10 +469,9 @@ def test_what_documents_say_is_text_and_nothing_else(tmp_path):
     page = Reader((tmp_path / "p.html").read_text())
     assert not [attributes for tag, attributes in page.elements if tag == "img" or "onerror" in attributes]
     assert not any("window.bad" in text for text in page.texts["script"] if not text.lstrip().startswith("["))
-    assert "<script" not in (tmp_path / "p.md").read_text()
-    assert "<img" not in (tmp_path / "p.md").read_text()
     for name in ("p.html", "p.md"):
         assert not re.search("[\x07\x1b\u202e]", (tmp_path / name).read_text())
+    assert not re.search("<script|<img", (tmp_path / "p.md").read_text())
 
 
 def test_json_in_a_script_element_cannot_end_it():
@@ -566,19 +485,22 @@ def test_json_in_a_script_element_cannot_end_it():
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (None, "does not exist"),
-        ('{"a": ', "is not valid JSON"),
-        ('{"a": 1}', "schema_version"),
-        (to_json({"a": 1}), "none of the documents"),
-        (to_json({"rows": [{"model": 3}], "environment": {}}), "a.json"),
+        ("a.json", None, "does not exist"),
+        ("a.json", '{"a": ', "is not valid JSON"),
+        ("a.json", '{"a": 1}', "schema_version"),
+        ("a.json", to_json({"a": 1}), "none of the documents"),
+        ("a.json", to_json({"rows": [{"model": 3}], "environment": {}}), "a.json"),
+        ("b.json", "", "does not exist"),
+        ("metrics.jsonl", "x\n", "metrics.jsonl, line 1 is not JSON"),
+        ("metrics.jsonl", '{"step": "x"}\n', "line 1: step is 'x', but must be of type int"),
     ],
 )
-def test_what_is_no_document_is_refused_in_one_sentence(tmp_path, content, message):
+def test_what_is_no_document_is_refused_in_one_sentence(tmp_path, name, content, message):
     if content is not None:
-        (tmp_path / "a.json").write_text(content)
-    assert message in refused(tmp_path / "a.json", out=tmp_path)
+        (tmp_path / name).write_text(content)
+    assert message in refused(tmp_path if name == "metrics.jsonl" else tmp_path / "a.json", out=tmp_path)
     assert not (tmp_path / "page.html").exists()
 
 
@@ -599,9 +521,18 @@ def test_every_missing_or_wrong_key_is_one_sentence(files):
         (files / name).write_text(json.dumps(good))
 
 
-def test_documents_of_other_models_do_not_join(files):
-    change(files / "bench.json", lambda d: [row.update(model="others/" + row["model"]) for row in d["rows"]])
-    assert "has speed-ups over others/models/dense, but the accuracies are" in refused(files, out=files)
+def test_speed_ups_over_another_model_are_refused(files):
+    message = "but the accuracies are compared with models/dense"
+    bench = json.loads((files / "bench.json").read_text())
+    (files / "bench.json").write_text(json.dumps({**bench, "rows": bench["rows"][1:]}))
+    assert f"has speed-ups over models/ladder, {message}" in refused(files, out=files)
+    others = [{**row, "model": f"others/{row['model']}"} for row in bench["rows"]]
+    (files / "bench.json").write_text(json.dumps({**bench, "rows": others}))
+    assert f"has speed-ups over others/models/dense, {message}" in refused(files, out=files)
+    (files / "bench.json").unlink()
+    plan = plan_document(files)
+    write_document(files / "plan.json", {**plan, "rows": [{**row, "parameters": 7} for row in plan["rows"]]})
+    assert f"plan.json has speed-ups over dense, {message}" in refused(files, out=files)
 
 
 def test_a_model_that_changed_its_layout_is_refused(files):
@@ -609,34 +540,16 @@ def test_a_model_that_changed_its_layout_is_refused(files):
     assert "another layout" in refused(files, out=files)
 
 
-def test_outputs_that_cannot_be_meant(files):
+def test_results_without_their_samples_are_refused(files):
+    """Nothing says then which questions were the same."""
+    change(files / "results.json", lambda d: d.pop("comparisons"))
+    assert "keeps no samples of arc" in refused(files, out=files)
+
+
+def test_outputs_that_cannot_be_meant(files, monkeypatch):
     assert "must end in .html" in one_sentence(invoke("report", files, "--out", files / "page.pdf"))
     assert "must end in .md" in one_sentence(invoke("report", files, "--markdown", files / "a.txt"))
     assert "--margin must be above 0" in one_sentence(invoke("report", files, "--margin", "0"))
     assert "does not exist" in one_sentence(invoke("report", files, "--out", files / "no" / "page.html"))
-
-
-def test_a_missing_extra_is_named(files, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
     assert "pip install 'ladderize[report]'" in refused(files, out=files)
-
-
-# ---- Markdown and pictures ----
-
-
-def test_markdown_and_pictures(files):
-    outcome = invoke("report", files, "--out", files / "p.html", "--markdown", files / "card.md", "--json")
-    summary = json.loads(outcome.stdout)
-    text = (files / "card.md").read_text()
-    links = re.findall(r"\[[^\]]*\]\(([^)]*\.png)\)", text)
-    assert len(links) > 3
-    assert len(set(links)) == len(links)
-    for link in links:
-        assert (files / link).read_bytes().startswith(b"\x89PNG")
-        drawn = (files / link).with_suffix(".svg").read_text()
-        assert drawn.startswith("<svg")
-        assert "var(--" not in drawn
-    assert set(summary["files"]) >= {str(files / link) for link in links}
-    assert "\\`" not in text
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert len({line.count("|") for line in rows[4:]}) == 1
