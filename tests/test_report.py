@@ -146,6 +146,16 @@ def test_a_speed_up_that_no_interval_shows_is_none(tmp_path):
     assert "no interval: too few rounds" in answer_of(tmp_path)[0]
 
 
+def test_times_in_vllm_are_settings_of_their_own(files):
+    document = bench_document(layouts(), {name: 2 * value for name, value in SPEEDUPS.items()})
+    write_document(files / "bench-vllm.json", {**document, "engine": "vllm", "messages": "gloo"})
+    text, best = answer_of(files)
+    assert best == "ladder"
+    assert "A speed-up is shown in 2 of 2 settings." in text
+    (speed,) = (plot for plot in page_of(files).plots if plot.name == "speed")
+    assert sorted("(vLLM, cpu)" in panel.title for panel in speed.panels) == [False, True]
+
+
 def test_emulated_times_are_called_so(tmp_path):
     page = page_of(write_files(tmp_path, speedups=dict.fromkeys(POINTS, 2.0), emulated=True))
     assert "This speed-up is emulated, not measured on a whole group." in page.answer.sentences[0]

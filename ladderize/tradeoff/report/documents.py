@@ -29,7 +29,6 @@ TELLING_KEYS = {
     "sweeps": ("points", "benches"),
     "results": ("options", "models"),
     "training": ("rows", "environment", "checked"),
-    "vllm": ("rows", "environment", "engine"),
     "benches": ("rows", "environment"),
     "plans": ("rows", "device", "links"),
     "sensitivities": ("blocks", "tau1"),
@@ -43,7 +42,6 @@ READERS: dict[str, Callable[[Any, Path], Any]] = {
     "sensitivities": lambda _, path: read_sensitivity(path),
     "points": lambda _, path: read_point_sensitivity(path),
 }
-NOT_SHOWN = {"training": "bench --train", "vllm": "bench --engine vllm"}
 AnyDocument = TypeVar("AnyDocument")
 
 
@@ -138,9 +136,9 @@ def _add_file(path: Path, found: FoundDocuments, *, is_named: bool = True) -> No
     kind = next((kind for kind, keys in TELLING_KEYS.items() if all(key in content for key in keys)), None)
     if kind is None:
         raise UserError(f"{path} is none of the documents that a report is made of: {READABLE}")
-    if kind in NOT_SHOWN:
+    if kind == "training":
         if is_named:
-            raise UserError(f"{path} is of {NOT_SHOWN[kind]}, which no report shows; name other files")
+            raise UserError(f"{path} is of bench --train, which no report shows; name other files")
         return
     one = FoundDocument(path, READERS[kind](content, path), str(content.get("ladderize_version", "unknown")))
     getattr(found, kind).append(one)

@@ -190,7 +190,7 @@ def _facts(found: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
             bench.path,
             {
                 "ladderize": bench.version,
-                **{name: getattr(machine, name) for name in ("torch", "transformers", "python", "system")},
+                **{name: getattr(machine, name) for name in ("torch", "transformers", "vllm", "python", "system")},
                 "processor": f"{machine.processor}, {machine.cores} cores; threads a rank: {machine.threads_per_rank}",
                 "GPUs": f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else None,
                 "CUDA, NCCL": f"{machine.cuda}, {machine.nccl}" if machine.gpus else None,

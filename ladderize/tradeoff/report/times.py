@@ -15,6 +15,7 @@ from ladderize.tradeoff.report.subjects import (
     Subject,
     Subjects,
     Timing,
+    TimingKind,
     WithInterval,
     check_layout,
     model_key,
@@ -98,11 +99,13 @@ def _share_times(subjects: Subjects, source: int, failed: Collection[str]) -> No
 
 def _timing(row: SpeedRow, document: BenchDocument | PlanResult, source: int) -> Timing:
     first, options, link = document.rows[0], document.options, document.link
+    kind: TimingKind
     if isinstance(document, PlanResult):
         kind, medium, device, repeat = "predicted", "no link", document.device.name, LEAST_ROUNDS
     else:
         kind, medium = "emulated" if row.emulated else "measured", document.backend.partition(":")[0]
         device, repeat = document.environment.device, document.options.repeat
+        device = f"vLLM, {device}" if document.engine is not None else device
     setting = Setting(
         kind=kind,
         tp_size=row.tp_size,
