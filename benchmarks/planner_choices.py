@@ -16,19 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from ladderize.plan.costs import estimate_costs
+from ladderize.plan.layout_space import LayoutSpace, choose_point, chosen_options, option_seconds
+from ladderize.plan.search import verified_choice
 from planner_stories import every_layout
 
 from ladderize.convert.point_sensitivity import PointCost, PointSensitivity
 from ladderize.convert.sensitivity_file import CalibrationData
 from ladderize.errors import UserError
 from ladderize.layout import Layout
-from ladderize.planning.hardware import known_engines, read_device
-from ladderize.planning.passes import Workload, pass_parts, point_seconds
-from ladderize.planning.plans.costs import estimate_costs
-from ladderize.planning.plans.document import LayoutNll
-from ladderize.planning.plans.layout_space import LayoutSpace, choose_point, chosen_options, option_seconds
-from ladderize.planning.plans.options import ChoiceTarget
-from ladderize.planning.plans.search import verified_choice
+from ladderize.plan.document import LayoutNll
+from ladderize.plan.hardware import known_engines, read_device
+from ladderize.plan.options import ChoiceTarget
+from ladderize.plan.passes import Workload, pass_parts, point_seconds
 from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.runtime.shards import read_shape
 

@@ -22,7 +22,7 @@ from ladderize.eval.paired.document import (
 )
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.layout import Layout
-from ladderize.planning.plans.options import PlanModel, PlanOptions
+from ladderize.plan.options import PlanModel, PlanOptions
 from ladderize.runtime.bench.document import MODEL_ROW, BenchDocument, BenchRow, Environment, PhaseCommunication
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.links import Link
@@ -331,7 +331,7 @@ def plan_document(
     config = {"model_type": "llama", "num_hidden_layers": layers, "num_key_value_heads": 2, **sizes}
     (folder / "shape.cfg").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
     options = PlanOptions("h100-sxm", (2,), "nvlink", batch_sizes=batches)
-    document = ladderize.plan(PlanModel(shape=str(folder / "shape.cfg")), options).to_dict()
+    document = ladderize.plan_layouts(PlanModel(shape=str(folder / "shape.cfg")), options).to_dict()
     for row in document["rows"]:
         row["parameters"] = 1_000_000
         if checkpoint is not None and row["model"] == "dense":

@@ -22,7 +22,7 @@ from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import EvalResults
 from ladderize.eval.sensitivity_plot import sensitivity_picture
 from ladderize.layout import Layout
-from ladderize.planning.plans.measure import LayoutMeasurer, layout_key
+from ladderize.plan.measure import LayoutMeasurer, layout_key
 from ladderize.tradeoff.sweep.stages import asked_by, check_sensitivity, sensitivity_words
 from ladderize.workflows import aligned_layouts
 from ladderize.workflows.aligned_layouts import AlignedLayouts
@@ -248,10 +248,10 @@ def test_points_are_aligned_too(model, ids, points, tmp_path, monkeypatch):
     np.testing.assert_allclose(np.array(document.nll)[:, number], expected, rtol=1e-5)
 
 
-def aligned_measurer(model, points, folder, **how):
+def aligned_measurer(model, points, folder):
     sensitivity = read_point_sensitivity(points)
-    counts = (sensitivity.aligned.samples, sensitivity.aligned.heldout)
-    return LayoutMeasurer(model, sensitivity.fingerprint, sensitivity.data, folder=folder, **{"align": counts, **how})
+    how = {"align": True, "align_counts": sensitivity.aligned, "kept_beside": folder / "plan.json"}
+    return LayoutMeasurer(model, sensitivity.fingerprint, sensitivity.data, **how)
 
 
 def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monkeypatch):
@@ -262,31 +262,20 @@ def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monke
     monkeypatch.setattr(
         AlignedLayouts, "__call__", lambda self, layout, *rest: aligned.append(layout) or original(self, layout, *rest)
     )
-    with aligned_measurer(model, points, tmp_path / "work") as measurer:
-        assert measurer.aligned == sensitivity.aligned
-        found = [measurer.measure(layouts[0], False)]
-        assert layout_key(layouts[0]) in measurer.tables["confirm"]  # aligned once, scored on all windows
-        others = {window.tobytes() for window in measurer.aligner.windows.all.numpy()}
-        assert not others & {w.tobytes() for windows in measurer.windows.values() for w in windows}
-        held_out = measurer.measure(layouts[0], True)
-    with aligned_measurer(model, points, tmp_path / "work") as again:  # a killed run goes on
-        assert again.measure(layouts[0], True) == held_out
-        found += [again.measure(layout, False) for layout in layouts[1:]]
-    assert aligned == [Layout.dense(LAYERS), *layouts]
-    np.testing.assert_allclose([cost.increase for cost in found], [cost.nats for cost in costs], atol=1e-5)
+    measurer = aligned_measurer(model, points, tmp_path)
+    assert measurer.aligned == sensitivity.aligned
+    measured = [measurer.measure(layouts[0], False)]
+    assert layout_key(layouts[0]) in measurer.tables[True]  # aligned once, scored on all windows
+    others = {window.tobytes() for window in measurer.aligner.windows.all.numpy()}
+    assert not others & {w.tobytes() for windows in measurer.windows.values() for w in windows}
+    held_out = measurer.measure(layouts[0], True)
+    again = aligned_measurer(model, points, tmp_path)  # a killed run goes on
+    assert again.measure(layouts[0], True) == held_out
+    measured += [again.measure(layout, False) for layout in layouts[1:]]
+    assert sorted(map(str, aligned)) == sorted(map(str, [Layout.dense(LAYERS), *layouts]))
+    np.testing.assert_allclose([cost.increase for cost in measured], [cost.nats for cost in costs], atol=1e-5)
     windows = drawn(model, ids)[SCORED + ALIGNED + HELD_OUT :][:SCORED]
-    assert np.array_equal(measurer.windows["confirm"], windows)
-    with pytest.raises(UserError, match="with another windows to"):
-        aligned_measurer(model, points, tmp_path / "work", align=None).__enter__()
-
-
-def test_too_few_windows_to_align_and_to_confirm_on(model, points, tmp_path):
-    with pytest.raises(UserError, match="beside the 3 that a layout is chosen by, too few for 37 to align on"):
-        aligned_measurer(model, points, tmp_path / "a", align=(37, None))
-    with pytest.raises(UserError, match="has 1 windows .* and the 36 that layouts are aligned on, and 2 are needed"):
-        aligned_measurer(model, points, tmp_path / "b", align=(33, None))
-    with aligned_measurer(model, points, tmp_path / "c", align=(None, None)) as measurer:
-        assert len(measurer.aligner.windows.all) == (40 - SCORED) // 2  # the rest is left to confirm on
+    assert np.array_equal(measurer.windows[True], windows)
 
 
 def test_plan_names_the_step(model, ids, points, tmp_path):
@@ -310,5 +299,5 @@ def test_plan_names_the_step(model, ids, points, tmp_path):
     well_measured(model, ids, plain, "--mode", "points", align=())
     shown = plan("--sensitivity", plain, "--json")
     assert "aligned" not in json.loads(shown.stdout)["choice"]
-    verified = plan("--sensitivity", plain, "--verify", 2, "--align", "--align-samples", 9, "--json")
-    assert json.loads(verified.stdout)["choice"]["aligned"]["samples"] == 9
+    verified = plan("--sensitivity", plain, "--verify", 2, "--align", "--json")
+    assert json.loads(verified.stdout)["choice"]["aligned"]["samples"] > 0

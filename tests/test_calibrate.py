@@ -12,14 +12,14 @@ import ladderize
 from ladderize import memory
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import LayoutError
+from ladderize.plan.hardware import DeviceSpec, read_device
+from ladderize.plan.passes import Workload
 from ladderize.planning.calibration import run as calibration
 from ladderize.planning.calibration import timing
 from ladderize.planning.calibration.fit import Residual
 from ladderize.planning.calibration.observations import Observation, expected_seconds, layout_observation
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
 from ladderize.planning.calibration.run import CalibrationDocument, uneven_ranks
-from ladderize.planning.hardware import DeviceSpec, read_device
-from ladderize.planning.passes import Workload
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench.options import named_layout

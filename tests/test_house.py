@@ -49,11 +49,23 @@ MAY_IMPORT = {
     "eval": LEAVES | {"convert", "runtime", "eval"},
     "adapt": LEAVES | ENGINE | {"convert", "adapt", "eval.results"},
     "workflows": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows"},
-    "planning": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "planning"},
-    "tradeoff": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "planning", "tradeoff"},
+    "planning": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "planning", "plan"},
+    "plan": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan"},
+    "tradeoff": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan", "planning", "tradeoff"},
     "serving": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "serving"},
     "commands": LEAVES
-    | {"convert", "runtime", "eval", "adapt", "workflows", "planning", "tradeoff.report", "serving", "commands"},
+    | {
+        "convert",
+        "runtime",
+        "eval",
+        "adapt",
+        "workflows",
+        "plan",
+        "planning",
+        "tradeoff.report",
+        "serving",
+        "commands",
+    },
     # what runs commands has its own command beside it
     "tradeoff.sweep": LEAVES
     | {

@@ -18,16 +18,14 @@ from ladderize.checkpoint import reading
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.eval.suffixes import Suffixes
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
-from ladderize.planning.hardware import known_devices, known_engines
-from ladderize.planning.passes import Workload, pass_parts
-from ladderize.planning.plans import run
-from ladderize.planning.plans.document import PlanResult
-from ladderize.planning.plans.show import show_plan
+from ladderize.plan import measure, run
+from ladderize.plan.document import PlanResult
+from ladderize.plan.hardware import known_devices, known_engines
+from ladderize.plan.passes import Workload, pass_parts
+from ladderize.plan.show import show_plan
 from ladderize.runtime.collectives.links import read_interconnect
 from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, make_layout, one_sentence, save_llama
-from tests.planner_toys import sweep_point, write_sweep_document
 from tests.quantised import save_quantised
 
 H100 = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "8")
@@ -193,9 +191,8 @@ def test_other_quantised_weights_are_no_fp8(tmp_path):
     words = (source, "--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "2", *TINY, "--dtype", "bfloat16")
     outcome = invoke("plan", *words)
     assert outcome.code == 1
-    assert (
-        "known of floats and of FP8, but its weights are others (compressed-tensors pack-quantized: int4"
-        in " ".join(outcome.stderr.split())
+    assert "known of floats and of FP8, but its weights are others (compressed-tensors pack-quantized)" in " ".join(
+        outcome.stderr.split()
     )
     assert planned(*words, "--weights", "fp8").model.weights == "fp8"
 
@@ -212,8 +209,6 @@ def test_bounds_and_bands_of_a_known_shape():
         for row in rows.values():
             for value, (low, high) in (
                 (row.speedup_end_to_end, row.speedup_end_to_end_interval),
-                (row.prefill_ms, row.prefill_ms_interval),
-                (row.decode_ms_per_token, row.decode_ms_per_token_interval),
                 (row.end_to_end_tokens_per_s, row.end_to_end_tokens_per_s_interval),
             ):
                 assert low <= value <= high
@@ -256,7 +251,7 @@ def test_where_converting_is_not_worth_it():
     # of one layer it is the vocabulary's collectives that take long, which no layout hides
     small = ("--shape", "8b", "--num-layers", "1", *H100[:2])
     small += ("--engine", "runtime", "--tp-size", "2", "--link", "0,100")
-    served = ("--workload", "prompt=1,output=64,batch=64")
+    served = ("--prompt-len", "1", "--output-len", "64", "--batch-size", "64")
     dense = planned(*small, *served).rows[0]
     assert dense.exposed_end_to_end_ms > 0.2 * dense.end_to_end_ms
     assert said in invoke("plan", *small, *served).stdout
@@ -271,20 +266,17 @@ def test_where_converting_is_not_worth_it():
     ],
 )
 def test_a_layout_has_to_beat_what_changes_no_result(ranks, batch, verdict):
-    """By its speed-up, and then by its band."""
+    """By its speed-up, and then by its band: over vLLM's all-reduce, not that of the authors' benchmark."""
     where = ("--shape", "70b", *H100[:-1], ranks, "--batch-size", batch, "--layout", "ladder")
     result = planned(*where)
     exact = result.exact_of(ranks, batch)
-    assert {one.name for one in exact} >= {"replicas"}
-    usable = [one for one in exact if one.fits]
-    known = {one.name: [one.speedup_end_to_end, *one.speedup_end_to_end_interval] for one in usable}
-    (value, low, _), over = [result.rows[1].speedup_end_to_end, *result.rows[1].speedup_end_to_end_interval], ""
-    for other in result.others:
-        if other.vllm:  # what is served with counts, not the benchmark of the authors
-            (value, low, _), over = other.speedups["ladder"], ", vLLM's all-reduce"
-            known = {name: found for name, found in other.exact.items() if name in known}
-    pays = value > max([1.0, *(best for best, _, _ in known.values())])
-    surely = low > max([1.0, *(most for _, _, most in known.values())])
+    assert all(one.fits for one in exact)
+    ladder, served = result.rows[1], ranks == 8
+    assert (ladder.speedup_over_vllm is not None) == served == (ranks in result.vllm_links)
+    known = [one.speedup_band for one in exact if not served or one.speedup_over_vllm]
+    value, low, _ = ladder.speedup_band
+    pays = value > max([1.0, *(best for best, _, _ in known)])
+    surely = low > max([1.0, *(most for _, _, most in known)])
     assert (pays, surely) == {
         "does not pay: it is no faster than dense with fused norms": (False, False),
         None: (True, True),
@@ -292,11 +284,10 @@ def test_a_layout_has_to_beat_what_changes_no_result(ranks, batch, verdict):
     outcome = invoke("plan", *where)
     said = " ".join(outcome.stdout.split())
     assert ("to pay" in said or "not pay" in said) == (verdict is not None)
-    assert bool(over) == (ranks == 8)
+    over = ", vLLM's all-reduce" * served
     assert verdict is None or f"batch {batch}{over}: ladder {verdict}" in said
-    names = [line.split()[0] for line in outcome.stdout.splitlines() if line.startswith(("fused ", "replicas "))]
-    assert names == [one.name for one in exact]
-    assert ("replicas do not fit: with twice the weights each rank holds" in said) == (len(usable) < len(exact))
+    for one in exact:
+        assert re.search(f"^{one.name} +{one.speedup_end_to_end:.2f}x", outcome.stdout, re.MULTILINE)
 
 
 def test_a_chosen_layout_is_judged_and_not_the_fastest(capsys):
@@ -305,21 +296,21 @@ def test_a_chosen_layout_is_judged_and_not_the_fastest(capsys):
     assert "pay: " not in capsys.readouterr().out
     dense, ladder, spd = result.rows
     chosen = dataclasses.replace(spd, model="chosen")
-    show_plan(dataclasses.replace(result, rows=[dense, chosen, ladder], others=[]), Console())
-    assert "batch 64: chosen is not shown to pay: two dense replicas" in " ".join(capsys.readouterr().out.split())
+    show_plan(dataclasses.replace(result, rows=[dense, chosen, ladder]), Console())
+    assert "batch 64, vLLM's all-reduce: chosen is not shown to pay" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_dense_cannot_do_better_is_said(hardware):
-    where = ("--shape", "8b", "--hardware", hardware, "--layout", "ladder", "--explain")
+    where = ("--shape", "8b", "--hardware", hardware, "--layout", "ladder", "--batch-size", "2", "--explain")
+    edited(hardware, "device", memory_gib=99.0)
     said = " ".join(invoke("plan", *where, "--tp-size", "2").stdout.split())
     assert "No row fused: vLLM fuses no norm into such messages on box over such a link" in said
-    assert "published speeds that known figures are fitted to had neither fused norms nor replicas" in said
     content = yaml.safe_load(hardware.read_text())
     edited(hardware, "link", rows=content["link"]["rows"][1:])
     result = planned(*where, "--tp-size", "4")
     assert (result.exact, list(result.no_replicas)) == ([], [4])
     said = " ".join(invoke("plan", *where, "--tp-size", "4").stdout.split())
-    assert f"No row replicas of 4 ranks: {result.no_replicas[4]}." in said
+    assert f"No further replicas of 4 ranks: {result.no_replicas[4]}." in said
     edited(hardware, "device", fused_norm_mib={4: -1})
     assert "fused_norm_mib.4 is -1, but must be between" in one_sentence(invoke("plan", *where, "--tp-size", "4"))
 
@@ -343,28 +334,31 @@ def test_a_first_answer_fits_a_terminal_and_the_rest_is_asked_for():
         (line,) = [line for line in lines if line.startswith(f"{name} ")]
         assert line.endswith(note)
         assert len(line) <= 80
-    for words in ("prefill wait", "decode wait", "nccl_nvlink_h100", "prefill, decode: ms", "engine published: the"):
+    for words in ("prefill wait", "decode wait", "prefill, decode: ms", "engine published: the"):
         assert words in more.stdout
         assert words not in outcome.stdout
     assert invoke("plan", *where, "--json").stdout == invoke("plan", *where, "--json", "--explain").stdout
 
 
 @pytest.mark.parametrize("link", ["nvlink", "nccl_nvlink_h100"])
-def test_what_vllm_takes_goes_first(link):
-    """Beside what was asked for, each with the speed-ups that a plan over it has; alone where it was asked for."""
-    batch = fresh_rng().integers(1, 65)
+def test_what_vllm_takes_stands_beside(link):
+    """With the speed-ups that a plan over it has; alone where it was asked for."""
+    batch = fresh_rng().integers(2, 65)
     where = ("--shape", "8b", *H100[:2], "--batch-size", batch, "--tp-size", "8", "--link")
-    asked, vllm = (planned(*where, name).rows for name in (link, "nvls_multimem_h100"))
+    asked, vllm = (planned(*where, name) for name in (link, "nvls_multimem_h100"))
+    assert (asked.vllm_links, vllm.vllm_links) == ({8: "nvls_multimem_h100"}, {})
+    for ours, theirs in zip(asked.rows, vllm.rows, strict=True):
+        assert theirs.speedup_over_vllm is None
+        assert ours.speedup_over_vllm == theirs.speedup_band == ours.speedup_band
+    known = {one.name: one.speedup_band for one in vllm.exact}
+    assert {one.name: one.speedup_over_vllm for one in asked.exact if one.speedup_over_vllm} == known
     shown = invoke("plan", *where, link).stdout.splitlines()
     header = shown.index(next(line for line in shown if line.startswith("layout ")))
-    assert re.split("  +", shown[header].strip()) == ["layout", "vLLM's all-reduce", link]
-    for line, ours, theirs in zip(shown[header + 3 :], asked[1:], vllm[1:], strict=False):
-        cells = re.split("  +", line)
-        for cell, row in zip(cells[1:3], (theirs, ours), strict=True):
-            low, high = row.speedup_end_to_end_interval
-            assert cell == f"{row.speedup_end_to_end:.2f}x {low:.2f}-{high:.2f}"
-    alone = invoke("plan", *where, "nvls_multimem_h100").stdout
-    assert re.search("^layout +vLLM's all-reduce$", alone, re.MULTILINE)
+    for line, ours in zip(shown[header + 3 :], asked.rows[1:], strict=False):
+        low, high = ours.speedup_end_to_end_interval
+        cells = [f"{ours.speedup_end_to_end:.2f}x", f"{low:.2f}-{high:.2f}", f"{ours.speedup_over_vllm[0]:.2f}x"]
+        assert re.split("  +", line)[1:4] == cells
+    assert "over vLLM's" not in invoke("plan", *where, "nvls_multimem_h100").stdout
 
 
 def test_long_prompts_need_a_fused_attention():
@@ -395,17 +389,6 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
     assert basis("2") == {"predicted"}
 
 
-def test_what_a_calibration_left_uncertain_is_said(hardware):
-    arguments = ("--shape", "8b", "--hardware", hardware, "--tp-size", "2", "--layout", "dense")
-    assert "hardly show" not in invoke("plan", *arguments).stderr
-    edited(hardware, "device", uncertain=["thin_us"])
-    edited(hardware, "link", uncertain=["alpha_us[2]", "contention"])
-    said = invoke("plan", *arguments).stderr
-    assert "timings hardly show thin_us, alpha_us[2], contention (uncertain" in " ".join(said.split())
-    alone = invoke("plan", *arguments[:4], "--tp-size", "1").stderr
-    assert "timings hardly show thin_us (uncertain" in " ".join(alone.split())
-
-
 def test_the_nvlink_of_other_devices_is_said():
     def said(device, link="nvlink"):
         arguments = ("--shape", "8b", "--hardware", device, "--link", link, "--tp-size", "2", "--layout", "dense")
@@ -426,32 +409,15 @@ def test_messages_beyond_the_timed_sizes_are_named():
     )
 
 
-def test_all_reduces_over_the_same_wires_stand_side_by_side(tmp_path):
-    """With the speed-ups that a plan over each of them has; the wait that is the host's is the same over all."""
-    documents, waits = {}, set()
+def test_the_hosts_part_of_a_wait_is_the_same_over_all_links():
+    waits = set()
     for link in ("nvlink", "nccl_nvlink_h100", "nvls_multimem_h100"):
-        where = (*H100[:2], "--link", link, "--tp-size", "8")
-        outcome = invoke("plan", "--shape", "8b", *where, "--explain", "--out", tmp_path / link)
-        assert outcome.code == 0, outcome
-        documents[link] = PlanResult.from_dict(json.loads((tmp_path / link).read_text()), link)
-        waits.add(round(documents[link].rows[0].communication["prefill"].exposed_ms, 6))
-        assert "nvls_multimem_h100 (vLLM)" in outcome.stdout
-        assert "ms of prefill wait are what the host takes" in outcome.stdout
+        where = ("--shape", "8b", *H100[:2], "--link", link, "--tp-size", "8")
+        waits.add(round(planned(*where).rows[0].communication["prefill"].exposed_ms, 6))
+        assert "ms of prefill wait are what the host takes" in " ".join(
+            invoke("plan", *where, "--explain").stdout.split()
+        )
     assert len(waits) == 1
-    for document in documents.values():
-        assert {one.link for one in document.others} == documents.keys() - {document.link.name}
-        for one in document.others:
-            there = documents[one.link]
-            for found, expected in (
-                (one.speedups, {row.model: row for row in there.rows}),
-                (one.exact, {row.name: row for row in there.exact}),
-            ):
-                assert found == {
-                    name: [row.speedup_end_to_end, *row.speedup_end_to_end_interval] for name, row in expected.items()
-                }
-    assert "fused" in documents["nvls_multimem_h100"].others[0].exact
-    alone = invoke("plan", "--shape", "8b", *H100[:2], "--link", "20,100", "--tp-size", "8", "--explain")
-    assert re.search("^layout +speed-up$", alone.stdout, re.MULTILINE)
 
 
 def test_a_checkpoint_that_is_called_like_a_layout_is_a_row_of_its_own(dense, tmp_path, monkeypatch):
@@ -459,9 +425,9 @@ def test_a_checkpoint_that_is_called_like_a_layout_is_a_row_of_its_own(dense, tm
     assert invoke("convert", dense, tmp_path / "ladder", "--ladder", "0:1", "--no-verify").code == 0
     monkeypatch.chdir(tmp_path)
     options = PlanOptions("h100-sxm", (4,), "nccl_nvlink_h100", prompt_len=8, output_len=8)
-    found = ladderize.plan(PlanModel("ladder", layout="ladder"), options)
+    found = ladderize.plan_layouts(PlanModel("ladder", layout="ladder"), options)
     assert [row.model for row in found.rows] == ["dense", "checkpoint ladder", "ladder"]
-    assert all(one.speedups.keys() == {row.model for row in found.rows} for one in found.others)
+    assert found.rows[1].speedup_over_vllm != found.rows[2].speedup_over_vllm
 
 
 def test_the_list_names_everything():
@@ -525,20 +491,12 @@ def test_the_next_command_is_of_the_same_model():
         (("--shape", "8b", *H100[:2], "--tp-size", "8", "--link", "wire"), "--link 'wire' is neither"),
         (("--shape", "8b", *H100, "--engine", "rocket"), "--engine rocket is not one of published"),
         (("--shape", "8b", *H100, "--prompt-len", "140000"), "over the model's 131072 positions"),
-        (("--shape", "8b", *H100, "--workload", "prompt=1"), "must say all of prompt, output, batch"),
-        (("--shape", "8b", *H100, "--workload", "prompt=1,output=x,batch=2"), "is not of the form prompt=1024"),
-        (("--shape", "8b", *H100, "--workload", f"prompt=1,output=2,batch={'9' * 400}"), "is not of the form prompt"),
         (("--shape", "8b", *H100, "--batch-size", "9" * 400), "--batch-size must be at most 1,048,576"),
-        (
-            ("--shape", "8b", *H100, "--workload", "prompt=9,output=9,batch=2", "--batch-size", "2"),
-            "--workload and --batch-size say the same",
-        ),
         (("--shape", "8b", *H100, "--recipe-out", "r.yaml"), "--recipe-out has no effect where no layout is chosen"),
-        (("--shape", "8b", *H100, "--plot", "front"), "--plot has no effect where no layout is chosen"),
         (("--shape", "8b", *H100, "--threads", "2"), "--threads has no effect where no layout is chosen"),
         (("--shape", "8b", *H100, "--device", "cpu"), "--device has no effect where no layout is chosen"),
         (("--shape", "8b", *H100, "--phase", "decode"), "--phase has no effect where no layout is chosen"),
-        (("--shape", "8b", *H100, "--max-ppl-increase", "2%"), "give --sensitivity FILE or --sweep FOLDER"),
+        (("--shape", "8b", *H100, "--max-ppl-increase", "2%"), "give --sensitivity FILE"),
         (CHOOSING, "give --max-ppl-increase or --min-speedup"),
         ((*CHOOSING, "--min-speedup", "1.1", "--max-ppl-increase", "2%"), "give one of them"),
         ((*CHOOSING, "--max-ppl-increase", "much"), "is not an increase"),
@@ -548,7 +506,6 @@ def test_the_next_command_is_of_the_same_model():
         ),
         ((*CHOOSING, "--min-speedup", "0.9"), "must be a number above 1"),
         ((*CHOOSING, "--min-speedup", "1.1", "--data", "x"), "--data has no effect without --verify"),
-        ((*CHOOSING, "--sweep", "s", "--min-speedup", "1.1", "--verify", "3"), "does not go with --sweep"),
         ((*CHOOSING, "--min-speedup", "1.1", "--verify", "1"), "--verify 1 is too few"),
         (
             (*CHOOSING, "--min-speedup", "1.1", "--batch-size", "1,2"),
@@ -600,7 +557,9 @@ def test_a_link_without_figures_for_the_ranks_names_some(hardware):
 
 
 def test_python_gives_the_same(tmp_path):
-    result = ladderize.plan(PlanModel(shape="1b"), PlanOptions("h100-sxm", (2, 4), "nvlink", batch_sizes=(1, 8)))
+    result = ladderize.plan_layouts(
+        PlanModel(shape="1b"), PlanOptions("h100-sxm", (2, 4), "nvlink", batch_sizes=(1, 8))
+    )
     assert result == planned("--shape", "1b", *H100[:4], "--tp-size", "2,4", "--batch-size", "1,8")
     with pytest.raises(ladderize.UsageError, match="--batch-size"):
         PlanOptions("h100-sxm", (2,), "nvlink", batch_sizes=())
@@ -635,11 +594,9 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     assert choice.verification.made <= 3
     assert outcome.stderr.count("loading torch") == 1
     assert choice.statement in outcome.stdout
-    front = outcome.stdout.partition("The best layouts")[2].partition("Measured")[0]
-    (line,) = [line for line in front.splitlines() if "chosen" in line]
-    assert f"{choice.chosen.speedup:.3f}x" in line
+    assert f"speed {choice.chosen.speedup:.3f}x" in " ".join(outcome.stdout.partition("Measured")[2].split())
     assert f"convert {dense} dense-planned --recipe {recipe}" in outcome.stdout
-    assert not list(tmp_path.glob("*-work"))
+    assert not list(tmp_path.glob("*-measured-*"))
     assert invoke("convert", dense, out, "--recipe", recipe, "--no-verify").code == 0
     assert Layout.from_config(read_config(out)) == choice.chosen.as_layout
     timed = invoke(
@@ -666,11 +623,11 @@ def test_what_was_measured_is_kept_until_the_plan_is_written(dense, costs, tmp_p
     with monkeypatch.context() as patch:
         patch.setattr(run, "write_json", full)
         assert "the disk is full" in one_sentence(choice_of(dense, costs, *budget))
-    assert list(tmp_path.glob("*-work"))
+    assert list(tmp_path.glob("plan-measured-*"))
     with monkeypatch.context() as patch:
-        patch.setattr(Suffixes, "__call__", None)  # nothing is computed again
+        patch.setattr(measure, "window_nlls", None)  # nothing is computed again
         assert choice_of(dense, costs, *budget).code == 0
-    assert not list(tmp_path.glob("*-work"))
+    assert not list(tmp_path.glob("*-measured-*"))
 
 
 def test_a_hub_id_whose_weights_are_not_here_yet(dense, costs, tmp_path, monkeypatch):
@@ -712,35 +669,6 @@ def test_choices_that_are_refused(dense, costs, tmp_path):
         choice_of(ladder, costs, "--min-speedup", "1.02")
     )
     shape = ("--shape", dense, *H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, "--min-speedup", "1.02")
-    assert "a shape has no weights, so it cannot be told whether" in invoke("plan", *shape).stdout
+    assert "a shape has no weights, so" in invoke("plan", *shape).stdout
     assert "--shape has no weights; name the checkpoint" in one_sentence(invoke("plan", *shape, "--verify", "3"))
     assert "--sync-tp-size 8" in one_sentence(choice_of(dense, costs, "--min-speedup", "1.02", "--sync-tp-size", "8"))
-
-
-def sweep_of(folder, dense, **layouts):
-    """A sweep's folder: each layout converted and evaluated on the same ids, "retrained" by nothing."""
-    np.save(folder / "ids.npy", torch.randint(3, SHAPE["vocab_size"], (6, 24)).numpy().astype(np.uint16))
-    points = []
-    for name, layout in {"dense": Layout.dense(4), **layouts}.items():
-        model = folder / name
-        ladderize.convert_checkpoint(dense, model, layout, verify=False)
-        out = folder / f"{name}.json"
-        assert invoke("eval", model, "--perplexity", folder / "ids.npy", "--out", out).code == 0
-        points.append(sweep_point(name, layout, model=name, results=out.name))
-    write_sweep_document(folder, dense, points)
-    return folder
-
-
-def test_a_choice_among_the_layouts_of_a_sweep(dense, tmp_path):
-    """The costs are those of whole layouts, and what is chosen lies there already."""
-    both = Layout.from_layers(4, ladder=range(4), spd=range(4), sync_tp_size=4)
-    sweep = sweep_of(tmp_path, dense, ladder=Layout.from_layers(4, ladder=range(4)), both=both)
-    outcome = invoke("plan", dense, *H100[:4], "--tp-size", "4", *TINY, "--sweep", sweep, "--max-ppl-increase", "9999%")
-    assert outcome.code == 0, outcome
-    assert "as the sweep retrained it" in outcome.stdout
-    assert f"bench {dense} {tmp_path / 'both'} --tp-size 4" in outcome.stdout
-    assert "convert" not in outcome.stdout.partition("next:")[2]
-    error = one_sentence(
-        invoke("plan", dense, *H100[:4], "--tp-size", "8", *TINY, "--sweep", sweep, "--min-speedup", "2")
-    )
-    assert "dropped sync points of 4 virtual ranks, which --tp-size 8 does not divide" in error

@@ -5,22 +5,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ladderize
-from ladderize.choices import AS_JSON, DRAW, flag, option
+from ladderize.choices import AS_JSON, flag, option
 from ladderize.commands.builder import LAYOUT, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command, names_of
 from ladderize.commands.shared import LOADING, align_command, command_line, compute_options, retrain_command, show_next
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.regular import resolved
-from ladderize.planning.passes import FP8
-from ladderize.planning.plans.document import PlanChoice, PlanResult
-from ladderize.planning.plans.options import BOUNDS, PlanGoal, PlanModel, PlanOptions, parse_workload
+from ladderize.plan.document import PlanChoice, PlanResult
+from ladderize.plan.options import BOUNDS, PlanGoal, PlanModel, PlanOptions
+from ladderize.plan.passes import FP8
 
 
 @dataclass(frozen=True)
 class PlanArguments:
-    workload: str | None = option("The same three in one: prompt=1024,output=512,batch=16.", metavar="LIST")
     recipe_out: Path | None = option("Write the chosen layout as a recipe for convert.", metavar="FILE")
-    plot: Path | None = option(DRAW, help="Draw STEM.png and STEM.svg: all layouts to choose from.")
     show_list: bool = option("Show the known devices, links, engines and shapes, and stop.", False, flags="--list")
     explain: bool = option("Show times, waits, every all-reduce, and what the figures rest on.", False)
     out: Path | None = option("Write everything as JSON.", metavar="FILE")
@@ -36,12 +34,11 @@ class PlanArguments:
         MODELS: "shape num_layers dtype weights revision",
         MEMORY: "hardware link tp_size engine",
         LAYOUT: "layout sync_tp_size",
-        MEASUREMENT: "batch_size prompt_len output_len workload",
-        "Choose a layout": "sensitivity sweep max_ppl_increase min_speedup phase verify align align_samples data"
-        " held_out_data work_dir device threads",
-        OUTPUT: "recipe_out plot list explain out json",
+        MEASUREMENT: "batch_size prompt_len output_len",
+        "Choose a layout": "sensitivity max_ppl_increase min_speedup phase verify align data device threads",
+        OUTPUT: "recipe_out list explain out json",
     },
-    short="shape hardware link tp_size layout batch_size prompt_len output_len sensitivity sweep max_ppl_increase"
+    short="shape hardware link tp_size layout batch_size prompt_len output_len sensitivity max_ppl_increase"
     " min_speedup verify align recipe_out list explain out json config",
 )
 def plan(given: GivenOptions) -> None:
@@ -50,20 +47,20 @@ def plan(given: GivenOptions) -> None:
     console = Console(own.as_json)
     if own.show_list:
         given.refuse(given.params.keys() - {"list", "json"}, "with --list")
-        from ladderize.planning.plans.show import show_known
+        from ladderize.plan.show import show_known
 
         show_known(console)
         return
     choice = given.fill(PlanModel)
-    options = _options(given, own)
+    options = _options(given)
     goal = _goal(given)
     if goal is not None and goal.verify is not None:
         with console.stage(LOADING):
-            from ladderize.planning.plans import measure  # noqa: F401  # which takes seconds
+            from ladderize.plan import measure  # noqa: F401  # which takes seconds
 
             goal = dataclasses.replace(goal, device=compute_options(given.params["device"], goal.threads))
-    files = {"out": own.out, "recipe_out": own.recipe_out, "plot": own.plot}
-    result = ladderize.plan(choice, options, goal, **files, explain=own.explain, console=console)
+    files = {"out": own.out, "recipe_out": own.recipe_out}
+    result = ladderize.plan_layouts(choice, options, goal, **files, explain=own.explain, console=console)
     for path in (own.out, own.recipe_out):
         if path is not None:
             console.note(f"wrote {path}")
@@ -74,32 +71,26 @@ def plan(given: GivenOptions) -> None:
         _show_next_of_choice(console, choice.model, options, own.recipe_out, result.choice)
 
 
-def _options(given: GivenOptions, own: PlanArguments) -> PlanOptions:
+def _options(given: GivenOptions) -> PlanOptions:
     for name in ("hardware", "tp_size"):
         if name not in given.names:
             raise UsageError(
                 f"{flag(name)} is missing: say on what to run, for example --hardware h100-sxm --link nvlink"
                 " --tp-size 8"
             )
-    if own.workload is None:
-        return given.fill(PlanOptions)
-    if twice := [name for name in ("prompt_len", "output_len", "batch_size") if name in given.names]:
-        raise UsageError(f"--workload and {flag(twice[0])} say the same; give one of them")
-    served = parse_workload(own.workload)
-    return given.fill(PlanOptions, batch_sizes=(served.pop("batch_size"),), **served)
+    return given.fill(PlanOptions)
 
 
 def _goal(given: GivenOptions) -> PlanGoal | None:
-    """None where no layout is to be chosen."""
-    of_goal = names_of(PlanGoal)
-    if {"sensitivity", "sweep", "max_ppl_increase", "min_speedup"}.isdisjoint(given.names):
-        given.refuse(of_goal, "where no layout is chosen; give --max-ppl-increase or --min-speedup")
+    """Return what to choose a layout by; None where none is to be chosen."""
+    if {"sensitivity", "max_ppl_increase", "min_speedup"}.isdisjoint(given.names):
+        given.refuse(names_of(PlanGoal), "where no layout is chosen; give --max-ppl-increase or --min-speedup")
         return None
     return given.fill(PlanGoal)
 
 
 def _show_next(console: Console, choice: PlanModel, options: PlanOptions, result: PlanResult) -> None:
-    """What to do where the hardware is."""
+    """Show the commands to run where the hardware is."""
     target = ["--random-weights", str(choice.shape)] if choice.model is None else [choice.model]
     own: dict[str, object] = {
         "--num-layers": choice.num_layers,
@@ -118,7 +109,7 @@ def _show_next(console: Console, choice: PlanModel, options: PlanOptions, result
 
 
 def _layout_words(choice: PlanModel) -> dict[str, object]:
-    """What ``bench --random-weights`` takes to time the rows of the plan; without --layout it has the same default."""
+    """Return the options of ``bench --random-weights`` that time the rows of the plan. Its default is the same."""
     if choice.layout is None:
         return {"--sync-tp-size": choice.sync_tp_size}
     layouts = list(dict.fromkeys(["dense", *(name for name in choice.rows if name not in BOUNDS)]))
@@ -129,10 +120,7 @@ def _layout_words(choice: PlanModel) -> dict[str, object]:
 def _show_next_of_choice(
     console: Console, model: str, options: PlanOptions, recipe: Path | None, choice: PlanChoice
 ) -> None:
-    """A checkpoint of a sweep that was chosen needs neither conversion nor adaptation."""
-    if choice.model is not None:
-        show_next(console, ("measure it there", command_line("bench", model, choice.model, *_bench_words(options))))
-        return
+    """Show the commands that make what was chosen."""
     target = f"{resolved(model).name}-planned"  # beside where the user is, also for "." and hub ids
     steps = [("make it", command_line("convert", model, target, "--recipe", recipe or "RECIPE.yaml"))]
     made = target

@@ -15,8 +15,8 @@ from scipy.optimize import least_squares
 
 from ladderize.errors import UserError
 from ladderize.files.records import Record
+from ladderize.plan.hardware import DeviceSpec
 from ladderize.planning.calibration.observations import Observation, Quantity, expected_seconds
-from ladderize.planning.hardware import DeviceSpec
 from ladderize.runtime.collectives.links import ASSUMED_ERROR, Interconnect, InterconnectRow
 
 STARTS = 4

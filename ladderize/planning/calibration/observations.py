@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from ladderize.files.records import Record
 from ladderize.layout import BLOCKING, Layout
-from ladderize.planning.hardware import DeviceSpec, known_engines
-from ladderize.planning.passes import PassParts, Workload, pass_parts, point_seconds, predict_parallel
+from ladderize.plan.hardware import DeviceSpec, known_engines
+from ladderize.plan.passes import PassParts, Workload, pass_parts, predict_layer, predict_parallel
 from ladderize.runtime.collectives.links import Interconnect
 
 Variant = Literal["layout", "no-comm", "parallel"]
@@ -117,5 +117,5 @@ def expected_seconds(
 def _pass_seconds(seen: Observation, parts: PassParts) -> float:
     if seen.variant == "parallel":
         return predict_parallel(parts).total
-    seconds = point_seconds(parts)  # the same as predict_pass's, and a fit asks for it thousands of times
-    return seconds.constant + sum(count * seconds.layer[modes] for modes, count in seen.layer_modes.items())
+    layers = (count * predict_layer(parts, *modes).total for modes, count in seen.layer_modes.items())
+    return parts.rest + parts.vocabulary + sum(layers)

@@ -10,6 +10,8 @@ from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable, read_document, write_json
 from ladderize.files.work import ABOUT, WorkFolder, work_folder
 from ladderize.layout import OVERLAPPED
+from ladderize.plan.hardware import DeviceSpec, known_engines, read_device
+from ladderize.plan.passes import THIN_ROWS
 from ladderize.planning.calibration.fit import FITTED, OF_A_LINK, FitResult, Residual, figure_kind, fit, frees_device
 from ladderize.planning.calibration.observations import RUNTIME_ENGINES, Observation, Quantity
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
@@ -21,8 +23,6 @@ from ladderize.planning.calibration.timing import (
     measure_jobs,
 )
 from ladderize.planning.calibration.timings import read_timings
-from ladderize.planning.hardware import DeviceSpec, known_engines, read_device
-from ladderize.planning.passes import THIN_ROWS
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import already_started, is_main_rank
 from ladderize.runtime.collectives.links import (

@@ -12,9 +12,9 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.memory import check_room
+from ladderize.plan.passes import Workload
 from ladderize.planning.calibration.observations import RUNTIME_ENGINES, Observation, layout_observation
 from ladderize.planning.calibration.options import CalibrateOptions
-from ladderize.planning.passes import Workload
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import Environment, environment
 from ladderize.runtime.bench.inference import TimedGenerator

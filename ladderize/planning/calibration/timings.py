@@ -12,6 +12,7 @@ from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.files.regular import read_text, resolved
 from ladderize.layout import Layout, LayoutError
+from ladderize.plan.passes import WIDTHS, Workload
 from ladderize.planning.calibration.observations import (
     RUNTIME_ENGINES,
     Observation,
@@ -19,7 +20,6 @@ from ladderize.planning.calibration.observations import (
     Variant,
     layout_observation,
 )
-from ladderize.planning.passes import WIDTHS, Workload
 from ladderize.runtime.bench.document import NO_COMM, PARALLEL, BenchDocument, BenchRow
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.collectives.links import LONGEST_US

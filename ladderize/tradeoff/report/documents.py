@@ -16,7 +16,7 @@ from ladderize.files.documents import read_document
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import Record
 from ladderize.files.regular import inside, read_lines, resolved
-from ladderize.planning.plans.document import PlanResult
+from ladderize.plan.document import PlanResult
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.workflows.sweep_document import SweepDocument
 

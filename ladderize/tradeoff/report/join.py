@@ -12,7 +12,7 @@ from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
 from ladderize.eval.paired.samples import read_entry
 from ladderize.eval.results import EvalResults
-from ladderize.planning.plans.show import plan_verdicts
+from ladderize.plan.show import plan_verdicts
 from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
 from ladderize.tradeoff.report.subjects import (
     KIND_ORDER,

@@ -9,7 +9,7 @@ from typing import Any
 from ladderize.console import human_bytes
 from ladderize.eval.paired.words import margin_text
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, format_ranges
-from ladderize.planning.hardware import DeviceSpec, EngineFacts
+from ladderize.plan.hardware import DeviceSpec, EngineFacts
 from ladderize.runtime.collectives.links import Interconnect, Link
 from ladderize.tradeoff.report.documents import FoundDocuments
 from ladderize.tradeoff.report.join import ReportContent

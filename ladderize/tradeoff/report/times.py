@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ladderize.errors import UserError
-from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow, PlanResult
+from ladderize.plan.document import NO_WEIGHTS, PlannedRow, PlanResult
 from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow, PhaseCommunication, SpeedRow
 from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
 from ladderize.tradeoff.report.subjects import (

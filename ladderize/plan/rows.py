@@ -1,13 +1,13 @@
-"""The model of a plan, its layouts, and the rows of plan.json, with how sure they are. Imports no torch.
+"""The model of a plan, its layouts, and the rows of plan.json with their bands. Imports no torch.
 
-A figure is computed for the parts of a pass as they are, and again for each of ``band_cases``: what the errors of
-device and link make of it. Most of an error of the device is in both times of a speed-up, whose band is therefore
-narrower than either's.
+A figure is computed for the parts of a pass as they are, and again for each of ``band_cases``, in which device and link
+are off by their errors. Most of an error of the device is in both times of a speed-up, whose band is therefore narrower
+than either's.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,31 @@ from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, resolve_json
 from ladderize.errors import UsageError, UserError
 from ladderize.families.registry import find_family
 from ladderize.layout import DROPPED, Layout
-from ladderize.planning.cost_model import MemoryNeed, Prediction, prefill_bytes
-from ladderize.planning.hardware import DeviceSpec, EngineFacts
-from ladderize.planning.passes import (
+from ladderize.plan.document import NO_WEIGHTS, Basis, GroupLink, PlannedRow
+from ladderize.plan.hardware import DeviceSpec, EngineFacts
+from ladderize.plan.options import BOUNDS, PlanModel, PlanOptions, PlanWeights
+from ladderize.plan.passes import (
     FP8,
     WIDTHS,
     PassParts,
+    Prediction,
     Workload,
     pass_parts,
     predict_parallel,
     predict_pass,
     predict_silent,
 )
-from ladderize.planning.plans.document import NO_WEIGHTS, Basis, GroupLink, PlannedRow
-from ladderize.planning.plans.options import BOUNDS, PlanModel, PlanOptions, PlanWeights
-from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, NO_COMM, PARALLEL, PHASES, PhaseCommunication
+from ladderize.runtime.bench.document import (
+    BASELINE_ROW,
+    END_TO_END,
+    MODEL_ROW,
+    NO_COMM,
+    PARALLEL,
+    PHASES,
+    PhaseCommunication,
+)
 from ladderize.runtime.bench.options import named_layout
-from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
+from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link, other_all_reduces
 from ladderize.runtime.shards import (
     Shape,
     cache_bytes,
@@ -52,11 +60,11 @@ BOUND_ROWS = dict(zip(BOUNDS, (PARALLEL, NO_COMM), strict=True))
 GIB = 2**30
 COMPUTE_PARTS = ("attention", "mlp", "attention_apart", "mlp_apart", "parallel", "rest", "norm")
 MESSAGE_PARTS = ("message", "message_start", "vocabulary")
-# What one standard deviation of contention is: where it was measured on the link itself, and elsewhere.
+# one standard deviation of contention: where it was measured on the link itself, and elsewhere
 CALIBRATED_CONTENTION_ERROR, OTHER_CONTENTION_ERROR = 0.05, 0.1
-# What no figure of device and link explains, of any one time: published runs of one program differ by this much.
-SCATTER = 0.02
+SCATTER = 0.02  # of any one time: published runs of one program differ by this much
 TWO_SIGMA = 2  # of a 95 % band
+TOKEN_ID_BYTES = 36  # in a Python list: its place there, and most often an object of its own
 Parts = Mapping[str, PassParts]  # by phase
 
 
@@ -65,8 +73,12 @@ Parts = Mapping[str, PassParts]  # by phase
 
 @dataclass(frozen=True)
 class ModelToPlan:
-    """folder: of a checkpoint; None: a shape, whose layout is dense. dtype: to compute in. remark: on what is of
-    another family."""
+    """The model of a plan.
+
+    folder: of a checkpoint; None: a shape, whose layout is dense.
+    dtype: to compute in.
+    remark: where it is of another family.
+    """
 
     name: str
     folder: Path | None
@@ -79,7 +91,7 @@ class ModelToPlan:
 
 @dataclass(frozen=True)
 class RowVariant:
-    """One row of each table. own: of the checkpoint as it is. bound: of BOUNDS, where it is no layout."""
+    """One row of each table. own: the checkpoint as it is. bound: one of BOUNDS, where it is no layout."""
 
     name: str
     layout: Layout
@@ -88,7 +100,7 @@ class RowVariant:
 
 
 def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
-    """Everything about it that can be checked without its weights; raises UserError or LayoutError."""
+    """Read the model, and check all that needs no weights; raises UserError or LayoutError."""
     folder, is_local, dtype = None, False, "bfloat16"
     if choice.model is None:
         config = read_shape(choice.name, "--shape")
@@ -126,8 +138,8 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
 
 
 def _weights(choice: PlanModel, quantisation: Quantisation | None) -> PlanWeights:
-    """How times take the weights. Raises UserError for a checkpoint that is quantised in another way, unless --weights
-    says what to take it for."""
+    """Return how the weights are counted. Raises UserError for a checkpoint that is quantised in another way, unless
+    --weights says what to take it for."""
     if choice.weights != "auto" or quantisation is None:
         return "float" if choice.weights == "auto" else choice.weights
     if not quantisation.is_fp8:
@@ -141,8 +153,10 @@ def _weights(choice: PlanModel, quantisation: Quantisation | None) -> PlanWeight
 def row_variants(
     model: ModelToPlan, choice: PlanModel, ranks: int, *, choosing: bool = False, chosen: Layout | None = None
 ) -> list[RowVariant]:
-    """The dense model first, which speed-ups are over; then the checkpoint's own layout, or the one that was chosen for
-    it, then what --layout lists. choosing: one is chosen, now or later, and --sync-tp-size says from which.
+    """Return the dense model, which speed-ups are over; then the checkpoint's own layout, or the chosen one; then
+    those that --layout lists.
+
+    choosing: a layout is chosen, now or later, and --sync-tp-size says from which.
 
     Raises UsageError for names that are none, UserError or LayoutError for what ``ranks`` cannot run.
     """
@@ -177,7 +191,7 @@ def row_variants(
 
 
 def band_cases(parts: Parts, device: DeviceSpec, interconnect: Interconnect | None) -> list[Parts]:
-    """The parts as they are, then pairs: one error more and less by a standard deviation, and all others 0.
+    """Return the parts as they are, then pairs: one error more and less by a standard deviation, and all others 0.
 
     The errors are of all compute, of all messages, and of contention. interconnect: None where nothing is sent.
     """
@@ -203,11 +217,11 @@ def band_cases(parts: Parts, device: DeviceSpec, interconnect: Interconnect | No
 
 
 def relative_band(values: Sequence[float], *, runs: int = 1) -> float:
-    """Half the width of the 95 % band of a figure, relative to it: 0.05 is 5 %.
+    """Return half the width of the 95 % band of a figure, relative to it: 0.05 is 5 %.
 
-    values: of the figure in each of ``band_cases``. runs: whose times are in it, 2 of a speed-up. The errors are taken
-    to be independent. A figure that none of them changes, such as a speed-up over itself or a time of nothing, has no
-    band.
+    values: the figure in each of ``band_cases``.
+    runs: how many times are in it, 2 of a speed-up.
+    The errors are taken to be independent. A figure that none of them changes has no band.
     """
     deviations = [(more - less) / 2 for more, less in zip(values[1::2], values[2::2], strict=True)]
     size = abs(values[0])
@@ -217,7 +231,7 @@ def relative_band(values: Sequence[float], *, runs: int = 1) -> float:
 
 
 def band_of(values: Sequence[float], *, runs: int = 1) -> list[float]:
-    """[low, high] of a figure; arguments of ``relative_band``."""
+    """Return [low, high] of a figure; arguments of ``relative_band``."""
     half = relative_band(values, runs=runs)
     return [values[0] * max(0.0, 1 - half), values[0] * (1 + half)]
 
@@ -245,99 +259,114 @@ class PlannedGroup:
         device = self.device.calibrated and self.engine.name == self.device.engine
         return "calibrated" if device and link else "predicted"
 
+    @property
+    def vllm_link(self) -> Interconnect | None:
+        """vLLM's all-reduce over the same wires; None where that is unknown, or the link's own."""
+        if self.interconnect is None or self.ranks in (self.interconnect.vllm_ranks or ()):
+            return None
+        others = other_all_reduces(self.interconnect, self.ranks)
+        return next((one for one in others if self.ranks in (one.vllm_ranks or ())), None)
+
     def parts(self, model: ModelToPlan, workload: Workload, sync_tp_size: int | None) -> Parts:
-        """By phase; raises UserError where the device or the link has no figures for it."""
+        """Return the parts by phase; raises UserError where the device or the link has no figures for them."""
         how = (self.device, self.engine, self.interconnect, self.ranks, model.dtype, workload)
         return pass_parts(model.config, *how, sync_tp_size, model.weights)
 
-    def taken_link(self, model: ModelToPlan, workloads: Sequence[Workload]) -> GroupLink:
-        """The link as it is taken, with the sizes of messages beyond those that it was timed at."""
+    def group_link(self, model: ModelToPlan, workloads: Sequence[Workload]) -> GroupLink:
+        """Return the group's link, with the sizes of messages beyond those that it was timed at."""
         sizes = {parts.message_bytes for workload in workloads for parts in self.parts(model, workload, None).values()}
         outside = sorted(size for size in sizes if not self.link.in_range(size))
         return GroupLink(self.ranks, self.link, self.link.derived or None, outside[:1] + outside[1:][-1:])
 
-    def memory_need(self, model: ModelToPlan, workload: Workload) -> MemoryNeed:
-        """What one rank holds at the least. Layouts do not differ in it."""
+    def memory_need(self, model: ModelToPlan, workload: Workload) -> tuple[int, int, int]:
+        """Return the least bytes of a rank: weights, KV cache and prefill. Layouts do not differ in it."""
         engine, width, batch = self.engine, WIDTHS[model.dtype], workload.batch_size
         shape = Shape.from_config(model.config, tp_size=self.ranks, rank=0, replicate_vocab=engine.replicate_vocab)
         columns = workload.prompt_len + workload.output_len
-        return MemoryNeed(
+        return (
             weight_bytes(shape, width, packed=False, projections=1 if model.weights == FP8 else None),
             cache_bytes(shape, batch, columns, width if engine.cache_bytes is None else engine.cache_bytes),
-            prefill_bytes(shape, batch, workload.prompt_len, width),
+            _prefill_bytes(shape, batch, workload.prompt_len, width),
         )
 
     def fits(self, need_bytes: int) -> bool | None:
-        """Whether a rank's device has so much memory; None where that is unknown."""
+        """Return whether a rank's device has so much memory; None where that is unknown."""
         memory = self.device.memory_gib
         return None if memory is None else need_bytes <= memory * GIB
 
 
+def _prefill_bytes(shape: Shape, batch: int, prompt_len: int, width: int) -> int:
+    """Return the least bytes beside weights and cache: token ids, the activations of one layer, logits."""
+    heads = shape.own_heads + 2 * shape.own_kv_heads
+    token = width * (3 * shape.hidden + 3 * shape.own_inner) + 4 * heads * shape.head_dim + TOKEN_ID_BYTES
+    return batch * (prompt_len * token + width * shape.vocab)
+
+
 def planned_rows(
     model: ModelToPlan, group: PlannedGroup, workload: Workload, variants: Sequence[RowVariant]
-) -> Iterator[PlannedRow]:
-    """Speed-ups are over the first variant, the dense layout."""
-    need = group.memory_need(model, workload)
+) -> list[PlannedRow]:
+    """Return the rows of one group and workload. Speed-ups are over the first variant, the dense layout."""
+    weights, cache, prefill = group.memory_need(model, workload)
+    need = weights + cache + prefill
     batch, new = workload.batch_size, workload.output_len
-    sizes = {variant.layout.sync_tp_size for variant in variants}
-    parts_of = {size: group.parts(model, workload, size) for size in sizes}  # by the number of virtual ranks
+    parts_of = {
+        size: group.parts(model, workload, size) for size in {variant.layout.sync_tp_size for variant in variants}
+    }
     dense: dict[str, list[float]] = {}
+    rows = []
     for variant in variants:
         layout, parts = variant.layout, parts_of[variant.layout.sync_tp_size]
         passes = _passes(band_cases(parts, group.device, group.interconnect), variant, workload.decode_steps)
         ms = {phase: [1e3 * one.total for one in cases] for phase, cases in passes.items()}
         dense = dense or ms
         speedups = {phase: [a / b for a, b in zip(dense[phase], own, strict=True)] for phase, own in ms.items()}
-        tokens_per_s = [1e3 * batch * new / whole for whole in ms["end_to_end"]]
+        tokens_per_s = [1e3 * batch * new / whole for whole in ms[END_TO_END]]
         decode = ms["decode"][0]
         communication = {phase: _communication(variant, parts[phase], passes[phase], group) for phase in PHASES}
-        yield PlannedRow(
-            model=variant.name,
-            kind=MODEL_ROW if variant.bound is None else BASELINE_ROW,
-            layout=str(layout),
-            **layout.to_config(),
-            weights=str(model.folder) if variant.own and model.folder is not None else NO_WEIGHTS,
-            dtype=model.dtype,
-            checked=False,
-            emulated=False,
-            tp_size=group.ranks,
-            batch_size=batch,
-            prefill_ms=ms["prefill"][0],
-            decode_ms_per_token=decode,
-            output_tokens_per_s=batch * 1e3 / decode,
-            tokens_per_s_per_user=1e3 / decode,
-            end_to_end_ms=ms["end_to_end"][0],
-            speedup_prefill=speedups["prefill"][0],
-            speedup_decode=speedups["decode"][0],
-            speedup_end_to_end=speedups["end_to_end"][0],
-            speedup_prefill_interval=band_of(speedups["prefill"], runs=2),
-            speedup_decode_interval=band_of(speedups["decode"], runs=2),
-            speedup_end_to_end_interval=band_of(speedups["end_to_end"], runs=2),
-            weight_bytes=need.weights,
-            kv_cache_bytes=need.kv_cache,
-            peak_memory_bytes=None,
-            parameters=parameter_count(model.config),
-            basis=group.basis,
-            end_to_end_tokens_per_s=tokens_per_s[0],
-            end_to_end_tokens_per_s_interval=band_of(tokens_per_s),
-            prefill_ms_interval=band_of(ms["prefill"]),
-            decode_ms_per_token_interval=band_of(ms["decode"]),
-            exposed_end_to_end_ms=1e3 * passes["end_to_end"][0].exposed,
-            memory_need_bytes=need.total,
-            fits=group.fits(need.total),
-            communication=communication,
-            prefill_start_ms=1e3 * communication["prefill"].all_reduces * parts["prefill"].message_start,
+        rows.append(
+            PlannedRow(
+                model=variant.name,
+                kind=MODEL_ROW if variant.bound is None else BASELINE_ROW,
+                layout=str(layout),
+                **layout.to_config(),
+                weights=str(model.folder) if variant.own and model.folder is not None else NO_WEIGHTS,
+                dtype=model.dtype,
+                checked=False,
+                emulated=False,
+                tp_size=group.ranks,
+                batch_size=batch,
+                prefill_ms=ms["prefill"][0],
+                decode_ms_per_token=decode,
+                output_tokens_per_s=batch * 1e3 / decode,
+                tokens_per_s_per_user=1e3 / decode,
+                end_to_end_ms=ms[END_TO_END][0],
+                **{f"speedup_{phase}": values[0] for phase, values in speedups.items()},
+                **{f"speedup_{phase}_interval": band_of(values, runs=2) for phase, values in speedups.items()},
+                weight_bytes=weights,
+                kv_cache_bytes=cache,
+                peak_memory_bytes=None,
+                parameters=parameter_count(model.config),
+                basis=group.basis,
+                end_to_end_tokens_per_s=tokens_per_s[0],
+                end_to_end_tokens_per_s_interval=band_of(tokens_per_s),
+                exposed_end_to_end_ms=1e3 * passes[END_TO_END][0].exposed,
+                memory_need_bytes=need,
+                fits=group.fits(need),
+                communication=communication,
+                prefill_start_ms=1e3 * communication["prefill"].all_reduces * parts["prefill"].message_start,
+            )
         )
+    return rows
 
 
 def _passes(cases: Sequence[Parts], variant: RowVariant, decode_steps: int) -> dict[str, list[Prediction]]:
-    """By phase, and ``end_to_end``, in each case."""
-    found = {phase: [_predicted(case[phase], variant) for case in cases] for phase in PHASES}
-    found["end_to_end"] = [
+    """Return the predictions by phase, and ``end_to_end``, in each case."""
+    passes = {phase: [_predicted(case[phase], variant) for case in cases] for phase in PHASES}
+    passes[END_TO_END] = [
         Prediction(*(getattr(first, key) + decode_steps * getattr(step, key) for key in vars(first)))
-        for first, step in zip(*found.values(), strict=True)
+        for first, step in zip(*passes.values(), strict=True)
     ]
-    return found
+    return passes
 
 
 def _predicted(parts: PassParts, variant: RowVariant) -> Prediction:
@@ -360,5 +389,5 @@ def _communication(
         vocabulary_alone_ms=0.0 if variant.bound == "no-comm" else 1e3 * parts.vocabulary,
         exposed_ms=1e3 * one.exposed,
         exposed_interval_ms=[1e3 * end for end in band_of([case.exposed for case in cases])],
-        hidden_ms=1e3 * one.hideable,
+        hidden_ms=1e3 * one.hidden,
     )

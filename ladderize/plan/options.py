@@ -1,7 +1,6 @@
-"""What ``ladderize plan`` was asked for, and all that its arguments alone decide. Imports no torch."""
+"""The options of ``ladderize plan``, and all that they alone decide. Imports no torch."""
 
 import math
-import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,14 +32,13 @@ from ladderize.runtime.bench.options import (
 MOST_ROWS = 1 << 20  # of a batch
 BOUNDS = ("parallel", "no-comm")  # what is no layout: rows for comparison
 LEAST_MEASUREMENTS = 2  # of --verify: one to choose by, one to confirm
-TimedPhase = Literal["end_to_end", "prefill", "decode"]  # what of a workload is to be fast
+TimedPhase = Literal["end_to_end", "prefill", "decode"]  # the part of a workload that is to be fast
 PlanWeights = Literal["auto", "fp8", "float"]  # how the weights of projections are stored; float: as --dtype
-WORKLOAD_KEYS = {"prompt": "prompt_len", "output": "output_len", "batch": "batch_size"}
 
 
 @dataclass(frozen=True)
 class PlanModel(Record):
-    """What is to run: a checkpoint, or a shape without weights. None was not given."""
+    """The model: a checkpoint, or a shape without weights. None was not given."""
 
     model: str | None = argument("[MODEL]", "A checkpoint: folder or hub id. Its own layout is a row too.", None)
     shape: str | None = option(f"A shape instead of a checkpoint: {SHAPE_NAMES}.", metavar="CONFIG")
@@ -78,13 +76,13 @@ class PlanModel(Record):
 
     @property
     def rows(self) -> list[str]:
-        """The names that --layout lists, in order; raises UsageError where it lists none, or one twice."""
+        """Return the names that --layout lists, in order; raises UsageError where it lists none, or one twice."""
         return [*LAYOUT_NAMES, *BOUNDS] if self.layout is None else layout_names(self.layout)
 
 
 @dataclass(frozen=True)
 class PlanOptions(Record):
-    """Where it is to run, and what is to be served: ``options`` of plan.json."""
+    """The hardware and the workload: ``options`` of plan.json."""
 
     hardware: str = option(
         "The device of one rank: a name that --list shows, or a file of calibrate or of your own.",
@@ -127,10 +125,10 @@ class PlanOptions(Record):
 
 @dataclass(frozen=True)
 class ChoiceTarget(Record):
-    """What a layout has to meet: one of the two.
+    """The bound that a layout has to meet: one of the two.
 
-    max_ppl_increase: as it was said (``2%`` of the dense perplexity, or ``0.1`` in perplexity as ``convert`` has it),
-    and in nats.
+    max_ppl_increase: as it was given: ``2%`` of the dense perplexity, or ``0.1`` in perplexity.
+    max_nats: the same in nats per token.
     """
 
     LEFT_OUT: ClassVar = ("max_ppl_increase", "max_nats", "min_speedup")
@@ -140,7 +138,7 @@ class ChoiceTarget(Record):
     min_speedup: float | None = None
 
     def in_nats(self, dense_nll: float) -> "ChoiceTarget":
-        """With the budget in nats per token. dense_nll: of the dense model, in nats per token.
+        """Return this target with its budget in nats per token. dense_nll: of the dense model, in nats per token.
 
         Raises UsageError unless there is one of the two, and it makes sense.
         """
@@ -158,17 +156,18 @@ class ChoiceTarget(Record):
         dense = math.exp(dense_nll)
         return replace(self, max_nats=math.log1p(ppl_increase(text, dense) / dense))
 
+    def __str__(self) -> str:
+        """Return the option as it was given."""
+        if self.max_ppl_increase is not None:
+            return f"--max-ppl-increase {self.max_ppl_increase}"
+        return f"--min-speedup {self.min_speedup:g}"
+
 
 @dataclass(frozen=True)
 class PlanGoal:
-    """Which layout to choose: by costs in accuracy (at least one of the two files), and one of the two targets."""
+    """What to choose a layout by: the costs of its layers, and one of the two targets."""
 
-    sensitivity: Path | None = option(
-        "Choose a layout: what sync points cost, of sensitivity --mode points.", metavar="FILE"
-    )
-    sweep: Path | None = option(
-        "Choose a layout: what those of a sweep cost after retraining. Preferred to estimates.", metavar="FOLDER"
-    )
+    sensitivity: Path | None = option("Choose a layout: the file of `ladderize sensitivity`.", metavar="FILE")
     max_ppl_increase: str | None = option(
         "Choose the fastest within this increase: 2% of the dense perplexity, or 0.1 in perplexity.", metavar="X"
     )
@@ -182,21 +181,8 @@ class PlanGoal:
     align: bool = option(
         "With --verify: measure each layout as `adapt --method align` leaves it.", False, needs="verify"
     )
-    align_samples: int | None = option(
-        "With --align: windows to align on, none of which is measured on.",
-        min=1,
-        shown="the sensitivity's, or 16384 tokens; more for wide models",
-        needs="align",
-    )
-    data: str | None = option("With --verify: where the sensitivity's data lie now.", metavar="FILE", needs="verify")
-    held_out_data: str | None = option(
-        "With --verify: other data to confirm the choice on.",
-        metavar="FILE",
-        shown="the rest of the sensitivity's",
-        needs="verify",
-    )
-    work_dir: Path | None = option(
-        "With --verify: where a killed run keeps what it measured.", metavar="DIR", shown="beside --out", needs="verify"
+    data: str | None = option(
+        "With --verify: data to measure on.", metavar="FILE", shown="the sensitivity's", needs="verify"
     )
     device: str | None = option(DEVICE, help="With --verify: where to compute.", needs="verify")
     threads: int | None = option(THREADS, help="With --verify: CPU threads.", shown="all cores", needs="verify")
@@ -206,36 +192,12 @@ class PlanGoal:
         return ChoiceTarget(self.max_ppl_increase, None, self.min_speedup)
 
     def __post_init__(self) -> None:
-        if self.sensitivity is None and self.sweep is None:
-            raise UsageError(
-                "to choose a layout, costs in accuracy are needed: give --sensitivity FILE or --sweep FOLDER"
-            )
+        if self.sensitivity is None:
+            raise UsageError("to choose a layout, the costs of its layers are needed: give --sensitivity FILE")
         check_options(self)
         self.target.in_nats(0.0)
-        if self.verify is None:
-            return
-        if self.sweep is not None:
-            raise UsageError(
-                "--verify measures layouts that were not retrained, and does not go with --sweep, whose costs are"
-                " measured already; leave one of them out"
-            )
-        if self.sensitivity is None:
-            raise UsageError("--verify measures what --sensitivity says, on its data; give that file")
-        if self.verify < LEAST_MEASUREMENTS:
+        if self.verify is not None and self.verify < LEAST_MEASUREMENTS:
             raise UsageError(
                 f"--verify {self.verify} is too few; {LEAST_MEASUREMENTS} is the least: one layout to choose, and to"
                 " confirm it"
             )
-
-
-def parse_workload(text: str) -> dict[str, int]:
-    """``prompt=1024,output=512,batch=16``, in any order: as the options prompt_len, output_len and batch_size."""
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        key, _, value = part.strip().partition("=")
-        if key not in WORKLOAD_KEYS or WORKLOAD_KEYS[key] in found or not re.fullmatch("[0-9]{1,12}", value):
-            raise UsageError(f"--workload {text!r} is not of the form prompt=1024,output=512,batch=16")
-        found[WORKLOAD_KEYS[key]] = int(value)
-    if len(found) < len(WORKLOAD_KEYS):
-        raise UsageError(f"--workload {text!r} must say all of {', '.join(WORKLOAD_KEYS)}")
-    return found

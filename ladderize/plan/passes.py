@@ -1,12 +1,16 @@
-"""How long the parts of a forward pass take by themselves, and a whole pass in some layout. Imports no torch.
+"""The times of a forward pass: of its parts, and of a whole pass in some layout. Imports no torch.
 
 All layers are alike (of layers with and without a window, attention is the mean), so a pass is a few figures. Each wait
 comes right after the next sub-module (docs/design.md), so one message is in flight at a time, and times add up over
-sync points.
+layers.
 
 A product takes as long as its floating-point operations or its bytes, whichever takes longer (the roofline of Williams
 et al., 2009), and everything else as long as its bytes; what is started costs some microseconds besides. Where the host
 starts every operation (a prefill without CUDA graphs), a sub-module takes no less than that.
+
+A message in flight takes some of the device for itself (NCCL's kernels hold multiprocessors and memory bandwidth): the
+compute beside it runs at the rate 1 - contention. A message of ``a`` seconds and compute of ``c`` then take
+max(a, c + contention * a) together.
 """
 
 from collections import Counter
@@ -15,9 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ladderize.files.records import Record
-from ladderize.layout import ATTENTION_MODES, DROPPED, MLP_MODES, OVERLAPPED, Layout
-from ladderize.planning.cost_model import Operation, Prediction, predict
-from ladderize.planning.hardware import DeviceSpec, EngineFacts
+from ladderize.layout import DROPPED, OVERLAPPED, Layout
+from ladderize.plan.hardware import DeviceSpec, EngineFacts
 from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
 from ladderize.runtime.shards import Shape
 
@@ -29,7 +32,7 @@ THIN_ROWS = (2, 256)  # of products that are neither a matrix times a vector nor
 
 @dataclass(frozen=True)
 class Workload(Record):
-    """What is served at a time: ``batch_size`` texts of ``prompt_len`` tokens, and ``output_len`` new tokens of each.
+    """A batch that is served: ``batch_size`` texts of ``prompt_len`` tokens, and ``output_len`` new tokens of each.
 
     The first new token belongs to the prefill, as in ``ladderize bench``.
     """
@@ -45,21 +48,49 @@ class Workload(Record):
 
 @dataclass(frozen=True)
 class PassParts:
-    """One forward pass of one rank, in seconds: a prefill, or the mean decode step."""
+    """The seconds of the parts of one forward pass of one rank: a prefill, or the mean decode step.
+
+    attention, mlp: the compute of one sub-module.
+    attention_apart, mlp_apart: the same in a layer with dropped attention, whose virtual ranks a rank computes apart.
+    parallel: both sub-modules of a layer of the parallel baseline.
+    rest: outside of all layers.
+    message: one all-reduce of a layer, alone, of ``message_bytes``.
+    message_start: the part of it that the host spends, which no compute hides.
+    vocabulary: the collectives that every layout waits for.
+    contention: compute beside a message runs at the rate 1 - contention.
+    norm: the part of a sub-module that a fused all-reduce does on its way: the sum and the norm.
+    """
 
     layers: int
-    attention: float  # the compute of one sub-module
+    attention: float
     mlp: float
-    attention_apart: float  # in a layer with dropped attention, where a rank computes its virtual ranks one by one
+    attention_apart: float
     mlp_apart: float
-    parallel: float  # of a layer of the parallel baseline, both sub-modules
-    rest: float  # outside of all layers
-    message: float  # one all-reduce of a layer, alone
+    parallel: float
+    rest: float
+    message: float
     message_bytes: int
-    message_start: float  # of its time, what the host spends on it and no compute hides
-    vocabulary: float  # the collectives that every layout waits for
-    contention: float  # while a message is in flight, compute runs at the rate 1 - contention
-    norm: float = 0.0  # of a sub-module's compute, what a fused all-reduce does on its way: the sum and the norm
+    message_start: float
+    vocabulary: float
+    contention: float
+    norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The seconds of a pass, or of several: ``total`` = ``compute`` + ``exposed``. hidden: of communication."""
+
+    compute: float
+    communication: float
+    hidden: float
+
+    @property
+    def exposed(self) -> float:
+        return self.communication - self.hidden
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed
 
 
 def pass_parts(
@@ -73,9 +104,11 @@ def pass_parts(
     sync_tp_size: int | None = None,
     weights: str = FLOAT_WEIGHTS,
 ) -> dict[str, PassParts]:
-    """Of the phases ``prefill`` and ``decode`` (the mean step). interconnect: None where nothing is sent. sync_tp_size:
-    virtual ranks of dropped sync points; None where none is dropped. weights: FLOAT_WEIGHTS, or FP8: its products read
-    8 bits and write ``dtype``, in which messages are sent.
+    """Return the parts of the phases ``prefill`` and ``decode`` (the mean step).
+
+    interconnect: None where nothing is sent.
+    sync_tp_size: virtual ranks of dropped sync points; None where none is dropped.
+    weights: FLOAT_WEIGHTS, or FP8: its products read 8 bits and write ``dtype``, in which messages are sent.
 
     Raises LayoutError for sizes that the ranks do not divide, and UserError for a dtype that the device has no peak
     for, or a link that is not known with so many ranks.
@@ -132,7 +165,7 @@ class _Pass:
     # ---- seconds of what a device does ----
 
     def product(self, rows: float, inner: float, outer: float) -> float:
-        """Of a projection: [rows, inner] times [inner, outer], without its start."""
+        """Return the time of a projection, [rows, inner] times [inner, outer], without its start."""
         return self.multiplied(rows, inner, outer, *self.projection)
 
     def multiplied(self, rows: float, inner: float, outer: float, weight: int, read: int, flop_s: float) -> float:
@@ -142,8 +175,8 @@ class _Pass:
         return seconds * (1 + self.device.thin_share) + self.device.thin_us * 1e-6 if is_thin else seconds
 
     def roofline(self, flop: float, size: float, flop_s: float) -> float:
-        """The longer of arithmetic and memory traffic; with a serial share s, (a^(1/s) + b^(1/s))^s, a roofline whose
-        corner is round: where both take alike, neither hides the other."""
+        """Return the longer of arithmetic and memory traffic. With a serial share s it is (a^(1/s) + b^(1/s))^s, a
+        roofline whose corner is round: where both take alike, neither hides the other."""
         shorter, longer = sorted((flop / flop_s, size / self.bytes_s))
         share = self.device.serial_share
         return longer * (1 + (shorter / longer) ** (1 / share)) ** share if share and longer else longer
@@ -157,7 +190,7 @@ class _Pass:
     # ---- parts of a pass ----
 
     def parts(self, link: Link, contention: float, sync_tp_size: int | None, launch_s: float) -> PassParts:
-        """launch_s: of the host, for each operation that it starts by itself."""
+        """Return the parts of this pass. launch_s: the host's time for each operation that it starts by itself."""
         shape, engine = self.shape, self.engine
         virtual = 1 if sync_tp_size is None else sync_tp_size // shape.tp_size
         host = launch_s * (engine.attention_launches + engine.mlp_launches)
@@ -197,7 +230,7 @@ class _Pass:
         return virtual * self.product(self.rows, self.shape.hidden, 2 * self.shape.own_inner / virtual)
 
     def attention(self, virtual: int) -> float:
-        """virtual: the ranks whose sums are computed apart."""
+        """Return the time of the sub-module. virtual: the ranks whose sums are computed apart."""
         engine = self.engine
         output = virtual * self.product(self.rows, self.own_query / virtual, self.shape.hidden)
         elsewhere = engine.stream_passes * self.stream + engine.head_passes * self.rows * self.own_qkv * self.width
@@ -208,14 +241,14 @@ class _Pass:
         return self.qkv_product() + self.scores() + output + self.moved(elsewhere) + self.started(kernels)
 
     def scores(self) -> float:
-        """Queries times keys, softmax, times values; the mean over the layers."""
+        """Return the time of queries times keys, softmax, and times values: the mean over the layers."""
         if not self.engine.windowed:
             return self.scores_within(None)
         windows = Counter(self.shape.decoder.windows)
         return sum(layers * self.scores_within(window) for window, layers in windows.items()) / windows.total()
 
     def scores_within(self, window: int | None) -> float:
-        """The same of a layer with this window; None: without."""
+        """Return the time of the scores of a layer with this window; None: without."""
         engine, shape = self.engine, self.shape
         width = self.width if engine.cache_bytes is None else engine.cache_bytes
         heads = shape.own_heads if engine.kv_per_query_head else shape.own_kv_heads
@@ -235,15 +268,15 @@ class _Pass:
         return self.gate_up_product(virtual) + down + self.moved(elsewhere) + self.started(kernels)
 
     def carrying(self, virtual: int) -> float:
-        """What an MLP behind a dropped sync point does besides: each virtual rank adds what it carries to what it reads
-        and to what it sends, and norms and activations are computed for each."""
+        """Return the extra time of an MLP behind a dropped sync point. Each virtual rank adds its carry to its input
+        and to its message, and has norms and activations of its own."""
         engine = self.engine
         kernels = (virtual - 1) * (engine.norm_kernels + engine.activation_kernels) + 2 * virtual + (virtual > 1)
         moved = self.stream * (6 * virtual + (virtual - 1) * engine.stream_passes)
         return self.started(kernels) + self.moved(moved)
 
     def parallel(self) -> float:
-        """A layer of the parallel baseline."""
+        """Return the time of a layer of the parallel baseline."""
         seconds = self.attention(1) + self.mlp(1) - self.started(self.engine.parallel_saves)
         if self.engine.parallel_fused:
             wide = self.product(self.rows, self.shape.hidden, self.own_qkv + 2 * self.shape.own_inner)
@@ -258,8 +291,8 @@ class _Pass:
         return head + self.moved(4 * self.stream + sampled) + self.started(engine.rest_kernels)
 
     def vocabulary(self, link: Link) -> float:
-        """The embedding's all-reduce, and the gathering of the logits that are sampled, which counts as a message of as
-        many bytes, as in an emulated group."""
+        """Return the time of the embedding's all-reduce and of the gathering of sampled logits. The latter counts as a
+        message of as many bytes, as in an emulated group."""
         if self.shape.replicate_vocab:
             return 0.0
         gathered = self.batch * self.shape.own_vocab * self.shape.tp_size * self.width
@@ -267,8 +300,8 @@ class _Pass:
 
 
 def mean_keys(least: int, most: int, window: int | None) -> float:
-    """The keys of a token, the mean over tokens with ``least``, ``least + 1``, ... ``most`` of them in view, of which
-    those in the window count."""
+    """Return the mean number of keys of tokens that have ``least``, ``least + 1``, ... ``most`` of them in view. Those
+    in the window count."""
     if window is None or window >= most:
         return (least + most) / 2
     count, inside = most - least + 1, max(0, window - least)
@@ -276,7 +309,7 @@ def mean_keys(least: int, most: int, window: int | None) -> float:
 
 
 def _no_less(attention: float, mlp: float, host: float) -> tuple[float, float]:
-    """Both longer in proportion where a layer takes the host longer than the device."""
+    """Return both times, longer in proportion where a layer takes the host longer than the device."""
     longer = max(1.0, host / (attention + mlp))
     return attention * longer, mlp * longer
 
@@ -284,58 +317,42 @@ def _no_less(attention: float, mlp: float, host: float) -> tuple[float, float]:
 # ---- whole passes ----
 
 
-@dataclass(frozen=True)
-class PointSeconds:
-    """A pass as a sum: ``constant`` plus, of each layer, ``layer[entering MLP mode, attention mode]``, in seconds.
-
-    A layer has its own compute, its attention's message and the MLP's message that enters it, as far as they are waited
-    for. Into the first layer enters none: it counts as ``blocking``, which stands for the last layer's MLP message.
-    """
-
-    constant: float
-    layer: dict[tuple[str, str], float]
-
-
-def point_seconds(parts: PassParts) -> PointSeconds:
-    """The same times as ``predict_pass``, as a sum over layers."""
-    options = [(entering, mode) for entering in MLP_MODES for mode in ATTENTION_MODES]
-    return PointSeconds(
-        parts.rest + parts.vocabulary, {option: _predict_layer(parts, *option).total for option in options}
-    )
-
-
 def predict_pass(parts: PassParts, layout: Layout) -> Prediction:
-    """Raises ValueError for a layout of another number of layers."""
+    """Return the times of a pass in a layout; raises ValueError for a layout of another number of layers."""
     if layout.num_layers != parts.layers:
         raise ValueError(f"a layout of {layout.num_layers} layers for a pass of {parts.layers}")
-    layers = [_predict_layer(parts, layout.entering(i), mode) for i, mode in enumerate(layout.attention_sync)]
+    layers = [predict_layer(parts, layout.entering(i), mode) for i, mode in enumerate(layout.attention_sync)]
     return Prediction(
         compute=parts.rest + sum(one.compute for one in layers),
         communication=parts.vocabulary + sum(one.communication for one in layers),
-        hideable=sum(one.hideable for one in layers),
+        hidden=sum(one.hidden for one in layers),
     )
 
 
 def predict_parallel(parts: PassParts) -> Prediction:
-    """The parallel baseline: one blocking message a layer."""
-    sent = parts.vocabulary + parts.layers * parts.message
-    return predict(parts.rest + parts.layers * parts.parallel, [], sent)
+    """Return the times of the parallel baseline: one blocking message a layer."""
+    return Prediction(
+        parts.rest + parts.layers * parts.parallel, parts.vocabulary + parts.layers * parts.message, hidden=0.0
+    )
 
 
 def predict_silent(parts: PassParts) -> Prediction:
-    """The no-communication bound: what the dense layout computes."""
-    return predict(parts.rest + parts.layers * (parts.attention + parts.mlp), [])
+    """Return the times of the no-communication bound: the compute of the dense layout."""
+    return Prediction(parts.rest + parts.layers * (parts.attention + parts.mlp), communication=0.0, hidden=0.0)
 
 
-def _predict_layer(parts: PassParts, entering: str, mode: str) -> Prediction:
-    """The messages of a layer's attention, and of the MLP before it: what each can run under is the next sub-module."""
+def predict_layer(parts: PassParts, entering: str, mode: str) -> Prediction:
+    """Return the times of a layer: its compute, its attention's message, and the MLP's message that enters it.
+
+    A message can run under the next sub-module.
+
+    entering, mode: of the entering MLP sync point, and of the layer's own attention sync point. Into the first layer
+    none enters: it counts as blocking, which stands for the last layer's MLP message.
+    """
     apart = mode == DROPPED
     attention, mlp = (parts.attention_apart, parts.mlp_apart) if apart else (parts.attention, parts.mlp)
-    covers = [attention if entering == OVERLAPPED else 0.0]
-    if not apart:
-        covers.append(mlp if mode == OVERLAPPED else 0.0)
-    most = parts.message - parts.message_start
-    return predict(
-        attention + mlp,
-        [Operation(parts.message_bytes, parts.message, (min(cover, most),), parts.contention) for cover in covers],
+    covers = [attention] * (entering == OVERLAPPED) + [mlp] * (mode == OVERLAPPED)
+    most = min(parts.message - parts.message_start, (1 - parts.contention) * parts.message)
+    return Prediction(
+        attention + mlp, parts.message * (1 if apart else 2), hidden=sum(min(cover, most) for cover in covers)
     )

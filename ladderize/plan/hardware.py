@@ -1,5 +1,4 @@
-"""What a forward pass runs on: a device with its peaks and the few figures that were fitted to timings of it, and the
-facts of the engine whose timings these were. Imports no torch."""
+"""The device that a forward pass runs on, and the facts of the engine whose code it runs. Imports no torch."""
 
 import dataclasses
 import functools
@@ -26,7 +25,7 @@ LIKE_ANOTHER = (
 
 @dataclass(frozen=True)
 class EngineFacts(Record):
-    """What an engine does beside the products, by which its times differ on one device."""
+    """The work of an engine beside the products, by which engines differ on one device."""
 
     name: str
     # kernels that it starts: for one sub-module, products included, and outside of all layers
@@ -60,13 +59,13 @@ class EngineFacts(Record):
 
 
 def _within(low: float, high: float) -> dict[str, Any]:
-    """Metadata of a figure that no device has outside of this range."""
+    """Return the metadata of a figure that no device has outside of this range."""
     return {"range": (low, high)}
 
 
 @dataclass(frozen=True)
 class DeviceSpec(Record):
-    """One rank's device."""
+    """The device of one rank: its peaks, and the few figures that were fitted to timings of it."""
 
     name: str
     # peaks, of the data sheet or measured: 1e9 bytes/s; 1e12 operations/s by dtype, without sparsity
@@ -118,7 +117,7 @@ class DeviceSpec(Record):
             raise UserError(f"{where}: engine {self.engine!r} is not one of {', '.join(known_engines())}; name one")
 
     def peak_flop_s(self, dtype: str) -> float:
-        """Of products of ``dtype``; raises UserError where the device has no figure for it."""
+        """Return the peak of products of ``dtype``; raises UserError where the device has no figure for it."""
         if dtype not in self.matmul_tflop_s:
             raise UserError(
                 f"device {self.name} has no matmul_tflop_s for {dtype}, but for {', '.join(self.matmul_tflop_s)};"
@@ -129,16 +128,16 @@ class DeviceSpec(Record):
 
 @functools.cache
 def known_devices() -> dict[str, DeviceSpec]:
-    """The rows of devices.yaml, by name."""
-    found: dict[str, DeviceSpec] = {}
+    """Return the rows of devices.yaml, by name."""
+    devices: dict[str, DeviceSpec] = {}
     for name, row in read_yaml(DEVICE_TABLE).items():
         where = f"{DEVICE_TABLE}: {name}"
-        found[name] = DeviceSpec.from_dict({"name": name, **_completed(row, found, where)}, where)
-    return found
+        devices[name] = DeviceSpec.from_dict({"name": name, **_completed(row, devices, where)}, where)
+    return devices
 
 
 def _completed(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where: str) -> dict[str, Any]:
-    """With the figures of the device that ``like`` names, as far as they may be another's and are not given."""
+    """Return a row, completed by the figures of the device that ``like`` names where they may be another's."""
     if "like" not in row:
         return {**row}
     name = str(row["like"])
@@ -149,14 +148,14 @@ def _completed(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where:
 
 @functools.cache
 def known_engines() -> dict[str, EngineFacts]:
-    """The rows of engines.yaml, by name."""
+    """Return the rows of engines.yaml, by name."""
     rows = read_yaml(ENGINE_TABLE)
     return {name: EngineFacts.from_dict({"name": name, **row}, f"{ENGINE_TABLE}: {name}") for name, row in rows.items()}
 
 
 def read_device(text: str) -> DeviceSpec:
-    """A row of devices.yaml by its name, or the ``device`` of a file: of ``ladderize calibrate``, or written by
-    hand."""
+    """Return a row of devices.yaml by its name, or the ``device`` of a file of ``ladderize calibrate`` or of one's
+    own."""
     devices = known_devices()
     if text in devices:
         return devices[text]

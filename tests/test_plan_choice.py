@@ -1,0 +1,300 @@
+"""The choice of a layout: the integer program against brute force, what measurements change, costs, recipes."""
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+from ladderize.convert.recipe import read_recipe
+from ladderize.errors import UsageError, UserError
+from ladderize.layout import DROPPED, Layout
+from ladderize.plan.choice import (
+    LAYER_KINDS,
+    LayerTables,
+    choose_layout,
+    choose_measured_layout,
+    kind_seconds,
+    refitted,
+    solve,
+)
+from ladderize.plan.document import LayoutNll, PlanChoice
+from ladderize.plan.options import ChoiceTarget
+from ladderize.plan.passes import PassParts, predict_pass
+from ladderize.plan.show import cost_words, write_plan_recipe
+
+NATS = np.array([0, 1.0, 0.4, 1.3])  # of the kinds, about, next to each other
+
+
+def random_parts(layers):
+    seconds = np.random.uniform(0.2, 1, 10) * 1e-4
+    return PassParts(layers, *seconds[:6], seconds[6], 4096, 0.0, seconds[7], 0.3 * seconds[8], 0.0)
+
+
+def random_tables(layers, *, offered=1.0, sync_tp_size=2):
+    parts = {phase: random_parts(layers) for phase in ("prefill", "decode")}
+    constant, seconds = kind_seconds(parts, 15, "end_to_end", layers)
+    nats = np.random.lognormal(-3, 1, (layers, 1)) * NATS * np.random.uniform(0.5, 2, (layers, len(LAYER_KINDS)))
+    nats[np.random.random(nats.shape) > offered] = math.inf
+    nats[:, 0], nats[0, 3] = 0.0, math.inf
+    return LayerTables(seconds, nats, constant, sync_tp_size)
+
+
+def every_layout(tables):
+    offered = [np.flatnonzero(np.isfinite(row)).tolist() for row in tables.nats]
+    return list(itertools.product(*offered))
+
+
+def target_of(max_ppl_increase=None, min_speedup=None, dense_nll=0.0):
+    return ChoiceTarget(max_ppl_increase, None, min_speedup).in_nats(dense_nll)
+
+
+def budget_of(nats):
+    return ChoiceTarget(max_ppl_increase=f"{100 * math.expm1(nats):.4f}%", max_nats=nats)
+
+
+class FakeMeasurer:
+    """Real costs by a formula: more than the sums by what neighbours cost together. held_out: a factor of costs on
+    held-out windows."""
+
+    def __init__(self, tables, *, extra=0.5, held_out=1.0, stderr=0.0, factor=1.0):
+        self.tables, self.held_out, self.stderr, self.factor = tables, held_out, stderr, factor
+        self.between = (
+            np.random.uniform(0, 2 * extra, (len(LAYER_KINDS), len(LAYER_KINDS))) if extra else np.zeros((4, 4))
+        )
+        self.asked = []
+
+    def truth(self, chosen):
+        single = self.factor * self.tables.nats[np.arange(len(chosen)), list(chosen)]
+        between = np.sqrt(single[:-1] * single[1:]) * self.between[list(chosen[:-1]), list(chosen[1:])]
+        return float(single.sum() + between.sum())
+
+    def measure(self, layout, held_out):
+        self.asked.append((layout, held_out))
+        kinds = [LAYER_KINDS.index(layout.layer_name(layer)) for layer in range(layout.num_layers)]
+        increase = (self.held_out if held_out else 1.0) * self.truth(kinds)
+        return LayoutNll(1.5 + increase, 0.02, increase, self.stderr, 32)
+
+
+# ---- times and the integer program ----
+
+
+@pytest.mark.parametrize("phase", ["end_to_end", "prefill", "decode"])
+def test_a_layouts_time_is_a_sum_over_layers(phase):
+    layers = random.randint(1, 6)
+    parts = {name: random_parts(layers) for name in ("prefill", "decode")}
+    constant, seconds = kind_seconds(parts, 9, phase, layers)
+    tables = LayerTables(seconds, np.zeros((layers, len(LAYER_KINDS))), constant, 2)
+    for _ in range(20):
+        chosen = [random.randrange(len(LAYER_KINDS)) for _ in range(layers)]
+        prefill, decode = (predict_pass(parts[name], tables.layout(chosen)).total for name in ("prefill", "decode"))
+        expected = {"prefill": prefill, "decode": decode, "end_to_end": prefill + 9 * decode}[phase]
+        assert constant + tables.total(seconds, chosen) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4, 5])
+def test_choices_are_those_of_brute_force(layers):
+    for _ in range(6):
+        tables = random_tables(layers, offered=0.8)
+        every = [
+            (tables.total(tables.seconds, one), tables.total(tables.nats, one), one) for one in every_layout(tables)
+        ]
+        most = random.uniform(0.1, 1) * max(nats for _, nats, _ in every)
+        best = min((one for one in every if one[1] <= most), key=lambda one: one[0])
+        if best[0] < every[0][0] * (1 - 1e-6):
+            assert choose_layout(tables, budget_of(most)).ms == pytest.approx(
+                1e3 * (tables.constant + best[0]), rel=2e-3
+            )
+        fastest = max(tables.speedup(one) for _, _, one in every)
+        if fastest > 1.001:
+            least = random.uniform(1.0005, fastest)
+            cheapest = min(nats for _, nats, one in every if tables.speedup(one) >= least)
+            chosen = choose_layout(tables, target_of(None, least))
+            assert chosen.estimated_nats == pytest.approx(cheapest, rel=2e-3)
+            assert chosen.speedup >= least * (1 - 1e-6)
+
+
+def test_cuts_leave_out_what_they_name():
+    tables = random_tables(3)
+    offered, cuts = np.isfinite(tables.nats), []
+    nats = np.where(offered, tables.nats, 0.0)
+    while (found := solve(tables.seconds, nats, nats.max(1).sum(), offered, cuts)) is not None:
+        cuts.append(found)
+    seconds = [tables.total(tables.seconds, one) for one in cuts]
+    assert seconds == pytest.approx(sorted(seconds), rel=2e-3)
+    assert set(cuts) == set(every_layout(tables))
+
+
+def test_many_layers_are_quickly_chosen():
+    tables = random_tables(126)
+    tables.nats[:] = tables.nats[1] * np.random.uniform(0.9, 1.1, tables.nats.shape)  # nearly alike: the hardest
+    tables.nats[0, 3] = math.inf
+    budget = 0.3 * tables.nats[1:].max(1).sum()
+    assert choose_layout(tables, budget_of(budget)).estimated_nats <= budget + 1e-6
+
+
+def test_kinds_of_the_chosen_layers_are_the_layouts():
+    tables = random_tables(3)
+    for chosen in every_layout(tables):
+        layout = tables.layout(chosen)
+        assert (layout.sync_tp_size == 2) == (DROPPED in layout.attention_sync)
+        assert [layout.layer_name(layer) for layer in range(3)] == [LAYER_KINDS[kind] for kind in chosen]
+
+
+# ---- targets ----
+
+
+def test_targets():
+    assert target_of("2%", dense_nll=1.0).max_nats == pytest.approx(math.log(1.02))
+    expected = math.log((math.exp(1.5) + 0.1) / math.exp(1.5))
+    assert target_of("0.1", dense_nll=1.5).max_nats == pytest.approx(expected)
+    assert target_of(None, 1.25).max_nats is None
+    for increase, speedup, message in (
+        (None, None, "give --max-ppl-increase or --min-speedup"),
+        ("2%", 1.2, "give one of them"),
+        ("0", None, "not an increase"),
+        ("nan", None, "not an increase"),
+        (None, 1.0, "above 1"),
+        (None, math.nan, "above 1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            target_of(increase, speedup)
+
+
+def test_what_no_layout_meets_is_refused_with_what_would_do():
+    tables = random_tables(4)
+    tables.seconds[:, 1] = tables.seconds[:, 0] / 2  # ladder is faster than dense, and nothing else is
+    tables.seconds[:, 2:] = tables.seconds[:, :1]
+    cheapest = tables.nats[:, 1].min()
+    with pytest.raises(UserError, match="so give at least that") as error:
+        choose_layout(tables, budget_of(cheapest / 2))
+    least = float(str(error.value).partition("the least increase is ")[2].partition("%")[0])
+    assert choose_layout(tables, target_of(f"{least}%")).estimated_nats == pytest.approx(cheapest)
+    with pytest.raises(UserError, match="no layout reaches --min-speedup 50; the fastest is"):
+        choose_layout(tables, target_of(None, 50.0))
+    tables.seconds[:] = tables.seconds[:, :1]
+    with pytest.raises(UserError, match="no layout is faster than the dense one"):
+        choose_layout(tables, target_of("2%"))
+
+
+# ---- measured choices ----
+
+
+def test_refitted_costs_add_up_to_what_was_measured():
+    tables = random_tables(6)
+    measurer = FakeMeasurer(tables)
+    every = random.sample(every_layout(tables), 12)
+    measured = {chosen: measurer.truth(chosen) for chosen in every[:4]}
+    nats = np.where(np.isfinite(tables.nats), tables.nats, 0.0)
+    after = refitted(nats, measured)
+    for chosen, cost in measured.items():
+        assert tables.total(after, chosen) == pytest.approx(cost, rel=0.1, abs=1e-4)
+    assert refitted(nats, {}) is nats
+    assert not after[:, 0].any()
+
+
+def test_a_verified_choice_is_within_the_budget_and_most_often_the_best():
+    best = 0
+    for _ in range(12):
+        tables = random_tables(4)
+        measurer = FakeMeasurer(tables)
+        every = every_layout(tables)
+        budget = random.uniform(0.3, 0.8) * max(map(measurer.truth, every))
+        limit = random.randint(4, 16)
+        chosen, check = choose_measured_layout(tables, budget_of(budget), measurer, limit)
+        assert check.verified
+        assert len(measurer.asked) == len(set(measurer.asked)) == check.made <= limit
+        assert chosen.measured.increase == chosen.held_out.increase <= budget
+        assert chosen.speedup == max(one.speedup for one in check.layouts if one.measured.increase <= budget)
+        within = max(tables.speedup(one) for one in every if measurer.truth(one) <= budget)
+        assert chosen.speedup <= within * (1 + 1e-6)
+        best += chosen.speedup > 1 + 0.9 * (within - 1)
+    assert best >= 6
+
+
+def test_the_most_accurate_that_is_fast_enough():
+    for _ in range(6):
+        tables = random_tables(4)
+        measurer = FakeMeasurer(tables, extra=2.0)
+        fastest = max(map(tables.speedup, every_layout(tables)))
+        target = target_of(None, 1 + random.uniform(0.2, 0.9) * (fastest - 1))
+        chosen, check = choose_measured_layout(tables, target, measurer, 10)
+        assert check.verified
+        assert chosen.speedup >= target.min_speedup * (1 - 1e-6)
+        assert chosen.measured.increase == min(one.measured.increase for one in check.layouts)
+
+
+def test_what_held_out_windows_speak_against_is_given_up():
+    tables = random_tables(5)
+    measurer = FakeMeasurer(tables, extra=0.0, held_out=2.0)
+    budget = 0.8 * tables.nats[1:, 1:].max(1).sum()
+    chosen, check = choose_measured_layout(tables, budget_of(budget), measurer, 20)
+    assert check.verified
+    assert 0 < chosen.held_out.increase <= budget
+    assert chosen.held_out.increase == pytest.approx(2 * chosen.measured.increase)
+    assert "is over budget on held-out windows" in check.notes[0]
+
+
+def test_estimates_that_say_nothing_are_told_apart_by_measurements():
+    """All are 0, as of random weights on few windows: fewer layers are changed until the budget is met."""
+    truth = random_tables(12)
+    measurer = FakeMeasurer(truth, extra=0.0)
+    space = dataclasses.replace(truth, nats=np.where(np.isfinite(truth.nats), 0.0, math.inf))
+    budget = 0.5 * truth.nats[:, 1:].min(1).sum()
+    chosen, check = choose_measured_layout(space, budget_of(budget), measurer, 16)
+    assert check.verified
+    assert chosen.measured.increase <= budget
+    assert chosen.speedup > 1
+
+
+def test_none_within_the_budget_and_none_confirmed_are_said():
+    tables = random_tables(4)
+    tables.seconds[:, 1:] = tables.seconds[:, :1] * np.array([0.7, 0.8, 0.5])
+    budget = tables.nats[:, 1:].min()
+    with pytest.raises(UserError, match="stays within --max-ppl-increase .* the least increase is") as error:
+        choose_measured_layout(tables, budget_of(budget), FakeMeasurer(tables, factor=50.0), 5)
+    least = float(str(error.value).partition("the least increase is ")[2].partition(" nats")[0])
+    assert least > budget
+    many = 0.9 * tables.nats[1:].max(1).sum()
+    measurer = FakeMeasurer(tables)
+    costs = iter((1.01 * many, 0.1 * many))
+    measurer.truth = lambda chosen: next(costs)
+    chosen, check = choose_measured_layout(tables, budget_of(many), measurer, 2)
+    assert not check.verified
+    assert (chosen.held_out, chosen.measured.increase) == (None, 0.1 * many)
+    assert "was not measured on held-out windows: the 2 measurements" in check.notes[-1]
+
+
+def test_how_sure_held_out_windows_are_is_said():
+    tables = random_tables(5)
+    budget = 0.5 * tables.nats[1:].max(1).sum()
+    for stderr, doubts in ((0.0, False), (100.0, True)):
+        measurer = FakeMeasurer(tables, extra=0.0, stderr=stderr)
+        chosen, check = choose_measured_layout(tables, budget_of(budget), measurer, 8)
+        assert (check.verified, check.borderline) == (True, doubts)
+        assert [f"with a standard error of {stderr:.4f}" in note for note in check.notes] == [True] * doubts
+        percent, error = 100 * math.expm1(chosen.held_out.increase), math.exp(chosen.held_out.increase) * 100 * stderr
+        assert cost_words(chosen).endswith(f"{percent:+.2f}% (standard error {error:.2f}) on 32 held-out windows")
+
+
+# ---- what is written ----
+
+
+def test_a_recipe_makes_the_layout(tmp_path):
+    tables = random_tables(3)
+    path = tmp_path / "recipe.yaml"
+    for chosen in every_layout(tables)[1:]:
+        layout = dataclasses.replace(tables.described(chosen), speedup=1.2, estimated_nats=0.01)
+        choice = PlanChoice(target_of("40%"), "prefill", "a file\nwith a line.json", 9.0, 3.0, layout, [])
+        assert PlanChoice.from_dict(json.loads(json.dumps(choice.to_dict())), "plan.json") == choice
+        write_plan_recipe(path, choice)
+        assert read_recipe(path).layout(Layout.dense(3)) == tables.layout(chosen)
+    text = path.read_text().replace("\n# ", " ")
+    assert text.startswith(
+        "# Chosen by `ladderize plan` for --max-ppl-increase 40%, by the costs of a file?with a line"
+    )
+    assert "Prefill: 1.200x of the dense layout's speed, predicted" in text
+    assert "+1.01% estimated (not verified)" in text
