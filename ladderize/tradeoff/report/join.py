@@ -64,14 +64,9 @@ class ReportContent:
 def join_documents(found: FoundDocuments, margin: float | None = None) -> ReportContent:
     """Return what the documents say together; raises UserError for documents that do not belong together.
 
-    margin: in points; None takes that of the sweep, or of ``CompareOptions``.
+    margin: in points; None takes the sweep's (the least of several sweeps'), or that of ``CompareOptions``.
     """
-    margins = {sweep.document.margin for sweep in found.sweeps}
-    if margin is None and len(margins) > 1:
-        raise UserError(
-            f"the sweeps have margins of {' and '.join(f'{m:g}' for m in sorted(margins))} points; say --margin"
-        )
-    margin = margin or next(iter(margins), CompareOptions.margin)
+    margin = margin or min((sweep.document.margin for sweep in found.sweeps), default=CompareOptions.margin)
     subjects: Subjects = {}
     for sweep in found.sweeps:
         for point in sweep.document.points:  # of another sweep, too: paths hold a hash of all that decides a model
@@ -98,15 +93,13 @@ def _preference(setting: Setting) -> tuple[object, ...]:
 
 
 def _name(models: list[Subject]) -> None:
-    """Name those that a sweep has not named by the last part of the path, where these differ. No name comes twice."""
+    """Name those that a sweep has not named by the last part of the path, where these differ; no name comes twice."""
     unnamed = [subject for subject in models if not subject.name]
-    taken = {subject.name for subject in models}
     for subject, name in zip(unnamed, short_names([subject.model for subject in unnamed]), strict=True):
-        subject.name = subject.model if name in taken else name
-    counts: Counter[str] = Counter()
-    for subject in models:  # of several sweeps
-        counts[subject.name] = count = counts[subject.name] + 1
-        subject.name += f" #{count}" if count > 1 else ""
+        subject.name = name
+    counts = Counter(subject.name for subject in models)
+    for subject in models:
+        subject.name = subject.name if counts[subject.name] == 1 else subject.model
 
 
 # ---- accuracy: every model against the reference, in pairs ----

@@ -159,7 +159,8 @@ def setup_facts(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
     """Return the names of documents, and what is to be known of these; those that were made alike are one."""
     together: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for path, facts in _facts(found):
-        known = tuple((name, str(fact)) for name, fact in facts.items() if fact is not None)
+        texts = {name: ", ".join(fact) if isinstance(fact, list) else str(fact) for name, fact in facts.items() if fact}
+        known = tuple(texts.items())
         together.setdefault(known, []).append(f"{path.parent.name}/{path.name}")
     return [
         (", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3), dict(facts))
@@ -169,46 +170,24 @@ def setup_facts(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
 
 def _facts(found: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
     """Yield what is to be known of each document that measured something."""
+    facts: dict[str, object]
     for results in found.results:
         options, entry = results.document.options, results.document.models[0]
-        yield (
-            results.path,
-            {
-                "ladderize": results.version,
-                "torch": entry.model.torch_version,
-                "transformers": entry.model.transformers_version,
-                "lm-eval": entry.harness.get("lm_eval_version"),
-                "device": f"{entry.model.device}, {entry.model.dtype}",
-                "tasks": ", ".join(options.tasks) or None,
-                "samples for each task": options.limit or "all",
-                "perplexity on": options.perplexity,
-            },
-        )
+        facts = {"device": f"{entry.model.device}, {entry.model.dtype}", "torch": entry.model.torch_version}
+        facts |= {"transformers": entry.model.transformers_version, "lm-eval": entry.harness.get("lm_eval_version")}
+        facts |= {"tasks": ", ".join(options.tasks) or None, "samples for each task": options.limit or "all"}
+        yield results.path, {"ladderize": results.version, **facts, "perplexity on": options.perplexity}
     for bench in found.benches:
         machine, rounds, link = bench.document.environment, bench.document.options, bench.document.link
-        yield (
-            bench.path,
-            {
-                "ladderize": bench.version,
-                **{name: getattr(machine, name) for name in ("torch", "transformers", "vllm", "python", "system")},
-                "processor": f"{machine.processor}, {machine.cores} cores; threads a rank: {machine.threads_per_rank}",
-                "GPUs": f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else None,
-                "CUDA, NCCL": f"{machine.cuda}, {machine.nccl}" if machine.gpus else None,
-                "communication": bench.document.backend if link is None else f"emulated link {_source(link)}",
-                "rounds": f"{rounds.repeat}, after {rounds.warmup} to warm up",
-            },
-        )
+        known = ("device", "processor", "cores", "threads_per_rank", "gpus", "link", "cuda", "nccl", "torch")
+        facts = {name.replace("_", " "): getattr(machine, name) for name in (*known, "transformers", "vllm", "system")}
+        facts |= {"communication": bench.document.backend if link is None else f"emulated link {_source(link)}"}
+        facts |= {"rounds": f"{rounds.repeat}, after {rounds.warmup} to warm up"}
+        yield bench.path, {"ladderize": bench.version, **facts}
     for plan in found.plans:
-        yield (
-            plan.path,
-            {
-                "ladderize": plan.version,
-                "figures": "predicted: nothing ran",
-                "device": _source(plan.document.device),
-                "link": _source(plan.document.link) if plan.document.link is not None else None,
-                "engine assumed": _source(plan.document.engine),
-            },
-        )
+        parts = {"device": plan.document.device, "link": plan.document.link, "engine assumed": plan.document.engine}
+        facts = {name: _source(part) for name, part in parts.items() if part is not None}
+        yield plan.path, {"ladderize": plan.version, "figures": "predicted: nothing ran", **facts}
 
 
 def _source(one: Link | Interconnect | DeviceSpec | EngineFacts) -> str:
