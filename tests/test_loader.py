@@ -1,7 +1,6 @@
 """Loading: every rank reads its own slices, memory holds those and no more, the files are read as they are."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ladderize.checkpoint import tensors
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import read_header
 from ladderize.checkpoint.tensors import TensorReader
@@ -53,28 +51,7 @@ def test_a_file_that_shrinks_meanwhile(llama):
         CheckpointSource(checkpoint, torch.float32, CPU).read(Slice(last))
 
 
-@pytest.mark.parametrize("dim", [None, 0, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_file_that_shrinks_in_the_middle_of_a_tensor(llama, monkeypatch, dim, dtype):
-    """A mapped page that is gone would end the process by SIGBUS."""
-    info = read_checkpoint(llama).tensors["model.embed_tokens.weight"]
-    preadv, path = os.preadv, llama / "model.safetensors"
-
-    def shrinks_after(descriptor, buffers, offset):
-        count = preadv(descriptor, buffers, offset)
-        os.truncate(path, offset + count)
-        return count
-
-    monkeypatch.setattr(os, "preadv", shrinks_after)
-    monkeypatch.setattr(tensors, "READ_AT_ONCE", 512)
-    with TensorReader(llama) as reader, pytest.raises(UserError, match="became shorter while it was read"):
-        reader.read(info, dim=dim, start=0, stop=30, dtype=dtype)
-
-
-@pytest.mark.parametrize("block", [1, 300, 1 << 20])
-def test_parts_of_tensors_of_every_shape(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(tensors, "BLOCK_BYTES", block)
-    monkeypatch.setattr(tensors, "READ_AT_ONCE", 100)
+def test_parts_of_tensors_of_every_shape(tmp_path):
     values = {
         "scalar": torch.tensor(2.5),
         "vector": torch.randn(7),
@@ -93,6 +70,7 @@ def test_parts_of_tensors_of_every_shape(tmp_path, monkeypatch, block):
                 for dim in range(min(2, expected.ndim)):
                     start, stop = sorted(torch.randint(0, expected.shape[dim] + 1, (2,)).tolist())
                     part = reader.read(infos[name], dim=dim, start=start, stop=stop, dtype=dtype)
+                    assert part.is_contiguous()
                     assert torch.equal(part, expected.narrow(dim, start, stop - start).to(found.dtype))
 
 

@@ -1,7 +1,6 @@
 """Tensors of safetensors files, read and written one at a time: a whole file is never in memory."""
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -33,12 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-BLOCK_BYTES = 4 << 20  # of rows that columns are cut from, and of values on their way to another dtype or device
-READ_AT_ONCE = 1 << 30  # Linux reads no more than 2 GiB in one call
-
-
 class TensorReader:
-    """The one way to the values of a checkpoint's tensors: as bytes, chunk by chunk, or as a tensor or a part of one.
+    """The one way to the values of a checkpoint's tensors: as a tensor or a part of one, or as bytes.
 
     Used as a context. folder: what the files of the ``TensorInfo``s are relative to. Raises UserError for a file that
     became shorter since its header was read.
@@ -68,53 +63,29 @@ class TensorReader:
         dtype: "torch.dtype | None" = None,
         device: "torch.device | str" = "cpu",
     ) -> "Tensor":
-        """A tensor, or the indices ``start`` to ``stop`` of its dimension ``dim`` (0 or 1). dtype: None keeps the
-        stored one.
+        """Return a tensor, or the indices ``start`` to ``stop`` of its dimension ``dim`` (0 or 1).
 
-        Nothing is mapped: a page of a file that shrinks would end the process without a word. Memory holds what was
-        asked for, and a block of whole rows where columns are cut out of them or the dtype or device is another. Whole
-        rows are read for columns, too: a read for each row's piece takes longer (benchmarks/read_slices.py).
+        It has memory of its own: the file is mapped only while it is read, since mapped pages count as the process's.
+
+        dtype: None keeps the stored one.
         """
         import torch
+        from safetensors import SafetensorError, safe_open
 
-        shape, stored, width = list(info.shape), torch_dtype(info.dtype), math.prod(info.shape[1:])
-        first, last = (start, stop) if dim == 0 else (0, info.shape[0] if shape else 1)
-        if dim is not None:
-            shape[dim] = stop - start
+        dtype = dtype or torch_dtype(info.dtype)
         if not info.is_stored:
-            return torch.zeros(shape, dtype=dtype or stored, device=device)
-        values = torch.empty(shape, dtype=dtype or stored, device=device)
-        rows = values if shape else values.view(1)
-        step = max(1, BLOCK_BYTES // max(1, width * stored.itemsize))
-        size = min(step, last - first)
-        whole = torch.empty((size, *info.shape[1:]), dtype=stored) if dim == 1 else None
-        direct = values.dtype == stored and values.device.type == "cpu"
-        way = None if direct else _Way((size, *rows.shape[1:]), stored, values.device)
-        for begin in range(first, last, step):
-            target = rows[begin - first : min(begin - first + step, last - first)]
-            part = target if way is None else way.take(len(target))
-            if whole is None:
-                self._fill(info, begin * width, part.view(-1))
-            else:
-                self._fill(info, begin * width, whole[: len(part)].view(-1))
-                part.copy_(whole[: len(part), start:stop])
-            if way is not None:
-                way.send(target)
-        return values
-
-    def _fill(self, info: TensorInfo, first: int, values: "Tensor") -> None:
-        """Read stored elements into ``values`` [n], on the CPU and contiguous."""
-        import torch
-
-        if not len(values):
-            return
-        raw = values.view(torch.uint8).numpy().data
-        descriptor, offset = self._open(info.file).fileno(), info.start + first * values.element_size()
-        while raw:
-            count = os.preadv(descriptor, [raw[:READ_AT_ONCE]], offset)
-            if not count:
-                raise _shorter(self.folder / info.file)
-            raw, offset = raw[count:], offset + count
+            shape = [stop - start if axis == dim else size for axis, size in enumerate(info.shape)]
+            return torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            with safe_open(self.folder / info.file, framework="pt") as file:
+                if dim is None:
+                    values = file.get_tensor(info.name)
+                else:
+                    values = file.get_slice(info.name)[(slice(None),) * dim + (slice(start, stop),)]
+                copied: Tensor = values.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+        except SafetensorError:  # its header was sound when the checkpoint was opened
+            raise _shorter(self.folder / info.file) from None
+        return copied
 
     def chunks(self, info: TensorInfo, spans: Sequence[tuple[int, int]], step: int) -> Iterator[memoryview]:
         """The bytes of a file from each span's start to its stop, at most ``step`` at a time.
@@ -150,37 +121,6 @@ class TensorReader:
         if name not in self._files:
             self._files[name] = self._stack.enter_context(open_regular(self.folder / name))
         return self._files[name]
-
-
-class _Way:
-    """Memory that values pass on their way to another dtype or device. To a GPU it is pinned, and there are two of it:
-    one is filled while the other is on its way. There they also take their dtype."""
-
-    def __init__(self, shape: Sequence[int], dtype: "torch.dtype", device: "torch.device") -> None:
-        import torch
-
-        on_gpu = device.type == "cuda"
-        made = [torch.empty(tuple(shape), dtype=dtype, pin_memory=on_gpu) for _ in range(1 + on_gpu)]
-        self.turns = itertools.cycle([(part, torch.cuda.Event() if on_gpu else None) for part in made])
-
-    def take(self, rows: int) -> "Tensor":
-        """The next that may be filled."""
-        part, self.sent = next(self.turns)
-        self.part = part[:rows]
-        if self.sent is not None:
-            self.sent.synchronize()
-        return self.part
-
-    def send(self, target: "Tensor") -> None:
-        """Put what was taken into ``target``."""
-        if self.sent is None:
-            target.copy_(self.part)
-            return
-        part = self.part
-        if part.dtype != target.dtype:
-            part = part.to(target.device, non_blocking=True)
-        target.copy_(part, non_blocking=True)
-        self.sent.record()
 
 
 def _shorter(path: Path) -> UserError:
