@@ -63,11 +63,8 @@ def main() -> None:
     for row in hiding.rows:
         for phase in ("prefill", "decode"):
             found = row.communication[phase]
-            if found.hidden_share is not None:
-                hid = (
-                    f"{found.hidden_ms:.2f} ms of the {found.hideable_ms:.2f} that can be hidden"
-                    f" ({found.hidden_share:.1%})"
-                )
+            if row.overlaps(phase):
+                hid = f"{found.hidden_ms:.2f} ms of {found.alone_ms:.2f}"
                 print(f"{row.model:12} --emulate-tp 8 --link 200,1, {phase}: hid {hid}")
     if args.out:
         record = {"schema_version": 1, "fitted": rows, "emulated": emulated.to_dict(), "hiding": hiding.to_dict()}

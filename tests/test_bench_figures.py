@@ -14,7 +14,7 @@ from ladderize.runtime.bench.document import Overlap, PhaseCommunication
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.bench.plan import expected_messages, read_sums, sent_sums
 from ladderize.runtime.bench.reference_check import text_lengths
-from ladderize.runtime.bench.rounds import Network
+from ladderize.runtime.bench.rounds import BenchRun
 from ladderize.runtime.bench.trace import Flight, cpu_flights, gpu_flights, overlap_of
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import Emulated, sleep_until
@@ -240,7 +240,7 @@ def test_what_a_trace_must_show(name, promised, proven):
     """Ranks copy messages of shared memory themselves: there is nothing in flight to be covered."""
     network = SimpleNamespace(collectives=SimpleNamespace(name=name))
     variant = SimpleNamespace(overlapping=promised)
-    judged = Network.judged(network, {"prefill": Overlap(10.0, 0.0, 0.0)}, variant)
+    judged = BenchRun.judged(network, {"prefill": Overlap(10.0, 0.0, 0.0)}, variant)
     assert judged["prefill"].proven is proven
 
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from ladderize.checkpoint.config import expected_tensors
+from ladderize.console import SILENT
 from ladderize.errors import UsageError
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import Overlap
 from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions, check_training_usage, parse_schedules
-from ladderize.runtime.bench.rounds import AloneTimes, Network, TimedVariant
+from ladderize.runtime.bench.rounds import AloneTimes, BenchRun, TimedVariant
 from ladderize.runtime.bench.training import bench as training
 from ladderize.runtime.bench.training import check, steps
 from ladderize.runtime.bench.training.document import TrainingBenchDocument
@@ -132,8 +133,8 @@ def test_figures_of_a_row():
     plain = timed(SEQUENTIAL, [(2, 4), (2, 5), (2, 6)], [(1, 2), (1, 2), (1, 3)])
     domino = timed(Schedule("domino"), [(1.5, 2.5)] * 3, [(1.25, 2.25)] * 3)
     alone = AloneTimes(ALONE, Collectives(), None, torch.float32)
-    network = Network(Collectives(), "one rank", NoCommunication(2), alone)
-    first, second = training._rows([plain, domino], options, network, 4)
+    run = BenchRun(ALONE, options, SILENT, None, Collectives(), "one rank", NoCommunication(2), alone)
+    first, second = training._rows(run, [plain, domino], 4)
     assert (first.step_ms, first.forward_ms, first.backward_ms) == (7000, 2000, 5000)
     assert (second.step_ms, second.speedup, second.speedup_forward) == (4000, 1.75, pytest.approx(4 / 3))
     assert second.speedup_interval == pytest.approx([1.5, 2.0])
@@ -181,9 +182,7 @@ def test_two_real_ranks(shape, tmp_path):
     assert (sequential, domino) == (2 * layers + 2, 2 * (2 * 2 * layers + 1) + 1)
     for words in ("Training step", "Backward", "of no-comm", "Checked before timing", "Weights are random"):
         assert words in outcome.stdout
-    message = one_sentence(invoke("report", out, "--out", tmp_path / "report.html"))
-    assert "is of bench --train, whose steps no report shows" in message
-    assert "nothing to report on" in one_sentence(invoke("report", tmp_path, "--out", tmp_path / "report.html"))
+    assert "bench --train" in one_sentence(invoke("report", out, "--out", tmp_path / "report.html"))
 
 
 def test_a_checkpoint_emulated_with_traces(tmp_path):

@@ -1,6 +1,7 @@
 """``bench``."""
 
 import importlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +81,9 @@ def bench(given: GivenOptions) -> None:
     if arguments.engine == "vllm":
         options = given.fill(BenchOptions, device="cpu")
         check_vllm_usage(choice, options)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM binds memory, and torch says so for each engine
         with console.stage("loading torch"):
+            start_server(options.tp_size)
             from ladderize.serving.vllm.bench.bench import bench_vllm
         bench_vllm(choice, options, out=out, console=console)
     elif arguments.train:

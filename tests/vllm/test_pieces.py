@@ -1,7 +1,6 @@
 """What vLLM does on GPUs, as far as it shows without one: the compiled model as it is cut there, each piece as a CUDA
 graph is, against transformers; messages on a stream of their own; which all-reduce it takes."""
 
-import itertools
 from collections import deque
 from types import SimpleNamespace
 from unittest import mock
@@ -127,39 +126,3 @@ def test_vllms_all_reduce_on_a_stream(captured):
         assert found.tolist() == [148] * 5  # 1, 1 + 1 + 2 * 1, 4 + 1 + 2 * 8, 21 + 1 + 2 * 63
     assert not gpu.problems, gpu.problems[0]
     assert not gpu.recorded
-
-
-# ---- which all-reduce it is ----
-
-
-def test_the_all_reduce_that_vllm_takes_is_named():
-    """By whatever takes the message: as its communicator, asked the same, decides."""
-    from vllm.distributed import parallel_state
-    from vllm.distributed.device_communicators import all_reduce_utils, cuda_communicator
-
-    from ladderize.serving.vllm.bench.engine import ALL_REDUCES, chosen_all_reduce
-    from tests.simulated_gpu.device import DEVICE, SimulatedGpu
-
-    def carrier(asks, name, how):
-        done = {call: lambda message: name for call in ("all_reduce", "quick_all_reduce", "custom_all_reduce")}
-        off = how == "off"
-        return how and SimpleNamespace(disabled=off, world_size=2, **done, **{asks or "": lambda message: not off})
-
-    others = {"aiter_ar_comm": None, "use_aiter_allreduce": False, "device_group": None}
-    group = SimpleNamespace(world_size=2, device=DEVICE)
-    seen = set()
-    with (
-        SimulatedGpu(0),
-        mock.patch.object(parallel_state, "get_tp_group", return_value=group),
-        mock.patch.object(all_reduce_utils, "should_nccl_symm_mem_allreduce", return_value=False),
-        mock.patch.object(cuda_communicator, "should_nccl_symm_mem_allreduce", return_value=False),
-        mock.patch.object(torch.distributed, "all_reduce"),
-    ):
-        for ways in itertools.product((None, "off", "on"), repeat=len(ALL_REDUCES)):
-            made = {own: carrier(asks, name, how) for (own, asks, name), how in zip(ALL_REDUCES, ways, strict=True)}
-            group.device_communicator = SimpleNamespace(**made, **others)
-            carried = cuda_communicator.CudaCommunicator.all_reduce(group.device_communicator, torch.empty(2, 8))
-            found = chosen_all_reduce((2, 8), torch.float32)
-            assert found == (carried if isinstance(carried, str) else "torch.distributed"), ways
-            seen.add(found)
-    assert seen == {"torch.distributed", *(name for _, _, name in ALL_REDUCES)}

@@ -217,12 +217,12 @@ class BenchRow(SpeedRow):
     schedule: of the prefill.
     communication, no_communication_samples_ms: by phase; None in the row of the no-comm baseline, and in vLLM.
     overlap: by phase, with --profile.
-    architecture: vLLM's model class. all_reduce: what vLLM takes for blocking sums on GPUs, by phase. fused_norm: vLLM
-    was configured to fuse norms into all-reduces. All three are None on ladderize's runtime.
+    architecture: vLLM's model class. fused_norm: vLLM was configured to fuse norms into all-reduces. Both are None on
+    ladderize's runtime.
     """
 
     LEFT_OUT: ClassVar = (
-        "communication", "no_communication_samples_ms", "overlap", "architecture", "all_reduce", "fused_norm",
+        "communication", "no_communication_samples_ms", "overlap", "architecture", "fused_norm",
     )  # fmt: skip
 
     samples_ms: dict[str, list[float]]
@@ -231,7 +231,6 @@ class BenchRow(SpeedRow):
     overlap: dict[str, Overlap] | None = None
     schedule: ScheduleName = "sequential"
     architecture: str | None = None
-    all_reduce: dict[str, str] | None = None
     fused_norm: bool | None = None
 
     def overlaps(self, phase: str) -> bool:

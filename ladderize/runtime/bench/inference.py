@@ -29,10 +29,8 @@ from ladderize.runtime.bench.document import (
     UNSCHEDULED,
     BenchDocument,
     BenchRow,
-    Environment,
     Overlap,
     ReferenceAgreement,
-    environment,
     inference_figures,
 )
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
@@ -47,7 +45,7 @@ from ladderize.runtime.bench.plan import (
 from ladderize.runtime.bench.reference_check import check_models, checked_specs
 from ladderize.runtime.bench.report import check_overlaps, run_and_show, show_bench
 from ladderize.runtime.bench.rounds import (
-    Network,
+    BenchRun,
     Timed,
     TimedVariant,
     both,
@@ -106,16 +104,16 @@ def measure_inference(group: Ranks, plan: BenchPlan[BenchOptions], console: Cons
     """
     options = plan.options
     check_bench_memory(sum(needed_bytes(plan.specs, options, group.device)), group)
-    network = Network.open(group, plan)
     if options.compile:
         torch._dynamo.reset()
     operations = choose_operations(group, plan.specs[0].torch_dtype, compile=options.compile)
     if operations.note:
         console.warn(operations.note)
-    loaded = _weight_cache(group, options, replicate_vocab=options.replicate_vocab)
-    collectives, weights = network.collectives, loaded
+    run = BenchRun.open(group, plan, console, operations.name)
+    loaded = _weight_cache(run, replicate_vocab=options.replicate_vocab)
+    collectives, weights = run.collectives, loaded
     if options.emulate_tp is not None:  # emulated sums are not sums: the whole model is checked on one rank
-        collectives, weights = Collectives(), _weight_cache(group, options, replicate_vocab=False)
+        collectives, weights = Collectives(), _weight_cache(run, replicate_vocab=False)
     checks, failed = check_models(checked_specs(plan.specs, options), options, collectives, weights, group, console)
     del weights
     specs = [spec for spec in plan.specs if spec.name not in failed]
@@ -123,52 +121,33 @@ def measure_inference(group: Ranks, plan: BenchPlan[BenchOptions], console: Cons
         raise UserError(f"{next(iter(failed.values()))}, so nothing was timed")
     # they are of the first model that was named: where that is not timed, there are none
     baselines = options.baselines if specs[0] is plan.specs[0] else ()
-    surroundings = environment(group, operations=operations.name)
     rows: list[BenchRow] = []
+
+    def document(*, complete: bool) -> BenchDocument:
+        return BenchDocument(complete=complete, rows=list(rows), failed=failed, checks=checks, **run.document_figures())
+
     for batch in options.batch_sizes:
-        variants = _open_variants(group, specs, options, baselines, network, loaded, batch, console)
+        variants = _open_variants(run, specs, baselines, loaded, batch)
         time_rounds(group, both(variants), options, console, f"timing, batch {batch}")
         done = len(rows)
         with console.stage("timing the communication alone"):
-            rows += _rows(variants, options, baselines, network, checks, batch)
-        group.report(_document(rows, options, network, surroundings, checks, failed, complete=False))
+            rows += _rows(run, variants, baselines, checks, batch)
+        group.report(document(complete=False))
         if options.profile is not None:
             with console.stage(f"profiling, traces in {options.profile}"):
                 for number, variant in enumerate(variants):
                     group.barrier()
                     path = variant.trace_path(options.profile, number, batch, group.rank)
-                    variant.overlap = _trace(variant, options, network, path, group.device)
-            rows[done:] = _rows(variants, options, baselines, network, checks, batch)
-            group.report(_document(rows, options, network, surroundings, checks, failed, complete=False))
-    document = _document(rows, options, network, surroundings, checks, failed, complete=True)
-    network.collectives.close()
-    return document
+                    variant.overlap = _trace(run, variant, path)
+            rows[done:] = _rows(run, variants, baselines, checks, batch)
+            group.report(document(complete=False))
+    run.collectives.close()
+    return document(complete=True)
 
 
-def _weight_cache(group: Ranks, options: BenchOptions, *, replicate_vocab: bool) -> WeightCache:
-    columns = options.prefill_schedule.columns
-    return WeightCache(group.device, pack=not options.compile, replicate_vocab=replicate_vocab, columns=columns)
-
-
-def _document(
-    rows: list[BenchRow],
-    options: BenchOptions,
-    network: Network,
-    surroundings: Environment,
-    checks: dict[str, ReferenceAgreement],
-    failed: dict[str, str],
-    *,
-    complete: bool,
-) -> BenchDocument:
-    return BenchDocument(
-        complete=complete,
-        options=options,
-        environment=surroundings,
-        rows=list(rows),
-        failed=failed,
-        checks=checks,
-        **network.document_figures(),
-    )
+def _weight_cache(run: BenchRun[BenchOptions], *, replicate_vocab: bool) -> WeightCache:
+    options, columns = run.options, run.options.prefill_schedule.columns
+    return WeightCache(run.group.device, pack=not options.compile, replicate_vocab=replicate_vocab, columns=columns)
 
 
 # ---- what is timed ----
@@ -235,38 +214,24 @@ class TimedGenerator(Timed):
 
 
 def _open_variants(
-    group: Ranks,
-    specs: Sequence[ModelSpec],
-    options: BenchOptions,
-    baselines: Sequence[str],
-    network: Network,
-    weights: WeightCache,
-    batch: int,
-    console: Console,
+    run: BenchRun[BenchOptions], specs: Sequence[ModelSpec], baselines: Sequence[str], weights: WeightCache, batch: int
 ) -> list[TimedVariant]:
     """Open the models, then the baselines of the first; models of one shape share a cache, since only one runs at a
     time. Raises UserError if one sends other messages than its layout asks for."""
+    options, columns = run.options, run.options.prompt_len + run.options.output_len
     planned = [(spec.name, spec, MODEL_ROW) for spec in specs]
     for baseline, name in (("parallel", PARALLEL), ("sequential", UNSCHEDULED)):
         if baseline in baselines:
             planned.append((name, specs[0], BASELINE_ROW))
     variants: list[TimedVariant] = []
     cache: KVCache | None = None
-    with console.stage("loading weights" if specs[0].folder is not None else "making random weights"):
+    with run.console.stage("loading weights" if specs[0].folder is not None else "making random weights"):
         for name, spec, kind in planned:
             timed: list[TimedGenerator] = []
-            for collectives in (network.collectives, network.silence):
-                generator = open_generator(
-                    spec,
-                    collectives,
-                    weights,
-                    group,
-                    batch,
-                    options.prompt_len + options.output_len,
-                    compile=options.compile,
-                    model_class=ParallelLlama if name == PARALLEL else TPLlama,
-                    cache=cache,
-                )
+            for collectives in (run.collectives, run.silence):
+                model_class = ParallelLlama if name == PARALLEL else TPLlama
+                how: dict[str, Any] = {"compile": options.compile, "model_class": model_class, "cache": cache}
+                generator = open_generator(spec, collectives, weights, run.group, batch, columns, **how)
                 cache = generator.cache
                 generator.schedule = SEQUENTIAL if name == UNSCHEDULED else options.prefill_schedule
                 timed.append(TimedGenerator(generator, options, batch))
@@ -275,18 +240,18 @@ def _open_variants(
             promised = overlapping if kind == MODEL_ROW else set()
             variants.append(TimedVariant(name, spec, timed[0], timed[1], kind, promised))
     for variant in variants:
-        _record_messages(variant, network)
+        _record_messages(variant, run.collectives)
     return variants
 
 
-def _record_messages(variant: TimedVariant, network: Network) -> None:
+def _record_messages(variant: TimedVariant, collectives: Collectives) -> None:
     """Run a prefill and a decode step, and note what they send."""
     prompts, generator = variant.timed.prompts, variant.timed.eager()
     model, rows, schedule = generator.model, len(prompts), generator.schedule
     sums = model.shape.layers if isinstance(model, ParallelLlama) else sent_sums(model.layout)
     expected = functools.partial(expected_messages, model.shape, sums, variant.spec.torch_dtype.itemsize)
     shared = not model.shape.replicate_vocab
-    with sending_over(model, Recording(network.collectives, time.perf_counter)) as recording:
+    with sending_over(model, Recording(collectives, time.perf_counter)) as recording:
         tokens = generator.prefill(prompts).argmax(-1)
         due, parts = expected(schedule, rows, len(prompts[0])), schedule.parts(rows, len(prompts[0]))
         prefill = take_messages(f"{variant.name}: a prefill", recording, due, parts * shared)
@@ -297,13 +262,13 @@ def _record_messages(variant: TimedVariant, network: Network) -> None:
 
 
 def _rows(
+    run: BenchRun[BenchOptions],
     variants: Sequence[TimedVariant],
-    options: BenchOptions,
     baselines: Sequence[str],
-    network: Network,
     checks: dict[str, ReferenceAgreement],
     batch: int,
 ) -> list[BenchRow]:
+    options = run.options
     first, rows = variants[0], []
     for variant in variants:
         generator = variant.timed.generator
@@ -321,7 +286,7 @@ def _rows(
             BenchRow(
                 **figures,
                 **speed(variant.timed.seconds, first.timed.seconds),
-                communication={phase: network.communication(variant, phase) for phase in PHASES},
+                communication={phase: run.communication(variant, phase) for phase in PHASES},
                 no_communication_samples_ms=variant.silent.samples_ms(),
             )
         )
@@ -332,19 +297,17 @@ def _rows(
     return rows
 
 
-def _trace(
-    variant: TimedVariant, options: BenchOptions, network: Network, path: Path, device: torch.device
-) -> dict[str, Overlap]:
-    prompts, generator = variant.timed.prompts, variant.timed.eager()
+def _trace(run: BenchRun[BenchOptions], variant: TimedVariant, path: Path) -> dict[str, Overlap]:
+    prompts, generator, device = variant.timed.prompts, variant.timed.eager(), run.group.device
 
-    def run() -> None:
+    def steps() -> None:
         with record_function("prefill"):
             tokens = generator.prefill(prompts).argmax(-1)
             synchronize(device)
         with record_function("decode"):
-            for _ in range(min(TRACED_STEPS, options.decode_steps)):
+            for _ in range(min(TRACED_STEPS, run.options.decode_steps)):
                 tokens = generator.decode_one_token(tokens).argmax(-1)
             synchronize(device)
 
-    with sending_over(generator.model, Traced(network.collectives)) as traced:
-        return network.judged(trace(run, PHASES, path, device, traced, network.alone_seconds), variant)
+    with sending_over(generator.model, Traced(run.collectives)) as traced:
+        return run.judged(trace(steps, PHASES, path, device, traced, run.alone_seconds), variant)

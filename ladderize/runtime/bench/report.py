@@ -297,9 +297,6 @@ def _of_vllm(document: BenchDocument) -> Iterator[str]:
     if document.engine is None:
         return
     rows = labelled(document.rows)
-    names = dict.fromkeys(name for row, _ in rows for name in (row.all_reduce or {}).values())
-    if names:
-        yield f"vLLM's blocking all-reduces: {', '.join(names)}, by the size of the message."
     fused = dict.fromkeys(label for row, label in rows if row.fused_norm)
     if document.options.tp_size > 1:
         yield (

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -21,9 +21,16 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import MODEL_ROW, Overlap, PhaseCommunication, difference_interval
+from ladderize.runtime.bench.document import (
+    MODEL_ROW,
+    Environment,
+    Overlap,
+    PhaseCommunication,
+    difference_interval,
+    environment,
+)
 from ladderize.runtime.bench.options import GroupOptions
-from ladderize.runtime.bench.plan import BenchPlan
+from ladderize.runtime.bench.plan import BenchPlan, SomeOptions
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.emulated import emulate
@@ -59,9 +66,6 @@ class Timed(ABC):
 
     def median_ms(self, part: str) -> float:
         return statistics.median(self.seconds[part]) * 1e3
-
-
-SomeTimed = TypeVar("SomeTimed", bound=Timed)
 
 
 @dataclass
@@ -256,16 +260,26 @@ class AloneTimes:
 
 
 @dataclass(frozen=True)
-class Network:
-    """What carries the messages of ladderize's runtime. silence: the same ranks without any communication."""
+class BenchRun(Generic[SomeOptions]):
+    """One rank's part of a benchmark of ladderize's runtime, from its begin to its end.
 
+    backend: the name of what carries messages.
+    silence: the ranks of ``collectives`` without any communication.
+    """
+
+    group: Ranks
+    options: SomeOptions
+    console: Console
+    environment: Environment
     collectives: Collectives
     backend: str
     silence: NoCommunication
     alone: AloneTimes
 
     @classmethod
-    def open(cls, group: Ranks, plan: BenchPlan[Any]) -> "Network":
+    def open(
+        cls, group: Ranks, plan: BenchPlan[SomeOptions], console: Console, operations: str | None = None
+    ) -> "BenchRun[SomeOptions]":
         """All ranks call it; whoever does closes ``collectives``."""
         options, link = plan.options, plan.link
         if options.emulate_tp is not None and link is not None:
@@ -276,7 +290,8 @@ class Network:
                 options.backend, group, max_bytes=plan.longest_message, in_flight=plan.in_flight
             )
         alone = AloneTimes(group, collectives, link, plan.specs[0].torch_dtype)
-        return cls(collectives, backend, NoCommunication(collectives.ranks), alone)
+        surroundings, silence = environment(group, operations=operations), NoCommunication(collectives.ranks)
+        return cls(group, options, console, surroundings, collectives, backend, silence, alone)
 
     def alone_seconds(self, size: int) -> float:
         """The seconds of an all-reduce of ``size`` bytes with nothing beside it."""
@@ -312,8 +327,10 @@ class Network:
         }
 
     def document_figures(self) -> dict[str, Any]:
-        """Return the fields of a ``TimedDocument`` about messages."""
+        """Return the fields of a ``TimedDocument`` about the run."""
         return {
+            "options": self.options,
+            "environment": self.environment,
             "backend": self.backend,
             "emulated": self.alone.link is not None,
             "link": self.alone.link,

@@ -3,8 +3,8 @@
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch.profiler import record_function
 
 from ladderize.console import SILENT, Console
@@ -12,7 +12,7 @@ from ladderize.errors import UserError
 from ladderize.layout import OVERLAPPED
 from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import Environment, Overlap, environment, speedup_interval
+from ladderize.runtime.bench.document import Overlap, speedup_interval
 from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions, check_training_usage
 from ladderize.runtime.bench.plan import (
     BenchPlan,
@@ -23,7 +23,7 @@ from ladderize.runtime.bench.plan import (
     parsed_link,
 )
 from ladderize.runtime.bench.report import check_overlaps, run_and_show
-from ladderize.runtime.bench.rounds import Network, TimedVariant, both, synchronize, time_rounds
+from ladderize.runtime.bench.rounds import BenchRun, TimedVariant, both, synchronize, time_rounds
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.bench.training.check import check_step, reference_outcome, step_name
 from ladderize.runtime.bench.training.document import (
@@ -100,36 +100,39 @@ def measure_training(group: Ranks, plan: BenchPlan[TrainingBenchOptions], consol
     """
     options = plan.options
     check_bench_memory(training_bytes(plan.specs, options.ranks), group)
-    network, open_step = Network.open(group, plan), step_opener(group, options.ranks)
-    surroundings = environment(group)
+    run, open_step = BenchRun.open(group, plan, console), step_opener(group, options.ranks)
     rows: list[TrainingBenchRow] = []
     checks: list[GradientAgreement] = []
     failed: dict[str, str] = {}
+
+    def document(*, complete: bool) -> TrainingBenchDocument:
+        kept: dict[str, Any] = {"rows": list(rows), "failed": dict(failed), "checks": list(checks)}
+        return TrainingBenchDocument(complete=complete, checked=options.check, **kept, **run.document_figures())
+
     for batch in options.batch_sizes:
-        variants = _open_variants(group, plan, network, open_step, batch)
+        variants = _open_variants(run, plan.specs, open_step, batch)
         if options.check:
             with console.stage(f"checking the schedules' gradients, batch {batch}"):
-                variants = _check(variants, network, open_step, group, checks, failed)
+                variants = _check(run, variants, open_step, checks, failed)
         if not variants:
             continue
         time_rounds(group, both(variants), options, console, f"timing, batch {batch}")
         done = len(rows)
         with console.stage("timing the communication alone"):
-            rows += _rows(variants, options, network, batch)
-        group.report(_document(rows, options, network, surroundings, checks, failed, complete=False))
+            rows += _rows(run, variants, batch)
+        group.report(document(complete=False))
         if options.profile is not None:
             with console.stage(f"profiling, traces in {options.profile}"):
                 for number, variant in enumerate(variants):
                     group.barrier()
                     path = variant.trace_path(options.profile, number, batch, group.rank)
-                    variant.overlap = _trace(variant, open_step, network, path, group.device)
-            rows[done:] = _rows(variants, options, network, batch)
-            group.report(_document(rows, options, network, surroundings, checks, failed, complete=False))
+                    variant.overlap = _trace(run, variant, open_step, path)
+            rows[done:] = _rows(run, variants, batch)
+            group.report(document(complete=False))
     if not rows:
         raise UserError(f"{next(iter(failed.values()))}, so nothing was timed")
-    document = _document(rows, options, network, surroundings, checks, failed, complete=True)
-    network.collectives.close()
-    return document
+    run.collectives.close()
+    return document(complete=True)
 
 
 def training_bytes(specs: Sequence[ModelSpec], ranks: int) -> int:
@@ -142,16 +145,16 @@ def training_bytes(specs: Sequence[ModelSpec], ranks: int) -> int:
 
 
 def _open_variants(
-    group: Ranks, plan: BenchPlan[TrainingBenchOptions], network: Network, open_step: OpenStep, rows: int
+    run: BenchRun[TrainingBenchOptions], specs: Sequence[ModelSpec], open_step: OpenStep, rows: int
 ) -> list[TimedVariant]:
     """Open every model by every schedule. Raises UserError if one sends other messages than its layout asks for."""
-    options, variants = plan.options, []
-    for spec in plan.specs:
-        batch = Batch.random(spec.config["vocab_size"], rows, options.seq_len, options.seed, group.device)
+    options, device, variants = run.options, run.group.device, []
+    for spec in specs:
+        batch = Batch.random(spec.config["vocab_size"], rows, options.seq_len, options.seed, device)
         for schedule in options.timed_schedules:
             timed, silent = (
-                TimedStep(open_step(spec, schedule, collectives, batch), group.device)
-                for collectives in (network.collectives, network.silence)
+                TimedStep(open_step(spec, schedule, collectives, batch), device)
+                for collectives in (run.collectives, run.silence)
             )
             variant = TimedVariant(spec.name, spec, timed, silent, figures={"schedule": schedule})
             variant.messages = timed.step.record_messages(step_name(spec, schedule))
@@ -162,10 +165,9 @@ def _open_variants(
 
 
 def _check(
+    run: BenchRun[TrainingBenchOptions],
     variants: list[TimedVariant],
-    network: Network,
     open_step: OpenStep,
-    group: Ranks,
     checks: list[GradientAgreement],
     failed: dict[str, str],
 ) -> list[TimedVariant]:
@@ -174,10 +176,10 @@ def _check(
     for variant in variants:
         step: ModelStep = variant.timed.step
         if reference is None or compared is not variant.spec:  # a model's variants stand together
-            reference = reference_outcome(open_step, variant.spec, network.collectives, step.batch, group)
+            reference = reference_outcome(open_step, variant.spec, run.collectives, step.batch, run.group)
             compared = variant.spec
         rows = len(step.batch.input_ids)
-        outcome = check_step(step, reference, variant.spec, step.schedule, rows, group)
+        outcome = check_step(step, reference, variant.spec, step.schedule, rows, run.group)
         if isinstance(outcome, str):
             failed[f"{step_name(variant.spec, step.schedule)}, {rows} rows"] = outcome
         else:
@@ -186,12 +188,10 @@ def _check(
     return passed
 
 
-def _rows(
-    variants: Sequence[TimedVariant], options: TrainingBenchOptions, network: Network, batch: int
-) -> list[TrainingBenchRow]:
+def _rows(run: BenchRun[TrainingBenchOptions], variants: Sequence[TimedVariant], batch: int) -> list[TrainingBenchRow]:
     """Return the rows of one batch size; the first is what speed-ups are over."""
     silent = {id(one): statistics.median(one.silent.step_seconds()) for one in variants}
-    first, rows = variants[0].timed, []
+    options, first, rows = run.options, variants[0].timed, []
     for variant in variants:
         timed, steps = variant.timed, variant.timed.step_seconds()
         step = statistics.median(steps)
@@ -215,7 +215,7 @@ def _rows(
                 speedup_forward=first.median_ms("forward") / timed.median_ms("forward"),
                 speedup_forward_interval=speedup_interval(first.seconds["forward"], timed.seconds["forward"]),
                 weight_bytes=timed.step.own_bytes,
-                communication={name: network.communication(variant, name) for name in STEP_PASSES},
+                communication={name: run.communication(variant, name) for name in STEP_PASSES},
                 no_communication_samples_ms=variant.silent.samples_ms(),
             )
         )
@@ -223,12 +223,12 @@ def _rows(
 
 
 def _trace(
-    variant: TimedVariant, open_step: OpenStep, network: Network, path: Path, device: torch.device
+    run: BenchRun[TrainingBenchOptions], variant: TimedVariant, open_step: OpenStep, path: Path
 ) -> dict[str, Overlap]:
-    traced, step = Traced(network.collectives), variant.timed.step
+    traced, step, device = Traced(run.collectives), variant.timed.step, run.group.device
     step = open_step(variant.spec, step.schedule, traced, step.batch)
 
-    def run() -> None:
+    def passes() -> None:
         with record_function("forward"):
             loss = step.forward()
             synchronize(device)
@@ -237,26 +237,4 @@ def _trace(
             synchronize(device)
         step.clear()
 
-    return network.judged(trace(run, STEP_PASSES, path, device, traced, network.alone_seconds), variant)
-
-
-def _document(
-    rows: list[TrainingBenchRow],
-    options: TrainingBenchOptions,
-    network: Network,
-    surroundings: Environment,
-    checks: list[GradientAgreement],
-    failed: dict[str, str],
-    *,
-    complete: bool,
-) -> TrainingBenchDocument:
-    return TrainingBenchDocument(
-        complete=complete,
-        options=options,
-        environment=surroundings,
-        rows=list(rows),
-        failed=dict(failed),
-        checked=options.check,
-        checks=list(checks),
-        **network.document_figures(),
-    )
+    return run.judged(trace(passes, STEP_PASSES, path, device, traced, run.alone_seconds), variant)

@@ -101,12 +101,6 @@ class ServingEngine:
         """vLLM was configured to fuse norms into the all-reduces before them."""
         return bool(getattr(self.llm.llm_engine.vllm_config.compilation_config.pass_config, NORM_FUSION))
 
-    def all_reduce(self, tokens: int) -> str | None:
-        """Return vLLM's own all-reduce for sums of ``tokens``; None where it has one only."""
-        config = self.served.spec.config
-        with self.group():
-            return chosen_all_reduce((tokens, int(config["hidden_size"])), self.dtype)
-
     def prefill(self, prompts: list[list[int]], output_len: int) -> None:
         """Ask for ``output_len`` greedy tokens after each prompt, and go on until each has its first.
 
@@ -140,41 +134,7 @@ class ServingEngine:
             self.made[output.request_id] += output.outputs[0].token_ids
 
 
-# vLLM's attribute of each all-reduce of GPUs, what asks it whether it takes a message, and its name here; in the order
-# in which vLLM 0.32's CudaCommunicator asks
-ALL_REDUCES = (
-    ("qr_comm", "should_quick_allreduce", "quick reduce"),
-    ("fi_pcie_ipc_ar_comm", "should_use", "FlashInfer over PCIe"),
-    ("fi_ar_comm", "should_use_fi_ar", "FlashInfer"),
-    ("ca_comm", "should_custom_ar", "custom kernel"),
-    ("symm_mem_comm", "should_use_symm_mem", "symmetric memory"),
-    ("pynccl_comm", None, "NCCL"),
-)
 NORM_FUSION = "fuse_allreduce_rms"  # of vLLM's PassConfig
-
-
-def chosen_all_reduce(shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Return the all-reduce of vLLM's CudaCommunicator for a message [tokens, hidden]; None on other devices, and with
-    one rank."""
-    from vllm.distributed.device_communicators.all_reduce_utils import should_nccl_symm_mem_allreduce
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    found = group.device_communicator
-    if group.world_size == 1 or torch.device(group.device).type != "cuda":
-        return None
-    message = torch.empty(shape, dtype=dtype, device=group.device)
-    by_flashinfer = found.fi_ar_comm is not None and not found.fi_ar_comm.disabled
-    by_flashinfer = by_flashinfer and found.fi_ar_comm.should_use_fi_ar(message)
-    if not by_flashinfer and should_nccl_symm_mem_allreduce(group.world_size, message):
-        return "NCCL in symmetric memory"
-    for attribute, asks, name in ALL_REDUCES:
-        own = getattr(found, attribute)
-        if own is None or getattr(own, "disabled", False):
-            continue
-        if asks is None or getattr(own, asks)(message):
-            return name
-    return "torch.distributed"
 
 
 def communicator() -> str:

@@ -78,12 +78,8 @@ def measure_engines(
 
 def _variant(engine: ServingEngine, options: BenchOptions, batch: int) -> TimedVariant:
     served = engine.served
-    texts = served.part(batch)
-    tokens = {"prefill": texts * options.prompt_len, "decode": texts}
-    carriers = {phase: name for phase, count in tokens.items() if (name := engine.all_reduce(count)) is not None}
     figures = {
         "architecture": served.architecture,
-        "all_reduce": carriers or None,
         "fused_norm": engine.fused_norm,
         "weight_bytes": weight_bytes(served.shape(options.tp_size), engine.dtype.itemsize, packed=False),
         "kv_cache_bytes": kv_cache_bytes(served, options),
