@@ -50,6 +50,8 @@ from ladderize.planning.calibration.options import CalibrateOptions as Calibrate
 from ladderize.planning.calibration.options import TimingsOptions as TimingsOptions
 from ladderize.planning.calibration.run import CalibrationDocument as CalibrationDocument
 from ladderize.planning.calibration.run import calibrate as calibrate
+from ladderize.report.page import ReportSummary as ReportSummary
+from ladderize.report.page import report as report
 from ladderize.runtime.bench.document import BenchDocument as BenchDocument
 from ladderize.runtime.bench.inference import bench as bench
 from ladderize.runtime.bench.options import BenchOptions as BenchOptions
@@ -66,8 +68,6 @@ from ladderize.runtime.texts.corpus import CorpusDocument as CorpusDocument
 from ladderize.runtime.texts.corpus import sample_corpus as sample_corpus
 from ladderize.runtime.texts.prompts import GenerateDocument as GenerateDocument
 from ladderize.runtime.texts.prompts import generate as generate
-from ladderize.tradeoff.report.page import ReportSummary as ReportSummary
-from ladderize.tradeoff.report.page import report as report
 from ladderize.tradeoff.sweep.run import sweep as sweep
 from ladderize.workflows.sensitivity import measure_points as measure_points
 from ladderize.workflows.sensitivity import measure_sensitivity as measure_sensitivity

@@ -51,7 +51,8 @@ MAY_IMPORT = {
     "workflows": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows"},
     "planning": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "planning", "plan"},
     "plan": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan"},
-    "tradeoff": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan", "planning", "tradeoff"},
+    "report": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan", "report"},
+    "tradeoff": LEAVES,
     "serving": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "serving"},
     "commands": LEAVES
     | {
@@ -62,7 +63,7 @@ MAY_IMPORT = {
         "workflows",
         "plan",
         "planning",
-        "tradeoff.report",
+        "report",
         "serving",
         "commands",
     },
@@ -74,12 +75,11 @@ MAY_IMPORT = {
         "eval",
         "adapt",
         "workflows",
-        "tradeoff.front",
-        "tradeoff.report",
+        "report",
         "tradeoff.sweep",
         "commands",
     },
-    "demo": LEAVES | {"runtime", "workflows", "tradeoff", "commands", "demo"},
+    "demo": LEAVES | {"runtime", "workflows", "tradeoff", "report", "commands", "demo"},
     "cli": LEAVES | {"commands", "tradeoff.sweep.command", "demo.command"},
     **dict.fromkeys(LEAVES, LEAVES),
 }

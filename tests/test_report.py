@@ -12,11 +12,10 @@ import pytest
 
 from ladderize.console import printable, to_json
 from ladderize.layout import Layout
-from ladderize.tradeoff.front import pareto_front
-from ladderize.tradeoff.report.documents import find_documents
-from ladderize.tradeoff.report.join import join_documents
-from ladderize.tradeoff.report.page import build_page, script_json
-from ladderize.tradeoff.report.tradeoff_plot import name_sides
+from ladderize.report.documents import find_documents
+from ladderize.report.join import join_documents
+from ladderize.report.page import build_page, script_json
+from ladderize.report.tradeoff_plot import name_sides, pareto_front
 from tests.helpers import edit_json, fresh_rng, invoke, one_sentence
 from tests.report_documents import (
     bench_document,

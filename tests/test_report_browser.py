@@ -12,7 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 from ladderize.layout import Layout
-from ladderize.tradeoff.report.page import report
+from ladderize.report.page import report
 from tests import browser as harness
 from tests.browser import DESKTOP, PHONE, Browser
 from tests.report_documents import bench_document, eval_document, layouts, plan_document, write_document

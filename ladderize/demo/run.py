@@ -10,9 +10,9 @@ from ladderize.console import Console
 from ladderize.demo.inputs import MEASURED, as_typed, demo_folder, write_inputs
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
+from ladderize.report.page import check_libraries, report
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.report import show_bench
-from ladderize.tradeoff.report.page import check_libraries, report
 from ladderize.tradeoff.sweep.run import sweep
 from ladderize.tradeoff.sweep.shown import show_points
 from ladderize.workflows.sweep_document import SweepDocument

@@ -57,7 +57,7 @@ def sweep_command(given: GivenOptions) -> None:
 
     read_yaml(file)  # what is no YAML is found before seconds of imports
     with console.stage(LOADING):
-        from ladderize.tradeoff.report.answer import answer_of
+        from ladderize.report.answer import answer_of
         from ladderize.tradeoff.sweep.run import plan_sweep, sweep_folder
         from ladderize.tradeoff.sweep.shown import show_points
     if own.dry_run or own.print_commands:

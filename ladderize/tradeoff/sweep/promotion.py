@@ -10,8 +10,8 @@ from ladderize.eval.evaluation.table import mean_accuracy
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
 from ladderize.layout import BLOCKING, Layout
+from ladderize.report.tradeoff_plot import pareto_front
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.sweep.points import Held, PlannedPoint
 from ladderize.tradeoff.sweep.stages import BENCH_JSON, Stage, finished_stage
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ladderize.figure import PlotPanel, Spec, intervals, make_spec, marks, nominal
-from ladderize.tradeoff.report.subjects import (
+from ladderize.report.subjects import (
     FAMILIES,
     KIND_ORDER,
     Subject,
@@ -13,7 +13,7 @@ from ladderize.tradeoff.report.subjects import (
     perplexity_text,
     points_text,
 )
-from ladderize.tradeoff.report.tables import ReportTable
+from ladderize.report.tables import ReportTable
 
 FAMILY_COLOURS = dict(zip(FAMILIES, ("dense", "ladder", "spd", "both", "baseline"), strict=True))
 KIND_SHAPES = dict(zip(KIND_ORDER, ("circle", "diamond", "triangle-up"), strict=True))

@@ -13,8 +13,8 @@ from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
 from ladderize.eval.paired.samples import read_entry
 from ladderize.eval.results import EvalResults
 from ladderize.plan.show import plan_verdicts
-from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
-from ladderize.tradeoff.report.subjects import (
+from ladderize.report.documents import FoundDocument, FoundDocuments
+from ladderize.report.subjects import (
     KIND_ORDER,
     Setting,
     Subject,
@@ -25,7 +25,7 @@ from ladderize.tradeoff.report.subjects import (
     new_subject,
     points_of,
 )
-from ladderize.tradeoff.report.times import add_times
+from ladderize.report.times import add_times
 
 NORMAL_95 = 1.959964  # half the width of a 95 % interval of the normal distribution, in standard errors
 FROM_POINT = ("adapted", "tokens", "failure", "not_promoted", "control")  # what a sweep knows of a model

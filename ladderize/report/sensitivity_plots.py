@@ -17,9 +17,9 @@ from ladderize.eval.sensitivity_plot import (
     sensitivity_panel,
 )
 from ladderize.layout import format_ranges
-from ladderize.tradeoff.report.documents import FoundDocuments
-from ladderize.tradeoff.report.plot import ReportPlot
-from ladderize.tradeoff.report.tables import TableCell, make_table, number_cell
+from ladderize.report.documents import FoundDocuments
+from ladderize.report.plot import ReportPlot
+from ladderize.report.tables import TableCell, make_table, number_cell
 
 MEANINGS = {
     "spd": "when it joins the dropped blocks after it",

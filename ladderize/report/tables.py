@@ -10,10 +10,9 @@ from ladderize.console import human_bytes
 from ladderize.eval.paired.words import margin_text
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, format_ranges
 from ladderize.plan.hardware import DeviceSpec, EngineFacts
-from ladderize.runtime.collectives.links import Interconnect, Link
-from ladderize.tradeoff.report.documents import FoundDocuments
-from ladderize.tradeoff.report.join import ReportContent
-from ladderize.tradeoff.report.subjects import (
+from ladderize.report.documents import FoundDocuments
+from ladderize.report.join import ReportContent
+from ladderize.report.subjects import (
     Setting,
     Subject,
     WithInterval,
@@ -21,6 +20,7 @@ from ladderize.tradeoff.report.subjects import (
     points_text,
     speedup_text,
 )
+from ladderize.runtime.collectives.links import Interconnect, Link
 
 
 @dataclass(frozen=True)

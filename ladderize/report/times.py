@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ladderize.errors import UserError
 from ladderize.plan.document import NO_WEIGHTS, PlannedRow, PlanResult
-from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow, PhaseCommunication, SpeedRow
-from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
-from ladderize.tradeoff.report.subjects import (
+from ladderize.report.documents import FoundDocument, FoundDocuments
+from ladderize.report.subjects import (
     PHASE_WORDS,
     Setting,
     Spent,
@@ -21,6 +20,7 @@ from ladderize.tradeoff.report.subjects import (
     model_key,
     new_subject,
 )
+from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow, PhaseCommunication, SpeedRow
 
 
 def add_times(subjects: Subjects, found: FoundDocuments, *, is_evaluated: bool) -> list[str]:

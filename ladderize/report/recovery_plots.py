@@ -17,9 +17,9 @@ from ladderize.figure import (
     nominal,
     quantitative,
 )
-from ladderize.tradeoff.report.documents import RetrainingRun
-from ladderize.tradeoff.report.join import ReportContent
-from ladderize.tradeoff.report.plot import (
+from ladderize.report.documents import RetrainingRun
+from ladderize.report.join import ReportContent
+from ladderize.report.plot import (
     BY_ACCURACY,
     BY_PERPLEXITY,
     TOKENS_AXIS,
@@ -29,8 +29,8 @@ from ladderize.tradeoff.report.plot import (
     family_legend,
     is_wide,
 )
-from ladderize.tradeoff.report.subjects import Subject
-from ladderize.tradeoff.report.tables import TableCell, make_table, number_cell
+from ladderize.report.subjects import Subject
+from ladderize.report.tables import TableCell, make_table, number_cell
 from ladderize.workflows.sweep_document import AS_CONVERTED, THEN
 
 RUN_COLOURS = ("ladder", "spd", "both", "baseline", "dense")

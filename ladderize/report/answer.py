@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.eval.paired.words import margin_text
+from ladderize.report.documents import find_documents
+from ladderize.report.join import ReportContent, join_documents
+from ladderize.report.subjects import Setting, Subject, Timing, perplexity_text, points_text, speedup_text
 from ladderize.runtime.bench.document import ENOUGH_ROUNDS, few_rounds
-from ladderize.tradeoff.report.documents import find_documents
-from ladderize.tradeoff.report.join import ReportContent, join_documents
-from ladderize.tradeoff.report.subjects import Setting, Subject, Timing, perplexity_text, points_text, speedup_text
 
 MEASURE_ACCURACY = "ladderize eval DENSE MODEL... --tasks A,B --out results.json"
 MEASURE_SPEED = "ladderize bench DENSE MODEL... --tp-size N --out bench.json"

@@ -5,8 +5,8 @@ from itertools import groupby
 from typing import Any
 
 from ladderize.figure import PlotPanel, Spec, intervals, level, lines, make_spec, marks, nominal, quantitative
-from ladderize.tradeoff.report.join import ReportContent
-from ladderize.tradeoff.report.plot import (
+from ladderize.report.join import ReportContent
+from ladderize.report.plot import (
     MODEL_ROWS,
     PlotChoice,
     ReportPlot,
@@ -16,8 +16,8 @@ from ladderize.tradeoff.report.plot import (
     kind_shape,
     row_height,
 )
-from ladderize.tradeoff.report.subjects import PHASE_WORDS, Setting, Spent, Subject, Timing, speedup_text
-from ladderize.tradeoff.report.tables import interval_cell, make_table, number_cell
+from ladderize.report.subjects import PHASE_WORDS, Setting, Spent, Subject, Timing, speedup_text
+from ladderize.report.tables import interval_cell, make_table, number_cell
 
 MOST_PANELS = {"speed": 8, "time": 6}  # the tables have all settings
 MOST_LINES = 8  # models in a panel of lines; more could not be told apart

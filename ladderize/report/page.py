@@ -20,16 +20,16 @@ from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
-from ladderize.tradeoff.report.accuracy_plots import task_plots
-from ladderize.tradeoff.report.answer import MEASURE_ACCURACY, MEASURE_SPEED, Answer, find_answer
-from ladderize.tradeoff.report.documents import find_documents
-from ladderize.tradeoff.report.join import ReportContent, join_documents
-from ladderize.tradeoff.report.plot import ReportPlot
-from ladderize.tradeoff.report.recovery_plots import recovery_plots
-from ladderize.tradeoff.report.sensitivity_plots import sensitivity_plots
-from ladderize.tradeoff.report.speed_plots import speed_plots, time_plots
-from ladderize.tradeoff.report.tables import ReportTable, layout_strips, models_table, setup_facts
-from ladderize.tradeoff.report.tradeoff_plot import tradeoff_plots
+from ladderize.report.accuracy_plots import task_plots
+from ladderize.report.answer import MEASURE_ACCURACY, MEASURE_SPEED, Answer, find_answer
+from ladderize.report.documents import find_documents
+from ladderize.report.join import ReportContent, join_documents
+from ladderize.report.plot import ReportPlot
+from ladderize.report.recovery_plots import recovery_plots
+from ladderize.report.sensitivity_plots import sensitivity_plots
+from ladderize.report.speed_plots import speed_plots, time_plots
+from ladderize.report.tables import ReportTable, layout_strips, models_table, setup_facts
+from ladderize.report.tradeoff_plot import tradeoff_plots
 
 TEMPLATES = Path(__file__).parent / "templates"
 MEASURE_SENSITIVITY = "ladderize sensitivity DENSE --data FILE --mode spd --sync-tp-size N --out sensitivity.json"

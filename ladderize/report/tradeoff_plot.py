@@ -2,14 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ladderize.eval.paired.words import margin_text
 from ladderize.figure import SIGNED_LABEL, PlotPanel, Spec, intervals, level, lines, make_spec, quantitative
-from ladderize.tradeoff.front import pareto_front
-from ladderize.tradeoff.report.join import ReportContent
-from ladderize.tradeoff.report.plot import (
+from ladderize.report.join import ReportContent
+from ladderize.report.plot import (
     BY_ACCURACY,
     BY_PERPLEXITY,
     Measure,
@@ -20,8 +19,8 @@ from ladderize.tradeoff.report.plot import (
     is_wide,
     kind_shape,
 )
-from ladderize.tradeoff.report.subjects import PHASE_WORDS, Setting, WithInterval, speedup_text
-from ladderize.tradeoff.report.tables import TableCell, interval_cell, make_table, number_cell
+from ladderize.report.subjects import PHASE_WORDS, Setting, WithInterval, speedup_text
+from ladderize.report.tables import TableCell, interval_cell, make_table, number_cell
 
 CLOSE_ACROSS, CLOSE_UP = 0.25, 0.06  # of the axes: names of marks that are closer would lie on each other
 WIDE_SPAN = 12  # points; beyond, the scale is logarithmic away from 0, so that small losses stay apart
@@ -75,6 +74,27 @@ def _rows(content: ReportContent, measure: Measure, number: int, phase: str) -> 
         }
         for (subject, speed, score), on_front, side in zip(placed, front, sides, strict=True)
     ]
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Return True for each (speed-up, score) that is on the Pareto front: more of both is better.
+
+    A point is off it if another is at least as good in both and better in one. Equal points are on it together.
+    """
+    order = sorted(range(len(points)), key=lambda index: (-points[index][0], -points[index][1]))
+    on = [False] * len(points)
+    best = float("-inf")
+    begin = 0
+    while begin < len(order):
+        end = begin
+        while end < len(order) and points[order[end]][0] == points[order[begin]][0]:
+            end += 1
+        highest = points[order[begin]][1]  # of those that are equally fast
+        for index in order[begin:end]:
+            on[index] = points[index][1] == highest and highest > best
+        best = max(best, highest)
+        begin = end
+    return on
 
 
 def name_sides(places: list[tuple[float, float]], front: list[bool]) -> list[int]:
