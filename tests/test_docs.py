@@ -151,7 +151,6 @@ def test_options_in_prose_exist(page: Path) -> None:
     elsewhere = {
         "--version",
         "--help",
-        "--help-all",
         "--debug",
         "--install-completion",
         "--no-deps",

@@ -98,8 +98,6 @@ OPTIONS: dict[Method, tuple[type, ...]] = {
         MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule attention dtype device",
         OUTPUT: "log_with overwrite no_verify json",
     },
-    short="data seq_len show_data dry_run method distill_from train hidden_weight align lora_rank max_tokens max_steps"
-    " lr eval_data resume micro_batch_size gradient_checkpointing tp_size dtype device overwrite json config",
     left_out="ridge random_share max_memory epochs patience work_dir",
 )
 def adapt(given: GivenOptions) -> None:

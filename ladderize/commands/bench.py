@@ -40,7 +40,7 @@ class BenchArguments:
     as_json: bool = option(AS_JSON, False)
 
 
-FOR_VLLM = {"engine", "out", "json", "config", "print_config"} | VLLM_OPTIONS
+FOR_VLLM = {"engine", "out", "json", "config"} | VLLM_OPTIONS
 INSTEAD_FOR_VLLM = {
     "backend": "; LADDERIZE_VLLM_BACKEND says what carries its messages",
     "emulate_tp": "; LADDERIZE_VLLM_BACKEND=emulated:... stands for ranks that are not there",
@@ -66,8 +66,6 @@ INSTEAD_IN_TRAINING = {"schedule": "; give --schedules", "prompt_len": "; give -
         OUTPUT: "out profile json",
         ADVANCED: "replicate_vocab compile",
     },
-    short="random_weights layout engine tp_size backend dtype device train batch_size prompt_len output_len repeat out"
-    " json config",
 )
 def bench(given: GivenOptions) -> None:
     """Time layouts and schedules against each other on ladderize's tensor-parallel runtime, and show what they wait

@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from inspect import Parameter, Signature
@@ -15,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from ladderize.choices import OPTION, Option, check_number, described, flag, parameter_name
 from ladderize.errors import UsageError, UserError
 
-NOT_IN_FILES = {"config", "print_config", "help", "h"}
+NOT_IN_FILES = {"config", "help"}
 
 
 def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -30,22 +29,6 @@ def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
     given = given_parameters(ctx.command, ctx.info_name, document, f"--config {path}")
     ctx.default_map = {parameter.name: value for parameter, value in given}
     return path
-
-
-def config_text(ctx: typer.Context) -> str:
-    """The YAML that makes the same run: what was given, and as comments the defaults of everything else."""
-    given = given_names(ctx)
-    lines = [f"# ladderize {ctx.info_name} --config FILE"]
-    for key, parameter in file_keys(ctx.command).items():
-        value = ctx.params.get(parameter.name)
-        if isinstance(value, list | tuple):
-            plain: Any = [str(item) for item in value]
-        else:
-            plain = value if value is None or isinstance(value, bool | int | float) else str(value)
-        # JSON's text in quotes is YAML's too, and never mistaken for a number, a range or a switch
-        text = json.dumps(plain, ensure_ascii=False) if plain not in (None, []) else ""
-        lines.append(f"{'' if parameter.name in given else '# '}{key}: {text}".rstrip())
-    return "\n".join(lines) + "\n"
 
 
 def given_names(ctx: typer.Context) -> list[str]:
@@ -100,11 +83,7 @@ MEMORY, OUTPUT, ADVANCED = "Memory and devices", "Output", "Advanced"
 PLAIN_OPTIONS = "Options"  # typer's own
 
 METAVARS = {int: "N", float: "X"}
-SHOWN = "ladderize.shown"  # of a context: the options that -h shows
 CONFIG = Option("Read options from this YAML file. The command line wins over it.", "FILE")
-PRINT_CONFIG = Option("Print all options as a YAML file for --config, and stop.")
-SHORT_HELP = Option("Show the options that most runs need, and exit.", flags="-h")
-ALL_HELP = "Show all options, and exit."
 
 # what typer raises for a bad command line; its home has moved between versions
 BadCommandLine: Any = typer.BadParameter.__base__
@@ -146,13 +125,13 @@ def names_of(kind: type, prefix: str = "") -> set[str]:
 
 
 def command(
-    *kinds: type, panels: Mapping[str, str], short: str = "", configurable: bool = True, left_out: str = ""
+    *kinds: type, panels: Mapping[str, str], configurable: bool = True, left_out: str = ""
 ) -> Callable[[Callable[[GivenOptions], None]], Any]:
     """Make a function the command that has the options of these dataclasses; where several have one of the same name,
     the first describes it.
 
-    panels: titles of the help, each with its options in their order. short: the options that -h shows; none: all.
-    configurable: with --config and --print-config. left_out: options that only Python has.
+    panels: titles of the help, each with its options in their order. configurable: with --config. left_out: options
+    that only Python has.
     """
 
     def decorate(function: Callable[[GivenOptions], None]) -> Any:
@@ -166,18 +145,13 @@ def command(
             raise TypeError(f"no panel of {function.__name__} has {', '.join(left)}")
         if configurable:
             parameters.append(_built("config", CONFIG, Path | None, None, ADVANCED, config_values))
-            parameters.append(_built("print_config", PRINT_CONFIG, bool, False, ADVANCED))
-        if short:
-            parameters.append(_built("short_help", SHORT_HELP, bool, False, PLAIN_OPTIONS, _show(short.split())))
 
         def run(context: typer.Context, **_: Any) -> None:
             function(GivenOptions(context))
 
         context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        settings = {"help_option_names": ["--help", "--help-all"]} if short else None
-        made = {"__signature__": Signature([context, *parameters]), "context_settings": settings}
-        for name, value in {"__name__": function.__name__, "__doc__": function.__doc__, **made}.items():
-            setattr(run, name, value)
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__signature__ = Signature([context, *parameters])  # type: ignore[attr-defined]
         return run
 
     return decorate
@@ -185,7 +159,7 @@ def command(
 
 def add(app: typer.Typer, panel: str, function: Any, name: str | None = None) -> None:
     """Give the command line what ``command`` made."""
-    app.command(name, rich_help_panel=panel, cls=Command, context_settings=function.context_settings)(function)
+    app.command(name, rich_help_panel=panel, cls=Command)(function)
 
 
 @functools.cache
@@ -238,41 +212,15 @@ class SwitchesWithoutType:
         for parameter in parameters:
             if getattr(parameter, "is_flag", False) and parameter.metavar is None:
                 parameter.metavar = ""
-            if "--help-all" in parameter.opts:
-                parameter.help = ALL_HELP
-                parameter.opts.sort()  # typer has them in a set
-        shown = ctx.meta.get(SHOWN)
-        return [known for known in parameters if shown is None or known.name in shown or "--help-all" in known.opts]
+        return parameters
 
 
 class Command(SwitchesWithoutType, TyperCommand):
     """One command."""
 
-    def invoke(self, ctx: Any) -> Any:
-        if not ctx.params.get("print_config"):
-            return super().invoke(ctx)
-        print(config_text(ctx), end="")
-        return None
-
 
 class Commands(SwitchesWithoutType, TyperGroup):
     """The command line as a whole."""
-
-
-def _show(names: list[str]) -> Callable[[typer.Context, bool], None]:
-    """What -h does: help with these options only, and with arguments and what is required."""
-
-    def show(context: typer.Context, wanted: bool) -> None:
-        if wanted and not context.resilient_parsing:
-            always = {parameter.name for parameter in context.command.params if parameter.required}
-            always |= {
-                parameter.name for parameter in context.command.params if parameter.param_type_name == "argument"
-            }
-            context.meta[SHOWN] = always.union(names, ("short_help",))
-            print(context.get_help())
-            raise typer.Exit
-
-    return show
 
 
 def _parameter(kind: type, field: Field, panel: str) -> Parameter:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ladderize.planning.calibration.run import CalibrationDocument
 
 ONLY_TIMINGS = {"link", "engine", "fit"}
-FOR_BOTH = {"timings", "hardware", "shape", "name", "out", "json", "config", "print_config"}
+FOR_BOTH = {"timings", "hardware", "shape", "name", "out", "json", "config"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class CalibrateArguments:
         DATA: "timings hardware link engine",
         ADVANCED: "fit",
     },
-    short="out tp_size shape batch_size repeat backend dtype device timings hardware json config",
 )
 def calibrate(given: GivenOptions) -> None:
     """Measure a device and a link in minutes, for plan and for bench --emulate-tp, or fit them to timings."""

@@ -43,7 +43,6 @@ class EvalArguments:
         ADVANCED: "trust_remote_code",
         OUTPUT: "out keep_predictions resume json",
     },
-    short="tasks perplexity limit seq_len backend tp_size batch_size dtype out json config",
 )
 def evaluate(given: GivenOptions) -> None:
     """Evaluate models with lm-eval tasks and by perplexity, all in the same way, and compare them in one table."""

@@ -53,7 +53,6 @@ class GenerateArguments:
         OUTPUT: "json",
         ADVANCED: "replicate_vocab compile",
     },
-    short="prompt chat prompt_file from_bos num_samples out max_new_tokens temperature top_p seed tp_size dtype json",
     configurable=False,
 )
 def generate(given: GivenOptions) -> None:

@@ -38,8 +38,6 @@ class PlanArguments:
         "Choose a layout": "sensitivity max_ppl_increase min_speedup phase verify align data device threads",
         OUTPUT: "recipe_out list explain out json",
     },
-    short="shape hardware link tp_size layout batch_size prompt_len output_len sensitivity max_ppl_increase"
-    " min_speedup verify align recipe_out list explain out json config",
 )
 def plan(given: GivenOptions) -> None:
     """Predict how fast layouts are on hardware that need not be there, and choose one."""

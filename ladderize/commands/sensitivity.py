@@ -44,7 +44,6 @@ class SensitivityArguments:
         MEMORY: "batch_size dtype device threads",
         MODELS: "revision",
     },
-    short="data samples seq_len out plot json sync_tp_size mode align device config",
 )
 def sensitivity(given: GivenOptions) -> None:
     """Measure how much perplexity each block costs when its sync points are dropped or overlapped.

@@ -52,7 +52,6 @@ class SpdArguments:
         OUTPUT: "work_dir overwrite no_verify json",
         MODELS: "revision",
     },
-    short="spd_fraction max_ppl_increase repair head_grouping samples seq_len dtype device overwrite json config",
 )
 def spd(given: GivenOptions) -> None:
     """Sync-Point Drop in one command: measure sensitivity, drop, regroup heads, repair, and show what each step won."""
