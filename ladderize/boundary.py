@@ -63,7 +63,7 @@ def error_boundary(debug: bool) -> Iterator[None]:
 
 
 def _unplanned(error: BaseException) -> str:
-    """What is said of an error that ladderize did not raise."""
+    """Return the sentence for an error that ladderize did not raise."""
     if type(error).__name__ == PANIC:
         return (
             f"the tokenizers library gave up ({sentence(error)[:200]}); tokenizer.json has a rule that it cannot apply"
@@ -120,8 +120,8 @@ def _terminable(received: list[int]) -> Iterator[None]:
 
 
 def _say_error(text: str) -> None:
-    """Of what all ranks find rank 0 speaks: the launcher ends the others once one has ended. A sentence that quotes a
-    name of 5,000 characters loses the middle of it."""
+    """Say an error, rank 0 first where all ranks find it: the launcher ends the others once one has ended. A sentence
+    that quotes a name of 5,000 characters loses the middle of it."""
     with contextlib.suppress(UserError):  # of a launcher that says nonsense, which is said at once
         time.sleep(TURN_S if launched().rank else 0.0)
     text = text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR - 500]} [...] {text[-400:]}"
@@ -129,7 +129,7 @@ def _say_error(text: str) -> None:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether this rank could not speak to another one, which gloo says as a plain RuntimeError."""
+    """Return True if this rank could not speak to another one, which gloo says as a plain RuntimeError."""
     if not isinstance(error, RuntimeError):
         return False
     lost = any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))

@@ -26,7 +26,7 @@ OPTION = "option"  # the key of a field's metadata under which its Option is
 
 @dataclass(frozen=True)
 class Option:
-    """What is to be known of an option beyond the name, the type and the default of the dataclass's field that it is
+    """The description of an option beyond the name, the type and the default of the dataclass's field that it is
     described at. ``check_options`` and the command line hold values to it; commands/builder.py makes the help of it."""
 
     help: str
@@ -130,12 +130,13 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def distinct_names(text: str) -> tuple[str, ...]:
-    """The same, each once."""
+    """Return the names in a text, each once."""
     return tuple(dict.fromkeys(split_names(text)))
 
 
 def ppl_increase(said: float | str, dense: float) -> float:
-    """What --max-ppl-increase allows, in perplexity: ``2%`` of the dense one, or a number. Raises UsageError."""
+    """Return the increase that --max-ppl-increase allows, in perplexity: ``2%`` of the dense one, or a number. Raises
+    UsageError."""
     text = str(said).strip()
     try:
         value = float(text.removesuffix("%"))

@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _command_line_error(error: Any) -> str:
-    """What is wrong with the command line, or with the file of --config, and where help is."""
+    """Return what is wrong with the command line, or with the file of --config, and where help is."""
     context = error.ctx
     message = usage_message(error)
     parameter = getattr(error, "param", None)

@@ -49,7 +49,7 @@ class Console:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process prints: rank 0 does, unless it is to be quiet."""
+        """True if this process prints: rank 0 does, unless it is to be quiet."""
         return not self.quiet and is_main_rank()
 
     def result(self, text: str) -> None:
@@ -83,13 +83,13 @@ class Console:
             say(text)
 
     def warn(self, text: str) -> None:
-        """What the user should know before he trusts the result."""
+        """Say what the user should know before he trusts the result."""
         if self.speaks:
             say(f"Warning: {text}", style="yellow")
 
     @contextlib.contextmanager
     def stage(self, text: str) -> Iterator[None]:
-        """Around work of unknown length: a spinner names it on a terminal, elsewhere a line, and one more each
+        """Name work of unknown length: by a spinner on a terminal, elsewhere by a line, and one more each
         minute."""
         if not self.speaks:
             yield
@@ -139,7 +139,7 @@ class Console:
 
     @contextlib.contextmanager
     def contained(self, *, bars: bool = False) -> Iterator[None]:
-        """Around a library that prints: nothing of it is seen but, with ``bars``, its progress on stderr.
+        """Hide what a library prints; with ``bars`` its progress on stderr is seen.
 
         Elsewhere than on a terminal the last state of its bar is a line every minute.
         """
@@ -224,7 +224,7 @@ def _said_every_minute(line: Callable[[], str], first_s: float) -> Iterator[None
 
 
 class _LoggedBar(io.TextIOBase):
-    """Where tqdm writes to: passes the newest state of a bar on as a line, now and then."""
+    """A stream for tqdm: passes the newest state of a bar on as a line, now and then."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -260,7 +260,7 @@ def say(text: str, *, style: str = "") -> None:
 
 @contextlib.contextmanager
 def silenced(stream: int) -> Iterator[None]:
-    """What C++ code writes to stdout (1) or stderr (2) is lost: gloo's lines in the one document that ``--json``
+    """Drop what C++ code writes to stdout (1) or stderr (2): gloo's lines in the one document that ``--json``
     promises, torch's stack frames before an error that we catch."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -365,7 +365,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, torch's allocator of a GPU, or that of the CPU (a plain RuntimeError) got no memory."""
+    """Return True if Python, or torch's allocator of a GPU or the CPU (a plain RuntimeError), got no memory."""
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
@@ -395,7 +395,7 @@ def code_span(text: str) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can hold this: no half of a surrogate pair."""
+    """Return True if UTF-8 can hold this: no half of a surrogate pair."""
     try:
         value.encode()
     except UnicodeEncodeError:

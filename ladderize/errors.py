@@ -10,4 +10,4 @@ class UserError(LadderizeError):
 
 
 class UsageError(UserError):
-    """The same for what the options alone decide, whatever the files hold. Exit code 2."""
+    """An error that the options alone decide, whatever the files hold. Exit code 2."""

@@ -210,7 +210,7 @@ class Layout:
         return "dense" if entering == BLOCKING else ONE_OVERLAPPED[1]
 
     def count(self, mode: str) -> int:
-        """How many of the 2 L sync points have this mode."""
+        """Return the number of sync points, of 2 L, that have this mode."""
         return (self.attention_sync + self.mlp_sync).count(mode)
 
     def to_config(self) -> dict[str, Any]:
@@ -276,8 +276,8 @@ def runnable_sizes(config: Mapping[str, Any], layout: Layout) -> list[int]:
 
 
 def usual_ranks(config: Mapping[str, Any], layout: Layout) -> int:
-    """How many ranks a model of this layout is made for: its sync_tp_size, else 8, or the most below that it splits
-    into."""
+    """Return the number of ranks that a model of this layout is made for: its sync_tp_size, else 8, or the most below
+    that it splits into."""
     return layout.sync_tp_size or max(ranks for ranks in fitting_ranks(config) if ranks <= DEFAULT_RANKS)
 
 

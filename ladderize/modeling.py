@@ -132,7 +132,7 @@ def load_tokenizer(
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Of everything that decides how text becomes ids."""
+    """Return a hash of everything that decides how text becomes ids."""
     digest = hashlib.sha256()
     others = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
     for pattern in ("tokenizer*", "chat_template*", *others):

@@ -38,7 +38,8 @@ def given_names(ctx: typer.Context) -> list[str]:
 
 
 def file_keys(made: Any) -> dict[str, Any]:
-    """What a file may say: the parameters of typer's command by the names of their options, with underscores."""
+    """Return the keys of a --config file: the parameters of typer's command by the names of their options, with
+    underscores."""
     keys = {}
     for parameter in made.params:
         longest = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.name
@@ -91,8 +92,9 @@ Filled = TypeVar("Filled")
 
 
 class GivenOptions:
-    """What a command was given. params: every option and argument by its name, None where it was not given and has no
-    default; names: those that the user gave, in the command's order, also where the value is the default."""
+    """The options of a command as they were given. params: every option and argument by its name, None where it was not
+    given and has no default; names: those that the user gave, in the command's order, also where the value is the
+    default."""
 
     def __init__(self, context: typer.Context) -> None:
         # an option that may be repeated and was not given is an empty list or tuple, by the version of typer
@@ -183,7 +185,7 @@ def option_words(function: Any, name: str, options: Mapping[str, Any], where: st
 
 
 def parsed(function: Any, words: Sequence[str]) -> GivenOptions:
-    """What a command is given by the words that follow its name; nothing is run. Raises UsageError."""
+    """Parse the words that follow a command's name; nothing is run. Raises UsageError."""
     try:
         return GivenOptions(_made_of(function).make_context(None, list(words)))
     except BadCommandLine as error:
@@ -191,7 +193,7 @@ def parsed(function: Any, words: Sequence[str]) -> GivenOptions:
 
 
 def usage_message(error: Any) -> str:
-    """What is wrong with a command line, as typer says it."""
+    """Return what is wrong with a command line, as typer says it."""
     return str(error.format_message()).replace("Value error, ", "").rstrip(".")
 
 
@@ -261,7 +263,7 @@ def _built(name: str, known: Option, hint: Any, default: Any, panel: str, callba
 
 
 def _field_value(field: Field, value: Any) -> Any:
-    """What the command line has, as the dataclass has it."""
+    """Return a field's value from the command line's."""
     check_number(field, value)
     known: Option | None = field.metadata.get(OPTION)
     if known is not None and known.parse is not None:

@@ -18,7 +18,7 @@ FILE = "FILE"  # of a next command: stands for what was not named yet
 
 
 def start_server(ranks: int) -> None:
-    """Before the imports of a command that starts so many processes: what forks them imports the same meanwhile."""
+    """Start the server that forks a command's processes, before its own imports: both import at once."""
     if ranks > 1 and not os.environ.get(WORLD_SIZE):
         from ladderize.ranks.server import start_context
 
@@ -38,7 +38,7 @@ def compute_options(device: DeviceName | None, threads: int | None) -> DeviceNam
 
 
 def runtime_device(device: DeviceName | None, backend: BackendName, threads: int | None, ranks: int) -> DeviceName:
-    """The same for what the runtime's ranks compute."""
+    """Check where and how the runtime's ranks compute; returns the device."""
     from ladderize.runtime.collectives.choose import check_backend
 
     device = compute_options(device, threads)

@@ -74,7 +74,8 @@ class Family:
         return int(stated or config["num_attention_heads"])
 
     def describe(self, config: Mapping[str, Any]) -> Decoder:
-        """What computing needs of this model; raises UserError for a config that makes no sense in this family."""
+        """Return what computing needs of this model; raises UserError for a config that makes no sense in this
+        family."""
         return self.read(self.complete(config))
 
 

@@ -40,19 +40,20 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoder_of(config: Mapping[str, Any]) -> Decoder:
-    """What computing needs of a model; raises UserError for another family, or for a config that makes no sense in
-    its own."""
+    """Return what computing needs of a model; raises UserError for another family, or for a config that makes no sense
+    in its own."""
     return family_of(config).describe(config)
 
 
 def is_ladderized(config: Mapping[str, Any]) -> bool:
-    """Whether config.json holds a layout, as a converted checkpoint's does."""
+    """Return True if config.json holds a layout, as a converted checkpoint's does."""
     family = find_family(config)
     return family is not None and config["model_type"] == family.ladderized_type
 
 
 def is_authors(config: Mapping[str, Any]) -> bool:
-    """Whether config.json is of the published checkpoints of Ladder Residual, which say their layout otherwise."""
+    """Return True if config.json is of the published checkpoints of Ladder Residual, which say their layout
+    otherwise."""
     return config.get("model_type") == AUTHORS_TYPE
 
 
@@ -95,8 +96,8 @@ NO_GATE = ("apertus", "arcee", "nemotron")  # families whose MLP has no gate, wh
 
 
 def unlike_a_llama(config: Mapping[str, Any]) -> Iterator[str]:
-    """Of a config of another family: what is other than in a decoder of attention with heads, then an MLP with a
-    gate, each with a norm before it and an all-reduce behind it."""
+    """Return how a config of another family differs: what is other than in a decoder of attention with heads, then an
+    MLP with a gate, each with a norm before it and an all-reduce behind it."""
     for part, what in OTHER_PARTS.items():
         if key := next((key for key, value in config.items() if part in key and value), None):
             yield f"{what} ({key})"
