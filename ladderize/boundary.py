@@ -6,20 +6,19 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from ladderize.console import is_out_of_memory, say, sentence
-from ladderize.errors import LadderizeError, UsageError, UserError
-from ladderize.ranks.environment import WORLD_SIZE, is_main_rank, launched
+from ladderize.errors import LadderizeError, UsageError
+from ladderize.ranks.environment import WORLD_SIZE, is_main_rank
 
 INTERRUPTED, TERMINATED = 130, 143  # the exit codes after Ctrl-C and SIGTERM
 DEBUG = "LADDERIZE_DEBUG"  # in the environment of started ranks: --debug was given
 LONGEST_ERROR = 1500  # characters
 PANIC = "PanicException"  # the name of pyo3's class, which cannot be imported
-TURN_S, LAST_S = 3.0, 8.0  # before other ranks than 0 say what is wrong; before one does that another rank has left
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun reads a rank's error
 
 
 @contextlib.contextmanager
@@ -45,16 +44,16 @@ def error_boundary(debug: bool) -> Iterator[None]:
             say("Stopped by SIGTERM.")
         raise
     except (LadderizeError, OSError) as error:
+        _record(error)
         if debug:
             raise
         _say_error(sentence(error))
         sys.exit(2 if isinstance(error, UsageError | RangeSyntaxError) else 1)
     except BaseException as error:
         # what Rust code ends in, such as the tokenizers library on some regular expressions, is no Exception
+        _record(error)
         if debug or not (isinstance(error, Exception) or type(error).__name__ == PANIC):
             raise
-        if is_lost_rank(error):
-            time.sleep(LAST_S)
         _say_error(_unplanned(error))
         sys.exit(1)
     finally:
@@ -84,7 +83,7 @@ def _unplanned(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _handled(number: int, handler: Any) -> Iterator[None]:
-    """Within the block a signal is handled so, where Python lets us: in the main thread."""
+    """Handle a signal within the block, where Python lets us: in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -96,7 +95,7 @@ def _handled(number: int, handler: Any) -> Iterator[None]:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM. KeyboardInterrupt itself, raised amid an import, makes Python end by SIGINT whatever the exit code."""
+    """Stands for SIGTERM. KeyboardInterrupt itself, raised amid an import, makes Python end by SIGINT."""
 
 
 @contextlib.contextmanager
@@ -119,17 +118,25 @@ def _terminable(received: list[int]) -> Iterator[None]:
         yield
 
 
+def _record(error: BaseException) -> None:
+    """Give a rank's error to torchrun, whose report names the rank that failed first."""
+    if os.environ.get(ERROR_FILE) and os.environ.get(WORLD_SIZE, "1") != "1":
+        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+        ErrorHandler().record_exception(error)
+
+
 def _say_error(text: str) -> None:
-    """Say an error, rank 0 first where all ranks find it: the launcher ends the others once one has ended. A sentence
-    that quotes a name of 5,000 characters loses the middle of it."""
-    with contextlib.suppress(UserError):  # of a launcher that says nonsense, which is said at once
-        time.sleep(TURN_S if launched().rank else 0.0)
+    """Say it on rank 0; torchrun's report says it of any rank. A sentence that quotes a name of 5,000 characters loses
+    the middle of it."""
+    if os.environ.get(ERROR_FILE) and not is_main_rank():
+        return
     text = text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR - 500]} [...] {text[-400:]}"
     say(f"Error: {text}", style="red")
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Return True if this rank could not speak to another one, which gloo says as a plain RuntimeError."""
+    """Return True where this rank could not speak to another one, which gloo says as a plain RuntimeError."""
     if not isinstance(error, RuntimeError):
         return False
     lost = any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))

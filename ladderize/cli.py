@@ -28,7 +28,7 @@ from ladderize.commands.builder import BadCommandLine, Commands, add, usage_mess
 from ladderize.console import check_arguments
 from ladderize.demo.command import demo
 from ladderize.errors import UsageError, UserError
-from ladderize.ranks.environment import launch_variables
+from ladderize.ranks.environment import launched
 from ladderize.tradeoff.sweep.command import sweep_command
 
 app = typer.Typer(
@@ -91,7 +91,7 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    launch_variables()
+    launched()
 
 
 CONVERT, RECOVER, MEASURE = "Convert", "Recover accuracy", "Measure and run"

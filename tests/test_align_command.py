@@ -51,9 +51,7 @@ PLACE = ["dense", "ids.npy", "spd"]
 # Runs ladderize; rank 1 is killed when it has sent its second sum.
 RANK_DIES = """
 import os, signal, sys
-from ladderize import boundary
 from ladderize.ranks.group import Ranks
-boundary.LAST_S = 0.0
 summed, count = Ranks.sum, [0]
 def sum(self, values):
     count[0] += 1

@@ -613,7 +613,7 @@ def test_the_reference_has_the_cores_of_the_ranks_that_wait():
     before = cores()
     try:
         os.sched_setaffinity(0, {min(before)})  # a rank's share, which the process that it starts inherits
-        assert reference_check._references(ALONE, [], "cpu", 8, before) == {}
+        assert reference_check._references(ALONE, print, [], "cpu", 8, before) == {}
         assert cores() == before
     finally:
         os.sched_setaffinity(0, before)

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ladderize.errors import UserError
-from ladderize.runtime.launch import handing_on_signals
+from ladderize.runtime.launch import passing_on_signals
 from tests import warm
-from tests.helpers import ROOT, all_gone
+from tests.helpers import all_gone
 
 
 def work(group, folder, save_seconds):
@@ -99,7 +98,7 @@ def test_a_signal_before_the_ranks_can_save():
     process.start()
 
     def lead():
-        with handing_on_signals([process]):
+        with passing_on_signals([process]):
             os.kill(os.getpid(), signal.SIGTERM)
             process.join(warm.PATIENCE)
             raise UserError("rank 0 was killed by SIGTERM; the whole group was stopped")
@@ -107,28 +106,3 @@ def test_a_signal_before_the_ranks_can_save():
     with pytest.raises(UserError, match="stopped by SIGTERM"):
         lead()
     assert process.exitcode == -signal.SIGTERM
-
-
-HOLDS_A_LOCK = """
-import multiprocessing, os, signal
-from ladderize.ranks import server
-
-def killed():
-    held = multiprocessing.RLock()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if __name__ == "__main__":
-    server.PRELOADED = []
-    process = server.start_context().Process(target=killed)
-    process.start()
-    process.join()
-    print(process.exitcode)
-"""
-
-
-def test_what_a_killed_process_leaves_is_removed_without_a_word(tmp_path):
-    (tmp_path / "holds.py").write_text(HOLDS_A_LOCK)
-    command = [sys.executable, str(tmp_path / "holds.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=warm.PATIENCE)
-    assert (done.stdout, done.stderr) == (f"{-signal.SIGKILL}\n", "")

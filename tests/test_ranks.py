@@ -1,4 +1,8 @@
-"""What launchers say of the processes they start, and the device and dtype to compute in."""
+"""Variables of launchers, and the device and dtype to compute in."""
+
+import os
+import socket
+import sys
 
 import pytest
 import torch
@@ -7,11 +11,26 @@ from ladderize.blocks import compute_dtype
 from ladderize.errors import UserError
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import ALONE, Place, already_started, launched, started_rank_variables
-from ladderize.ranks.group import join_ranks
+from ladderize.ranks.group import join_ranks, rank_device
+from tests import warm
+from tests.helpers import ROOT, invoke, one_sentence
+
+PAIR = {"WORLD_SIZE": "2", "RANK": "0"}
+# Joins the group that its variables name, within so many seconds, and prints the ranks that are there.
+JOIN = """
+import sys
+from datetime import timedelta
+from ladderize.boundary import error_boundary
+from ladderize.ranks import group
+group.MEETING_TIMEOUT = timedelta(seconds=float(sys.argv[1]))
+with error_boundary(False):
+    ranks = group.join_ranks("cpu")
+    print(ranks.gather(ranks.rank))
+"""
 
 
 def test_without_a_launcher_a_process_is_alone():
-    assert launched() == ALONE
+    assert launched() == launched({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": ""}) == ALONE
     assert not already_started()
     ranks = join_ranks("cpu")
     assert (ranks.rank, ranks.size, ranks.local_size, ranks.is_main) == (0, 1, 1, True)
@@ -19,16 +38,81 @@ def test_without_a_launcher_a_process_is_alone():
     assert ranks.broadcast("x") == "x"
 
 
-def test_a_started_rank_reads_what_it_was_given(monkeypatch):
+def test_a_started_rank_reads_what_it_was_given():
     place = Place(rank=3, size=4, local_rank=1, local_size=2)
-    for name, value in {**started_rank_variables(place, {}), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    variables = started_rank_variables(place, {})
+    assert launched(variables) == place
+    del variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]  # torchrun says them, other launchers may not
+    assert launched(variables) == Place(3, 4, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"WORLD_SIZE": "4"}, "variable WORLD_SIZE is 4, but RANK is not set"),
+        ({"RANK": "1"}, "variable RANK is 1, but WORLD_SIZE is not set"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "variable RANK is 1, but WORLD_SIZE is 1"),
+        ({**PAIR, "RANK": "2"}, "variables RANK and WORLD_SIZE contradict each other: 2 and 2"),
+        ({**PAIR, "RANK": "-1"}, "variable RANK is '-1', but must be a whole number"),
+        ({**PAIR, "WORLD_SIZE": "1e9"}, "variable WORLD_SIZE is '1e9', but must be a whole number"),
+        ({**PAIR, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK and LOCAL_WORLD_SIZE contradict each other"),
+        ({**PAIR, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE and WORLD_SIZE contradict each other: 3 and 2"),
+    ],
+)
+def test_nonsense_is_refused_by_every_command(tmp_path, monkeypatch, variables, expected):
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert launched() == place
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # torchrun says it, other launchers may not
-    assert launched().local_size == 4
-    monkeypatch.setenv("RANK", "three")
-    with pytest.raises(UserError, match="the environment variable RANK is 'three', but must be a whole number"):
-        launched()
+    outcome = invoke("inspect", tmp_path)
+    assert expected in one_sentence(outcome)
+    assert outcome.code == 1
+
+
+@pytest.mark.parametrize(("local_rank", "gpus", "index"), [(3, 4, 3), (3, 1, 0), (0, 2, 0), (2, 2, None), (7, 4, None)])
+def test_two_ranks_never_get_one_gpu_in_silence(monkeypatch, local_rank, gpus, index):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    if index is None:
+        with pytest.raises(UserError, match=f"process {local_rank} of its machine, .* torch sees {gpus} GPUs"):
+            rank_device("cuda", local_rank)
+    else:
+        assert rank_device("cuda", local_rank) == torch.device("cuda", index)
+
+
+def test_a_gpu_that_is_named_by_its_number_is_the_current_one(monkeypatch):
+    """CUDA graphs are captured from the current one, whatever the tensors lie on."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert rank_device("cuda:1", 0) == torch.device("cuda", 1)
+    assert current == [torch.device("cuda", 1)]
+    assert rank_device("cpu", 0) == torch.device("cpu")
+    assert len(current) == 1
+
+
+def start(rank, port, seconds, **variables):
+    given = {**PAIR, "RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), **variables}
+    return warm.WarmProcess(
+        [sys.executable, "-c", JOIN, seconds], cwd=ROOT, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **given}
+    )
+
+
+def test_ranks_that_a_launcher_started_meet():
+    port = warm.free_port()
+    for process in [start(rank, port, 600) for rank in (1, 0)]:
+        assert (process.communicate()[0], process.returncode) == ("[0, 1]\n", 0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "variables"),
+    [(0, {}), (1, {}), (0, {"MASTER_ADDR": "no.such.host.invalid"}), (0, {"MASTER_PORT": ""}), (0, {"taken": "yes"})],
+)
+def test_a_rank_that_finds_nobody_says_so(rank, variables):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1] if variables.pop("taken", None) else warm.free_port()
+        process = start(rank, port, 1, **variables)
+        stderr = process.communicate()[1]
+    assert process.returncode == 1
+    assert f"Error: rank {rank} of 2 does not find the others (" in stderr
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

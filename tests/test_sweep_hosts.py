@@ -10,11 +10,11 @@ from threading import Thread
 import pytest
 
 from ladderize.errors import UserError
-from ladderize.ranks.environment import launch_variables, launched, set_by_srun, without_launcher
-from ladderize.ranks.group import meet
+from ladderize.ranks.environment import launched
 from ladderize.tradeoff.sweep import hosts
 from ladderize.tradeoff.sweep.hosts import linked, started_hosts
 from ladderize.tradeoff.sweep.launch import StageLaunch
+from ladderize.tradeoff.sweep.meeting import launch_variables, meet, set_by_srun, without_launcher
 from tests import warm
 from tests.helpers import invoke
 from tests.sweeps import FAST, last_saved, ran, read, retraining, stages_of, start, write

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ladderize.files.documents import write_json
-from ladderize.files.temporaries import adopt_folder, remove_abandoned, replacement, temporary_folder
+from ladderize.files.temporaries import remove_abandoned, replacement, temporary_folder
 from tests import warm
 from tests.helpers import listing
 
@@ -56,42 +56,6 @@ def test_a_killed_run_is_cleaned_up_after_and_a_living_one_is_not(tmp_path, monk
         assert listing(place) == sorted([*left, mine.name, *KEPT])
     write_json(place / "s.json", {"a": 2})
     assert listing(place) == KEPT
-
-
-ADOPTER = """
-import sys, tempfile, time
-from pathlib import Path
-from ladderize.ranks.server import start_context
-place = Path(sys.argv[1])
-tempfile.tempdir = str(place)
-start_context()
-(place / "flag").touch()
-time.sleep(3600)
-"""
-
-
-def servers_folders(place):
-    return [name for name in listing(place) if name.startswith("pymp-")]
-
-
-def test_the_servers_folder_of_a_killed_run_is_removed(place):
-    """And not that of a living one, or of another program."""
-    for name in ("pymp-of-another", "pymp-1", "pymp-2"):
-        (place / name).mkdir()
-    child = warm.WarmProcess([sys.executable, "-c", ADOPTER, place])
-    try:
-        warm.wait_until((place / "flag").exists, child)
-        before = servers_folders(place)
-        assert len(before) == 4
-        adopt_folder(place / "pymp-1", "pymp-")
-        assert servers_folders(place) == before
-    finally:
-        child.kill()
-        child.communicate()
-    adopt_folder(place / "pymp-1", "pymp-")  # which was done before
-    assert servers_folders(place) == before
-    adopt_folder(place / "pymp-2", "pymp-")
-    assert servers_folders(place) == ["pymp-1", "pymp-2", "pymp-of-another"]
 
 
 def test_of_other_purposes_and_of_others_nothing_is_removed(place):

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-ADOPTED = "ladderize"  # a file in a folder that a library has made for us
-
 
 def why_unwritable(folder: Path) -> str | None:
     """Return the system's reason why no file can be made in ``folder``; None where one can. Root may write where
@@ -143,18 +141,6 @@ def remove_abandoned(folder: Path, prefix: str) -> None:
     """Remove the temporaries in ``folder`` with names that begin with ``prefix``, unless they are locked."""
     pattern = re.compile(re.escape(prefix) + "[0-9a-f]{8,16}(-old)?")
     _remove_unlocked(folder, lambda entry: pattern.fullmatch(entry.name) is not None)
-
-
-def adopt_folder(folder: Path, prefix: str) -> None:
-    """Let the next run remove a folder that a library has made, for as long as this process lives, among others whose
-    names begin with ``prefix``. What killed runs have adopted there is removed now."""
-    if (folder / ADOPTED).exists():  # by this process, or by the one that started it
-        return
-    (folder / ADOPTED).touch()
-    try_lock(os.open(folder, os.O_RDONLY))  # until this process ends
-    _remove_unlocked(
-        folder.parent, lambda entry: entry.name.startswith(prefix) and os.path.exists(os.path.join(entry, ADOPTED))
-    )
 
 
 def _remove_unlocked(folder: Path, is_ours: Callable[[os.DirEntry[str]], bool]) -> None:

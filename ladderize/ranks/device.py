@@ -1,4 +1,4 @@
-"""What there is to compute on; torch is imported when it is asked."""
+"""Devices to compute on. Torch is imported when it is asked."""
 
 import os
 
@@ -7,14 +7,14 @@ from ladderize.errors import UserError
 
 
 def default_device() -> DeviceName:
-    """A GPU where torch sees one."""
+    """Return ``cuda`` where torch sees a GPU, else ``cpu``."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_device(device: str) -> None:
-    """Raise UserError for what names no device, or one that is not here."""
+    """Raise UserError for a word that names no device, or one that is not here."""
     import torch
 
     try:
@@ -30,7 +30,7 @@ def check_device(device: str) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that torch sees, each as ``CUDA_VISIBLE_DEVICES`` names it."""
+    """Return the GPUs that torch sees, each as ``CUDA_VISIBLE_DEVICES`` names it."""
     import torch
 
     count = torch.cuda.device_count()

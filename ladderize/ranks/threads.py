@@ -8,12 +8,12 @@ import torch
 
 
 def cores() -> set[int]:
-    """The cores that this process may run on."""
+    """Return the cores that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def processor() -> str:
-    """The model of this machine's processor, or its architecture where the system does not say."""
+    """Return the model of this machine's processor, or its architecture where the system does not say."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,15 +1,13 @@
 """A function on every rank of a group: in this process, in new processes of this host, or in those of a launcher.
 
-Ranks are forked from a server of multiprocessing's rather than started by torch's elastic launcher: two of them then
-take 3.5 s to start the first time and 0.3 s after that, where the launcher takes 4.3 and 4.4 s, for it imports torch
-and transformers anew in each (benchmarks/start_ranks.py); and the error is one sentence of the rank that failed first.
+New processes are forked from a server that has imported torch and transformers (``ranks.server``). Torch's own
+``start_processes`` would name the first rank whose end it sees, which may be one that only lost the rank that failed.
 """
 
 import contextlib
 import dataclasses
 import faulthandler
 import fcntl
-import functools
 import gc
 import multiprocessing
 import os
@@ -17,11 +15,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,56 +30,22 @@ from ladderize.boundary import DEBUG
 from ladderize.console import is_out_of_memory, sentence
 from ladderize.errors import LadderizeError, UsageError, UserError
 from ladderize.files.temporaries import temporary_folder
-from ladderize.ranks.environment import ALONE, Place, launched, started_rank_variables
+from ladderize.ranks.environment import ALONE, Place, environment_with, launched, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group
 from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import set_threads, take_cores
 from ladderize.runtime.collectives.shm import remove_segments
 
-
-@contextlib.contextmanager
-def handing_on_signals(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """SIGTERM and the first Ctrl-C reach every process as SIGTERM, and the block goes on: it ends when they do.
-
-    A second signal kills them and ends the block. Raises KeyboardInterrupt or UserError where a signal ended the
-    processes before they were ready to save.
-    """
-    received: list[int] = []
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        again = len(received) > 1
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid or 0, signal.SIGKILL if again else signal.SIGTERM)
-        if again:
-            raise _stopped(number)
-
-    try:
-        before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: its owner handles signals
-        yield
-        return
-    try:
-        yield
-    except UserError:
-        if received and any(process.exitcode == -signal.SIGTERM for process in processes):
-            raise _stopped(received[0]) from None
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stopped(number: int) -> BaseException:
-    if number == signal.SIGINT:
-        return KeyboardInterrupt()
-    return UserError("stopped by SIGTERM; run the same command again to resume from the last saved state")
-
-
 # A rank that fails because another one did reports it too: wait so long for the one that failed first.
 CAUSE_SECONDS = 1.0
 TERMINATE_SECONDS = 3.0
+
+Report = Callable[[Any], None]
+Send = Callable[[str, Any], None]  # (kind, content) to the process that started this one; kind: report or value
+
+
+def ignore(value: Any) -> None:
+    """Do nothing with a report."""
 
 
 def check_group_size(tp_size: int, device: str) -> None:
@@ -104,9 +68,6 @@ def check_group_size(tp_size: int, device: str) -> None:
         )
 
 
-Report = Callable[[Any], None]
-
-
 def run(
     function: Callable[..., Any],
     *args: Any,
@@ -121,44 +82,40 @@ def run(
 
     One rank runs in this process. More are started as processes of this host, unless a launcher has done so.
     ``function`` and ``args`` are pickled by reference. Raises UserError with the cause if any rank fails; by then all
-    ranks are gone. threads: of each rank; None shares this host's cores out. report: is called here, in this process,
-    with each value that rank 0 gives to ``ranks.report``, so that results are safe before something else fails.
-    timeout: of the group's operations. stoppable: a signal that stops this process is given to the ranks that it has
-    started, which save what they have (signals.py).
+    ranks are gone.
+
+    threads: of each rank; None shares this host's cores out.
+    report: is called in this process with each value that rank 0 gives to ``ranks.report``, as soon as it comes.
+    timeout: of the group's operations.
+    stoppable: SIGTERM and Ctrl-C are passed on to the ranks, which save and end.
     """
-    report = report or (lambda value: None)
+    report = report or ignore
     check_group_size(tp_size, device)
     place = launched()
-    if place != ALONE:
-        with joined(place, device, threads, None, report, timeout) as ranks:
-            return function(ranks, *args)
-    if tp_size == 1:
+    if place != ALONE or tp_size == 1:
         try:
-            with joined(ALONE, device, threads, None, report, timeout) as ranks:
+            with joined(place, device, threads, report, timeout) as ranks:
                 return function(ranks, *args)
         except (RuntimeError, MemoryError) as error:
             raise _out_of_memory(error) or error from None
+    places = [Place(rank, tp_size, rank, tp_size) for rank in range(tp_size)]
     with temporary_folder("group") as folder:
-        with started(function, [args] * tp_size, device, threads, folder / "store", report, timeout) as group:
-            with handing_on_signals(group.processes) if stoppable else contextlib.nullcontext():
-                group.watch()
-            return group.value
+        meeting = f"file://{folder / 'store'}"
+        inside = (function, args, device, threads, meeting, timeout)
+        return run_processes(_work_as_rank, inside, places, report, stoppable=stoppable)
 
 
 @contextlib.contextmanager
 def joined(
-    place: Place,
-    device: str,
-    threads: int | None,
-    init_method: str | None,
-    report: Report,
-    timeout: timedelta = INFERENCE_TIMEOUT,
+    place: Place, device: str, threads: int | None, report: Report, timeout: timedelta, meeting: str = "env://"
 ) -> Iterator[Ranks]:
-    """This process as one of the ranks that ``place`` speaks of, until the end of the block. A group that it has joined
-    before, for several models in turn, is used and stays."""
+    """Make this process one of the ranks that ``place`` speaks of, until the end of the block.
+
+    A group that it has joined before, for several models in turn, is used and stays. meeting: torch's init_method.
+    """
     set_threads(threads, place.local_size)
     stays = dist.is_initialized()
-    ranks = join_group(place, device, timeout=timeout, init_method=init_method)
+    ranks = join_group(place, device, timeout=timeout, init_method=meeting)
     yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
     if place.size > 1:
         gc.collect()  # what the block has captured of the group: NCCL waits for every CUDA graph that has
@@ -167,133 +124,112 @@ def joined(
         dist.destroy_process_group()
 
 
-# ---- starting ranks on this host ----
-
-
-@contextlib.contextmanager
-def started(
+def _work_as_rank(
+    place: Place,
+    send: Send,
     function: Callable[..., Any],
-    args: Sequence[tuple[Any, ...]],
+    args: tuple[Any, ...],
     device: str,
     threads: int | None,
-    store: Path,
-    report: Report,
-    timeout: timedelta = INFERENCE_TIMEOUT,
-) -> Iterator["StartedRanks"]:
-    """Processes of this host that call ``function(ranks, *args[rank])``; they are stopped at the end.
-
-    store: a path for a file in which they find each other.
-    """
-    inside = functools.partial(_in_group, function, device, threads, f"file://{store}", timeout)
-    with started_processes(inside, args, os.environ, report) as group:
-        yield group
+    meeting: str,
+    timeout: timedelta,
+) -> Any:
+    if device == "cpu":
+        threads = take_cores(place.local_rank, place.local_size, threads)
+    with joined(place, device, threads, lambda value: send("report", value), timeout, meeting) as ranks:
+        return function(ranks, *args)
 
 
-@contextlib.contextmanager
-def started_processes(
+# ---- processes of this host ----
+
+
+def run_processes(
     function: Callable[..., Any],
-    args: Sequence[tuple[Any, ...]],
-    environment: Mapping[str, str],
-    report: Report = lambda value: None,
+    args: tuple[Any, ...],
+    places: Sequence[Place] = (ALONE,),
+    report: Report = ignore,
     *,
-    first: int = 0,
-    size: int | None = None,
-) -> Iterator["StartedRanks"]:
-    """The same without a group: ``function(place, report, *args[rank])`` is a context whose value is the rank's.
+    context: Any = None,
+    variables: Callable[[Place, Mapping[str, str]], Mapping[str, str]] = started_rank_variables,
+    stoppable: bool = False,
+) -> Any:
+    """Call ``function(place, send, *args)`` in a new process for each place; return the value of the first.
 
-    environment: of the processes, to which the variables are added that a launcher gives to each. first, size: they are
-    part of a larger group, whose other ranks are started on other hosts.
+    A function that must not return, because of what it would destroy, sends ``("value", value)`` and ends the process.
+    Raises UserError with the cause if any process fails; by then all are gone.
+
+    context: of multiprocessing; None: processes are forked from the server.
+    variables: called with the place and ``os.environ``; what the process has on top of it, from its start.
+    stoppable: SIGTERM and Ctrl-C are passed on to the processes, which save and end.
     """
-    context, own = start_context(), len(args)
+    context = context or start_context()
     streams = [Connection(os.dup(number), readable=False) for number in (1, 2)]
     pipes, processes = [], []
     try:
-        for rank in range(own):
+        for place in places:
             ours, theirs = context.Pipe(duplex=False)
-            place = Place(first + rank, size or own, rank, own)
-            # a daemon: a process that leaves early does not wait for ranks that wait for it
-            process = context.Process(
-                target=_work,
-                args=(function, args[rank], place, theirs, streams, dict(environment)),
-                name=f"rank {place.rank}",
-                daemon=True,
-            )
-            process.start()
+            with environment_with(variables(place, os.environ)):
+                # a daemon: a process that leaves early does not wait for ranks that wait for it
+                process = context.Process(
+                    target=_work,
+                    args=(function, args, place, theirs, streams, dict(os.environ)),
+                    name=f"rank {place.rank}",
+                    daemon=True,
+                )
+                process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        yield StartedRanks(pipes, processes, report)
+        with passing_on_signals(processes) if stoppable else contextlib.nullcontext():
+            return _watch(processes, pipes, report)
     finally:
-        stop_processes(processes)
+        _stop(processes)
         remove_segments(os.getpid())
         for connection in (*pipes, *streams):
             connection.close()
 
 
-class StartedRanks:
-    """Processes at work, and what they have said. ``value``: rank 0's, once ``watch`` has returned without a
-    condition."""
-
-    def __init__(self, pipes: list[Connection], processes: list[Any], report: Report) -> None:
-        self.pipes, self.processes, self.report = pipes, processes, report
-        self.values: dict[int, Any] = {}
-        self.errors: dict[int, tuple[float, Exception]] = {}
-        self.running = set(range(len(processes)))
-
-    @property
-    def value(self) -> Any:
-        return self.values[0]
-
-    def watch(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Listen until every rank is done, or ``until()``; raise UserError as soon as one fails."""
-        deadline = None
-        while self.running and (deadline is None or time.monotonic() < deadline):
-            if until():
-                return
-            wait(
-                [self.processes[rank].sentinel for rank in self.running]
-                + [self.pipes[rank] for rank in self.running - self.values.keys() - self.errors.keys()],
-                timeout=0.2,
+def _watch(processes: Sequence[BaseProcess], pipes: Sequence[Connection], report: Report) -> Any:
+    """Listen until every process is done; return the first one's value. Raise UserError as soon as one fails."""
+    values: dict[int, Any] = {}
+    errors: dict[int, tuple[float, Exception]] = {}
+    running, deadline = set(range(len(processes))), float("inf")
+    while running and time.monotonic() < deadline:
+        speaking = running - values.keys() - errors.keys()
+        wait([processes[rank].sentinel for rank in running] + [pipes[rank] for rank in speaking], timeout=0.2)
+        for rank in sorted(running):
+            has_ended = processes[rank].exitcode is not None  # seen first: then nothing more is sent
+            with contextlib.suppress(EOFError, OSError):  # the rank is gone
+                while rank in speaking and pipes[rank].poll():
+                    kind, content = pipes[rank].recv()
+                    if kind == "report":
+                        report(content)
+                    else:
+                        (values if kind == "value" else errors)[rank] = content
+                        break
+            if has_ended:
+                running.discard(rank)
+        if errors or any(process.exitcode not in (None, 0) for process in processes):
+            deadline = min(deadline, time.monotonic() + CAUSE_SECONDS)
+    for rank, process in enumerate(processes):  # a killed rank is the cause of what the others report
+        if process.exitcode not in (None, 0) and rank not in errors:
+            raise UserError(
+                f"rank {process.name.split()[-1]} {how_it_ended(process.exitcode)}; the whole group was stopped"
             )
-            for rank in sorted(self.running):
-                has_ended = self.processes[rank].exitcode is not None  # seen first: then nothing more is sent
-                self._receive(rank)
-                if has_ended:
-                    self.running.discard(rank)
-            if deadline is None and (self.errors or any(p.exitcode not in (None, 0) for p in self.processes)):
-                deadline = time.monotonic() + CAUSE_SECONDS
-        for rank, process in enumerate(self.processes):  # a killed rank is the cause of what the others report
-            if process.exitcode not in (None, 0) and rank not in self.errors:
-                raise UserError(
-                    f"rank {process.name.split()[-1]} {how_it_ended(process.exitcode)}; the whole group was stopped"
-                )
-        if self.errors:
-            raise min(self.errors.values(), key=lambda failure: failure[0])[1]
-
-    def _receive(self, rank: int) -> None:
-        """Take all that a rank has sent so far: reports, and at the end its value or its error."""
-        while rank not in self.values and rank not in self.errors:
-            try:
-                if not self.pipes[rank].poll():
-                    return
-                kind, value = self.pipes[rank].recv()
-            except (EOFError, OSError):  # the rank is gone
-                return
-            if kind == "report":
-                self.report(value)
-            else:
-                (self.values if kind == "value" else self.errors)[rank] = value
+    if errors:
+        raise min(errors.values(), key=lambda failure: failure[0])[1]
+    return values[0]
 
 
 def how_it_ended(exitcode: int) -> str:
-    """Words for a process that ended without a word of its own."""
+    """Return words for a process that ended without a word of its own."""
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     name = signal.Signals(-exitcode).name
     return f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")
 
 
-def stop_processes(processes: list[Any]) -> None:
+def _stop(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()
@@ -306,20 +242,38 @@ def stop_processes(processes: list[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _in_group(
-    function: Callable[..., Any],
-    device: str,
-    threads: int | None,
-    init_method: str,
-    timeout: timedelta,
-    place: Place,
-    report: Report,
-    *args: Any,
-) -> Iterator[Any]:
-    if device == "cpu":
-        threads = take_cores(place.local_rank, place.local_size, threads)
-    with joined(place, device, threads, init_method, report, timeout) as ranks:
-        yield function(ranks, *args)
+def passing_on_signals(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Pass SIGTERM and the first Ctrl-C on to the processes, as SIGTERM, while the block waits for them.
+
+    A second signal kills them. Raises KeyboardInterrupt or UserError where they ended before they could save.
+    """
+    if threading.current_thread() is not threading.main_thread():  # its owner handles signals
+        yield
+        return
+    received: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for process in processes:
+            process.terminate() if len(received) == 1 else process.kill()
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except UserError:
+        if received and any(process.exitcode in (-signal.SIGTERM, -signal.SIGKILL) for process in processes):
+            if received[-1] == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise UserError(
+                "stopped by SIGTERM; run the same command again to resume from the last saved state"
+            ) from None
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---- in the new process ----
 
 
 def _work(
@@ -330,50 +284,31 @@ def _work(
     streams: list[Connection],
     environment: Mapping[str, str],
 ) -> None:
-    """The life of a started rank: it reports a value or one sentence, and ends with whoever started it."""
+    """Report a value or one sentence, and end with the process that started this one."""
     multiprocessing.current_process().daemon = False  # a daemon may not start processes, as bench's check does
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
     end_with_parent()
-    adopt(streams, environment)
+    for number, stream in zip((1, 2), streams, strict=True):  # the server was started with other ones
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    os.environ.clear()
+    os.environ.update(environment)
     faulthandler.enable()  # where native code dies, stderr says what Python was doing
-    os.environ.update(started_rank_variables(place, os.environ))
-    with reporting_errors(pipe, place):
-        with function(place, lambda value: pipe.send(("report", value)), *args) as value:
-            pipe.send(("value", value if place.rank == 0 else None))
-
-
-@contextlib.contextmanager
-def reporting_errors(
-    pipe: Connection, place: Place, words: Callable[[BaseException], str | None] = lambda error: None
-) -> Iterator[None]:
-    """An error in the block ends this process, a rank, and whoever started it hears of it as one sentence. words: for
-    errors of a library that need others than their own."""
     try:
-        yield
+        value = function(place, lambda kind, content: pipe.send((kind, content)), *args)
+        pipe.send(("value", value if place.rank == 0 else None))
     except BaseException as error:
         failed_at = time.monotonic()  # one clock for all processes of a host
         if os.environ.get(DEBUG):
-            import traceback
-
             traceback.print_exc()
         if not isinstance(error, LadderizeError | BrokenPipeError):  # the latter: whoever read our stdout went away
-            said = words(error)
-            error = (None if said else _out_of_memory(error)) or UserError(
-                f"rank {place.rank} failed: {type(error).__name__}: {said or sentence(error)}"
+            error = _out_of_memory(error) or UserError(
+                f"rank {place.rank} failed: {type(error).__name__}: {sentence(error)}"
             )
         with contextlib.suppress(OSError):
             pipe.send(("error", (failed_at, error)))
         # without leaving through the group's destructors: the others may be gone
         os._exit(1)
-
-
-def adopt(streams: list[Connection], environment: Mapping[str, str]) -> None:
-    """Write where the parent writes now, and see its variables: the server was started with older ones."""
-    for number, stream in zip((1, 2), streams, strict=True):
-        os.dup2(stream.fileno(), number)
-        stream.close()
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 def end_with_parent() -> None:

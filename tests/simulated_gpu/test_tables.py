@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ladderize.errors import UserError
 from ladderize.memory import PeakMemory, available_bytes, check_room, peak_bytes
 from ladderize.ranks.environment import Place
-from ladderize.ranks.group import INFERENCE_TIMEOUT, SAME_WORK_TIMEOUT, TRAINING_TIMEOUT, join_group
+from ladderize.ranks.group import INFERENCE_TIMEOUT, MEETING_TIMEOUT, SAME_WORK_TIMEOUT, TRAINING_TIMEOUT, join_group
 from ladderize.runtime.bench.rounds import ALONE_REPEAT, ALONE_ROUNDS, AloneTimes
 from ladderize.runtime.collectives.choose import _peers_reachable
 from ladderize.runtime.decode import check_mask
@@ -24,20 +24,25 @@ from tests.simulated_gpu.models import RANKS, seed
 
 
 def test_nccl_knows_its_gpu_and_does_not_wait_for_days():
-    limits, asked = [], []
-    backend = SimpleNamespace(_set_default_timeout=limits.append)
-    world = SimpleNamespace(WORLD=SimpleNamespace(_get_backend=lambda device: backend))
+    limits, asked = {"cuda": [], "cpu": [], "store": []}, []
+    world = SimpleNamespace(
+        WORLD=SimpleNamespace(
+            _get_backend=lambda device: SimpleNamespace(_set_default_timeout=limits[device.type].append)
+        )
+    )
+    store = SimpleNamespace(set_timeout=limits["store"].append)
     init = mock.create_autospec(dist.init_process_group, side_effect=lambda *given, **more: asked.append((given, more)))
     with (
         mock.patch.multiple(torch.cuda, device_count=lambda: 4, set_device=mock.DEFAULT),
         mock.patch.multiple(dist, init_process_group=init, group=world),
+        mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=store),
     ):
         ranks = join_group(Place(3, 4, 3, 4), "cuda", timeout=TRAINING_TIMEOUT, init_method="file:///nowhere")
     ((backends,), more) = asked[0]
     assert backends == "cpu:gloo,cuda:nccl"
     assert more["device_id"] == ranks.device == torch.device("cuda", 3)
-    assert more["timeout"] == TRAINING_TIMEOUT
-    assert limits == [SAME_WORK_TIMEOUT]
+    assert more["timeout"] == MEETING_TIMEOUT
+    assert limits == {"cuda": [SAME_WORK_TIMEOUT], "cpu": [TRAINING_TIMEOUT], "store": [TRAINING_TIMEOUT]}
     assert timedelta(minutes=10) <= SAME_WORK_TIMEOUT < INFERENCE_TIMEOUT
 
 

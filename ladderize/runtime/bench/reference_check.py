@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,14 @@ from torch import Tensor
 
 from ladderize.blocks import Blocks, open_checkpoint, window_streams
 from ladderize.console import Console
+from ladderize.ranks.environment import Place
 from ladderize.ranks.group import Ranks, host_id
 from ladderize.ranks.threads import cores
 from ladderize.runtime.bench.document import ReferenceAgreement
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import Generator
-from ladderize.runtime.launch import started
+from ladderize.runtime.launch import Send, run_processes
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
 
 TEXTS = 2
@@ -101,14 +101,11 @@ def references(
     on: the cores to compute on, those of ranks that wait among them; None: this rank's.
     """
     arguments = specs, options.device, options.prompt_len, on or cores()
-    nowhere = Path(os.devnull)  # nobody is to be met there
-    with started(_references, [arguments], options.device, None, nowhere, lambda value: None) as process:
-        process.watch()
-        return dict(process.value)
+    return dict(run_processes(_references, arguments))
 
 
 def _references(
-    alone: Ranks, specs: list[ModelSpec], device: str, prompt_len: int, on: Collection[int]
+    place: Place, send: Send, specs: list[ModelSpec], device: str, prompt_len: int, on: Collection[int]
 ) -> dict[str, Reference]:
     if hasattr(os, "sched_setaffinity"):  # it has inherited the share of the rank that started it
         os.sched_setaffinity(0, on)

@@ -11,7 +11,7 @@ from ladderize.commands.builder import OUTPUT, PLAIN_OPTIONS, GivenOptions, comm
 from ladderize.commands.shared import LOADING, command_line, show_next
 from ladderize.console import Console
 from ladderize.errors import UsageError, UserError
-from ladderize.ranks.environment import is_main_rank, set_by_srun
+from ladderize.ranks.environment import is_main_rank
 
 EXAMPLE = Path(__file__).parent / "example.yaml"
 
@@ -43,6 +43,8 @@ class SweepArguments:
 )
 def sweep_command(given: GivenOptions) -> None:
     """Measure a grid of layouts from conversion to accuracy and speed. What is complete is kept and reused."""
+    from ladderize.tradeoff.sweep.meeting import set_by_srun
+
     own = given.fill(SweepArguments)
     os.environ.update(set_by_srun())  # who prints is known before anything is said
     if not is_main_rank():  # of a process 0 that is gone torch's C++ would say much before we do

@@ -21,9 +21,10 @@ from typing import Any
 from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.files.temporaries import replacement
-from ladderize.ranks.environment import ALONE, Place, launch_variables, launched, set_by_srun
-from ladderize.ranks.group import INFERENCE_TIMEOUT, meet
+from ladderize.ranks.environment import ALONE, Place, launched
+from ladderize.ranks.group import INFERENCE_TIMEOUT
 from ladderize.tradeoff.sweep.builder import machine
+from ladderize.tradeoff.sweep.meeting import launch_variables, meet, set_by_srun
 from ladderize.tradeoff.sweep.stages import stage_files
 from ladderize.tradeoff.sweep.workers import STOP_SECONDS, Ended, StageOrder, ThisHost
 

@@ -1,11 +1,10 @@
 """On how many processes a stage's command runs, and how it is started on them: as torchrun does."""
 
-import contextlib
 import os
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from ladderize.adapt.methods import FULL, LORA
 from ladderize.boundary import INTERRUPTED
 from ladderize.errors import UserError
 from ladderize.files.records import Record, read_value
-from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place
+from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place, environment_with
 from ladderize.ranks.threads import cores, set_threads
-from ladderize.runtime.launch import Report, handing_on_signals, started_processes
+from ladderize.runtime.launch import Send, run_processes
 
 PROCESSES, FSDP = "processes", "fsdp"
 # of the sections whose commands can share their work
@@ -113,12 +112,9 @@ class StageLaunch(Record):
             store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
             part = HostPart(0, LOOPBACK, store.port)
         found = {MASTER_ADDR: part.address, MASTER_PORT: str(part.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
-        environment, ranks = {**os.environ, **found, **self.variables}, [(words, Path.cwd(), threads)] * own
-        with (
-            started_processes(_rank, ranks, environment, first=part.host * own, size=self.processes) as group,
-            handing_on_signals(group.processes),
-        ):
-            group.watch()
+        places = [Place(part.host * own + number, self.processes, number, own) for number in range(own)]
+        with environment_with({**found, **self.variables}):
+            run_processes(_rank, (words, Path.cwd(), threads), places, stoppable=True)
 
 
 IN_ONE = StageLaunch()
@@ -145,12 +141,10 @@ def check_launch(given: Given, where: str, method: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _rank(place: Place, report: Report, words: Words, folder: Path, threads: int | None) -> Iterator[None]:
+def _rank(place: Place, send: Send, words: Words, folder: Path, threads: int | None) -> None:
     os.chdir(folder)
     set_threads(threads, place.local_size)
     run_command(words)
-    yield
 
 
 def run_command(words: Words) -> None:

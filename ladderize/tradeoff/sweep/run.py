@@ -18,13 +18,13 @@ from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import lock_folder, replacement
 from ladderize.ranks.device import visible_gpus
-from ladderize.ranks.environment import hidden_launcher
 from ladderize.ranks.threads import cores
 from ladderize.tradeoff.sweep.builder import CACHE, Inputs, StageBuilder
 from ladderize.tradeoff.sweep.estimate import Estimator
 from ladderize.tradeoff.sweep.execute import Execution
 from ladderize.tradeoff.sweep.hosts import HostLink, OtherHost, linked, other_hosts, say_end, started_hosts, take_orders
 from ladderize.tradeoff.sweep.margin import Questions, count_questions, margin_words, questions_needed
+from ladderize.tradeoff.sweep.meeting import hidden_launcher
 from ladderize.tradeoff.sweep.plan import Planner
 from ladderize.tradeoff.sweep.planned import PlanDocument
 from ladderize.tradeoff.sweep.points import PlannedPoint, SweepPlan, summed

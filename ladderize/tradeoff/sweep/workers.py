@@ -18,11 +18,11 @@ from ladderize.errors import LadderizeError, UserError
 from ladderize.files.records import Record
 from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.device import visible_gpus
-from ladderize.ranks.environment import without_launcher
 from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import cores
 from ladderize.runtime.launch import end_with_parent, how_it_ended
 from ladderize.tradeoff.sweep.launch import HostPart, StageLaunch, Words
+from ladderize.tradeoff.sweep.meeting import without_launcher
 from ladderize.tradeoff.sweep.stages import LOG
 
 STOP_SECONDS = 120.0  # that a stage has, after Ctrl-C, to save what it can
