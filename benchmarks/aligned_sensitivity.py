@@ -26,11 +26,11 @@ from ladderize.adapt.blockwise.layer_files import StudentBlocks
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
 from ladderize.convert.sensitivity_file import column_layouts, perplexity_increases
-from ladderize.eval.suffixes import Suffixes
+from ladderize.adapt.layout_scores import Suffixes
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
-from ladderize.workflows.aligned_layouts import AlignedLayouts
+from ladderize.adapt.align.layouts import AlignedLayouts
 
 RESULTS = Path(__file__).parent / "results" / "aligned_sensitivity.json"
 SCORED = 64

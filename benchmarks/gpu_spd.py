@@ -28,7 +28,7 @@ from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import column_layouts
-from ladderize.eval.suffixes import LayoutTree, Suffixes
+from ladderize.adapt.layout_scores import LayoutTree, Suffixes
 from ladderize.layout import Layout
 from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks

@@ -35,9 +35,9 @@ from ladderize.eval.options import EvalOptions, SensitivityOptions
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
-from ladderize.workflows.sensitivity import measure_sensitivity
-from ladderize.workflows.spd import orders_of, spd
-from ladderize.workflows.spd_options import SpdOptions
+from ladderize.adapt.sensitivity import measure_sensitivity
+from ladderize.adapt.spd import orders_of, spd
+from ladderize.adapt.spd_options import SpdOptions
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 MHA = {

@@ -6,6 +6,11 @@ from ladderize.adapt.blockwise.options import BlockwiseOptions as BlockwiseOptio
 from ladderize.adapt.blockwise.options import DistillOptions as DistillOptions
 from ladderize.adapt.data_specs import data_sources as data_sources
 from ladderize.adapt.lora import LoraOptions as LoraOptions
+from ladderize.adapt.sensitivity import measure_sensitivity as measure_sensitivity
+from ladderize.adapt.sensitivity import write_sensitivity as write_sensitivity
+from ladderize.adapt.spd import SpdDocument as SpdDocument
+from ladderize.adapt.spd import spd as spd
+from ladderize.adapt.spd_options import SpdOptions as SpdOptions
 from ladderize.adapt.train.merge import MergeReport as MergeReport
 from ladderize.adapt.train.merge import merge as merge
 from ladderize.adapt.train.options import Budget as Budget
@@ -19,17 +24,15 @@ from ladderize.convert.inspection import InspectionReport as InspectionReport
 from ladderize.convert.inspection import inspect_checkpoint as inspect_checkpoint
 from ladderize.convert.pipeline import convert_checkpoint as convert_checkpoint
 from ladderize.convert.plan import ConversionReport as ConversionReport
-from ladderize.convert.point_sensitivity import PointSensitivity as PointSensitivity
-from ladderize.convert.read_sensitivity import read_point_sensitivity as read_point_sensitivity
 from ladderize.convert.recipe import Recipe as Recipe
 from ladderize.convert.recipe import read_recipe as read_recipe
 from ladderize.convert.sensitivity_file import SensitivityDocument as SensitivityDocument
+from ladderize.convert.sensitivity_file import read_sensitivity as read_sensitivity
 from ladderize.errors import LadderizeError as LadderizeError
 from ladderize.errors import UsageError as UsageError
 from ladderize.errors import UserError as UserError
 from ladderize.eval.evaluation.run import evaluate as evaluate
 from ladderize.eval.options import EvalOptions as EvalOptions
-from ladderize.eval.options import PointOptions as PointOptions
 from ladderize.eval.options import SensitivityOptions as SensitivityOptions
 from ladderize.eval.paired.compare import compare as compare
 from ladderize.eval.paired.document import CompareOptions as CompareOptions
@@ -69,13 +72,6 @@ from ladderize.runtime.texts.corpus import sample_corpus as sample_corpus
 from ladderize.runtime.texts.prompts import GenerateDocument as GenerateDocument
 from ladderize.runtime.texts.prompts import generate as generate
 from ladderize.tradeoff.sweep.run import sweep as sweep
-from ladderize.workflows.sensitivity import measure_points as measure_points
-from ladderize.workflows.sensitivity import measure_sensitivity as measure_sensitivity
-from ladderize.workflows.sensitivity import write_points as write_points
-from ladderize.workflows.sensitivity import write_sensitivity as write_sensitivity
-from ladderize.workflows.spd import SpdDocument as SpdDocument
-from ladderize.workflows.spd import spd as spd
-from ladderize.workflows.spd_options import SpdOptions as SpdOptions
 from ladderize.workflows.sweep_document import SweepDocument as SweepDocument
 
 __version__: str

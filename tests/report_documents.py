@@ -9,7 +9,7 @@ from typing import Any
 
 import ladderize
 from ladderize.console import to_json
-from ladderize.convert.sensitivity_file import BlockSensitivity, CalibrationData, SensitivityDocument
+from ladderize.convert.sensitivity_file import CalibrationData, LayerCost, SensitivityDocument, classify
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.document import (
     ALL,
@@ -214,38 +214,32 @@ def _row(
     )
 
 
-def nll_of(values: Sequence[float], mode: str, *, samples: int, seq_len: int) -> list[list[float]]:
-    """The table from which the sensitivities ``values`` of blocks follow, with a dense perplexity of 4."""
-    changed = [4.0 + (value if mode.startswith("each") else sum(values[k:])) for k, value in enumerate(values)]
-    return [[(seq_len - 1) * math.log(perplexity) for perplexity in (*changed, 4.0)]] * samples
-
-
-def sensitivity_document(blocks: int = 4) -> dict[str, Any]:
-    """sensitivity.json: the first block is extremely sensitive, the second below 0, the others are not."""
-    values = [12.0, -0.02, *(0.01 * number for number in range(blocks - 2))]
-    classes = ["extremely sensitive", *["insensitive"] * (blocks - 1)]
-    found = [
-        BlockSensitivity(block, value, value - 0.01, value + 0.01, kind)
-        for block, (value, kind) in enumerate(zip(values, classes, strict=True))
-    ]
-    document = SensitivityDocument(
+def sensitivity_document(layers: int = 4) -> dict[str, Any]:
+    """sensitivity.json: the first layer is extremely sensitive, the second below 0, the others are not."""
+    values = [12.0, -0.02, *(0.01 * number for number in range(layers - 2))]
+    return SensitivityDocument(
         model="models/dense",
         fingerprint="abc",
-        layout=f"{blocks} layers: dense",
+        layout=f"{layers} layers: dense",
         parameters=1_000_000,
+        num_layers=layers,
         data=CalibrationData("text.txt", "00", 2, 64, 0),
-        mode="spd",
+        mode="layers",
         sync_tp_size=2,
         dtype="float32",
-        complete=True,
+        aligned=None,
         tau1=0.05,
         tau2=10.0,
         interval=0.95,
-        perplexity=[4.0] * (blocks + 1),
-        blocks=found,
-        nll=nll_of(values, "spd", samples=2, seq_len=64),
-    )
-    return document.to_dict()
+        dense_nll=math.log(4.0),
+        costs=[
+            LayerCost(
+                layer, kind, math.log1p(value / 4), value, value - 0.01, value + 0.01, classify(value, 0.05, 10.0)
+            )
+            for kind in ("ladder", "spd", "spd+ladder")
+            for layer, value in enumerate(values)
+        ],
+    ).to_dict()
 
 
 def write_metrics(folder: Path, values: Sequence[float], *, dense: float | None = 3.4) -> None:

@@ -11,28 +11,26 @@ import torch
 import yaml
 
 from ladderize.adapt.align import align as align_run
+from ladderize.adapt.align import layouts as aligned_layouts
+from ladderize.adapt.align.layouts import AlignedLayouts
 from ladderize.adapt.align.options import short_tokens
 from ladderize.adapt.blockwise.windows import Windows
+from ladderize.adapt.sensitivity import UNFINISHED
+from ladderize.adapt.sensitivity_plot import measured_text
 from ladderize.blocks import open_checkpoint, read_windows
-from ladderize.convert.read_sensitivity import read_point_sensitivity, read_sensitivity
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.sensitivity_file import column_layouts
+from ladderize.convert.sensitivity_file import layer_changes, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import EvalResults
-from ladderize.eval.sensitivity_plot import sensitivity_picture
 from ladderize.layout import Layout
 from ladderize.plan.measure import LayoutMeasurer, layout_key
 from ladderize.tradeoff.sweep.stages import asked_by, check_sensitivity, sensitivity_words
-from ladderize.workflows import aligned_layouts
-from ladderize.workflows.aligned_layouts import AlignedLayouts
-from ladderize.workflows.sensitivity import SensitivityFolder
 from tests import warm
 from tests.helpers import SHAPE, fresh_rng, invoke, invoke_well, listing, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 SCORED, ALIGNED, HELD_OUT, TOKENS = 3, 12, 3, 16  # windows of so many tokens
-MODES = {"spd": 4, "ladder": None, "each": 2, "each-ladder": None}
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +58,6 @@ def well_measured(*arguments, **more):
     return outcome
 
 
-def of_mode(mode, ranks):
-    return ("--mode", mode, *(("--sync-tp-size", ranks) if ranks is not None else ()))
-
-
 def drawn(model, ids):
     return read_windows(open_checkpoint(str(model)), str(ids), seq_len=None, samples=None, seed=5)
 
@@ -86,31 +80,32 @@ def by_commands(model, layout, windows, folder, monkeypatch):
     return EvalResults.from_dict(json.loads(shown.stdout), "results").models[0].model.perplexity.window_nll
 
 
-@pytest.mark.parametrize(("mode", "ranks"), MODES.items())
-def test_an_entry_is_what_convert_adapt_and_eval_give(model, ids, tmp_path, mode, ranks, monkeypatch):
-    out = tmp_path / "s.json"
-    outcome = well_measured(model, ids, out, *of_mode(mode, ranks))
+@pytest.mark.parametrize("mode", ["layers", "sweep"])
+def test_an_entry_is_what_convert_adapt_and_eval_give(model, ids, tmp_path, mode, monkeypatch):
+    out, how = tmp_path / "s.json", ("--mode", mode, "--sync-tp-size", 4)
+    outcome = well_measured(model, ids, out, *how)
     assert f"each changed model was aligned first, on {ALIGNED} other windows of {TOKENS} tokens" in outcome.stdout
-    assert "adapt dense-" in outcome.stdout
-    document = read_sensitivity(out, "ladder" if ranks is None else "spd")
+    assert "align" in outcome.stdout.partition("next")[2]
+    document = read_sensitivity(out)
     assert vars(document.aligned) == {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
-    column = int(fresh_rng().integers(LAYERS))
-    layout = column_layouts(mode, LAYERS, ranks)[column]
-    expected = by_commands(model, layout, drawn(model, ids), tmp_path / "one", monkeypatch)
-    table = np.array(document.nll)
-    np.testing.assert_allclose(table[:, column], expected, rtol=1e-5)
+    changes = layer_changes(mode, LAYERS, 4)
+    number = int(fresh_rng().integers(len(changes)))
+    if mode == "sweep":  # whose costs are of one more layer
+        number = LAYERS - 1
+    nll = by_commands(model, changes[number].layout, drawn(model, ids), tmp_path / "one", monkeypatch)
+    nats = np.mean(nll) / (TOKENS - 1) - document.dense_nll
+    assert document.costs[number].nats == pytest.approx(nats, abs=1e-5)
     plain = tmp_path / "plain.json"
-    well_measured(model, ids, plain, *of_mode(mode, ranks), align=())
-    before = np.array(json.loads(plain.read_text())["nll"])
-    np.testing.assert_allclose(table[:, -1], before[:, -1], rtol=1e-5)  # the dense model has nothing to align
-    # Every column moved; one window of a random model may hardly move.
-    assert (np.abs(table[:, :-1] - before[:, :-1]).max(axis=0) > 1e-3).all()
-    assert "aligned" not in json.loads(plain.read_text())
+    well_measured(model, ids, plain, *how, align=())
+    before = read_sensitivity(plain)
+    assert before.dense_nll == pytest.approx(document.dense_nll, rel=1e-5)  # the dense model has nothing to align
+    assert all(one.nats != other.nats for one, other in zip(before.costs, document.costs, strict=True))
+    assert before.aligned is None
 
 
 def test_how_many_windows_are_taken_by_default(model, ids, tmp_path):
     """As many as adapt --align takes of data that are the windows which are not scored."""
-    well_measured(model, ids, tmp_path / "s.json", "--mode", "each-ladder", align=("--align",))
+    well_measured(model, ids, tmp_path / "s.json", align=("--align",))
     aligned = json.loads((tmp_path / "s.json").read_text())["aligned"]
     left = 40 - SCORED
     assert short_tokens(SHAPE) > left * TOKENS  # all that are left
@@ -118,18 +113,18 @@ def test_how_many_windows_are_taken_by_default(model, ids, tmp_path):
 
 
 def test_two_processes_share_the_models(model, ids, tmp_path):
-    command = ("sensitivity", model, "--data", ids, "--samples", SCORED, "--align", "--mode", "each-ladder", "--json")
+    command = ("sensitivity", model, "--data", ids, "--samples", SCORED, "--align", "--json")
     alone = invoke_well(*command, "--out", tmp_path / "one.json", "--threads", 1)
     result = warm.run_group([sys.executable, "-m", "ladderize", *command, "--out", tmp_path / "two.json"])
     assert result.returncode == 0, result.stderr
     one, two = json.loads(alone.stdout), json.loads(result.stdout)
-    np.testing.assert_allclose(two["nll"], one["nll"], rtol=1e-6)
-    assert [block["block"] for block in two["blocks"]] == list(range(LAYERS))
+    for own, other in zip(one["costs"], two["costs"], strict=True):
+        assert own["nats"] == pytest.approx(other["nats"], abs=1e-6)
     assert listing(tmp_path) == ["one.json", "two.json"]
 
 
 def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
-    out, mode = tmp_path / "s.json", ("--mode", "ladder")
+    out, mode = tmp_path / "s.json", ("--mode", "sweep", "--sync-tp-size", 2)
     well_measured(model, ids, tmp_path / "whole.json", *mode)
     scored, original = [], AlignedLayouts.__call__
 
@@ -142,25 +137,24 @@ def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(AlignedLayouts, "__call__", stopped)
         assert "stopped" in one_sentence(measured(model, ids, out, *mode))
-    table = json.loads((out.with_name("s.json.ladderize-work") / SensitivityFolder.TABLE).read_text())["nll"]
-    assert [[value is None for value in row] for row in table] == [[True] * (LAYERS - 1) + [False] * 2] * SCORED
-    others = ("--align", "--align-samples", ALIGNED - 1)
-    for align in ((), others):
-        refused = one_sentence(measured(model, ids, out, *mode, align=align))
-        assert "holds a measurement with another alignment" in refused
+    assert not out.exists()
+    kept = json.loads(out.with_name(out.name + UNFINISHED).read_text())["nll"]
+    assert [len(row) for row in kept.values()] == [SCORED] * 2
+    refused = one_sentence(measured(model, ids, out, *mode, align=("--align", "--align-samples", ALIGNED - 1)))
+    assert "holds unfinished work with another aligned; delete it, or name another --out" in refused
     monkeypatch.setattr(
         AlignedLayouts, "__call__", lambda self, layout, *rest: scored.append(layout) or original(self, layout, *rest)
     )
     resumed = measured(model, ids, out, *mode)
-    assert f"resuming after 2 of {LAYERS + 1} models" in resumed.stderr
-    assert scored == column_layouts("ladder", LAYERS, None)[::-1]  # each of them once, first what takes the least
+    assert "2 models were measured before" in resumed.stderr
+    every = [Layout.dense(LAYERS), *(change.layout for change in layer_changes("sweep", LAYERS, 2)[::-1])]
+    assert scored == every  # each of them once, first what takes the least
     assert json.loads(out.read_text()) == json.loads((tmp_path / "whole.json").read_text())
-    well_measured(model, ids, out, *mode)
-    assert len(scored) == LAYERS + 1
+    assert listing(tmp_path) == ["s.json", "whole.json"]
 
 
 def test_time_and_memory_are_announced_and_checked(model, ids, tmp_path, monkeypatch):
-    outcome = measured(model, ids, tmp_path / "s.json", "--mode", "ladder")
+    outcome = measured(model, ids, tmp_path / "s.json")
     layers = LAYERS * (LAYERS + 1) // 2
     assert f"{layers} layers are aligned on {ALIGNED * TOKENS} tokens" in " ".join(outcome.stderr.split())
     assert "of states in memory" in outcome.stderr
@@ -169,7 +163,7 @@ def test_time_and_memory_are_announced_and_checked(model, ids, tmp_path, monkeyp
         raise UserError(f"{what} needs {needed} bytes; {advice}")
 
     monkeypatch.setattr(aligned_layouts, "check_room", no_room)
-    refused = one_sentence(measured(model, ids, tmp_path / "t.json", "--mode", "ladder"))
+    refused = one_sentence(measured(model, ids, tmp_path / "t.json"))
     assert "lower --align-samples or --samples" in refused
 
 
@@ -183,7 +177,7 @@ def test_time_and_memory_are_announced_and_checked(model, ids, tmp_path, monkeyp
     ],
 )
 def test_what_is_refused(model, ids, tmp_path, align, more, code, message):
-    outcome = measured(model, ids, tmp_path / "s.json", "--mode", "ladder", *more, align=align)
+    outcome = measured(model, ids, tmp_path / "s.json", *more, align=align)
     assert message in one_sentence(outcome)
     assert outcome.code == code
     assert not (tmp_path / "s.json").exists()
@@ -192,7 +186,7 @@ def test_what_is_refused(model, ids, tmp_path, align, more, code, message):
 def test_a_model_in_half_precision(ids, tmp_path):
     for dtype in (torch.bfloat16, torch.float16):
         folder = save_llama(tmp_path / str(dtype), dtype=dtype)
-        well_measured(folder, ids, tmp_path / f"{dtype}.json", "--mode", "ladder")
+        well_measured(folder, ids, tmp_path / f"{dtype}.json")
 
 
 # ---- who reads them ----
@@ -200,7 +194,7 @@ def test_a_model_in_half_precision(ids, tmp_path):
 
 def test_convert_says_and_records_it(model, ids, tmp_path):
     out = tmp_path / "s.json"
-    well_measured(model, ids, out, "--mode", "each", "--sync-tp-size", 4)
+    well_measured(model, ids, out, "--sync-tp-size", 4)
     half = ("--spd", "auto", "--sensitivity", out, "--spd-fraction", "0.5", "--no-verify")
     outcome = invoke("convert", model, tmp_path / "spd", *half)
     assert f"was aligned first, on {ALIGNED} other windows" in " ".join(outcome.stdout.split())
@@ -208,20 +202,18 @@ def test_convert_says_and_records_it(model, ids, tmp_path):
     recorded = yaml.safe_load((tmp_path / "spd" / "ladderize.yaml").read_text())["selection"]["sensitivity"]
     assert recorded["aligned"] == {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
     document = read_sensitivity(out)
-    pictures = [sensitivity_picture(one) for one in (document, replace(document, aligned=None))]
-    assert ["aligned" in picture["title"]["text"] for picture in pictures] == [True, False]
+    assert ["aligned" in measured_text(one) for one in (document, replace(document, aligned=None))] == [True, False]
 
 
 def test_a_report_says_it(model, ids, tmp_path):
-    well_measured(model, ids, tmp_path / "s.json", "--mode", "ladder")
+    well_measured(model, ids, tmp_path / "s.json")
     invoke_well("report", tmp_path / "s.json", "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "Sensitivity of each block to ladder, after alignment" in page
-    assert f"--align --align-samples {ALIGNED}" in page
+    assert "dense, aligned;" in page
 
 
 def test_a_sweep_passes_it_on():
-    words = sensitivity_words("dense", "out", {"data": "a.txt", "align": True, "align_samples": 8}, "ladder", None)
+    words = sensitivity_words("dense", "out", {"data": "a.txt", "align": True, "align_samples": 8}, "layers", None)
     options = asked_by(words).fill(SensitivityOptions)
     assert (options.align, options.align_samples) == (True, 8)
     with pytest.raises(UserError, match="sensitivity: --align-samples has no effect without --align"):
@@ -234,30 +226,22 @@ def test_a_sweep_passes_it_on():
 @pytest.fixture(scope="module")
 def points(model, ids, tmp_path_factory):
     out = tmp_path_factory.mktemp("points") / "p.json"
-    outcome = well_measured(model, ids, out, "--mode", "points", "--sync-tp-size", 4)
+    outcome = well_measured(model, ids, out, "--sync-tp-size", 4)
     assert "--verify 16 --align" in outcome.stdout
     return out
 
 
-def test_points_are_aligned_too(model, ids, points, tmp_path, monkeypatch):
-    document = read_point_sensitivity(points)
-    assert document.aligned.samples == ALIGNED
-    number = int(fresh_rng().integers(len(document.costs)))
-    layout = document.costs[number].layout(LAYERS, 4)
-    expected = by_commands(model, layout, drawn(model, ids), tmp_path / "one", monkeypatch)
-    np.testing.assert_allclose(np.array(document.nll)[:, number], expected, rtol=1e-5)
-
-
 def aligned_measurer(model, points, folder):
-    sensitivity = read_point_sensitivity(points)
+    sensitivity = read_sensitivity(points)
     how = {"align": True, "align_counts": sensitivity.aligned, "kept_beside": folder / "plan.json"}
     return LayoutMeasurer(model, sensitivity.fingerprint, sensitivity.data, **how)
 
 
 def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monkeypatch):
-    sensitivity = read_point_sensitivity(points)
-    costs = [sensitivity.costs[int(number)] for number in fresh_rng().choice(len(sensitivity.costs), 2, replace=False)]
-    layouts = [cost.layout(LAYERS, 4) for cost in costs]
+    sensitivity = read_sensitivity(points)
+    numbers = fresh_rng().choice(len(sensitivity.costs), 2, replace=False).tolist()
+    costs = [sensitivity.costs[number] for number in numbers]
+    layouts = [layer_changes("layers", LAYERS, 4)[number].layout for number in numbers]
     aligned, original = [], AlignedLayouts.__call__
     monkeypatch.setattr(
         AlignedLayouts, "__call__", lambda self, layout, *rest: aligned.append(layout) or original(self, layout, *rest)
@@ -296,7 +280,7 @@ def test_plan_names_the_step(model, ids, points, tmp_path):
     assert "costs of aligned models" in one_sentence(plan("--sensitivity", points, "--verify", 2))
     assert "--align has no effect without --verify" in one_sentence(plan("--sensitivity", points, "--align"))
     plain = tmp_path / "plain.json"
-    well_measured(model, ids, plain, "--mode", "points", align=())
+    well_measured(model, ids, plain, align=())
     shown = plan("--sensitivity", plain, "--json")
     assert "aligned" not in json.loads(shown.stdout)["choice"]
     verified = plan("--sensitivity", plain, "--verify", 2, "--align", "--json")

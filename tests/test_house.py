@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "convert": LEAVES | {"convert"},
     "runtime": LEAVES | {"convert", "runtime"},
     "eval": LEAVES | {"convert", "runtime", "eval"},
-    "adapt": LEAVES | ENGINE | {"convert", "adapt", "eval.results"},
+    "adapt": LEAVES | ENGINE | {"convert", "adapt", "eval.results", "eval.options"},
     "workflows": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows"},
     "planning": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "planning", "plan"},
     "plan": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan"},

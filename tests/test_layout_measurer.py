@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from ladderize.blocks import Blocks, open_checkpoint
-from ladderize.convert.read_sensitivity import read_point_sensitivity
+from ladderize.convert.sensitivity_file import layer_changes, read_sensitivity
 from ladderize.errors import LadderizeError, UserError
 from ladderize.layout import Layout, LayoutError
 from ladderize.plan import measure
 from ladderize.plan.measure import LayoutMeasurer
 from tests.helpers import SHAPE, fresh_rng, invoke, save_llama
-from tests.test_points import oracle_nll, random_layout
+from tests.test_layout_scores import oracle_nll, random_layout
 
 SAMPLES, OTHERS = 7, 5  # windows that the sensitivity was measured on, and the rest of the file
 
@@ -22,9 +22,9 @@ SAMPLES, OTHERS = 7, 5  # windows that the sensitivity was measured on, and the 
 def points(llama, ids, tmp_path):
     """A sensitivity file."""
     out = tmp_path / "p.json"
-    arguments = ("--data", ids, "--mode", "points", "--sync-tp-size", 4, "--samples", SAMPLES, "--seed", 3)
+    arguments = ("--data", ids, "--sync-tp-size", 4, "--samples", SAMPLES, "--seed", 3)
     assert invoke("sensitivity", llama, *arguments, "--out", out).code == 0
-    return read_point_sensitivity(out)
+    return read_sensitivity(out)
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_costs_are_those_of_the_oracle_on_either_windows(llama, ids, points, mea
             assert [*vars(cost).values()] == pytest.approx(expected(llama, layout, part), abs=2e-6, rel=1e-5)
         dense = measurer.measure(Layout.dense(4), held_out)
         assert (dense.increase, dense.increase_stderr) == (0, 0)
-    for cost in points.costs[:5]:  # the sensitivity's own windows
-        assert measurer.measure(cost.layout(4, 4), False).increase == pytest.approx(cost.nats, abs=1e-6)
+    for cost, change in zip(points.costs[:5], layer_changes("layers", 4, 4), strict=False):  # its own windows
+        assert measurer.measure(change.layout, False).increase == pytest.approx(cost.nats, abs=1e-6)
 
 
 def test_each_is_measured_once_and_a_killed_run_goes_on(measuring, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import yaml
 
 import ladderize
 from ladderize import PlanModel, PlanOptions
+from ladderize.adapt.layout_scores import Suffixes
 from ladderize.checkpoint import reading
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.console import Console
@@ -574,7 +575,7 @@ def costs(dense, tmp_path_factory):
     folder = tmp_path_factory.mktemp("costs")
     ids = torch.randint(3, SHAPE["vocab_size"], (12, 24)).numpy().astype(np.uint16)
     np.save(folder / "ids.npy", ids)
-    how = ("--mode", "points", "--sync-tp-size", "4", "--samples", "4")
+    how = ("--sync-tp-size", "4", "--samples", "4")
     outcome = invoke("sensitivity", dense, "--data", folder / "ids.npy", *how, "--out", folder / "s.json")
     assert outcome.code == 0, outcome
     return folder / "s.json"

@@ -1,6 +1,7 @@
 """--spd auto: which layers a sensitivity file selects, and which files are refused."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -10,42 +11,46 @@ from ladderize import convert_checkpoint
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
-from ladderize.convert.read_sensitivity import read_sensitivity
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.convert.selection import select
+from ladderize.convert.sensitivity_file import classify, read_sensitivity
 from ladderize.errors import UserError
 from tests.helpers import SHAPE, fresh_rng, invoke, listing, one_sentence, save_llama
-from tests.report_documents import nll_of
 
 VALUES = (0.04, 0.3, -0.02, 12.0)  # the layers of the small model
 DATA = {"file": "text.npy", "sha256": "d", "samples": 8, "seq_len": 16, "seed": 0}
 
 
-def document(source=None, values=VALUES, **changes):
+def document(source=None, values=VALUES, kind="spd", **changes):
     """A sensitivity.json as ``ladderize sensitivity`` writes it."""
-    kinds = [
-        "insensitive" if value <= 0.05 else "sensitive" if value <= 10 else "extremely sensitive" for value in values
-    ]
-    blocks = [
-        {"block": i, "sensitivity": value, "low": value - 0.01, "high": value + 0.01, "class": kind}
-        for i, (value, kind) in enumerate(zip(values, kinds, strict=True))
+    costs = [
+        {
+            "layer": i,
+            "kind": kind,
+            "nats": math.log1p(value / 9.0),
+            "sensitivity": value,
+            "low": value - 0.01,
+            "high": value + 0.01,
+            "class": classify(value, 0.05, 10.0),
+        }
+        for i, value in enumerate(values)
     ]
     return {
         "model": "src",
         "fingerprint": fingerprint(read_checkpoint(source)) if source else "f",
         "layout": f"{len(values)} layers: dense",
         "parameters": 1,
+        "num_layers": len(values),
         "data": DATA,
-        "mode": "spd",
+        "mode": "layers",
         "sync_tp_size": 4,
         "dtype": "float32",
-        "complete": True,
+        "aligned": None,
         "tau1": 0.05,
         "tau2": 10.0,
         "interval": 0.95,
-        "perplexity": [9.0] * (len(values) + 1),
-        "blocks": blocks,
-        "nll": nll_of(values, changes.get("mode", "spd"), samples=DATA["samples"], seq_len=DATA["seq_len"]),
+        "dense_nll": math.log(9.0),
+        "costs": costs,
     } | changes
 
 
@@ -62,7 +67,7 @@ def converting(source, tmp_path, *options):
 
 def chosen(tmp_path, values, **how):
     (tmp_path / "s.json").write_text(to_json(document(values=values)))
-    return select(read_sensitivity(tmp_path / "s.json"), tmp_path / "s.json", **how)
+    return select(read_sensitivity(tmp_path / "s.json"), tmp_path / "s.json", "spd", **how)
 
 
 # ---- the rules ----
@@ -182,38 +187,33 @@ def test_a_recipe_names_the_file_from_where_it_lies(llama, tmp_path, measured):
     )
 
 
-@pytest.mark.parametrize("mode", ["ladder", "each-ladder"])
 @pytest.mark.parametrize(
     ("options", "ladder"),
     [([], "0,2"), (["--ladder-fraction", "0.75"], "0:3"), (["--max-ppl-increase", "0.35"], "0:3")],
 )
-def test_ladder_layers_are_chosen_too(llama, tmp_path, mode, options, ladder):
-    (tmp_path / "s.json").write_text(to_json(document(llama, mode=mode, sync_tp_size=None)))
+def test_ladder_layers_are_chosen_too(llama, tmp_path, options, ladder):
+    (tmp_path / "s.json").write_text(to_json(document(llama, kind="ladder", sync_tp_size=None)))
     command = ["convert", llama, tmp_path / "a", "--ladder", "auto", "--sensitivity", tmp_path / "s.json"]
     outcome = invoke(*command, *options, "--spd", "1", "--sync-tp-size", 2, "--no-verify", "--json")
     assert outcome.code == 0, outcome.stderr
     record = yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())
     assert record["recipe"] == {"ladder": ladder, "spd": "1", "sync_tp_size": 2}
-    assert record["selection"]["sensitivity"]["mode"] == mode
+    assert record["selection"]["sensitivity"]["mode"] == "layers"
 
 
 def test_what_sensitivity_measures_convert_takes(llama, tmp_path):
-    """Both modes of the sweep, from the one command to the other."""
+    """One file for both kinds of layers; the paper's sweep tells of dropped ones alone."""
     np.save(tmp_path / "ids.npy", fresh_rng().integers(3, SHAPE["vocab_size"], (6, 16)))
-    for kind, more in (("ladder", ["--mode", "ladder"]), ("spd", ["--sync-tp-size", 2])):
-        measured = tmp_path / f"{kind}.json"
-        assert invoke("sensitivity", llama, "--data", tmp_path / "ids.npy", "--out", measured, *more).code == 0
-        command = ["convert", llama, tmp_path / kind, f"--{kind}", "auto", "--sensitivity", measured]
+    layers, sweep = tmp_path / "layers.json", tmp_path / "sweep.json"
+    measure = ("sensitivity", llama, "--data", tmp_path / "ids.npy", "--sync-tp-size", 2)
+    assert invoke(*measure, "--out", layers).code == 0
+    assert invoke(*measure, "--mode", "sweep", "--out", sweep).code == 0
+    for kind, file in (("ladder", layers), ("spd", layers), ("spd", sweep)):
+        command = ["convert", llama, tmp_path / f"{kind}-{file.stem}", f"--{kind}", "auto", "--sensitivity", file]
         outcome = invoke(*command, f"--{kind}-fraction", "0.5", "--no-verify")
         assert outcome.code == 0, outcome.stderr
-        other = "spd" if kind == "ladder" else "ladder"
-        refused = invoke("convert", llama, tmp_path / "no", f"--{other}", "auto", "--sensitivity", measured)
-        assert f"measures the sensitivity to --{kind} (mode {kind}), not to --{other}" in one_sentence(refused)
-
-
-def test_a_file_of_an_earlier_version_is_read(tmp_path):
-    (tmp_path / "s.json").write_text(to_json(document()).replace('"insensitive"', '"in-sensitive"'))
-    assert read_sensitivity(tmp_path / "s.json").blocks[0].sensitivity_class == "insensitive"
+    refused = invoke("convert", llama, tmp_path / "no", "--ladder", "auto", "--sensitivity", sweep)
+    assert "has costs of spd layers, none of ladder; measure them with" in one_sentence(refused)
 
 
 # ---- refused ----
@@ -273,45 +273,36 @@ def test_wrong_recipes(llama, tmp_path, measured, text, message):
     assert (outcome.code, message in one_sentence(outcome)) == (1, True), outcome.stderr
 
 
-def block(**changes):
-    good = document()["blocks"]
-    return {"blocks": [good[0], good[1] | changes, *good[2:]]}
+def cost(**changes):
+    good = document()["costs"]
+    return {"costs": [good[0], good[1] | changes, *good[2:]]}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"complete": False}, "is not complete; run `ladderize sensitivity` again"),
-        ({"complete": None}, "is not complete"),
-        ({"complete": 1}, "is not complete"),
-        ({"complete": False, "blocks": []}, "is not complete"),
-        ({"mode": "ladder"}, "measures the sensitivity to --ladder"),
-        ({"mode": "each-ladder"}, "measures the sensitivity to --ladder"),
-        ({"mode": "sweep"}, "mode is 'sweep'"),
+        ({"costs": document(kind="ladder")["costs"]}, "has costs of ladder layers, none of spd"),
+        ({"mode": "points"}, "mode is 'points', but must be one of layers, sweep"),
         ({"mode": []}, "mode is []"),
         ({"schema_version": 7}, "has schema_version 7"),
         ({"fingerprint": "0" * 64}, "was measured on another model"),
         ({"fingerprint": None}, "fingerprint is None"),
+        ({"fingerprint": ""}, "fingerprint is ''"),
         ({"sync_tp_size": None}, "sync_tp_size is None"),
         ({"sync_tp_size": True}, "sync_tp_size is True"),
+        ({"sync_tp_size": 0}, "sync_tp_size is 0, but must be a positive integer"),
         ({"sync_tp_size": 3}, "3 does not divide the 8 attention heads"),
         ({"tau1": None}, "tau1 is None"),
-        ({"blocks": None}, "blocks is None, but must be a list"),
-        ({"blocks": [1, 2, 3, 4]}, "blocks[0] is 1, but must be an object"),
-        (document(values=VALUES[:3]), "has 3 blocks, but the model has 4 layers"),
-        ({"blocks": []}, "nll has not 1 log-likelihoods for each of 8 windows"),
-        ({"nll": document()["nll"][1:]}, "nll has not 5 log-likelihoods for each of 8 windows"),
-        ({"nll": [[-0.5] * 5] * 8}, "no negative log-likelihood of 15 tokens"),
-        ({"nll": [[1e30] * 5] * 8}, "no negative log-likelihood of 15 tokens"),
-        (block(sensitivity=0.4), "the sensitivity of block 1 is 0.4, but 0.3 follows from nll"),
-        (block(block=2), "block 1 is called 2"),
-        (block(block=True), "blocks[1]: block is True, but must be of type int"),
-        (block(sensitivity=None), "blocks[1]: sensitivity is None, but must be of type float"),
-        (block(sensitivity="0.1"), "blocks[1]: sensitivity is '0.1', but must be of type float"),
-        (block(sensitivity=False), "blocks[1]: sensitivity is False, but must be of type float"),
-        (block(sensitivity=10**400), "which is out of the range of a float"),
-        (block(**{"class": "tame"}), "class of block 1 is 'tame'"),
-        (block(**{"class": []}), "blocks[1]: class is [], but must be of type str"),
+        ({"costs": None}, "costs is None, but must be a list"),
+        ({"costs": [1, 2, 3, 4]}, "costs[0] is 1, but must be an object"),
+        ({"costs": []}, "it has no costs"),
+        (document(values=VALUES[:3]), "is of 3 layers, but the model has 4"),
+        (cost(layer=2), "it has not one cost for each of 4 layers of kind spd, in order"),
+        (cost(layer=True), "costs[1]: layer is True, but must be of type int"),
+        (cost(sensitivity=None), "costs[1]: sensitivity is None, but must be of type float"),
+        (cost(nats="0.1"), "costs[1]: nats is '0.1', but must be of type float"),
+        (cost(sensitivity=10**400), "which is out of the range of a float"),
+        (cost(**{"class": "tame"}), "class is 'tame', but must be one of"),
     ],
 )
 def test_files_that_do_not_fit(llama, tmp_path, changes, message):
@@ -338,7 +329,7 @@ def test_files_that_are_none(tmp_path, text, message):
 
 def test_infinity_by_overflow(llama, tmp_path, measured):
     measured.write_text(measured.read_text().replace("12.0", "1e999"))
-    with pytest.raises(UserError, match="sensitivity of block 3 is inf, which is not a number"):
+    with pytest.raises(UserError, match="the cost of layer 3 as spd is not a finite number"):
         read_sensitivity(measured)
 
 

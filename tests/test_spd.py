@@ -11,16 +11,16 @@ from safetensors.torch import load_file
 from ladderize import load
 from ladderize.adapt.blockwise import rewrite
 from ladderize.adapt.blockwise.layer_files import LayerFiles
+from ladderize.adapt.layout_scores import Suffixes
+from ladderize.adapt.spd import SpdDocument
 from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.convert.retraining import read_retrainings
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity
-from ladderize.eval.suffixes import Suffixes
 from ladderize.files.parsing import parse_yaml
 from ladderize.workflows import spd
-from ladderize.workflows.spd import SpdDocument
 from tests import warm
 from tests.helpers import invoke, listing, one_sentence
 

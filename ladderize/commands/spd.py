@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import ladderize
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+from ladderize.adapt.spd_options import SpdOptions
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, THREADS, argument, option
 from ladderize.commands.builder import (
     DATA,
@@ -21,10 +22,9 @@ from ladderize.commands.builder import (
 )
 from ladderize.commands.shared import LOADING, command_line, retrain_command, scoring_file, show_next, start_on
 from ladderize.console import Console
-from ladderize.workflows.spd_options import SpdOptions
 
 if TYPE_CHECKING:
-    from ladderize.workflows.spd import SpdBlock, SpdDocument
+    from ladderize.adapt.spd import SpdBlock, SpdDocument
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from ladderize.choices import MOST_INCREASE, check_options, flag, option, ppl_increase
-from ladderize.convert.read_sensitivity import read_sensitivity
 from ladderize.convert.selection import Selection, select
-from ladderize.convert.sensitivity_file import LADDER, SPD
+from ladderize.convert.sensitivity_file import LADDER, SPD, read_sensitivity
 from ladderize.convert.weights import parse_size
 from ladderize.errors import UsageError, UserError
 from ladderize.files.parsing import read_yaml
@@ -99,8 +98,8 @@ class Recipe:
     def _check_auto(self) -> None:
         if self.spd == self.ladder == AUTO:
             raise UsageError(
-                "--spd auto and --ladder auto cannot be combined: a sensitivity file measures one of them; name the"
-                " layers of the other"
+                "--spd auto and --ladder auto cannot be combined: each counts what its layers cost without the other;"
+                " name the layers of one of them"
             )
         kind = self.auto
         for key in CHOOSING:
@@ -148,9 +147,18 @@ class Recipe:
                 f"--{kind} auto selects by sensitivities of the dense model, but the source is not dense ({source})"
             )
         path = Path(self.sensitivity)
-        sensitivity = read_sensitivity(path, kind)
-        sensitivity.check_fits(path, source.num_layers, self.sync_tp_size)
-        selection = select(sensitivity, path, self.fraction, self.max_ppl_increase)
+        sensitivity = read_sensitivity(path)
+        if sensitivity.num_layers != source.num_layers:
+            raise UserError(
+                f"{path} is of {sensitivity.num_layers} layers, but the model has {source.num_layers}; measure this"
+                " model"
+            )
+        if kind == SPD and self.sync_tp_size not in (None, sensitivity.sync_tp_size):
+            raise UserError(
+                f"{path} was measured with sync_tp_size {sensitivity.sync_tp_size}, so it does not apply to"
+                f" --sync-tp-size {self.sync_tp_size}"
+            )
+        selection = select(sensitivity, path, kind, self.fraction, self.max_ppl_increase)
         chosen: dict[str, Any] = dict.fromkeys(CHOOSING) | {kind: format_ranges(selection.layers)}
         if kind == SPD:
             chosen["sync_tp_size"] = sensitivity.sync_tp_size

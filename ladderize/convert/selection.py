@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import ClassVar
 
 from ladderize.choices import ppl_increase
-from ladderize.convert.sensitivity_file import INSENSITIVE, AlignmentWindows, CalibrationData, SensitivityDocument
+from ladderize.convert.sensitivity_file import (
+    INSENSITIVE,
+    SPD,
+    AlignmentWindows,
+    CalibrationData,
+    SensitivityDocument,
+)
 from ladderize.errors import UserError
 from ladderize.files.records import Record
 
 
 @dataclass(frozen=True)
 class SensitivitySource(Record):
-    """What a selection records of the sensitivity.json that it was made by."""
+    """The sensitivity.json that a selection was made by."""
 
     LEFT_OUT: ClassVar = ("aligned",)
 
@@ -31,10 +37,9 @@ class SensitivitySource(Record):
 
 @dataclass(frozen=True)
 class SelectedBlock(Record):
-    """Whether a block is selected, and why."""
+    """A block: selected or not, and the reason."""
 
     KEYS: ClassVar = {"sensitivity_class": "class"}
-    FORMER: ClassVar = {"selected": "dropped"}
 
     block: int
     sensitivity: float
@@ -57,22 +62,31 @@ class Selection(Record):
 
     @property
     def layers(self) -> list[int]:
-        """The selected ones, ascending."""
+        """The selected layers, ascending."""
         return [entry.block for entry in self.blocks if entry.selected]
 
 
 def select(
-    sensitivity: SensitivityDocument, path: Path, fraction: float | None = None, max_increase: float | str | None = None
+    sensitivity: SensitivityDocument,
+    path: Path,
+    kind: str,
+    fraction: float | None = None,
+    max_increase: float | str | None = None,
 ) -> Selection:
-    """Choose the blocks to convert, least sensitive first (of equals the lower one). Raises UserError for none.
+    """Choose the blocks that become ``kind`` (``spd`` or ``ladder``), least sensitive first, of equals the lower one.
 
     path: of the sensitivity file. fraction: that part of all blocks, in (0, 1], and at least one. max_increase: as many
     as the sum of their sensitivities (those below 0 count as 0) stays within it, in perplexity or per cent of the dense
-    one. Neither: all of class insensitive.
+    one. Neither: all of class insensitive. Raises UserError where nothing is chosen, or the kind was not measured.
     """
-    kind = sensitivity.kind
-    values = [entry.sensitivity for entry in sensitivity.blocks]
-    classes = [entry.sensitivity_class for entry in sensitivity.blocks]
+    costs = sensitivity.of_kind(kind)
+    if not costs:
+        raise UserError(
+            f"{path} has costs of {' and '.join(sensitivity.kinds)} layers, none of {kind}; measure them with"
+            f" `ladderize sensitivity{' --sync-tp-size N' if kind == SPD else ' --mode layers'}`"
+        )
+    values = [cost.sensitivity for cost in costs]
+    classes = [cost.sensitivity_class for cost in costs]
     ascending = sorted(range(len(values)), key=lambda block: (values[block], block))
     if fraction is not None:
         count = max(1, round(fraction * len(values)))
@@ -81,7 +95,7 @@ def select(
         chosen = set(ascending[:count])
     elif max_increase is not None:
         sums = dict(zip(ascending, accumulate(max(values[block], 0.0) for block in ascending), strict=True))
-        most = ppl_increase(max_increase, sensitivity.perplexity[-1])
+        most = ppl_increase(max_increase, sensitivity.dense_perplexity)
         rule = f"the least sensitive blocks while their sum is at most {most:.4g} (max_ppl_increase {max_increase})"
         why = {block: f"sum {sums[block]:.4g}" for block in ascending}
         chosen = {block for block in ascending if sums[block] <= most}
@@ -96,7 +110,7 @@ def select(
             f"--{kind} auto selects no block of {path}: the smallest sensitivity is {values[least]:.4g} (block"
             f" {least}); give --{kind}-fraction, or a larger --max-ppl-increase"
         )
-    measured = {own.name: getattr(sensitivity, own.name) for own in fields(SensitivitySource)[1:]}
+    measured = {name.name: getattr(sensitivity, name.name) for name in fields(SensitivitySource)[1:]}
     return Selection(
         rule=rule,
         estimated_ppl_increase=sum(values[block] for block in sorted(chosen)),

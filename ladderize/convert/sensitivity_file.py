@@ -1,31 +1,31 @@
-"""sensitivity.json: what ``ladderize sensitivity`` writes, and ``--spd auto`` and ``--ladder auto`` read. Imports no
-torch.
+"""sensitivity.json: what changed layers of a dense model cost. ``ladderize sensitivity`` writes it; ``convert --spd
+auto`` and ``--ladder auto``, ``plan``, ``sweep`` and ``report`` read it. Imports no torch.
 
-S[i] = PPL(changed: blocks i..L-1) - PPL(changed: blocks i+1..L-1), arXiv 2502.20727: one sweep from the last block
-backwards. A table of negative log-likelihoods, windows x (L + 1), is what everything follows from.
+A cost is told in nats per token, which add up (0.01 nats are 1 % of perplexity), and in perplexity: the S of the SPD
+paper (arXiv 2502.20727), by which blocks have their classes.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, get_args
 
 from ladderize.errors import UserError
+from ladderize.files.documents import read_document
 from ladderize.files.records import Record
 from ladderize.layout import Layout
 
 if TYPE_CHECKING:
     import numpy as np
 
-INSENSITIVE = "insensitive"
-CLASSES = (INSENSITIVE, "sensitive", "extremely sensitive")
-FORMER_CLASSES = {"in-sensitive": INSENSITIVE}  # as files of earlier versions have it
-Mode = Literal["spd", "ladder", "each", "each-ladder"]  # what is changed, in the paper's sweep or in each block alone
-MODES: tuple[str, ...] = get_args(Mode)
-SPD, LADDER = "spd", "ladder"  # the kinds of layers that a mode changes blocks to
-POINTS = "points"  # the mode of another document, of single sync points (point_sensitivity.py)
-MOST_NATS = 700.0  # of a token: the perplexity of more is no number
+SensitivityClass = Literal["insensitive", "sensitive", "extremely sensitive"]
+CLASSES: tuple[SensitivityClass, ...] = get_args(SensitivityClass)
+INSENSITIVE = CLASSES[0]
+LADDER, SPD, BOTH = "ladder", "spd", "spd+ladder"  # kinds of layers, as ``Layout.layer_name`` says them
+# layers: each layer alone becomes each kind. sweep: from the last layer backwards one more is dropped at a time, as in
+# the paper
+Mode = Literal["layers", "sweep"]
 TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's, and from how many parameters on the lower one holds
 TAU2 = 10.0
 RESAMPLES, INTERVAL = 2000, 0.95  # of the bootstrap over windows, and the part of its results between low and high
@@ -54,195 +54,111 @@ class AlignmentWindows(Record):
 
 
 @dataclass(frozen=True)
-class BlockSensitivity(Record):
-    """S of one block in perplexity, between the ends of its bootstrap interval."""
+class LayerCost(Record):
+    """The cost of one more layer of a kind.
+
+    nats: the increase of the mean negative log-likelihood, nats per token. sensitivity: S, the increase of perplexity,
+    between the ends ``low`` and ``high`` of its bootstrap interval over windows.
+    """
 
     KEYS: ClassVar = {"sensitivity_class": "class"}
 
-    block: int
+    layer: int
+    kind: str
+    nats: float
     sensitivity: float
     low: float
     high: float
-    sensitivity_class: str
+    sensitivity_class: SensitivityClass
 
 
 @dataclass(frozen=True)
-class SensitivityRun(Record):
-    """What was measured, on what. layout: the model's, dense. dtype: what it computed in, by torch's name. aligned: on
-    what each changed model was aligned before it was scored; None: it was scored as it is."""
+class SensitivityDocument(Record):
+    """The content of sensitivity.json; docs/files.md says what the keys mean.
 
-    LEFT_OUT: ClassVar = ("aligned",)
+    layout: the model's, dense. dtype: of the computation, by torch's name. aligned: the windows that each changed model
+    was aligned on; None: models were scored as they are. interval: the part of bootstrap resamples between low and
+    high. dense_nll: of the dense model, nats per token. costs: of each kind in turn, one for each layer.
+    """
 
     model: str
     fingerprint: str
     layout: str
     parameters: int
+    num_layers: int
     data: CalibrationData
-    mode: str
+    mode: Mode
     sync_tp_size: int | None
     dtype: str
-    aligned: AlignmentWindows | None = field(default=None, kw_only=True)
-
-
-@dataclass(frozen=True)
-class UnfinishedSensitivity(SensitivityRun):
-    """nll: of each window its summed negative log-likelihood, in nats, under each of the L + 1 models; None
-    where it was not measured yet."""
-
-    complete: bool
-    nll: list[list[float | None]]
-
-
-@dataclass(frozen=True)
-class SensitivityDocument(SensitivityRun):
-    """interval: the part of bootstrap resamples between low and high. perplexity: of the L + 1 models, the last
-    dense. nll: [windows, L + 1], as in an unfinished one."""
-
-    complete: bool
+    aligned: AlignmentWindows | None
     tau1: float
     tau2: float
     interval: float
-    perplexity: list[float]
-    blocks: list[BlockSensitivity]
-    nll: list[list[float]]
+    dense_nll: float
+    costs: list[LayerCost]
 
     @property
-    def kind(self) -> str:
-        """Of the layers that blocks were changed to: ``spd`` or ``ladder``."""
-        return kind_of(self.mode)
+    def dense_perplexity(self) -> float:
+        return math.exp(self.dense_nll)
 
-    def check_fits(self, path: Path, num_layers: int, sync_tp_size: int | None) -> None:
-        """Raise UserError unless it was measured on so many layers and, of dropped sync points where that is given, for
-        so many virtual ranks. path: where it was read."""
-        if len(self.blocks) != num_layers:
-            raise UserError(
-                f"{path} has {len(self.blocks)} blocks, but the model has {num_layers} layers; measure this model"
-            )
-        if self.kind == SPD and sync_tp_size not in (None, self.sync_tp_size):
-            raise UserError(
-                f"{path} was measured with sync_tp_size {self.sync_tp_size}, so it does not apply to"
-                f" --sync-tp-size {sync_tp_size}"
-            )
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds that layers were changed to, in the file's order."""
+        return list(dict.fromkeys(cost.kind for cost in self.costs))
+
+    def of_kind(self, kind: str) -> list[LayerCost]:
+        """The costs of one kind, a layer after the other; empty where it was not measured."""
+        return [cost for cost in self.costs if cost.kind == kind]
 
 
-def alignment_words(aligned: AlignmentWindows) -> str:
-    """For people, about numbers that were measured so."""
-    return f"each changed model was aligned first, on {aligned.samples} other windows of {aligned.seq_len} tokens"
+class LayerChange(NamedTuple):
+    """A changed model: which layer it changes (in a sweep: all from this one on), to which kind, and its layout."""
+
+    layer: int
+    kind: str
+    layout: Layout
 
 
-def changes_to_ladder(mode: str) -> bool:
-    """Whether blocks become ladder blocks in this mode; else their sync points are dropped."""
-    return mode.endswith("ladder")
+def layer_changes(mode: Mode, num_layers: int, sync_tp_size: int | None) -> list[LayerChange]:
+    """Return the models that a mode measures besides the dense one. sync_tp_size: of dropped sync points; None: nothing
+    is dropped."""
+    kinds = [SPD] if mode == "sweep" else [LADDER, SPD, BOTH] if sync_tp_size is not None else [LADDER]
+    changes = []
+    for kind in kinds:
+        for layer in range(num_layers):
+            layers = range(layer, num_layers) if mode == "sweep" else [layer]
+            named = dict.fromkeys(kind.split("+"), layers)
+            layout = Layout.from_layers(num_layers, **named, sync_tp_size=sync_tp_size if SPD in named else None)
+            changes.append(LayerChange(layer, kind, layout))
+    return changes
 
 
-def kind_of(mode: str) -> str:
-    """The kind of layers that blocks become in a mode: ``spd`` or ``ladder``."""
-    return LADDER if changes_to_ladder(mode) else SPD
+def layer_costs(
+    changes: Sequence[LayerChange], nll: "np.ndarray", tokens: int, mode: Mode, *, tau1: float, tau2: float
+) -> list[LayerCost]:
+    """Return the cost of each change.
 
-
-def column_layouts(mode: str, num_layers: int, sync_tp_size: int | None) -> list[Layout]:
-    """The L + 1 models of the table: column k < L changes blocks k..L-1 (or, with each, block k alone), column L is
-    dense."""
-    kind = kind_of(mode)
-    ranks = sync_tp_size if kind == SPD else None
-    layouts = []
-    for first in range(num_layers):
-        changed = [first] if mode.startswith("each") else list(range(first, num_layers))
-        layouts.append(Layout.from_layers(num_layers, **{kind: changed}, sync_tp_size=ranks))
-    return [*layouts, Layout.dense(num_layers)]
-
-
-def perplexity_increases(perplexities: "np.ndarray", mode: str) -> "np.ndarray":
-    """S of perplexities [..., L + 1]: against the next column in a sweep, against the dense one for each block
-    alone."""
-    return perplexities[..., :-1] - (perplexities[..., -1:] if mode.startswith("each") else perplexities[..., 1:])
-
-
-def read_table(nll: list[list[float]], data: CalibrationData, columns: int, path: Path) -> "np.ndarray":
-    """``nll`` of a finished measurement, which may be anybody's: [windows, columns] in nats per token.
-
-    Raises UserError where it is none of these windows and so many models.
+    nll: [windows, changes + 1], summed over the ``tokens`` scored tokens of a window, in nats; the dense model is last.
     """
     import numpy as np
 
-    tokens = data.seq_len - 1
-    if tokens < 1 or not nll or len(nll) != data.samples or {len(row) for row in nll} != {columns}:
-        raise UserError(
-            f"{path}: nll has not {columns} log-likelihoods for each of {data.samples} windows; measure it again"
-        )
-    table = np.array(nll) / tokens
-    if not ((table >= 0) & (table < MOST_NATS)).all():
-        raise UserError(f"{path}: nll holds what is no negative log-likelihood of {tokens} tokens; measure it again")
-    return table
-
-
-def check_follows(path: Path, name: str, found: float, right: float) -> None:
-    """Raise UserError unless a file's number is the one that follows from its table: somebody has changed one."""
-    if not math.isclose(found, right, rel_tol=1e-4, abs_tol=1e-6):
-        raise UserError(f"{path}: {name} is {found:g}, but {right:g} follows from nll; measure it again")
-
-
-Complete = TypeVar("Complete", bound=SensitivityRun)
-
-
-def read_complete(kind: type[Complete], content: Mapping[str, Any], path: Path) -> Complete:
-    """The document of a measurement that was finished; raises UserError for any other content."""
-    if content.get("complete") is not True:
-        raise UserError(f"{path} is not complete; run `ladderize sensitivity` again to resume it")
-    document = kind.from_dict(content, path)
-    if document.sync_tp_size is not None and document.sync_tp_size < 1:
-        raise UserError(f"{path}: sync_tp_size is {document.sync_tp_size}, but must be a positive integer")
-    if not document.fingerprint:
-        raise UserError(f"{path}: fingerprint is '', but must be the text that identifies a model")
-    return document
-
-
-def block_document(
-    run: SensitivityRun, nll: list[list[float]], *, tau1: float | None = None, tau2: float = TAU2
-) -> SensitivityDocument:
-    """What a whole table says of blocks. nll: as in the document. tau1: by default the paper's for the model's size."""
-    import numpy as np
-
-    tau1 = default_tau1(run.parameters) if tau1 is None else tau1
-    perplexities, blocks = block_sensitivities(np.array(nll), run.data.seq_len - 1, run.mode, tau1=tau1, tau2=tau2)
-    return SensitivityDocument(
-        **vars(run),
-        complete=True,
-        tau1=tau1,
-        tau2=tau2,
-        interval=INTERVAL,
-        perplexity=perplexities,
-        blocks=blocks,
-        nll=nll,
-    )
-
-
-def run_of(document: SensitivityRun, **changes: Any) -> SensitivityRun:
-    """What was measured, on what, of a document that says more; with other values."""
-    return SensitivityRun(**{own.name: getattr(document, own.name) for own in fields(SensitivityRun)} | changes)
-
-
-def block_sensitivities(
-    table: "np.ndarray", tokens: int, mode: str, *, tau1: float, tau2: float
-) -> tuple[list[float], list[BlockSensitivity]]:
-    """Perplexities [L + 1], and S of each block with its bootstrap interval over windows and its class.
-
-    table: [windows, L + 1] in nats; tokens: scored in each window.
-    """
-    import numpy as np
-
-    perplexities = np.exp(table.mean(0) / tokens)
-    resampled = perplexity_increases(np.exp(window_resamples(table) / tokens), mode)
-    values = perplexity_increases(perplexities, mode).tolist()
-    blocks = [
-        BlockSensitivity(block, value, low=low, high=high, sensitivity_class=classify(value, tau1, tau2))
-        for block, (value, low, high) in enumerate(zip(values, *interval_ends(resampled), strict=True))
+    count = len(changes)
+    before = np.arange(1, count + 1) if mode == "sweep" else np.full(count, count)  # the model without the change
+    means = nll.mean(0) / tokens
+    perplexities, resampled = np.exp(means), np.exp(window_resamples(nll) / tokens)
+    values = perplexities[:-1] - perplexities[before]
+    low, high = np.quantile(
+        resampled[:, :-1] - resampled[:, before], [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0
+    ).tolist()
+    nats = (means[:-1] - means[before]).tolist()
+    return [
+        LayerCost(change.layer, change.kind, nats[i], value, low[i], high[i], classify(value, tau1, tau2))
+        for i, (change, value) in enumerate(zip(changes, values.tolist(), strict=True))
     ]
-    return perplexities.tolist(), blocks
 
 
 def window_resamples(table: "np.ndarray") -> "np.ndarray":
-    """The mean of each column [windows, K] in each bootstrap resample of the windows: [RESAMPLES, K]."""
+    """Return the mean of each column [windows, K] in each bootstrap resample of the windows: [RESAMPLES, K]."""
     import numpy as np
 
     count = len(table)
@@ -250,18 +166,44 @@ def window_resamples(table: "np.ndarray") -> "np.ndarray":
     return counts @ table / count
 
 
-def interval_ends(resampled: "np.ndarray") -> tuple[list[float], list[float]]:
-    """The lower and the upper end of each column's interval [RESAMPLES, K]."""
-    import numpy as np
-
-    low, high = np.quantile(resampled, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0)
-    return low.tolist(), high.tolist()
-
-
 def default_tau1(parameters: int) -> float:
     return TAU1_LARGE if parameters >= LARGE else TAU1
 
 
-def classify(sensitivity: float, tau1: float, tau2: float) -> str:
-    """The paper's three classes: dropped as they are, distilled, regrouped and distilled."""
+def classify(sensitivity: float, tau1: float, tau2: float) -> SensitivityClass:
+    """Return the paper's class of a block: dropped as it is, distilled, or regrouped and distilled."""
     return CLASSES[(sensitivity > tau1) + (sensitivity > tau2)]
+
+
+def read_sensitivity(path: Path) -> SensitivityDocument:
+    """Read a sensitivity.json; raises UserError for a malformed one."""
+    document = SensitivityDocument.from_dict(read_document(path, "sensitivity file"), path)
+    for problem in _problems(document):
+        raise UserError(f"{path}: {problem}; measure it again")
+    return document
+
+
+def _problems(document: SensitivityDocument) -> Iterator[str]:
+    """Yield what is wrong with the content of a file, which may be anybody's."""
+    if not document.fingerprint:
+        yield "fingerprint is '', but must be the text that identifies a model"
+    if document.sync_tp_size is not None and document.sync_tp_size < 1:
+        yield f"sync_tp_size is {document.sync_tp_size}, but must be a positive integer"
+    if not document.costs:
+        yield "it has no costs"
+    for name in ("tau1", "tau2", "dense_nll"):
+        if not math.isfinite(getattr(document, name)):
+            yield f"{name} is not a finite number"
+    for kind in document.kinds:
+        if [cost.layer for cost in document.of_kind(kind)] != list(range(document.num_layers)):
+            yield f"it has not one cost for each of {document.num_layers} layers of kind {kind}, in order"
+    for cost in document.costs:
+        if not (math.isfinite(cost.nats) and math.isfinite(cost.sensitivity)):
+            yield f"the cost of layer {cost.layer} as {cost.kind} is not a finite number"
+        if SPD in cost.kind and document.sync_tp_size is None:
+            yield "sync_tp_size is None, but layers of it are dropped"
+
+
+def alignment_words(aligned: AlignmentWindows) -> str:
+    """Return a sentence about numbers that were measured so."""
+    return f"each changed model was aligned first, on {aligned.samples} other windows of {aligned.seq_len} tokens"

@@ -1,7 +1,7 @@
 """The options of ``ladderize eval`` and ``ladderize sensitivity``, with their defaults. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ladderize.choices import (
     DEVICE,
@@ -13,13 +13,12 @@ from ladderize.choices import (
     TP_SIZE,
     UPPER_TAU,
     Dtype,
-    Option,
     check_choices,
     check_options,
     distinct_names,
     option,
 )
-from ladderize.convert.sensitivity_file import POINTS, TAU2, Mode, changes_to_ladder
+from ladderize.convert.sensitivity_file import TAU2, Mode
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -87,16 +86,19 @@ class EvalOptions(Record):
             raise UsageError(f"--max-length {self.max_length} needs --backend vllm, which keeps room for whole texts")
 
 
-_DATA = Option("Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).", "FILE")
-_DROPPED_FOR = Option(
-    "TP size to drop sync points for (virtual ranks). Mode points: without it nothing is dropped.", min=1
-)
+@dataclass(frozen=True)
+class SensitivityOptions:
+    """See ``ladderize sensitivity --help``. Raises UsageError."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class WindowsToScore:
-    """What ``ladderize sensitivity`` scores in all modes. Raises UsageError."""
-
+    data: str = option("Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).", ..., metavar="FILE")
+    mode: Mode = option(
+        "layers: change each layer alone: to ladder and, with --sync-tp-size, to spd and to both. sweep: drop one more"
+        " attention sync point at a time, from the last layer backwards (the SPD paper's).",
+        "layers",
+    )
+    sync_tp_size: int | None = option(
+        "TP size to drop sync points for (virtual ranks). Without it nothing is dropped.", min=1
+    )
     samples: int = option("Windows to score, drawn from the data; all if there are fewer.", 128, min=1)
     seq_len: int | None = option(SEQ_LEN)
     seed: int = option("Seed of the windows that are drawn.", 0, min=0, max=MAX_SEED)
@@ -105,8 +107,8 @@ class WindowsToScore:
     device: str = option(DEVICE, default_device)
     revision: str | None = option(REVISION)
     align: bool = option(
-        "Measure each changed model as `adapt --method align` leaves it, on further windows of the data. In all modes;"
-        " much more work.",
+        "Measure each changed model as `adapt --method align` leaves it, on further windows of the data. Much more"
+        " work.",
         False,
     )
     align_samples: int | None = option(
@@ -115,41 +117,14 @@ class WindowsToScore:
         shown="16384 tokens; more for wide models",
         needs="align",
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
-@dataclass(frozen=True)
-class SensitivityOptions(WindowsToScore):
-    """See ``ladderize sensitivity --help``."""
-
-    data: str = option(_DATA, ...)
-    mode: Mode = "spd"
-    sync_tp_size: int | None = option(_DROPPED_FOR)
     tau1: float | None = option(LOWER_TAU)
     tau2: float = option(UPPER_TAU, TAU2)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if changes_to_ladder(self.mode) and self.sync_tp_size is not None:
-            raise UsageError(f"--mode {self.mode} drops nothing, so --sync-tp-size has no effect")
-        if not changes_to_ladder(self.mode) and self.sync_tp_size is None:
-            raise UsageError(f"--mode {self.mode} needs --sync-tp-size N")
+        check_options(self)
         check_taus(self.tau1, self.tau2)
-
-
-@dataclass(frozen=True)
-class PointOptions(WindowsToScore):
-    """Of ``ladderize sensitivity --mode points``."""
-
-    mode: ClassVar[str] = POINTS
-
-    data: str = option(_DATA, ...)
-    sync_tp_size: int | None = option(_DROPPED_FOR)
-    pairs: bool = option(
-        "Mode points: also change two neighbouring layers together, in each way. About six times the work.", False
-    )
+        if self.mode == "sweep" and self.sync_tp_size is None:
+            raise UsageError("--mode sweep needs --sync-tp-size N")
 
 
 def check_taus(tau1: float | None, tau2: float) -> None:

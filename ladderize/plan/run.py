@@ -9,8 +9,7 @@ import numpy as np
 from ladderize.checkpoint.opening import check_model, read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
-from ladderize.convert.read_sensitivity import read_point_sensitivity
-from ladderize.convert.sensitivity_file import AlignmentWindows, CalibrationData
+from ladderize.convert.sensitivity_file import AlignmentWindows, CalibrationData, read_sensitivity
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable, write_json
 from ladderize.files.regular import names_a_file, resolved
@@ -184,17 +183,16 @@ class LayerCosts:
 
 def read_layer_costs(path: Path) -> LayerCosts:
     """Read what each layer costs as each kind. A cost below 0 is noise and counts as 0."""
-    document = read_point_sensitivity(path)
+    document = read_sensitivity(path)
+    if document.mode != "layers":
+        raise UserError(
+            f"{path} has the mode {document.mode}, which does not tell what a layer alone costs; measure that with"
+            " `ladderize sensitivity --mode layers`"
+        )
     nats = np.full((document.num_layers, len(LAYER_KINDS)), np.inf)
     nats[:, 0] = 0.0
-    steps = {step: kind for kind, step in enumerate(KIND_STEPS.values())}
     for cost in document.costs:
-        layer = cost.layers[0]
-        step = (cost.entering, cost.attention)
-        if layer == 0 and step[1] != BLOCKING and step[0] == BLOCKING:
-            step = step if step in steps else (step[1], step[1])
-        if len(cost.layers) == 1 and step in steps:
-            nats[layer, steps[step]] = max(cost.nats, 0.0)
+        nats[cost.layer, LAYER_KINDS.index(cost.kind)] = max(cost.nats, 0.0)
     return LayerCosts(
         nats, document.dense_nll, document.fingerprint, document.sync_tp_size, document.data, document.aligned
     )

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ladderize.adapt.methods import METRICS
-from ladderize.convert.point_sensitivity import PointSensitivity
-from ladderize.convert.read_sensitivity import read_point_sensitivity, read_sensitivity
-from ladderize.convert.sensitivity_file import SensitivityDocument
+from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
@@ -31,8 +29,7 @@ TELLING_KEYS = {
     "training": ("rows", "environment", "checked"),
     "benches": ("rows", "environment"),
     "plans": ("rows", "device", "links"),
-    "sensitivities": ("blocks", "tau1"),
-    "points": ("costs", "dense_nll"),
+    "sensitivities": ("costs", "tau1"),
 }
 READERS: dict[str, Callable[[Any, Path], Any]] = {
     "sweeps": SweepDocument.from_dict,
@@ -40,7 +37,6 @@ READERS: dict[str, Callable[[Any, Path], Any]] = {
     "benches": BenchDocument.from_dict,
     "plans": PlanResult.from_dict,
     "sensitivities": lambda _, path: read_sensitivity(path),
-    "points": lambda _, path: read_point_sensitivity(path),
 }
 AnyDocument = TypeVar("AnyDocument")
 
@@ -88,7 +84,6 @@ class FoundDocuments:
     benches: list[FoundDocument[BenchDocument]] = field(default_factory=list)
     plans: list[FoundDocument[PlanResult]] = field(default_factory=list)
     sensitivities: list[FoundDocument[SensitivityDocument]] = field(default_factory=list)
-    points: list[FoundDocument[PointSensitivity]] = field(default_factory=list)
     retrainings: list[RetrainingRun] = field(default_factory=list)
     seen: set[Path] = field(default_factory=set)
 

@@ -32,7 +32,7 @@ from ladderize.report.tables import ReportTable, layout_strips, models_table, se
 from ladderize.report.tradeoff_plot import tradeoff_plots
 
 TEMPLATES = Path(__file__).parent / "templates"
-MEASURE_SENSITIVITY = "ladderize sensitivity DENSE --data FILE --mode spd --sync-tp-size N --out sensitivity.json"
+MEASURE_SENSITIVITY = "ladderize sensitivity DENSE --data FILE --sync-tp-size N --out sensitivity.json"
 RETRAIN = "ladderize adapt MODEL OUT --distill-from DENSE --data FILE --max-tokens N"
 
 

@@ -16,12 +16,12 @@ from ladderize.adapt.blockwise.layer_files import LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.adapt.data.packing import IGNORED_TARGET
+from ladderize.adapt.sensitivity import measure_sensitivity
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import SILENT
 from ladderize.eval.options import SensitivityOptions
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.training.batch import Batch
-from ladderize.workflows.sensitivity import measure_sensitivity
 from tests.helpers import random_ids
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
 from tests.simulated_gpu.models import LAYERS, LAYOUTS, hf_training, seed

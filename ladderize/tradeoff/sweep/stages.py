@@ -15,7 +15,6 @@ from ladderize.commands.convert import convert
 from ladderize.commands.evaluate import evaluate
 from ladderize.commands.merge import merge
 from ladderize.commands.sensitivity import sensitivity
-from ladderize.convert.sensitivity_file import changes_to_ladder
 from ladderize.errors import LadderizeError, UserError
 from ladderize.eval.options import EvalOptions, SensitivityOptions
 from ladderize.files.documents import read_own, write_json
@@ -27,7 +26,7 @@ from ladderize.tradeoff.sweep.launch import IN_ONE, LAUNCH_KEYS, Given, StageLau
 StageKind = Literal["sensitivity", "convert", "adapt", "eval", "bench"]
 # Of the code behind each stage. Raise a stage's number when its output changes for the same input (another result,
 # another form of its files): what earlier versions of ladderize kept is then made anew.
-STAGE_VERSIONS: dict[StageKind, int] = {"sensitivity": 1, "convert": 1, "adapt": 4, "eval": 1, "bench": 1}
+STAGE_VERSIONS: dict[StageKind, int] = {"sensitivity": 2, "convert": 1, "adapt": 4, "eval": 1, "bench": 1}
 RESUMES = ("sensitivity", "convert", "adapt", "eval")  # stages that go on with what a killed run left in their folder
 TIMED: StageKind = "bench"  # its times are the result, so nothing runs beside it
 STAGES = "stages"  # folder of their outputs
@@ -47,7 +46,7 @@ COMMANDS = {
 }
 # what a sweep.yaml may not say, since the sweep does or since it makes no stage of one
 OF_THE_SWEEP = {
-    "sensitivity": "model out sync_tp_size pairs plot overwrite revision json",
+    "sensitivity": "model out sync_tp_size plot overwrite revision json",
     "convert": "src out dense recipe sensitivity dtype max_shard_size copy dry_run overwrite no_verify revision json",
     "adapt": "model out distill_from align resume dry_run show_data log_with overwrite no_verify json",
     "eval": "models out keep_predictions reference resume revision no_default_tasks json",
@@ -94,8 +93,7 @@ def sensitivity_words(model: str, output: str, given: Given, mode: str, ranks: i
 def check_sensitivity(given: Given, where: str) -> None:
     """Raises UserError."""
     with errors_begin_with(where):
-        mode = str(given.get("mode", "ladder"))
-        words = sensitivity_words("DENSE", "OUTPUT", given, mode, None if changes_to_ladder(mode) else 2, where)
+        words = sensitivity_words("DENSE", "OUTPUT", given, str(given.get("mode", "layers")), 2, where)
         asked_by(words).fill(SensitivityOptions)
         check_launch(given, where, "sensitivity")
 
@@ -244,7 +242,7 @@ def finished_stage(stage: Stage, root: Path) -> FinishedStage | None:
     marker = read_marker(folder)
     if marker is None and set(files := stage_files(folder)) == {SAY_COMPLETE.get(stage.kind)}:
         found = [read_own(folder / name) for name in files]
-        is_complete = all(one.get("complete") is True and not one.get("failed") for one in found)
+        is_complete = all(one and one.get("complete", True) is True and not one.get("failed") for one in found)
         return _marker(stage, files, None) if is_complete else None
     if marker is None or marker.key != stage.key or marker.stage != stage.kind:
         return None

@@ -136,9 +136,8 @@ class SweepSpec:
     text: str
 
     def sensitivity_mode(self, kind: str) -> str:
-        """The mode that measures layers of a kind: the paper's sweep, or each block alone."""
-        each = str((self.sensitivity or {}).get("mode", "")).startswith("each")
-        return {SPD: "each" if each else "spd", LADDER: "each-ladder" if each else "ladder"}[kind]
+        """Return the mode that measures layers of a kind: the paper's sweep, or each layer alone."""
+        return str((self.sensitivity or {}).get("mode", "sweep")) if kind == SPD else "layers"
 
 
 # ---- reading ----

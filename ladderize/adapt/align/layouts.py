@@ -5,7 +5,7 @@ is in memory at a time, whatever the size of the model.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,11 +26,11 @@ from ladderize.adapt.align.layer import Streams
 from ladderize.adapt.align.options import AlignSettings, layers_to_align, short_tokens
 from ladderize.adapt.blockwise.layer_files import StudentBlocks
 from ladderize.adapt.blockwise.windows import Windows, window_counts
+from ladderize.adapt.layout_scores import usual_batch
 from ladderize.blocks import Blocks, check_finite, layer_seconds, stored_dtype, window_nlls
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, human_bytes, human_seconds
 from ladderize.convert.sensitivity_file import AlignmentWindows
-from ladderize.eval.suffixes import usual_batch
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
@@ -147,34 +147,34 @@ def layers_of(layouts: Sequence[Layout]) -> int:
     return sum(len(layers_to_align(layout, None)) for layout in layouts if not layout.is_dense)
 
 
-def fill_aligned(
-    table: np.ndarray,
+def score_aligned(
     aligned: AlignedLayouts,
     layouts: Sequence[Layout],
     scored: np.ndarray,
     *,
+    known: Mapping[str, list[float]],
+    keep: Callable[[Mapping[str, list[float]]], None],
     what: str,
     ranks: Ranks,
-    save: Callable[[], None],
     console: Console,
-) -> None:
-    """Fill the columns of ``table`` [windows, layouts] that are not there yet (NaN), those first that take the least:
-    they are kept the sooner. ranks: share them, side by side those that take about as long, and all get all. save: is
-    called after each round. what: of the messages."""
-    left = [number for number in range(len(layouts)) if np.isnan(table[:, number]).any()]
-    left.sort(key=lambda number: layers_of([layouts[number]]))
-    if len(left) < len(layouts):
-        console.note(f"resuming after {len(layouts) - len(left)} of {len(layouts)} models")
-    models = [layouts[number] for number in left]
-    aligned.announce(f"{len(models):,} models", models, scored, console, ranks)
+) -> np.ndarray:
+    """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts].
+
+    Layouts that take the least come first. ranks: share them, side by side those that take about as long, and all get
+    all. known: rows of windows by layout that are there already. keep: is given all of them after each round. what: of
+    the messages.
+    """
+    nlls = dict(known)
+    left = {str(layout): layout for layout in layouts if str(layout) not in nlls}
+    models = sorted(left.values(), key=lambda layout: layers_of([layout]))
+    if known:
+        console.note(f"{len(known)} models were measured before")
+    if models:
+        aligned.announce(f"{len(models):,} models", models, scored, console, ranks)
     ids = torch.from_numpy(scored)
     with console.progress(what, layers_of(models)) as advance:
-
-        def column(number: int) -> tuple[int, np.ndarray]:
-            return number, aligned(layouts[number], ids, advance)
-
-        for found in ranks.shared_out(left, column):
-            for number, values in found:
-                table[:, number] = values
-            advance(layers_of([layouts[number] for number, _ in found[1:]]))  # rank 0 has told of its own
-            save()
+        for done in ranks.shared_out(models, lambda layout: (layout, aligned(layout, ids, advance).tolist())):
+            nlls.update((str(layout), row) for layout, row in done)
+            advance(layers_of([layout for layout, _ in done[1:]]))  # rank 0 has counted its own
+            keep(nlls)
+    return np.array([nlls[str(layout)] for layout in layouts]).T

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from ladderize.adapt.blockwise.measures import HeldoutMeasures, LayerAt, heldout
 from ladderize.adapt.blockwise.options import DistillSettings
 from ladderize.adapt.blockwise.rewrite import CheckpointRun, MethodRecord, WindowData, measured_note
 from ladderize.adapt.blockwise.windows import Windows, training_windows
+from ladderize.adapt.sensitivity import measure_sensitivity
+from ladderize.adapt.spd_options import SpdOptions
 from ladderize.blocks import Blocks, compute_dtype, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint
@@ -37,16 +39,14 @@ from ladderize.convert.heads import HEAD_MAP, GroupingReport, HeadMap, read_head
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import SelectedBlock, Selection
-from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE
+from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE, default_tau1
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import Perplexity
-from ladderize.files.documents import read_json, write_json
+from ladderize.files.documents import read_json, read_own, write_json
 from ladderize.files.records import Record
 from ladderize.layout import Layout, check_split, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
-from ladderize.workflows.sensitivity import measure_sensitivity
-from ladderize.workflows.spd_options import SpdOptions
 
 SPD_FILE = "spd.json"
 # what to try where a step made the model worse
@@ -70,8 +70,6 @@ class SpdBlock(SelectedBlock):
 @dataclass(frozen=True)
 class SpdDocument(Record):
     """spd.json: what each block got and why, with the figures of each step; docs/files.md says what the keys mean."""
-
-    FORMER: ClassVar = {"selection": "spd_selection"}
 
     model: str
     out: str
@@ -235,10 +233,15 @@ def fill_sensitivity(
     work: BlockFolder,
     console: Console,
 ) -> None:
-    """Fill sensitivity.json, from where a killed run left it."""
+    """Measure the backward sweep and write sensitivity.json, unless a killed run has."""
     training, path = options.training, work.folder / SENSITIVITY
-    asked = SensitivityOptions(
+    before = read_own(path)
+    tau1 = default_tau1(before.get("parameters", 0)) if options.tau1 is None else options.tau1
+    if ranks.broadcast((before.get("tau1"), before.get("tau2")) == (tau1, options.tau2)):
+        return
+    measured = SensitivityOptions(
         data=training.data,
+        mode="sweep",
         sync_tp_size=options.sync_tp_size,
         samples=len(calibration),
         seed=training.distill.seed,
@@ -248,17 +251,8 @@ def fill_sensitivity(
         device=str(ranks.device),
         revision=options.revision,
     )
-    previous = ranks.broadcast(read_json(path) if ranks.is_main and path.is_file() else None)
-    document = measure_sensitivity(
-        model,
-        asked,
-        windows=calibration,
-        sha256=record.data.sha256,
-        console=console,
-        ranks=ranks,
-        previous=previous,
-        save=partial(write_json, path),
-    )
+    sha256 = record.data.sha256
+    document = measure_sensitivity(model, measured, windows=calibration, sha256=sha256, console=console, ranks=ranks)
     if ranks.is_main:
         write_json(path, document.to_dict())
     ranks.barrier()

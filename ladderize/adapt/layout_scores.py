@@ -3,15 +3,11 @@
 Layouts that agree in their first layers compute the same there: each layer is run once for each different beginning of
 a layout. One dense pass then serves all that differ from the dense model in later layers only, and of the 3,888 layouts
 of five layers each costs one layer and a little.
-
-A table of negative log-likelihoods, windows x layouts, is filled batch by batch: announced, within the memory that is
-there, and kept so often that a killed run goes on.
 """
 
 import math
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -26,8 +22,7 @@ from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
 
 TOKENS_PER_PASS = 4096
-SAVE_SECONDS = 2.0
-# what a layout does in a layer: the mode of the MLP sync point that enters it, its attention's
+# in a layer: the mode of the MLP sync point that enters it, and that of its attention
 LayerStep = tuple[str, str]
 
 
@@ -43,21 +38,16 @@ class LayoutTree:
         self.sync_tp_size = min(ranks, default=None)
 
     def parting(self, layer: int, members: Sequence[int]) -> list[tuple[LayerStep, list[int]]]:
-        """What layouts, by their number, do in a layer; those of the largest group last."""
+        """Group layouts, by their number, by what they do in a layer; the largest group comes last."""
         groups: dict[LayerStep, list[int]] = defaultdict(list)
         for number in members:
             layout = self.layouts[number]
             groups[layout.entering(layer), layout.attention_sync[layer]].append(number)
         return sorted(groups.items(), key=lambda group: len(group[1]))
 
-    @property
-    def layer_runs(self) -> int:
-        """How many times some layer is run for one batch."""
-        return sum(self.runs_by_mode.values())
-
     @cached_property
     def runs_by_mode(self) -> Counter[str]:
-        """The same, by the mode of the layer's attention sync point."""
+        """The number of runs of a layer for one batch, by the mode of its attention sync point."""
         runs: Counter[str] = Counter()
         waiting = [(0, list(range(len(self.layouts))))]
         while waiting:
@@ -74,7 +64,7 @@ class LayoutTree:
         return len(self.layouts).bit_length() + 1
 
     def overlaps(self, layer: int) -> bool:
-        """Whether any layout overlaps the MLP sync point of ``layer``."""
+        """Return whether any layout overlaps the MLP sync point of ``layer``."""
         return any(layout.mlp_sync[layer] == OVERLAPPED for layout in self.layouts)
 
 
@@ -102,21 +92,20 @@ class Suffixes:
 
     def __call__(self, ids: Tensor) -> np.ndarray:
         """ids: [batch, tokens] -> summed negative log-likelihoods in nats, float64 [batch, layouts]."""
-        table = np.empty((len(ids), len(self.tree.layouts)))
-        for members, nll in self.walk(ids, list(range(len(self.tree.layouts)))):
-            table[:, members] = nll.cpu().numpy()[:, None]
-        return table
-
-    def walk(self, ids: Tensor, members: list[int]) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield ``members``, layouts by their number, a group of equal ones after the other, and the group's summed
-        negative log-likelihood [batch], on the device."""
         with torch.no_grad():
             state = self.blocks.embed(ids)
-        return self._walk(0, state, members, ids)
+        # copied to the host at the end: a copy would wait for all that the device was asked before it
+        groups = [*self._walk(0, state, list(range(len(self.tree.layouts))), ids)]
+        nlls = torch.stack([nll for _, nll in groups]).cpu().numpy()
+        table = np.empty((len(ids), len(self.tree.layouts)))
+        for (members, _), nll in zip(groups, nlls, strict=True):
+            table[:, members] = nll[:, None]
+        return table
 
     @torch.no_grad()
     def _walk(self, first: int, state: State, members: list[int], ids: Tensor) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the same of layouts that agree before layer ``first``, which ``state`` enters."""
+        """Yield groups of equal layouts among ``members``, which agree before layer ``first``, and the summed negative
+        log-likelihood [batch] of each, on the device. state: it enters layer ``first``."""
         for layer in range(first, self.blocks.num_layers):
             *others, (step, members) = self.tree.parting(layer, members)
             for other, apart in others:
@@ -168,81 +157,37 @@ def check_table_memory(
     )
 
 
-def fill_table(
-    table: np.ndarray,
+def score_layouts(
     blocks: Blocks,
-    layouts: list[Layout],
+    layouts: Sequence[Layout],
     windows: np.ndarray,
     *,
     batch_size: int | None,
     what: str,
-    data: str,
     ranks: Ranks,
-    save: Callable[[], None],
     console: Console,
-) -> None:
-    """Fill the places of ``table`` [windows, layouts] that are not there yet (NaN): the summed negative log-likelihood,
-    in nats.
+) -> np.ndarray:
+    """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts].
 
-    windows: ids [samples, seq_len], of the file ``data``. ranks: share the windows, and all get all. save: is called
-    every few seconds, also between the models of one batch. what: of the messages.
+    windows: ids [windows, tokens], which the ranks share; all get all. what: of the messages. Raises UserError for what
+    is no number, and where there is no room.
     """
-    left = np.flatnonzero((missing := np.isnan(table)).any(1))
-    if not missing.all():
-        begun = len(layouts) - int(missing[left[0]].sum())
-        console.note(
-            f"resuming after {len(windows) - len(left)} of {len(windows)} windows"
-            + (f" and {begun} of {len(layouts)} models on those that follow" if begun else "")
-        )
-    batch_size = min(usual_batch(batch_size, windows), math.ceil(len(left) / ranks.size))
-    tree, processes = LayoutTree(layouts), ranks.local_size
-    check_table_memory(blocks, tree, batch_size, windows.shape[1], what, processes=processes)
+    batch_size = min(usual_batch(batch_size, windows), math.ceil(len(windows) / ranks.size))
+    tree = LayoutTree(layouts)
+    check_table_memory(blocks, tree, batch_size, windows.shape[1], what, processes=ranks.local_size)
     ranks.barrier()  # what one loads is not free for another that still checks
     with console.stage("loading the weights"):
         suffixes = Suffixes(blocks, layouts)
-    console.note(announcement(suffixes, windows[left], batch_size, ranks))
-    saved_at = time.monotonic()
-
-    def scored(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        nonlocal saved_at
-        members = np.flatnonzero(np.isnan(table[rows]).any(0)).tolist()
-        known: list[tuple[list[int], Tensor]] = []  # on the device, where a copy would wait for all before it
-
-        def fill() -> None:
-            nll = torch.stack([one for _, one in known]).cpu().numpy()
-            check_finite(float(nll.sum()), f"the log-likelihood of {data} under {blocks.checkpoint.folder}")
-            for (alike, _), one in zip(known, nll, strict=True):
-                table[rows[:, None], alike] = one[:, None]
-            known.clear()
-
-        for one in suffixes.walk(torch.from_numpy(windows[rows]), members):
-            known.append(one)
-            if time.monotonic() - saved_at > SAVE_SECONDS:
-                fill()
-                save()
-                saved_at = time.monotonic()
-        if known:
-            fill()
-        return rows, table[rows]
-
-    with console.progress(what, len(left)) as advance:
-        for found in ranks.shared_out(np.split(left, range(batch_size, len(left), batch_size)), scored):
-            for rows, values in found:
+    console.note(announcement(suffixes, windows, batch_size, ranks))
+    table = np.empty((len(windows), len(layouts)))
+    with console.progress(what, len(windows)) as advance:
+        batches = np.split(np.arange(len(windows)), range(batch_size, len(windows), batch_size))
+        for scored in ranks.shared_out(batches, lambda rows: (rows, suffixes(torch.from_numpy(windows[rows])))):
+            for rows, values in scored:
+                check_finite(float(values.sum()), f"the log-likelihood under {blocks.checkpoint.folder}")
                 table[rows] = values
                 advance(len(rows))
-
-
-def is_table(rows: object, columns: int, windows: int, *, gaps: bool = False) -> bool:
-    """Whether these are at most ``windows`` rows of finite numbers, as a file holds them, which may be anybody's. gaps:
-    None may stand for a number."""
-    return (
-        isinstance(rows, list)
-        and len(rows) <= windows
-        and all(isinstance(row, list) and len(row) == columns for row in rows)
-        and all(
-            (type(value) is float and math.isfinite(value)) or (gaps and value is None) for row in rows for value in row
-        )
-    )
+    return table
 
 
 def announcement(suffixes: Suffixes, windows: np.ndarray, batch_size: int, ranks: Ranks) -> str:

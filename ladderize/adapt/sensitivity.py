@@ -1,0 +1,185 @@
+"""``ladderize sensitivity``: the cost of changed layers of a dense model, as they are or after alignment.
+
+All models that are measured agree with the dense one before their first changed layer, so for each batch of windows
+there is one dense pass, and what is changed branches off it. Aligned models have weights of their own, and are made one
+after the other.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ladderize import data
+from ladderize.adapt.align.layouts import AlignedLayouts, describe_alignment, score_aligned, windows_to_align_on
+from ladderize.adapt.blockwise.windows import Windows
+from ladderize.adapt.layout_scores import score_layouts
+from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype
+from ladderize.checkpoint.config import parameter_count
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.tensors import fingerprint
+from ladderize.console import SILENT, Console
+from ladderize.convert.sensitivity_file import (
+    INTERVAL,
+    CalibrationData,
+    SensitivityDocument,
+    default_tau1,
+    layer_changes,
+    layer_costs,
+)
+from ladderize.errors import UserError
+from ladderize.eval.options import SensitivityOptions
+from ladderize.files.documents import check_writable, read_own, write_json
+from ladderize.layout import Layout
+from ladderize.ranks.device import check_device
+from ladderize.ranks.group import Ranks, join_ranks
+
+UNFINISHED = (
+    ".unfinished"  # ends the name of the file beside OUT that keeps aligned models' likelihoods until it is there
+)
+
+
+def write_sensitivity(
+    model: str | Path,
+    out: str | Path,
+    options: SensitivityOptions,
+    *,
+    overwrite: bool = False,
+    console: Console = SILENT,
+) -> SensitivityDocument:
+    """Measure what changed layers of a dense ``model`` cost, and write the JSON file ``out``.
+
+    Several processes (torchrun, accelerate launch) share the windows or, with ``options.align``, the models; rank 0
+    writes, and all return the same. Aligned models that a killed run has measured are not measured again. Raises
+    UserError, also where ``out`` is there and ``overwrite`` is not said.
+    """
+    ranks = join_ranks(options.device)
+    out = Path(out).expanduser()
+    if ranks.is_main:
+        check_writable(out, inputs=[options.data])
+        if out.exists() and not overwrite:
+            raise UserError(f"--out {out} is there already; name another file, or pass --overwrite")
+    unfinished = out.with_name(out.name + UNFINISHED)
+    document = measure_sensitivity(model, options, console=console, ranks=ranks, unfinished=unfinished)
+    if ranks.is_main:
+        write_json(out, document.to_dict())
+        unfinished.unlink(missing_ok=True)
+    return document
+
+
+def measure_sensitivity(
+    model: str | Path,
+    options: SensitivityOptions,
+    *,
+    console: Console = SILENT,
+    windows: np.ndarray | None = None,
+    sha256: str | None = None,
+    ranks: Ranks | None = None,
+    unfinished: Path | None = None,
+) -> SensitivityDocument:
+    """Return what changed layers of a dense ``model`` cost.
+
+    windows: ids [windows, seq_len] that were drawn from the data before. sha256: of those data, if they are no single
+    file. ranks: share the work, and all return the same; None: this process alone. unfinished: a file that keeps what
+    was measured of aligned models.
+    """
+    checkpoint = open_dense(str(model), options)
+    layers = int(checkpoint.config["num_hidden_layers"])
+    changes = layer_changes(options.mode, layers, options.sync_tp_size)
+    layouts = [*(change.layout for change in changes), Layout.dense(layers)]
+    for layout in layouts:
+        layout.check_model(checkpoint.config)
+    scored, to_align = drawn_windows(checkpoint, options, windows, console)
+    ranks = ranks or Ranks(0, 1, torch.device(options.device))
+    dtype = stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype
+    about: dict[str, Any] = {
+        "fingerprint": fingerprint(checkpoint),
+        "dtype": dtype,
+        "data": CalibrationData(
+            options.data, sha256 or data.file_sha256(options.data), len(scored), scored.shape[1], options.seed
+        ),
+        "aligned": describe_alignment(to_align) if to_align is not None else None,
+    }
+    blocks = Blocks(checkpoint, getattr(torch, dtype), ranks.device)
+    how: dict[str, Any] = {"what": "sensitivity", "ranks": ranks, "console": console}
+    if to_align is None:
+        nll = score_layouts(blocks, layouts, scored, batch_size=options.batch_size, **how)
+    else:
+        aligner = AlignedLayouts(blocks, to_align, options.batch_size)
+        identity = {name: str(value) for name, value in about.items()}
+        known = ranks.broadcast(_measured_before(unfinished, identity) if ranks.is_main else {})
+
+        def keep(nlls: Mapping[str, list[float]]) -> None:
+            if ranks.is_main and unfinished is not None:
+                write_json(unfinished, {**identity, "nll": nlls})
+
+        nll = score_aligned(aligner, layouts, scored, known=known, keep=keep, **how)
+    parameters, tokens = parameter_count(checkpoint.config), scored.shape[1] - 1
+    tau1 = default_tau1(parameters) if options.tau1 is None else options.tau1
+    return SensitivityDocument(
+        model=str(model),
+        layout=str(layouts[-1]),
+        parameters=parameters,
+        num_layers=layers,
+        mode=options.mode,
+        sync_tp_size=options.sync_tp_size,
+        tau1=tau1,
+        tau2=options.tau2,
+        interval=INTERVAL,
+        dense_nll=float(nll[:, -1].mean() / tokens),
+        costs=layer_costs(changes, nll, tokens, options.mode, tau1=tau1, tau2=options.tau2),
+        **about,
+    )
+
+
+def open_dense(model: str, options: SensitivityOptions) -> Checkpoint:
+    """Open the checkpoint; raises UserError unless it is a dense model."""
+    check_device(options.device)
+    checkpoint = open_checkpoint(model, options.revision)
+    layout = Layout.from_config(checkpoint.config)
+    if not layout.is_dense:
+        raise UserError(f"{model} is not dense ({layout}); a sensitivity is measured on the dense model")
+    return checkpoint
+
+
+def drawn_windows(
+    checkpoint: Checkpoint, options: SensitivityOptions, drawn: np.ndarray | None, console: Console
+) -> tuple[np.ndarray, Windows | None]:
+    """Return the windows to score, ids [samples, seq_len], and those after them to align models on; None where models
+    are scored as they are.
+
+    drawn: all windows, in an order drawn with the seed, if they were read before.
+    """
+    if drawn is None:
+        drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=None, seed=options.seed)
+    scored = drawn[: options.samples]
+    if not options.align:
+        if len(scored) < options.samples:
+            console.note(
+                f"{options.data} gives {len(scored)} windows of {scored.shape[1]} tokens, fewer than the"
+                f" {options.samples} of --samples: all are taken"
+            )
+        return scored, None
+    aligned = windows_to_align_on(checkpoint, drawn[options.samples :], options.align_samples)
+    if aligned is None:
+        raise UserError(
+            f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {options.samples} to"
+            f" score, {options.align_samples or 1} others to align on and some that are held out; give more data, or"
+            " lower --samples, --align-samples or --seq-len"
+        )
+    return scored, aligned
+
+
+def _measured_before(path: Path | None, identity: Mapping[str, str]) -> dict[str, list[float]]:
+    """Return what a killed run has kept: the nats of each window, by layout. Raises UserError where it measured
+    something else."""
+    kept = read_own(path) if path is not None else {}
+    if not kept:
+        return {}
+    if different := [name for name in identity if kept.get(name) != identity[name]]:
+        raise UserError(
+            f"{path} holds unfinished work with another {' and '.join(different)}; delete it, or name another --out"
+        )
+    return {name: [*map(float, row)] for name, row in kept["nll"].items()}
