@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.align.align import align_checkpoint
-from ladderize.adapt.align.options import AlignOptions
-from ladderize.adapt.blockwise.measures import heldout_measures
+from ladderize.adapt.layers.align import align_checkpoint
+from ladderize.adapt.layers.align_options import AlignOptions
+from ladderize.adapt.layers.measures import heldout_measures
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe

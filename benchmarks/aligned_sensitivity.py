@@ -20,17 +20,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.align.align import TOKENS_AT_ONCE, aligned_layers, computed
-from ladderize.adapt.align.layer import Streams
-from ladderize.adapt.blockwise.layer_files import StudentBlocks
-from ladderize.adapt.blockwise.windows import Windows
+from ladderize.adapt.layers.align import TOKENS_AT_ONCE, aligned_layers, computed
+from ladderize.adapt.layers.align_layer import Streams
+from ladderize.adapt.layers.aligned_layouts import AlignedLayouts
+from ladderize.adapt.layers.layer_files import StudentBlocks
+from ladderize.adapt.layers.layout_scores import Suffixes
+from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
 from ladderize.convert.sensitivity_file import column_layouts, perplexity_increases
-from ladderize.adapt.layout_scores import Suffixes
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
-from ladderize.adapt.align.layouts import AlignedLayouts
 
 RESULTS = Path(__file__).parent / "results" / "aligned_sensitivity.json"
 SCORED = 64

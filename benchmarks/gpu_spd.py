@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.align.align import align
-from ladderize.adapt.align.options import AlignSettings
-from ladderize.adapt.blockwise.block_trainer import BlockReport
-from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.head_grouping import group_heads
-from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
-from ladderize.adapt.blockwise.options import DistillOptions
-from ladderize.adapt.blockwise.windows import Windows
+from ladderize.adapt.layers.align import align
+from ladderize.adapt.layers.align_options import AlignSettings
+from ladderize.adapt.layers.block_trainer import BlockReport
+from ladderize.adapt.layers.distill import distill
+from ladderize.adapt.layers.head_grouping import group_heads
+from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
+from ladderize.adapt.layers.layout_scores import LayoutTree, Suffixes
+from ladderize.adapt.layers.options import DistillOptions
+from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import column_layouts
-from ladderize.adapt.layout_scores import LayoutTree, Suffixes
 from ladderize.layout import Layout
 from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ladderize.convert.point_sensitivity import PointCost, point_changes, point_costs
 
+from ladderize.adapt.layers.layout_scores import Suffixes
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.convert.point_sensitivity import PointCost, point_changes, point_costs
 from ladderize.data import file_sha256
-from ladderize.adapt.layout_scores import Suffixes
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment

@@ -124,8 +124,8 @@ def converted(bench: Bench, layout: str, folder: Path) -> Path:
 
 
 def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Path:
-    from ladderize.adapt.align.align import align_checkpoint
-    from ladderize.adapt.align.options import AlignOptions
+    from ladderize.adapt.layers.align import align_checkpoint
+    from ladderize.adapt.layers.align_options import AlignOptions
 
     options = AlignOptions(
         bench.train, samples=tokens // bench.seq_len, seq_len=bench.seq_len, seed=seed, dtype="float32", write="last"
@@ -135,9 +135,9 @@ def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Pa
 
 
 def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> Path:
-    from ladderize.adapt.blockwise.distill import adapt_blocks
-    from ladderize.adapt.blockwise.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions, DistillOptions
     from ladderize.adapt.data_specs import parse_specs
+    from ladderize.adapt.layers.distill import adapt_blocks
+    from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions, DistillOptions
     from ladderize.adapt.train.options import FULL_LR, WIDTH, Budget, Objective, RetrainOptions
     from ladderize.adapt.train.run import adapt_checkpoint
     from ladderize.blocks import open_checkpoint
@@ -199,7 +199,7 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     """KL(dense || model) in nats per token and perplexity, in float32."""
     import torch
 
-    from ladderize.adapt.blockwise.measures import heldout_measures
+    from ladderize.adapt.layers.measures import heldout_measures
     from ladderize.blocks import Blocks, open_checkpoint, read_windows
     from ladderize.layout import Layout
     from ladderize.ranks.group import Ranks

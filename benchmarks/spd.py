@@ -21,13 +21,16 @@ from pathlib import Path
 
 import torch
 
-from ladderize.adapt.blockwise.block_trainer import BlockReport
-from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.head_grouping import group_heads, permuted_weights
-from ladderize.adapt.blockwise.layer_files import BlockFolder, StudentBlocks
-from ladderize.adapt.blockwise.measures import loaded
-from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-from ladderize.adapt.blockwise.windows import training_windows
+from ladderize.adapt.layers.block_trainer import BlockReport
+from ladderize.adapt.layers.distill import distill
+from ladderize.adapt.layers.head_grouping import group_heads, permuted_weights
+from ladderize.adapt.layers.layer_files import BlockFolder, StudentBlocks
+from ladderize.adapt.layers.measures import loaded
+from ladderize.adapt.layers.options import BlockwiseOptions, DistillOptions
+from ladderize.adapt.layers.sensitivity import measure_sensitivity
+from ladderize.adapt.layers.spd import orders_of, spd
+from ladderize.adapt.layers.spd_options import SpdOptions
+from ladderize.adapt.layers.windows import training_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
 from ladderize.eval.evaluation.run import evaluate
@@ -35,9 +38,6 @@ from ladderize.eval.options import EvalOptions, SensitivityOptions
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
-from ladderize.adapt.sensitivity import measure_sensitivity
-from ladderize.adapt.spd import orders_of, spd
-from ladderize.adapt.spd_options import SpdOptions
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 MHA = {

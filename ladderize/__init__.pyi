@@ -1,16 +1,16 @@
 """The public API: where each name of ``import ladderize`` comes from. ``__init__.py`` reads it; so do type checkers."""
 
-from ladderize.adapt.blockwise.distill import Distillation as Distillation
-from ladderize.adapt.blockwise.distill import adapt_blocks as adapt_blocks
-from ladderize.adapt.blockwise.options import BlockwiseOptions as BlockwiseOptions
-from ladderize.adapt.blockwise.options import DistillOptions as DistillOptions
 from ladderize.adapt.data_specs import data_sources as data_sources
+from ladderize.adapt.layers.distill import Distillation as Distillation
+from ladderize.adapt.layers.distill import adapt_blocks as adapt_blocks
+from ladderize.adapt.layers.options import BlockwiseOptions as BlockwiseOptions
+from ladderize.adapt.layers.options import DistillOptions as DistillOptions
+from ladderize.adapt.layers.sensitivity import measure_sensitivity as measure_sensitivity
+from ladderize.adapt.layers.sensitivity import write_sensitivity as write_sensitivity
+from ladderize.adapt.layers.spd import SpdDocument as SpdDocument
+from ladderize.adapt.layers.spd import spd as spd
+from ladderize.adapt.layers.spd_options import SpdOptions as SpdOptions
 from ladderize.adapt.lora import LoraOptions as LoraOptions
-from ladderize.adapt.sensitivity import measure_sensitivity as measure_sensitivity
-from ladderize.adapt.sensitivity import write_sensitivity as write_sensitivity
-from ladderize.adapt.spd import SpdDocument as SpdDocument
-from ladderize.adapt.spd import spd as spd
-from ladderize.adapt.spd_options import SpdOptions as SpdOptions
 from ladderize.adapt.train.merge import MergeReport as MergeReport
 from ladderize.adapt.train.merge import merge as merge
 from ladderize.adapt.train.options import Budget as Budget

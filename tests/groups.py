@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from ladderize.adapt.blockwise import measures
+from ladderize.adapt.layers import measures
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from ladderize.adapt.align.align import align, heads_of, with_random
-from ladderize.adapt.align.layer import Streams
-from ladderize.adapt.align.options import LEAST_TOKENS, AlignSettings, default_tokens, layers_to_align
-from ladderize.adapt.align.reports import LayerReport
-from ladderize.adapt.align.ridge import RankRows, affine, refit
-from ladderize.adapt.blockwise.layer_files import LayerFiles, StudentBlocks
-from ladderize.adapt.blockwise.windows import Windows
+from ladderize.adapt.layers.align import align, heads_of, with_random
+from ladderize.adapt.layers.align_layer import Streams
+from ladderize.adapt.layers.align_options import LEAST_TOKENS, AlignSettings, default_tokens, layers_to_align
+from ladderize.adapt.layers.align_reports import LayerReport
+from ladderize.adapt.layers.layer_files import LayerFiles, StudentBlocks
+from ladderize.adapt.layers.ridge import RankRows, affine, refit
+from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, to_json

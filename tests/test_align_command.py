@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.align import align as alignment
-from ladderize.adapt.align import cost
-from ladderize.adapt.align.align import Aligning
-from ladderize.adapt.align.options import RANDOM_SHARE, AlignOptions
-from ladderize.adapt.blockwise import rewrite
-from ladderize.adapt.blockwise.layer_files import LayerFiles
-from ladderize.adapt.blockwise.measures import HeldoutMeasures
+from ladderize.adapt.layers import align as alignment
+from ladderize.adapt.layers import align_cost as cost
+from ladderize.adapt.layers import rewrite
+from ladderize.adapt.layers.align import Aligning
+from ladderize.adapt.layers.align_options import RANDOM_SHARE, AlignOptions
+from ladderize.adapt.layers.layer_files import LayerFiles
+from ladderize.adapt.layers.measures import HeldoutMeasures
 from ladderize.blocks import open_checkpoint
 from ladderize.console import Console
 from ladderize.demo import corpus
@@ -489,7 +489,7 @@ def test_a_full_disk_is_one_sentence(pair, tmp_path, monkeypatch, number):
 
 
 def test_a_disk_that_is_full_when_a_layer_is_saved(pair, tmp_path, monkeypatch):
-    from ladderize.adapt.blockwise import layer_files as folder
+    from ladderize.adapt.layers import layer_files as folder
 
     def full(*arguments, **more):
         raise folder.SafetensorError("No space left on device")

@@ -10,13 +10,13 @@ import pytest
 import torch
 import yaml
 
-from ladderize.adapt.align import align as align_run
-from ladderize.adapt.align import layouts as aligned_layouts
-from ladderize.adapt.align.layouts import AlignedLayouts
-from ladderize.adapt.align.options import short_tokens
-from ladderize.adapt.blockwise.windows import Windows
-from ladderize.adapt.sensitivity import UNFINISHED
-from ladderize.adapt.sensitivity_plot import measured_text
+from ladderize.adapt.layers import align as align_run
+from ladderize.adapt.layers import aligned_layouts as aligned_layouts
+from ladderize.adapt.layers.align_options import short_tokens
+from ladderize.adapt.layers.aligned_layouts import AlignedLayouts
+from ladderize.adapt.layers.sensitivity import UNFINISHED
+from ladderize.adapt.layers.sensitivity_plot import measured_text
+from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import open_checkpoint, read_windows
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import layer_changes, read_sensitivity

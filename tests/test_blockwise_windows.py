@@ -9,12 +9,12 @@ import datasets
 import numpy as np
 import pytest
 
-from ladderize.adapt.align.options import AlignOptions
-from ladderize.adapt.blockwise.options import BlockwiseOptions
-from ladderize.adapt.blockwise.windows import read_rows, training_windows
 from ladderize.adapt.data.sources import source_sha256
 from ladderize.adapt.data.training_data import DataOptions, open_data
 from ladderize.adapt.data_specs import parse_specs
+from ladderize.adapt.layers.align_options import AlignOptions
+from ladderize.adapt.layers.options import BlockwiseOptions
+from ladderize.adapt.layers.windows import read_rows, training_windows
 from ladderize.blocks import open_checkpoint
 from ladderize.data import file_sha256
 from ladderize.errors import UsageError, UserError

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.blockwise import distill as blockwise
-from ladderize.adapt.blockwise import rewrite
-from ladderize.adapt.blockwise.block_trainer import BlockReport, BlockTrainer, _schedule
-from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair, teacher_pass
-from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
-from ladderize.adapt.blockwise.options import DistillOptions
+from ladderize.adapt.layers import distill as blockwise
+from ladderize.adapt.layers import rewrite
+from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer, _schedule
+from ladderize.adapt.layers.hidden_states import StateStore, needs_pair, teacher_pass
+from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
+from ladderize.adapt.layers.options import DistillOptions
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.blockwise.head_grouping import (
+from ladderize.adapt.layers.head_grouping import (
     Descent,
     Units,
     _observe,

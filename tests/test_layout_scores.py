@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.layout_scores import LayoutTree, Suffixes
+from ladderize.adapt.layers.layout_scores import LayoutTree, Suffixes
 from ladderize.blocks import Blocks, open_checkpoint, window_nlls
 from ladderize.layout import Layout
 from tests.helpers import SHAPE, fresh_rng

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.layout_scores import Suffixes
-from ladderize.adapt.sensitivity import measure_sensitivity
-from ladderize.adapt.sensitivity_plot import draw_sensitivity, value_ticks
+from ladderize.adapt.layers.layout_scores import Suffixes
+from ladderize.adapt.layers.sensitivity import measure_sensitivity
+from ladderize.adapt.layers.sensitivity_plot import draw_sensitivity, value_ticks
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.convert.sensitivity_file import (
     LayerChange,

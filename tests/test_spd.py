@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize import load
-from ladderize.adapt.blockwise import rewrite
-from ladderize.adapt.blockwise.layer_files import LayerFiles
-from ladderize.adapt.layout_scores import Suffixes
-from ladderize.adapt.spd import SpdDocument
+from ladderize.adapt.layers import rewrite
+from ladderize.adapt.layers.layer_files import LayerFiles
+from ladderize.adapt.layers.layout_scores import Suffixes
+from ladderize.adapt.layers.spd import SpdDocument
 from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.convert.retraining import read_retrainings
 from ladderize.demo.corpus import documents

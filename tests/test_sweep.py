@@ -50,7 +50,7 @@ def test_a_sweep_measures_every_point(place, swept):
     rows = json.loads((out / bench).read_text())["rows"]
     assert [row["model"] for row in rows] == [point["timed"] for point in (dense, first, second, half)]
     (sensitivity,) = document["sensitivities"]
-    assert json.loads((out / sensitivity).read_text())["mode"] == "spd"
+    assert json.loads((out / sensitivity).read_text())["mode"] == "sweep"
     for stage in stages_of(document).values():
         assert (out / stage["output"] / "stage.json").is_file()
         log = (out / stage["output"] / "log.txt").read_text()

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ladderize.adapt.align.options import AlignOptions
-from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions, WindowOptions
+from ladderize.adapt.layers.align_options import AlignOptions
+from ladderize.adapt.layers.options import BlockwiseOptions, DistillOptions, WindowOptions
 from ladderize.adapt.lora import LoraOptions
 from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, FULL, LORA, Method
 from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
@@ -36,7 +36,7 @@ from ladderize.errors import UsageError
 from ladderize.runtime.schedule import Schedule, ScheduleName
 
 if TYPE_CHECKING:
-    from ladderize.adapt.blockwise.rewrite import LayerMethod
+    from ladderize.adapt.layers.rewrite import LayerMethod
 
 SHOWN_ROWS = 4  # of --show-data
 
@@ -110,7 +110,7 @@ def adapt(given: GivenOptions) -> None:
     with console.stage(LOADING):
         check_effect(own.method, given)
         start_server(1 if own.dry_run else given.params["tp_size"])
-        home = {BLOCKS: "blockwise.distill", ALIGN: "align.align"}.get(own.method, "train.run")
+        home = {BLOCKS: "layers.distill", ALIGN: "layers.align"}.get(own.method, "train.run")
         importlib.import_module(f"ladderize.adapt.{home}")
     if own.dry_run:
         _estimate(given, own, console)
@@ -155,7 +155,7 @@ def _window_options(given: GivenOptions, own: AdaptArguments) -> WindowOptions:
 
 def _estimate(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
     """Show what --dry-run asks for."""
-    from ladderize.adapt.blockwise.rewrite import LayerForecast, forecast_layers
+    from ladderize.adapt.layers.rewrite import LayerForecast, forecast_layers
     from ladderize.adapt.train.memory import TrainingEstimate, estimate_training
 
     options = adapt_options(given)
@@ -170,10 +170,10 @@ def _estimate(given: GivenOptions, own: AdaptArguments, console: Console) -> Non
 
 def _layer_method(method: Method) -> "LayerMethod[Any, Any]":
     if method == ALIGN:
-        from ladderize.adapt.align.align import Aligning
+        from ladderize.adapt.layers.align import Aligning
 
         return Aligning()
-    from ladderize.adapt.blockwise.distill import Distilling
+    from ladderize.adapt.layers.distill import Distilling
 
     return Distilling()
 
@@ -185,7 +185,7 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None
     assert out is not None
     assert dense is not None
     start_on(own.device, None)
-    from ladderize.adapt.blockwise.rewrite import perplexity_rows, rewrite
+    from ladderize.adapt.layers.rewrite import perplexity_rows, rewrite
 
     method = _layer_method(own.method)
     document = rewrite(method, own.model, out, dense, options, console=console, revision=None, **own.writing)

@@ -41,13 +41,13 @@ def sensitivity(given: GivenOptions) -> None:
     console = Console(own.as_json)
     with console.stage(LOADING):
         device = start_on(given.params["device"], own.threads)
-        from ladderize.adapt.sensitivity import write_sensitivity
+        from ladderize.adapt.layers.sensitivity import write_sensitivity
     options = given.fill(SensitivityOptions, device=device)
     if own.plot is not None:
         from ladderize.figure import check_plot
 
         check_plot(own.plot)
-    from ladderize.adapt.sensitivity_plot import cost_rows, dense_line, draw_sensitivity
+    from ladderize.adapt.layers.sensitivity_plot import cost_rows, dense_line, draw_sensitivity
 
     document = write_sensitivity(own.model, own.out, options, overwrite=own.overwrite, console=console)
     console.document(document.to_dict())

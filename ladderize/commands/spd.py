@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import ladderize
-from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-from ladderize.adapt.spd_options import SpdOptions
+from ladderize.adapt.layers.options import BlockwiseOptions, DistillOptions
+from ladderize.adapt.layers.spd_options import SpdOptions
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, THREADS, argument, option
 from ladderize.commands.builder import (
     DATA,
@@ -24,7 +24,7 @@ from ladderize.commands.shared import LOADING, command_line, retrain_command, sc
 from ladderize.console import Console
 
 if TYPE_CHECKING:
-    from ladderize.adapt.spd import SpdBlock, SpdDocument
+    from ladderize.adapt.layers.spd import SpdBlock, SpdDocument
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def spd(given: GivenOptions) -> None:
         given.refuse(("epochs", "patience", "lr", "batch_size"), "with --repair align, which trains nothing")
     with console.stage(LOADING):
         device = start_on(given.params["device"], own.threads)
-        from ladderize.adapt.blockwise.distill import BLOCK_ERROR
-        from ladderize.adapt.blockwise.rewrite import perplexity_rows
+        from ladderize.adapt.layers.distill import BLOCK_ERROR
+        from ladderize.adapt.layers.rewrite import perplexity_rows
 
     training = given.fill(BlockwiseOptions, distill=given.fill(DistillOptions), device=device)
     options = given.fill(SpdOptions, training=training)

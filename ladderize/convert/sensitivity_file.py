@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SensitivityClass = Literal["insensitive", "sensitive", "extremely sensitive"]
 CLASSES: tuple[SensitivityClass, ...] = get_args(SensitivityClass)
 INSENSITIVE = CLASSES[0]
-LADDER, SPD, BOTH = "ladder", "spd", "spd+ladder"  # kinds of layers, as ``Layout.layer_name`` says them
+LADDER, SPD, SPD_LADDER = "ladder", "spd", "spd+ladder"  # kinds of layers, as ``Layout.layer_name`` says them
 # layers: each layer alone becomes each kind. sweep: from the last layer backwards one more is dropped at a time, as in
 # the paper
 Mode = Literal["layers", "sweep"]
@@ -122,7 +122,7 @@ class LayerChange(NamedTuple):
 def layer_changes(mode: Mode, num_layers: int, sync_tp_size: int | None) -> list[LayerChange]:
     """Return the models that a mode measures besides the dense one. sync_tp_size: of dropped sync points; None: nothing
     is dropped."""
-    kinds = [SPD] if mode == "sweep" else [LADDER, SPD, BOTH] if sync_tp_size is not None else [LADDER]
+    kinds = [SPD] if mode == "sweep" else [LADDER, SPD, SPD_LADDER] if sync_tp_size is not None else [LADDER]
     changes = []
     for kind in kinds:
         for layer in range(num_layers):

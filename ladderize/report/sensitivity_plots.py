@@ -1,6 +1,6 @@
 """How much each layer minds a change."""
 
-from ladderize.adapt.sensitivity_plot import KIND_LOOKS, dense_line, measured_text, sensitivity_panel
+from ladderize.adapt.layers.sensitivity_plot import KIND_LOOKS, dense_line, measured_text, sensitivity_panel
 from ladderize.convert.sensitivity_file import SensitivityDocument
 from ladderize.report.documents import FoundDocuments
 from ladderize.report.plot import ReportPlot

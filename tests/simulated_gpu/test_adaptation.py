@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.align.align import align
-from ladderize.adapt.align.options import AlignSettings
-from ladderize.adapt.align.reports import LayerReport
-from ladderize.adapt.blockwise.block_trainer import BlockReport
-from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.head_grouping import group_heads
-from ladderize.adapt.blockwise.layer_files import LayerFiles, StudentBlocks
-from ladderize.adapt.blockwise.options import DistillOptions
-from ladderize.adapt.blockwise.windows import Windows
 from ladderize.adapt.data.packing import IGNORED_TARGET
-from ladderize.adapt.sensitivity import measure_sensitivity
+from ladderize.adapt.layers.align import align
+from ladderize.adapt.layers.align_options import AlignSettings
+from ladderize.adapt.layers.align_reports import LayerReport
+from ladderize.adapt.layers.block_trainer import BlockReport
+from ladderize.adapt.layers.distill import distill
+from ladderize.adapt.layers.head_grouping import group_heads
+from ladderize.adapt.layers.layer_files import LayerFiles, StudentBlocks
+from ladderize.adapt.layers.options import DistillOptions
+from ladderize.adapt.layers.sensitivity import measure_sensitivity
+from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import SILENT
 from ladderize.eval.options import SensitivityOptions

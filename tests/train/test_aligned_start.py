@@ -107,7 +107,7 @@ def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypat
         patch.setattr("ladderize.adapt.train.run.retrain", lambda *_: 1 / 0)
         assert aligned(place, tmp_path / "out").code != 0
     assert listing(tmp_path) == ["out-aligned"]
-    monkeypatch.setattr("ladderize.adapt.align.align.align", lambda *_, **__: pytest.fail("aligned again"))
+    monkeypatch.setattr("ladderize.adapt.layers.align.align", lambda *_, **__: pytest.fail("aligned again"))
     for said in ("out-aligned is complete", "out is complete"):
         outcome = well_aligned(place, tmp_path / "out")
         assert said in outcome.stderr

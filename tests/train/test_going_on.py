@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.blockwise import rewrite
+from ladderize.adapt.layers import rewrite
 from ladderize.adapt.train.loop import Loop, Scores
 from ladderize.adapt.train.states import TrainingFolder, read_metrics
 from ladderize.adapt.train.training_model import HFTraining

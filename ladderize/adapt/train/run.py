@@ -14,9 +14,9 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import parse_flag_from_env
 
-from ladderize.adapt.align.align import Aligning
-from ladderize.adapt.align.options import AlignOptions, short_tokens
-from ladderize.adapt.blockwise.rewrite import rewrite
+from ladderize.adapt.layers.align import Aligning
+from ladderize.adapt.layers.align_options import AlignOptions, short_tokens
+from ladderize.adapt.layers.rewrite import rewrite
 from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.train.loop import Loop, Order
 from ladderize.adapt.train.memory import check_disk, estimate

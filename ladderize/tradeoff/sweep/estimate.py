@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.blockwise.options import BlockwiseOptions
+from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.train.options import RetrainOptions
 from ladderize.checkpoint.config import most_positions, parameter_count

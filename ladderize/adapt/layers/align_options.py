@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ladderize.adapt.blockwise.options import MAX_MEMORY, WindowOptions, memory_limit
+from ladderize.adapt.layers.options import MAX_MEMORY, WindowOptions, memory_limit
 from ladderize.adapt.methods import CONVERTED, TRAINING_SEED, check_training
 from ladderize.choices import check_at_least, option
 from ladderize.errors import UsageError, UserError

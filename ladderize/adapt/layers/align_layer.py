@@ -20,16 +20,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ladderize.adapt.align.reports import (
+from ladderize.adapt.layers.align_reports import (
     READS_ATTENTION,
     READS_MLP,
     WRITES_ATTENTION,
     WRITES_MLP,
     ProjectionReport,
 )
-from ladderize.adapt.align.ridge import Batches, RankRows, affine, refit, with_ones
-from ladderize.adapt.blockwise.hidden_states import StateStore
-from ladderize.adapt.blockwise.windows import Windows
+from ladderize.adapt.layers.hidden_states import StateStore
+from ladderize.adapt.layers.ridge import Batches, RankRows, affine, refit, with_ones
+from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks
 from ladderize.convert.remote_code.modeling_ladderized import column_parallel, row_parallel
 from ladderize.errors import UserError

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.blockwise.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, WindowOptions
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.sources import open_rows, row_of_ids
 from ladderize.adapt.data.training_data import ROWS_AT_ONCE
 from ladderize.adapt.data_specs import SourceSpec
+from ladderize.adapt.layers.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, WindowOptions
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.data import draw_windows, needs_tokenizer

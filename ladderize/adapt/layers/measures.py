@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ladderize.adapt.blockwise.layer_files import LayerFiles, StudentBlocks
-from ladderize.adapt.blockwise.options import TOKENS_PER_STEP
+from ladderize.adapt.layers.layer_files import LayerFiles, StudentBlocks
+from ladderize.adapt.layers.options import TOKENS_PER_STEP
 from ladderize.blocks import Blocks, window_streams
 from ladderize.eval.results import Perplexity, perplexity_from_nlls
 from ladderize.layout import Layout

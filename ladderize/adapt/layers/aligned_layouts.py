@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.align.align import aligned_layers, computed, with_random
-from ladderize.adapt.align.cost import (
+from ladderize.adapt.layers.align import aligned_layers, computed, with_random
+from ladderize.adapt.layers.align_cost import (
     FORWARDS,
     TOKENS_AT_ONCE,
     layer_bytes,
@@ -22,11 +22,11 @@ from ladderize.adapt.align.cost import (
     states_bytes,
     warn_of_few,
 )
-from ladderize.adapt.align.layer import Streams
-from ladderize.adapt.align.options import AlignSettings, layers_to_align, short_tokens
-from ladderize.adapt.blockwise.layer_files import StudentBlocks
-from ladderize.adapt.blockwise.windows import Windows, window_counts
-from ladderize.adapt.layout_scores import usual_batch
+from ladderize.adapt.layers.align_layer import Streams
+from ladderize.adapt.layers.align_options import AlignSettings, layers_to_align, short_tokens
+from ladderize.adapt.layers.layer_files import StudentBlocks
+from ladderize.adapt.layers.layout_scores import usual_batch
+from ladderize.adapt.layers.windows import Windows, window_counts
 from ladderize.blocks import Blocks, check_finite, layer_seconds, stored_dtype, window_nlls
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, human_bytes, human_seconds

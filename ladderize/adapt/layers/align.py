@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladderize.adapt.align.cost import (
+from ladderize.adapt.layers.align_cost import (
     FORWARDS,
     TOKENS_AT_ONCE,
     layer_bytes,
@@ -23,13 +23,13 @@ from ladderize.adapt.align.cost import (
     states_bytes,
     warn_of_few,
 )
-from ladderize.adapt.align.layer import LayerAlignment, Side, Streams
-from ladderize.adapt.align.options import AlignOptions, AlignSettings, default_tokens, layers_to_align
-from ladderize.adapt.align.reports import GROUPS, LayerReport, ProjectionReport
-from ladderize.adapt.blockwise.head_grouping import permuted_weights
-from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
-from ladderize.adapt.blockwise.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite
-from ladderize.adapt.blockwise.windows import Windows, training_windows
+from ladderize.adapt.layers.align_layer import LayerAlignment, Side, Streams
+from ladderize.adapt.layers.align_options import AlignOptions, AlignSettings, default_tokens, layers_to_align
+from ladderize.adapt.layers.align_reports import GROUPS, LayerReport, ProjectionReport
+from ladderize.adapt.layers.head_grouping import permuted_weights
+from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
+from ladderize.adapt.layers.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite
+from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.adapt.methods import ALIGN
 from ladderize.blocks import Blocks, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint

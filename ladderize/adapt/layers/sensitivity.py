@@ -13,9 +13,14 @@ import numpy as np
 import torch
 
 from ladderize import data
-from ladderize.adapt.align.layouts import AlignedLayouts, describe_alignment, score_aligned, windows_to_align_on
-from ladderize.adapt.blockwise.windows import Windows
-from ladderize.adapt.layout_scores import score_layouts
+from ladderize.adapt.layers.aligned_layouts import (
+    AlignedLayouts,
+    describe_alignment,
+    score_aligned,
+    windows_to_align_on,
+)
+from ladderize.adapt.layers.layout_scores import score_layouts
+from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype
 from ladderize.checkpoint.config import parameter_count
 from ladderize.checkpoint.reading import Checkpoint

@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from ladderize.convert.sensitivity_file import BOTH, LADDER, SPD, SensitivityDocument
+from ladderize.convert.sensitivity_file import LADDER, SPD, SPD_LADDER, SensitivityDocument
 from ladderize.figure import (
     PlotPanel,
     Spec,
@@ -19,7 +19,7 @@ from ladderize.figure import (
     save_pictures,
 )
 
-KIND_LOOKS = {LADDER: ("ladder", "circle"), SPD: ("spd", "square"), BOTH: ("both", "diamond")}
+KIND_LOOKS = {LADDER: ("ladder", "circle"), SPD: ("spd", "square"), SPD_LADDER: ("both", "diamond")}
 WIDE_RANGE = 20  # times the middle value: where the highest is above, the scale is logarithmic away from 0
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ladderize.adapt.blockwise.options import BlockwiseOptions
+from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.choices import LOWER_TAU, MOST_INCREASE, REVISION, UPPER_TAU, check_options, option, ppl_increase
 from ladderize.errors import UsageError
 from ladderize.eval.options import check_taus

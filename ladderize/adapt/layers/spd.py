@@ -17,19 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.align.align import align
-from ladderize.adapt.align.options import AlignSettings, default_tokens, layers_to_align
-from ladderize.adapt.align.reports import LayerReport
-from ladderize.adapt.blockwise.block_trainer import BlockReport
-from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds, permuted_weights
-from ladderize.adapt.blockwise.layer_files import BlockFolder, StudentBlocks
-from ladderize.adapt.blockwise.measures import HeldoutMeasures, LayerAt, heldout_measures, loaded
-from ladderize.adapt.blockwise.options import DistillSettings
-from ladderize.adapt.blockwise.rewrite import CheckpointRun, MethodRecord, WindowData, measured_note
-from ladderize.adapt.blockwise.windows import Windows, training_windows
-from ladderize.adapt.sensitivity import measure_sensitivity
-from ladderize.adapt.spd_options import SpdOptions
+from ladderize.adapt.layers.align import align
+from ladderize.adapt.layers.align_options import AlignSettings, default_tokens, layers_to_align
+from ladderize.adapt.layers.align_reports import LayerReport
+from ladderize.adapt.layers.block_trainer import BlockReport
+from ladderize.adapt.layers.distill import distill
+from ladderize.adapt.layers.head_grouping import Units, group_heads, grouping_seconds, permuted_weights
+from ladderize.adapt.layers.layer_files import BlockFolder, StudentBlocks
+from ladderize.adapt.layers.measures import HeldoutMeasures, LayerAt, heldout_measures, loaded
+from ladderize.adapt.layers.options import DistillSettings
+from ladderize.adapt.layers.rewrite import CheckpointRun, MethodRecord, WindowData, measured_note
+from ladderize.adapt.layers.sensitivity import measure_sensitivity
+from ladderize.adapt.layers.spd_options import SpdOptions
+from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.blocks import Blocks, compute_dtype, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
-from ladderize.adapt.blockwise.layer_files import StudentBlocks
-from ladderize.adapt.blockwise.options import DistillOptions
+from ladderize.adapt.layers.hidden_states import StateStore, needs_pair
+from ladderize.adapt.layers.layer_files import StudentBlocks
+from ladderize.adapt.layers.options import DistillOptions
 from ladderize.blocks import Blocks, State, complete
 from ladderize.errors import UserError
 from ladderize.files.records import Record

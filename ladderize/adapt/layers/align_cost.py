@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.align.layer import heads_width
-from ladderize.adapt.align.options import AlignSettings, widest_input
-from ladderize.adapt.align.ridge import OUTPUTS_AT_ONCE
-from ladderize.adapt.blockwise.windows import Windows
+from ladderize.adapt.layers.align_layer import heads_width
+from ladderize.adapt.layers.align_options import AlignSettings, widest_input
+from ladderize.adapt.layers.ridge import OUTPUTS_AT_ONCE
+from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, layer_seconds, timed
 from ladderize.console import Console
 from ladderize.layout import Layout

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ladderize.adapt.align.reports import ProjectionReport
+from ladderize.adapt.layers.align_reports import ProjectionReport
 from ladderize.ranks.group import Ranks
 
 OUTPUTS_AT_ONCE = 4096  # that are solved for together, in float64

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
-from ladderize.adapt.blockwise.measures import before_and_after
-from ladderize.adapt.blockwise.options import WindowOptions
-from ladderize.adapt.blockwise.windows import Windows
 from ladderize.adapt.data.sources import source_sha256
+from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
+from ladderize.adapt.layers.measures import before_and_after
+from ladderize.adapt.layers.options import WindowOptions
+from ladderize.adapt.layers.windows import Windows
 from ladderize.adapt.teacher import check_improved, check_pair, check_related, target_text
 from ladderize.blocks import Blocks, compute_dtype, open_checkpoint, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint

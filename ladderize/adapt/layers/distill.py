@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.blockwise.block_trainer import EVALUATIONS_PER_EPOCH, BlockReport, BlockTrainer
-from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair, teacher_pass
-from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
-from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions, DistillSettings
-from ladderize.adapt.blockwise.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite
-from ladderize.adapt.blockwise.windows import Windows, training_windows
+from ladderize.adapt.layers.block_trainer import EVALUATIONS_PER_EPOCH, BlockReport, BlockTrainer
+from ladderize.adapt.layers.hidden_states import StateStore, needs_pair, teacher_pass
+from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
+from ladderize.adapt.layers.options import BlockwiseOptions, DistillOptions, DistillSettings
+from ladderize.adapt.layers.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite
+from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.adapt.methods import BLOCKS
 from ladderize.blocks import Blocks, layer_seconds, timed
 from ladderize.checkpoint.reading import Checkpoint

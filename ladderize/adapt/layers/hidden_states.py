@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ladderize.adapt.blockwise.options import TOKENS_PER_STEP
+from ladderize.adapt.layers.options import TOKENS_PER_STEP
 from ladderize.blocks import Blocks, State, complete
 from ladderize.console import human_bytes, sentence
 from ladderize.errors import UserError

@@ -1,1 +1,0 @@
-"""Alignment: projections solved anew by least squares, layer by layer, without gradients (docs/align.md)."""

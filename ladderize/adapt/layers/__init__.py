@@ -1,0 +1,1 @@
+"""What is made or measured layer by layer: alignment, block distillation, SPD, sensitivity."""
