@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from ladderize.convert.point_sensitivity import PointCost, PointSensitivity
 from ladderize.plan.costs import estimate_costs
 from ladderize.plan.layout_space import LayoutSpace, choose_point, chosen_options, option_seconds
 from ladderize.plan.search import verified_choice
 from planner_stories import every_layout
 
-from ladderize.convert.point_sensitivity import PointCost, PointSensitivity
 from ladderize.convert.sensitivity_file import CalibrationData
 from ladderize.errors import UserError
 from ladderize.layout import Layout

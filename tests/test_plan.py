@@ -14,7 +14,6 @@ import yaml
 
 import ladderize
 from ladderize import PlanModel, PlanOptions
-from ladderize.adapt.layers.layout_scores import Suffixes
 from ladderize.checkpoint import reading
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.console import Console

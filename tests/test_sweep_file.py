@@ -325,7 +325,10 @@ REFUSED = {
         r"stages\[0\]: adapt has no option 'layouts'",
     ),
     "what the sweep decides": ({"adapt": [{**FULL, "resume": "no"}]}, r"adapt\[0\]: resume cannot be given here"),
-    "another mode": ({"sensitivity": {"data": "x.npy", "mode": "points"}}, "sensitivity: Invalid value for '--mode': 'points'"),
+    "another mode": (
+        {"sensitivity": {"data": "x.npy", "mode": "points"}},
+        "sensitivity: Invalid value for '--mode': 'points'",
+    ),
     "options beside the stages": ({"adapt": [{"stages": [FULL], "lr": 1.0}]}, r"adapt\[0\]: unknown key 'lr'"),
     "promote without an evaluation": (
         {"adapt": [{**FULL, "promote": 1}], "eval": None},

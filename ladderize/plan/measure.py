@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ladderize.adapt.layers.aligned_layouts import AlignedLayouts, describe_alignment, layers_of, windows_to_align_on
+from ladderize.adapt.layers.layout_scores import usual_batch
 from ladderize.blocks import (
     Blocks,
     check_finite,
@@ -26,7 +28,6 @@ from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import AlignmentWindows, CalibrationData
 from ladderize.errors import UserError
-from ladderize.adapt.layers.layout_scores import usual_batch
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import split_name
 from ladderize.layout import Layout
@@ -34,7 +35,6 @@ from ladderize.memory import check_room
 from ladderize.plan.document import LayoutNll
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import already_started
-from ladderize.adapt.layers.aligned_layouts import AlignedLayouts, describe_alignment, layers_of, windows_to_align_on
 
 LEAST_HELD_OUT = 2  # windows, of which a standard error can be told
 

@@ -13,10 +13,8 @@ from ladderize.convert.sensitivity_file import AlignmentWindows, CalibrationData
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable, write_json
 from ladderize.files.regular import names_a_file, resolved
-from ladderize.layout import BLOCKING
 from ladderize.plan.alternatives import exact_stacks
 from ladderize.plan.choice import (
-    KIND_STEPS,
     LAYER_KINDS,
     LayerTables,
     choose_layout,
