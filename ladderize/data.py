@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.files.id_arrays import pick_array, read_id_rows
+from ladderize.files.id_arrays import open_ids, read_id_rows
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import check_regular, open_regular, read_lines, read_text, split_name
 
@@ -40,7 +40,7 @@ def check_data_file(spec: str) -> None:
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} is neither text (.txt, .jsonl) nor token ids (.npy, .npz)")
     if path.suffix == ".npz":
-        pick_array(path, key)
+        open_ids(path, key)
 
 
 def needs_tokenizer(spec: str) -> bool:

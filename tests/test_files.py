@@ -11,7 +11,6 @@ from ladderize.data import check_data_file, read_documents
 from ladderize.errors import UserError
 from ladderize.files import regular
 from ladderize.files.documents import check_writable, read_json, read_own, write_json
-from ladderize.files.id_arrays import open_ids
 from ladderize.files.parsing import MAX_DEPTH, parse_json, parse_yaml, read_yaml
 from tests.helpers import invoke, one_sentence
 
@@ -124,20 +123,6 @@ def test_loops_of_links(tmp_path, llama):
 # ---- arrays of ids ----
 
 
-def test_an_archive_larger_than_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("ladderize.memory.available_bytes", lambda device: 1 << 28)
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive, archive.open("ids.npy", "w") as member:
-        # the header alone says so
-        np.lib.format.write_array_header_1_0(member, {"descr": "<u2", "fortran_order": False, "shape": (1 << 28,)})
-    for read in (check_data_file, lambda spec: read_documents(spec, None)):
-        with pytest.raises(UserError, match="needs 537 MB of memory, and 268 MB are free"):
-            read(str(tmp_path / "a.npz"))
-    np.save(tmp_path / "a.npy", np.zeros(1 << 26, np.uint8))  # mapped, and wider in memory
-    assert len(open_ids(tmp_path / "a.npy")) == 1 << 26
-    with pytest.raises(UserError, match="needs 537 MB of memory"):
-        read_documents(str(tmp_path / "a.npy"), None)
-
-
 def test_archives_that_are_none(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, ids=np.arange(1000))
@@ -148,7 +133,7 @@ def test_archives_that_are_none(tmp_path):
             read_documents(str(path), None)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme.txt", "nothing")
-    with pytest.raises(UserError, match="is an empty archive"):
+    with pytest.raises(UserError, match="expected token ids"):
         read_documents(str(path), None)
 
 

@@ -149,7 +149,7 @@ def write_adapter(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    output.complete_journal(resolved(out, "OUT "))
+    output.clean_up(resolved(out, "OUT "))
     out = check_adapter_target(Path(out), base, overwrite=overwrite)
     belongs = adapter_base(base, base_name, revision)
     names = {PEFT_PREFIX + name.removeprefix(PEFT_PREFIX).replace(".default.", "."): name for name in tensors}

@@ -199,7 +199,7 @@ def convert_checkpoint(
     raises, nothing appears. The report's ``checked`` is what it returns.
     """
     if not dry_run:
-        output.complete_journal(resolved(out, "OUT "))
+        output.clean_up(resolved(out, "OUT "))
     make = functools.partial(make_plan, str(src), Path(out), recipe, revision=revision, changes=changes or Changes())
     is_told = changes is None or changes.is_recorded
     if is_told and not overwrite and (resolved(out) / RECORD).is_file():

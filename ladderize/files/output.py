@@ -1,13 +1,7 @@
-"""A folder that appears whole or not at all.
-
-It is written beside its place under a temporary name, fsynced, and renamed. A temporary is locked by the process that
-writes it, so the next run can tell what a killed one left behind from what is still being written.
-"""
+"""A folder that appears whole or not at all: written beside its place, fsynced, renamed."""
 
 import ctypes
 import errno
-import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,16 +10,15 @@ from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 
 from ladderize.errors import UserError
-from ladderize.files.parsing import parse_json
-from ladderize.files.regular import open_regular, resolved
+from ladderize.files.regular import resolved
 from ladderize.files.temporaries import fsync, fsync_tree, locked_folder, remove_abandoned, try_lock, why_unwritable
 
 COPIED_AT_ONCE = 64 << 20
-AT_FDCWD, RENAME_EXCHANGE, FICLONE = -100, 2, 0x40049409
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def not_a_checkpoint(folder: Path) -> str | None:
-    """What tells ``folder`` from the checkpoints that --overwrite may replace; None if it is one."""
+    """Return what tells ``folder`` from the checkpoints that --overwrite may replace; None if it is one."""
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return None
     return "is not a checkpoint (no config.json with safetensors)"
@@ -61,7 +54,7 @@ def check_target(
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest ancestor of ``path`` that exists."""
+    """Return the nearest ancestor of ``path`` that exists."""
     return next(parent for parent in path.parents if parent.exists())
 
 
@@ -80,13 +73,9 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
-    """Yield a locked temporary folder beside ``out``, for what is needed only until ``out`` is there; it is always
-    removed.
-
-    What a killed run left of it, the next ``atomic_folder`` or ``scratch_folder`` of the same ``out`` removes.
-    """
+    """Yield a locked temporary folder beside ``out``, which is removed at the end; first ``clean_up`` is called."""
     with _parents(out):
-        complete_journal(out)
+        clean_up(out)
         with locked_folder(out.parent, _prefix(out)) as temporary:
             yield temporary
 
@@ -110,13 +99,19 @@ def _prefix(out: Path) -> str:
 
 
 def clean_up(out: Path) -> None:
-    """Complete an interrupted swap, and remove temporaries of ``out`` whose writer is gone."""
-    complete_journal(out)
-    remove_abandoned(out.parent, _prefix(out))
+    """Remove temporaries of ``out`` whose writer is gone, and put back what a killed swap had set aside."""
+    aside = _aside(out)
+    if aside.is_dir():
+        descriptor = os.open(aside, os.O_RDONLY)
+        if try_lock(descriptor):  # else another run is swapping right now
+            shutil.rmtree(aside, ignore_errors=True) if out.exists() else os.rename(aside, out)
+        os.close(descriptor)
+    if out.parent.is_dir():
+        remove_abandoned(out.parent, _prefix(out))
 
 
 def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
-    """Rename ``temporary`` to ``out``; what was there before has its name then, or is removed."""
+    """Rename ``temporary`` to ``out``; what was there before then has its name, or is removed."""
     try:
         os.rename(temporary, out)  # replaces nothing but an empty folder
         return
@@ -125,8 +120,26 @@ def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
             raise
     if not overwrite:
         raise UserError(f"OUT {out} was written to by another program meanwhile; nothing was written")
-    if not _exchange(temporary, out):
-        _swap_with_journal(temporary, out)
+    if _exchange(temporary, out):
+        return
+    aside = _aside(out)  # two renames: if this run is killed between them, the next one puts the old folder back
+    lock = os.open(out, os.O_RDONLY)
+    try:
+        try_lock(lock)
+        os.rename(out, aside)
+        try:
+            os.rename(temporary, out)
+        except BaseException:
+            os.rename(aside, out)
+            raise
+        fsync(out.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _aside(out: Path) -> Path:
+    return out.parent / f".{out.name}.ladderize-old"
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -142,71 +155,21 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(b))
 
 
-def _swap_with_journal(temporary: Path, out: Path) -> None:
-    """Swap in two renames; a journal lets the next run complete the swap if we are killed between them."""
-    aside = out.parent / (temporary.name + "-old")
-    journal = _journal(out)
-    with journal.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        json.dump({"new": temporary.name, "old": aside.name}, file)
-        file.flush()
-        os.fsync(file.fileno())
-        fsync(out.parent)
-        os.rename(out, aside)
-        try:
-            os.rename(temporary, out)
-        except BaseException:
-            if not out.exists():
-                os.rename(aside, out)
-                journal.unlink()
-            raise
-        fsync(out.parent)
-        journal.unlink()
-    shutil.rmtree(aside, ignore_errors=True)  # OUT is complete; what resists is left to the next clean-up
-
-
-def _journal(out: Path) -> Path:
-    return out.parent / f".{out.name}.ladderize.journal"
-
-
-def complete_journal(out: Path) -> None:
-    """Complete a swap that was interrupted between its two renames, so that ``out`` is there again."""
-    journal = _journal(out)
-    if not journal.is_file():
-        return
-    with open_regular(journal) as file:
-        if not try_lock(file.fileno()):
-            return  # another run is swapping right now
-        try:
-            names = parse_json(file.read())
-            new, old = (out.parent / Path(names[key]).name for key in ("new", "old"))
-        except (ValueError, KeyError, TypeError):
-            journal.unlink()  # killed before the journal was complete, so before anything was renamed
-            return
-        for candidate in (new, old):
-            if not out.exists() and candidate.name.startswith(_prefix(out)) and candidate.is_dir():
-                os.rename(candidate, out)
-        fsync(out.parent)
-        journal.unlink()
-
-
 def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int], None]) -> str:
-    """Bring an unchanged file over; returns how: ``linked``, ``reflinked`` or ``copied``.
+    """Bring an unchanged file over; return how: ``linked`` or ``copied``.
 
     Symbolic links (a hub snapshot is full of them) are resolved first, so that the output depends on no cache.
     """
     source = source.resolve()
     size = source.stat().st_size
     if not copy:
-        for how, attempt in (("linked", os.link), ("reflinked", _reflink)):
-            try:
-                attempt(source, target)
-                advance(size)
-                return how
-            except OSError as error:
-                if error.errno == errno.ENOSPC:
-                    raise
-                target.unlink(missing_ok=True)
+        try:
+            os.link(source, target)
+            advance(size)
+            return "linked"
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise
     with source.open("rb", buffering=0) as reader, target.open("xb") as writer:
         copy_span(reader, writer, 0, size, advance)  # fsync comes at the end, for all files together
     if target.stat().st_size != size or source.stat().st_size != size:
@@ -217,32 +180,21 @@ def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int],
 def copy_span(
     reader: RawIOBase | BufferedIOBase, writer: BufferedIOBase, start: int, stop: int, advance: Callable[[int], None]
 ) -> int:
-    """Append a file's bytes from ``start`` to ``stop``, inside the kernel where it can; returns how many: fewer
-    where the file ends before. advance: is given what each step copied."""
+    """Append a file's bytes from ``start`` to ``stop``; return how many: fewer where the file ends before.
+
+    The kernel copies, and shares blocks where the file system can. advance: is given what each step copied.
+    """
     writer.flush()
     at = start
-    while moved := _copy_some(reader.fileno(), writer, at, min(stop - at, COPIED_AT_ONCE)):
+    while at < stop:
+        count = min(stop - at, COPIED_AT_ONCE)
+        try:
+            moved = os.copy_file_range(reader.fileno(), writer.fileno(), count, at)
+        except (AttributeError, OSError):  # between two file systems that cannot; an error of the disk comes again
+            moved = writer.write(os.pread(reader.fileno(), count, at))
+            writer.flush()
+        if not moved:
+            break
         at += moved
         advance(moved)
     return at - start
-
-
-def _copy_some(descriptor: int, writer: BufferedIOBase, at: int, count: int) -> int:
-    try:
-        return os.copy_file_range(descriptor, writer.fileno(), count, at) if count else 0
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (
-            errno.EXDEV,
-            errno.EINVAL,
-            errno.ENOSYS,
-            errno.EOPNOTSUPP,
-        ):
-            raise
-        moved = writer.write(os.pread(descriptor, count, at))
-        writer.flush()
-        return moved
-
-
-def _reflink(source: Path, target: Path) -> None:
-    with source.open("rb") as reader, target.open("xb") as writer:
-        fcntl.ioctl(writer.fileno(), FICLONE, reader.fileno())

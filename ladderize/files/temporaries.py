@@ -1,7 +1,6 @@
 """Temporary files and folders that the next run removes if the one that made them was killed.
 
-Each is locked for as long as its owner lives. What bears our name, is this user's and is not locked is a killed
-run's.
+Each is locked for as long as its owner lives. What bears our name, is this user's and is not locked is a killed run's.
 """
 
 import contextlib
@@ -18,8 +17,10 @@ from typing import IO
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Return the system's reason why no file can be made in ``folder``; None where one can. Root may write where
-    permissions say no, and not where no file can be, so one is made."""
+    """Return the system's reason why no file can be made in ``folder``; None where one can.
+
+    One is made: root may write where permissions say no.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder):
             return None
@@ -71,30 +72,13 @@ def fsync_tree(folder: Path) -> None:
         fsync(Path(root))
 
 
-def _is_open_as(descriptor: int, path: Path) -> bool:
-    """Whether an open file or folder is still what lies at ``path``."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 @contextmanager
 def locked_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[Path]:
-    """Yield a new, locked folder in ``parent`` whose name begins with ``prefix``; what has that name at the end is
-    removed.
+    """Yield a new, locked folder in ``parent`` whose name begins with ``prefix``.
 
-    What killed runs left of this prefix is removed first.
+    What has that name at the end is removed, and what killed runs left of this prefix at the beginning.
     """
-    remove_abandoned(parent, prefix)
-    while True:
-        folder = parent / _fresh(prefix)
-        folder.mkdir(mode=mode)
-        with contextlib.suppress(FileNotFoundError):
-            lock = os.open(folder, os.O_RDONLY)
-            if _holds(lock, folder):
-                break
-            os.close(lock)
+    folder, lock = _make_locked(parent, prefix, lambda path: path.mkdir(mode=mode))
     try:
         yield folder
     finally:
@@ -104,7 +88,7 @@ def locked_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[Path
 
 @contextmanager
 def temporary_folder(purpose: str) -> Iterator[Path]:
-    """The same as ``ladderize-PURPOSE-...`` in the system's folder for temporaries; only this user sees into it."""
+    """Yield ``locked_folder`` in the system's folder for temporaries; only this user sees into it."""
     with locked_folder(Path(tempfile.gettempdir()), f"ladderize-{purpose}-", 0o700) as folder:
         yield folder
 
@@ -115,16 +99,9 @@ def replacement(path: Path) -> Iterator[IO[str]]:
 
     What killed runs left of it is removed first. The content is on the disk before the file appears.
     """
-    prefix = f".{path.name}."
-    remove_abandoned(path.parent, prefix)
-    while True:
-        temporary = path.parent / _fresh(prefix)
-        file = temporary.open("x", encoding="utf-8")
-        if _holds(file.fileno(), temporary):
-            break
-        file.close()
+    temporary, lock = _make_locked(path.parent, f".{path.name}.", lambda made: made.touch(exist_ok=False))
     try:
-        with file:
+        with temporary.open("w", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -135,18 +112,16 @@ def replacement(path: Path) -> Iterator[IO[str]]:
         if isinstance(error, OSError) and error.filename is None:  # a full disk, say: a write does not know its file
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
+    finally:
+        os.close(lock)
 
 
 def remove_abandoned(folder: Path, prefix: str) -> None:
     """Remove the temporaries in ``folder`` with names that begin with ``prefix``, unless they are locked."""
-    pattern = re.compile(re.escape(prefix) + "[0-9a-f]{8,16}(-old)?")
-    _remove_unlocked(folder, lambda entry: pattern.fullmatch(entry.name) is not None)
-
-
-def _remove_unlocked(folder: Path, is_ours: Callable[[os.DirEntry[str]], bool]) -> None:
+    pattern = re.compile(re.escape(prefix) + "[0-9a-f]{8,16}")
     with os.scandir(folder) as entries:
-        found = [entry for entry in entries if is_ours(entry) and not entry.is_symlink()]
-    for entry in found:
+        candidates = [entry for entry in entries if pattern.fullmatch(entry.name) and not entry.is_symlink()]
+    for entry in candidates:
         try:
             if entry.stat(follow_symlinks=False).st_uid != os.getuid():
                 continue
@@ -164,12 +139,24 @@ def _remove_unlocked(folder: Path, is_ours: Callable[[os.DirEntry[str]], bool]) 
             os.close(descriptor)
 
 
-def _fresh(prefix: str) -> str:
-    return prefix + secrets.token_hex(8)
+def _make_locked(parent: Path, prefix: str, make: Callable[[Path], None]) -> tuple[Path, int]:
+    """Return a new temporary and the descriptor that locks it; another run may remove one before it is locked."""
+    remove_abandoned(parent, prefix)
+    while True:
+        path = parent / (prefix + secrets.token_hex(8))
+        make(path)
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # a file system without locks: nothing is removed there
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_open_as(descriptor, path):
+                return path, descriptor
+            os.close(descriptor)
 
 
-def _holds(descriptor: int, path: Path) -> bool:
-    """Lock an open temporary; False if another run, which found it before it was locked, has removed it."""
-    with contextlib.suppress(OSError):  # a file system without locks: nothing is removed there
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return _is_open_as(descriptor, path)
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    """Return whether an open file or folder is still what lies at ``path``."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

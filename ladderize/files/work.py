@@ -22,23 +22,23 @@ SUFFIX = ".ladderize-work"  # of the folder beside OUT
 Folder = TypeVar("Folder", bound="WorkFolder")
 
 
-def differences(found: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
-    """The keys of ``identity`` of which ``found`` says something else, in words; empty where a run may go on."""
+def differences(about: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    """Return the keys of ``identity`` of which ``about`` says something else, in words; empty where a run may go on."""
     plain = json.loads(json.dumps(identity))
-    return " and ".join(sorted(key for key in plain if key not in found or found[key] != plain[key]))
+    return " and ".join(sorted(key for key in plain if key not in about or about[key] != plain[key]))
 
 
 class WorkFolder:
-    """A locked folder of ``CONTENT``, and what the run that fills it is about (``ABOUT``, a JSON object).
+    """A locked folder of unfinished work, with a record of what the run that fills it is about (``ABOUT``).
 
     Used as a context. Of several processes ``main`` makes, locks and removes the folder. Raises UserError if it holds
-    somebody's files, the work of a run on something else (``identity``), or is in use.
+    somebody's files, or the work of a run on something else (``identity``), or if it is in use.
     """
 
-    COMMAND: str  # of ladderize, which makes such work
-    CONTENT: tuple[str, ...] = (ABOUT, ".*.json.*")  # names of what may lie here, the record's first
+    COMMAND: str  # the command of ladderize that makes such work
+    CONTENT: tuple[str, ...] = (ABOUT, ".*.json.*")  # patterns of the names that may lie here, the record's first
     ADVICE = "delete it"
-    OPTION = "OUT"  # what names another place
+    OPTION = "OUT"  # the argument that names another place
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
         self.folder, self.identity = folder, dict(identity)
@@ -57,7 +57,6 @@ class WorkFolder:
         while self.lock is None:
             if folder.exists() and (not folder.is_dir() or not self._only_ours()):
                 raise UserError(self._whose())
-            made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 self.lock = lock_folder(folder)
@@ -74,32 +73,29 @@ class WorkFolder:
                 f" {self.OPTION}"
             )
         if not self.about or different:
-            self.write_about(made_folder=self.about.get("made_folder", made))
+            self.write_about()
 
     def _whose(self) -> str:
         """Return what is wrong with a folder that is not this command's."""
         about = read_own(self.folder / ABOUT)
         if about.get("command", self.COMMAND) == self.COMMAND:
             return f"{self.folder} is not empty and not a folder of unfinished work; choose another {self.OPTION}"
-        method = f" (method {about['method']})" if "method" in about else ""
         return (
-            f"{self.folder} holds unfinished work of ladderize {about['command']}{method}; go on with it by the same"
-            f" command as before, or delete it, or choose another {self.OPTION}"
+            f"{self.folder} holds unfinished work of ladderize {about['command']}; go on with it by the same command as"
+            f" before, or delete it, or choose another {self.OPTION}"
         )
 
     def write_about(self, **more: Any) -> None:
         """Note, atomically, what this run is about, and ``more`` than that."""
-        kept = {"command": self.COMMAND, "made_folder": self.about.get("made_folder", False), **more}
-        write_json(self.folder / ABOUT, {**self.identity, **kept})
+        write_json(self.folder / ABOUT, {**self.identity, "command": self.COMMAND, **more})
         self.about = read_own(self.folder / ABOUT)
 
     def has_work(self) -> bool:
-        """Whether anything lies here that a run could go on from."""
+        """Return whether anything lies here that a run could go on from."""
         return any(entry.name != ABOUT for entry in self.folder.iterdir())
 
     def _only_ours(self) -> bool:
-        """Whether nothing but ``CONTENT`` lies here, beside the record that says so: names alone may be somebody
-        else's."""
+        """Return whether nothing but ``CONTENT`` lies here, beside the record: names alone may be somebody else's."""
         entries = list(self.folder.iterdir())
         known = (self.folder / ABOUT).is_file() or all(entry.match(f".{ABOUT}.*") for entry in entries)
         return known and all(any(entry.match(pattern) for pattern in self.CONTENT) for entry in entries)
@@ -122,15 +118,14 @@ class WorkFolder:
             self.lock = None
 
     def remove(self) -> None:
-        """Delete what was written here, and the folder if it was made for it and nothing else is in it.
+        """Delete what was written here, and the folder if nothing else is in it.
 
         The record goes last: a run that is killed meanwhile leaves a folder that the next one knows.
         """
-        made = read_own(self.folder / ABOUT).get("made_folder") or self.folder.name.endswith(SUFFIX)
         for pattern in (*self.CONTENT[1:], ABOUT):
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if made and not any(self.folder.iterdir()):
+        if not any(self.folder.iterdir()):
             self.folder.rmdir()
 
     @classmethod
@@ -142,7 +137,7 @@ class WorkFolder:
 
 
 def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
-    """Where unfinished work lies: beside OUT, unless it was said. Raises UserError for a place that is somebody's."""
+    """Return where unfinished work lies: beside OUT, or ``work_dir``. Raises UserError for a place that is taken."""
     target = resolved(out)
     if not target.name:
         raise UserError(f"OUT {out} has no folder beside it for unfinished work; name a folder inside it")
@@ -155,24 +150,22 @@ def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
     return folder
 
 
-# ---- whether an earlier run of the same command has made its output already ----
-
-# Whatever makes a folder out of long work writes a digest of everything that decided the result into the folder's
-# document. The same command, run again after it was killed when the output had appeared, finds it there.
-RUN = "run_sha256"  # key of a document: the digest of the run that wrote it
-FINISHED = "finished"  # key of a work folder's record: the digest of the run that is about to put its output in place
+# Long work that makes a folder notes in its document a digest of all that decided the result. The same command, run
+# again after it was killed when the output had appeared, finds it there.
+RUN = "run_sha256"  # the key of a document with the digest of the run that wrote it
+FINISHED = "finished"  # the key of a work folder's record with the digest of the run that is about to finish
 
 
 def run_digest(identity: Mapping[str, Any]) -> str:
-    """The sha256 of everything that decides a run's result, which JSON must be able to hold."""
+    """Return the sha256 of everything that decides a run's result, which JSON must be able to hold."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """What an earlier run of the same command may have left: ``out`` with its document, and a work folder.
+    """The output and the work folder that an earlier run of the same command may have left.
 
-    On other processes than the main one nothing is found or removed: ask there, and broadcast.
+    Only the main process may ask and remove; it broadcasts the answer.
     """
 
     out: Path
@@ -181,11 +174,11 @@ class EarlierRun:
     overwrite: bool
 
     def may_have_finished(self) -> bool:
-        """Whether it is worth finding out what this command is about."""
+        """Return whether it is worth finding out what this command is about."""
         return RUN in self.read() and (not self.overwrite or FINISHED in read_own(self.work / ABOUT))
 
     def finished(self, digest: str) -> bool:
-        """Whether the run of this digest wrote ``out``.
+        """Return whether the run of this digest wrote ``out``.
 
         With ``overwrite`` the work folder must say so too: else the command is meant to run anew.
         """
@@ -194,7 +187,7 @@ class EarlierRun:
         return self.read().get(RUN) == digest
 
     def read(self) -> dict[str, Any]:
-        """The document; empty where there is none."""
+        """Return the document; empty where there is none."""
         return read_own(self.out / self.document)
 
     def tidy(self, kind: type[WorkFolder], identity: Mapping[str, Any], console: Console) -> dict[str, Any]:

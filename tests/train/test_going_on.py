@@ -169,19 +169,14 @@ def test_another_command_s_unfinished_work_is_named(place, tmp_path, monkeypatch
     there = listing(work)
     for more in ([], ["--resume", "no"]):
         message = one_sentence(adapt(place, tmp_path / "out", *more))
-        assert (
-            f"{work} holds unfinished work of ladderize adapt --method align or blocks, or spd (method align)"
-            in message
-        )
+        assert f"{work} holds unfinished work of ladderize adapt --method align or blocks, or spd; go on" in message
         assert "go on with it by the same command as before, or delete it, or choose another OUT" in message
     assert listing(work) == there
     assert invoke(*align).code == 0  # goes on
     shutil.rmtree(tmp_path / "out")
     stopped_before_the_end(place, tmp_path / "out", "--train", "all")
     there = listing(work)
-    assert "unfinished work of ladderize adapt --method full or lora (method full); go on" in one_sentence(
-        invoke(*align)
-    )
+    assert "unfinished work of ladderize adapt --method full or lora; go on" in one_sentence(invoke(*align))
     assert listing(work) == there
 
 

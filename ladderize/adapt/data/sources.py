@@ -11,7 +11,7 @@ from typing import Any
 from ladderize.adapt.data_specs import SourceSpec
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
-from ladderize.files.id_arrays import read_id_rows, shape_of_ids
+from ladderize.files.id_arrays import open_ids, read_id_rows
 from ladderize.files.regular import open_regular, split_name
 from ladderize.rows import TRAINING, quiet_datasets
 
@@ -61,7 +61,7 @@ def row_of_ids(specs: Sequence[SourceSpec]) -> int | None:
     if any(spec.is_streamed for spec in specs):
         return None
     files = [split_name(file) for spec in specs for file in spec.files()]
-    rows = {shape_of_ids(path, key)[1:] if path.suffix in ID_SUFFIXES else () for path, key in files}
+    rows = {open_ids(path, key).shape[1:] if path.suffix in ID_SUFFIXES else () for path, key in files}
     row = rows.pop() if len(rows) == 1 else ()
     return row[0] if row and row[0] > 1 else None
 

@@ -59,7 +59,7 @@ def merge(
     PEFT's before it appears; verify: it is loaded in plain transformers too. Raises UserError.
     """
     folder, out = Path(adapter).expanduser(), resolved(out, "OUT ")
-    output.complete_journal(out)
+    output.clean_up(out)
     document = check_adapter(folder)
     trained = AdapterBase.from_dict(document.get("base"), f"{folder / ADAPTATION}: base") if document else None
     if base is None and trained is not None:
