@@ -25,7 +25,7 @@ def open_ids(path: Path, key: str | None = None) -> np.ndarray:
         if is_archive:
             with array as archive:
                 key = _pick_array(path, archive.files, key)
-                array = archive[key]
+                array = np.asarray(archive[key])
     except UserError:
         raise
     except Exception:  # numpy, zipfile and zlib raise a dozen kinds for broken files
