@@ -159,7 +159,7 @@ def test_nothing_that_is_read_is_replaced(tmp_path, way):
         "compare FILE FILE --out FILE",
         "compare . other.json --out results.json",
         "sensitivity MODEL --data FILE --mode ladder --overwrite --out FILE",
-        "calibrate --timings FILE --hardware h100-sxm --out FILE",
+        "calibrate --hardware FILE --out FILE",
         "plan --shape FILE --hardware h100-sxm --tp-size 2 --out FILE",
         "bench --random-weights FILE --out FILE",
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ladderize.errors import UserError
-from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, LayoutError
+from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, Layout, LayoutError
 from ladderize.plan.alternatives import exact_stacks
 from ladderize.plan.hardware import (
     LIKE_ANOTHER,
@@ -28,8 +28,6 @@ from ladderize.plan.passes import (
     predict_silent,
 )
 from ladderize.plan.rows import ModelToPlan, PlannedGroup, band_cases, relative_band
-from ladderize.planning.calibration.fit import OpenFigureError, fit
-from ladderize.planning.calibration.observations import Observation, expected_seconds
 from ladderize.runtime.collectives.links import (
     NO_LINK,
     Interconnect,
@@ -672,112 +670,3 @@ def test_a_ratios_band_is_narrower_than_a_times():
     surer = dataclasses.replace(device, relative_error=0.01), dataclasses.replace(link, relative_error=0.01)
     closer = [predict_pass(case["decode"], dense).total for case in band_cases(parts, *surer)]
     assert relative_band(closer) < relative_band(times)
-
-
-# ---- the fit ----
-
-
-def planted() -> tuple[DeviceSpec, Interconnect, list[Observation]]:
-    """A device, a link, and what they make of the least that tells their figures apart."""
-    device = a_device(launch_us=random.uniform(4, 12))
-    rows = [InterconnectRow(n, random.uniform(5, 60), random.uniform(8, 60)) for n in (2, 8)]
-    link = Interconnect("planted", rows, random.uniform(0.1, 0.5), 0.05, False, "a test")
-    sizes = [(32, 4096, 14336), (24, 2048, 8192)]
-    seen = []
-    for layers, hidden, inner in sizes:
-        config = {
-            "vocab_size": 32000,
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_hidden_layers": layers,
-            "num_attention_heads": hidden // 128,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        }
-        for ranks in (2, 8):
-            for batch in (1, 4, 64):
-                for variant, mode in (("no-comm", BLOCKING), ("layout", BLOCKING), ("layout", OVERLAPPED)):
-                    for quantity in ("prefill", "decode"):
-                        seen.append(
-                            Observation(
-                                quantity,
-                                1.0,
-                                ranks,
-                                variant,
-                                config=config,
-                                dtype="bfloat16",
-                                workload=Workload(batch, 1024, 512),
-                                engine="published",
-                                variant=variant,
-                                attention_sync=[mode] * layers,
-                                mlp_sync=[mode] * (layers - 1) + [BLOCKING],
-                            )
-                        )
-    times = expected_seconds(seen, device, link)
-    return device, link, [dataclasses.replace(one, seconds=s) for one, s in zip(seen, times, strict=True)]
-
-
-FREE = ("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "launch_us", "contention", "alpha_us", "bus_gb_s")
-
-
-def test_a_fit_finds_what_was_planted():
-    device, link, seen = planted()
-    start = dataclasses.replace(
-        device, bandwidth_share=0.7, matmul_share=0.5, kernel_us=2.0, thin_us=2.0, launch_us=6.0
-    )
-    around = dataclasses.replace(link, rows=[InterconnectRow(n, 20.0, 25.0) for n in (2, 8)], contention=0.2)
-    result = fit(seen, start, around, FREE)
-    assert result.worst_error < 0.01
-    assert result.device.bandwidth_share == pytest.approx(device.bandwidth_share, rel=0.02)
-    assert result.device.matmul_share == pytest.approx(device.matmul_share, rel=0.02)
-    assert result.device.kernel_us == pytest.approx(device.kernel_us, rel=0.05)
-    assert result.link.contention == pytest.approx(link.contention, abs=0.02)
-    for found, true in zip(result.link.rows, link.rows, strict=True):
-        assert found.alpha_us == pytest.approx(true.alpha_us, rel=0.05)
-        assert found.bus_gb_s == pytest.approx(true.bus_gb_s, rel=0.05)
-    assert [figure.name for figure in result.figures][-4:] == [
-        "alpha_us[2]",
-        "alpha_us[8]",
-        "bus_gb_s[2]",
-        "bus_gb_s[8]",
-    ]
-
-
-def test_a_fit_refuses_what_the_timings_leave_open():
-    device, link, seen = planted()
-    silent = [one for one in seen if one.variant == "no-comm" and one.ranks == 2]
-    # of batch 1, where no device's products take longer than reading the weights
-    decodes = [one for one in silent if one.quantity == "decode" and one.workload.batch_size == 1]
-    with pytest.raises(OpenFigureError, match="leave matmul_share open; add timings of the prefill") as error:
-        fit(decodes, device, None, ["bandwidth_share", "matmul_share"])
-    assert error.value.figure == "matmul_share"
-    dense = [one for one in seen if one.variant == "layout" and one.attention_sync == [BLOCKING] * 32]
-    with pytest.raises(OpenFigureError, match="leave contention open; add timings of a layout with overlapped"):
-        fit(dense, device, link, ["contention"])
-    small = [dataclasses.replace(dense[0], quantity="all_reduce", message_bytes=8, seconds=2e-5, ranks=8)]
-    with pytest.raises(OpenFigureError, match=r"leave bus_gb_s\[8\] open; add timings of a large all-reduce"):
-        fit(small, device, link, ["alpha_us", "bus_gb_s"])
-    large = dataclasses.replace(small[0], message_bytes=1 << 26, seconds=2e-3)
-    unsure = dataclasses.replace(link, uncertain=["alpha_us[8]", "contention"])
-    found = fit([*small, large], device, unsure, ["alpha_us", "bus_gb_s"]).link
-    assert found.at(8).seconds(1 << 26) == pytest.approx(2e-3, rel=0.02)
-    assert found.uncertain == ["contention"]  # which is held; the latency is certain now
-    with pytest.raises(UserError, match="no timings to fit"):
-        fit([], device, link, FREE)
-
-
-def test_what_is_shipped_is_what_the_published_speeds_say():
-    """devices.yaml and the nvlink law against a new fit of benchmarks/reference."""
-    from benchmarks.planning import fit_published, read_published
-
-    result, still_open = fit_published(read_published())
-    assert still_open == []
-    assert result.mean_error < 0.02
-    assert result.worst_error < 0.05
-    shipped = known_devices()["h100-sxm"]
-    for name in ("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "thin_share", "launch_us"):
-        assert getattr(result.device, name) == pytest.approx(getattr(shipped, name), rel=0.01)
-    link = known_interconnects()["nvlink"]
-    assert result.link.contention == pytest.approx(link.contention, abs=0.005)
-    for found, row in zip(result.link.rows, link.rows, strict=True):
-        assert (found.alpha_us, found.bus_gb_s) == pytest.approx((row.alpha_us, row.bus_gb_s), rel=0.01)

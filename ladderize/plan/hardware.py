@@ -90,7 +90,6 @@ class DeviceSpec(Record):
     thin_share: float = field(default=0.0, metadata=_within(0.0, 1.0))
     # of its NVLink, to all others, in one direction; 0 where it has none, None where it is unknown
     nvlink_gb_s: float | None = field(default=None, metadata=_within(0.0, 1e6))
-    uncertain: list[str] = field(default_factory=list)  # fitted figures that are uncertain by more than their size
     # MiB of a message by ranks: up to which vLLM fuses its all-reduce with the norm behind it, on this kind of card;
     # and from which on its own all-reduce was measured to be faster than that
     fused_norm_mib: dict[int, float] = field(default_factory=dict, metadata=_within(0.0, 1e6))

@@ -1,4 +1,4 @@
-"""The options of ``ladderize plan``, and all that they alone decide. Imports no torch."""
+"""The options of ``ladderize plan`` and ``calibrate``, and all that they alone decide. Imports no torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,20 +8,25 @@ from typing import ClassVar, Literal
 
 from ladderize.checkpoint.config import MOST_LAYERS
 from ladderize.choices import (
+    BACKEND,
     DEVICE,
     REVISION,
     SHAPE_NAMES,
     THREADS,
     Dtype,
+    SendingBackend,
     argument,
+    check_choices,
     check_options,
     option,
     ppl_increase,
 )
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
+from ladderize.ranks.device import default_device
 from ladderize.runtime.bench.options import (
     BATCH_SIZES,
+    COUNTED_ROUNDS,
     LAYOUT_NAMES,
     OUTPUT_LEN,
     PROMPT_LEN,
@@ -201,3 +206,37 @@ class PlanGoal:
                 f"--verify {self.verify} is too few; {LEAST_MEASUREMENTS} is the least: one layout to choose, and to"
                 " confirm it"
             )
+
+
+@dataclass(frozen=True)
+class CalibrateOptions(Record):
+    """What to time, and how."""
+
+    tp_sizes: tuple[int, ...] = option(
+        "Numbers of ranks to time, one after the other. Under torchrun: as many as it started.",
+        (1,),
+        metavar="A,B",
+        flags="--tp-size",
+        shown="1",
+        parse=partial(parse_counts, option="--tp-size"),
+    )
+    dtype: Dtype = option("float32, bfloat16, float16, or auto: bfloat16.", "auto", metavar="DTYPE")
+    backend: SendingBackend = option(BACKEND, "auto")
+    repeat: int = option(COUNTED_ROUNDS, 7, help="Rounds that are counted. Medians are fitted.")
+    hardware: str | None = option("A known device or a file: its data sheet is kept.", metavar="DEVICE")
+    name: str = option("What the device and the link are called.", "this machine", metavar="TEXT")
+    device: str = option(DEVICE, default_device)
+    threads: int | None = option(THREADS)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+    def check(self) -> None:
+        """Raise UsageError for what cannot be timed, or takes no effect."""
+        check_options(self)
+        if not self.tp_sizes or min(self.tp_sizes) < 1 or len(set(self.tp_sizes)) < len(self.tp_sizes):
+            raise UsageError(f"--tp-size {','.join(map(str, self.tp_sizes))} must name positive integers, each once")
+        if self.backend != "auto" and max(self.tp_sizes) == 1:
+            raise UsageError(f"--backend {self.backend} has no effect with one rank; leave it out or raise --tp-size")
+        if not self.name.strip():
+            raise UsageError("--name is empty; name the machine")

@@ -133,6 +133,29 @@ def pass_parts(
     return {phase: one.parts(link, contention, sync_tp_size, launch_s[phase]) for phase, one in passes.items()}
 
 
+def product_seconds(
+    device: DeviceSpec, rows: float, inner: float, outer: float, *, weight: int, read: int, width: int, flop_s: float
+) -> float:
+    """Return the time of [rows, inner] times [inner, outer], without its start.
+
+    weight, read, width: bytes of a number of the weight, of the input and of the output.
+    flop_s: operations/s of products of these.
+    """
+    size = weight * inner * outer + rows * (read * inner + width * outer)
+    seconds = _roofline(device, 2 * rows * inner * outer, size, flop_s)
+    is_thin = THIN_ROWS[0] <= rows <= THIN_ROWS[1]
+    return seconds * (1 + device.thin_share) + device.thin_us * 1e-6 if is_thin else seconds
+
+
+def _roofline(device: DeviceSpec, flop: float, size: float, flop_s: float) -> float:
+    """Return the longer of arithmetic and memory traffic. With a serial share s it is (a^(1/s) + b^(1/s))^s, a roofline
+    whose corner is round: where both take alike, neither hides the other."""
+    bytes_s = device.memory_bandwidth_gb_s * 1e9 * device.bandwidth_share
+    shorter, longer = sorted((flop / flop_s, size / bytes_s))
+    share = device.serial_share
+    return longer * (1 + (shorter / longer) ** (1 / share)) ** share if share and longer else longer
+
+
 class _Pass:
     """One forward pass: ``batch`` times ``tokens`` rows, which have ``seen[0]`` to ``seen[1]`` columns of the cache in
     view, as many rows each number between."""
@@ -169,17 +192,8 @@ class _Pass:
         return self.multiplied(rows, inner, outer, *self.projection)
 
     def multiplied(self, rows: float, inner: float, outer: float, weight: int, read: int, flop_s: float) -> float:
-        size = weight * inner * outer + rows * (read * inner + self.width * outer)
-        seconds = self.roofline(2 * rows * inner * outer, size, flop_s)
-        is_thin = THIN_ROWS[0] <= rows <= THIN_ROWS[1]
-        return seconds * (1 + self.device.thin_share) + self.device.thin_us * 1e-6 if is_thin else seconds
-
-    def roofline(self, flop: float, size: float, flop_s: float) -> float:
-        """Return the longer of arithmetic and memory traffic. With a serial share s it is (a^(1/s) + b^(1/s))^s, a
-        roofline whose corner is round: where both take alike, neither hides the other."""
-        shorter, longer = sorted((flop / flop_s, size / self.bytes_s))
-        share = self.device.serial_share
-        return longer * (1 + (shorter / longer) ** (1 / share)) ** share if share and longer else longer
+        how = {"weight": weight, "read": read, "width": self.width, "flop_s": flop_s}
+        return product_seconds(self.device, rows, inner, outer, **how)
 
     def moved(self, size: float) -> float:
         return size / self.bytes_s
@@ -258,7 +272,7 @@ class _Pass:
         cache = 2 * self.batch * heads * columns * shape.head_dim * width
         pairs = self.batch * shape.own_heads * self.tokens * seen
         written = self.moved(engine.score_passes * pairs * width) if self.tokens > 1 else 0.0
-        return self.roofline(4 * pairs * shape.head_dim, cache, self.flop_s) + written
+        return _roofline(self.device, 4 * pairs * shape.head_dim, cache, self.flop_s) + written
 
     def mlp(self, virtual: int) -> float:
         engine, inner = self.engine, self.shape.own_inner

@@ -3,7 +3,7 @@ torch."""
 
 import csv
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -76,9 +76,8 @@ class Interconnect(Record):
 
     contention: while a message is in flight, compute runs at the rate 1 - contention. relative_error: of a message's
     time, one standard deviation. calibrated: measured on this link itself, by ``ladderize calibrate``. nvlink_gb_s: of
-    the NVLink that it was measured over, in one direction; None of other links, and where it is unknown. uncertain:
-    names of figures that were fitted and are uncertain by more than their size. medium: the wires, over which there are
-    other all-reduces, too. vllm_ranks: for which numbers of ranks vLLM takes this one.
+    the NVLink that it was measured over, in one direction; None of other links, and where it is unknown. medium: the
+    wires, over which there are other all-reduces, too. vllm_ranks: for which numbers of ranks vLLM takes this one.
     """
 
     LEFT_OUT: ClassVar = ("medium", "vllm_ranks")
@@ -91,7 +90,6 @@ class Interconnect(Record):
     source: str
     any_ranks: Link | None = None
     nvlink_gb_s: float | None = None
-    uncertain: list[str] = field(default_factory=list)
     medium: str | None = None
     vllm_ranks: list[int] | None = None
 
