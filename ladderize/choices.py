@@ -179,5 +179,4 @@ COMPILE = Option(
 )
 OVERWRITE = Option("Replace OUT if it is a checkpoint.")
 NO_VERIFY = Option("Skip loading the output in plain transformers.", flags="--no-verify")
-DRAW = Option("Draw STEM.png and STEM.svg.", "STEM")
 SEED_OF_ROUNDS = Option("Seed of prompts and of the order in each round.", min=0, max=MAX_SEED)

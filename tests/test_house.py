@@ -31,7 +31,6 @@ LEAVES = {
     "blocks",
     "data",
     "rows",
-    "figure",
     "memory",
     "predictions",
 }

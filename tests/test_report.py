@@ -15,6 +15,7 @@ from ladderize.layout import Layout
 from ladderize.report.documents import find_documents
 from ladderize.report.join import join_documents
 from ladderize.report.page import build_page, script_json
+from ladderize.report.sensitivity_plots import value_ticks
 from ladderize.report.tradeoff_plot import name_sides, pareto_front
 from tests.helpers import edit_json, fresh_rng, invoke, one_sentence
 from tests.report_documents import (
@@ -417,6 +418,25 @@ def test_no_name_lies_on_a_mark(tmp_path):
     assert all(row["front"] for row in rows)
     assert {row["name"]: row["label"] for row in rows} == {"dense": 1, "spd": 1, "ladder": -1, "both": 1}
     assert name_sides([(0.5, 0.5), (0.52, 0.55), (0.51, 0.45)], [False, True, True]) == [0, 1, -1]
+
+
+# ---- the plot of sensitivities ----
+
+
+def test_ticks_of_a_wide_scale_stay_apart():
+    """And a tiny negative value takes little room."""
+    assert value_ticks(-0.01, 12.0, 0.05) == pytest.approx([0, 0.1, 1, 10])
+    assert value_ticks(-0.8, 3.0, 0.05) == pytest.approx([-0.1, 0, 0.1, 1])
+    assert len(value_ticks(0.0, 1e30, 0.02)) <= 8
+
+
+def test_every_layer_has_its_cost(tmp_path):
+    document = sensitivity_document()
+    write_document(tmp_path / "sensitivity.json", document)
+    page = page_of(tmp_path)
+    rows = [(row["layer"], row["kind"], row["y"]) for row in rows_of(page, "sensitivity")]
+    assert rows == [(cost["layer"], cost["kind"], cost["sensitivity"]) for cost in document["costs"]]
+    assert page.plots[0].panels[0].spec["layer"][1]["encoding"]["y"]["datum"] in (document["tau1"], document["tau2"])
 
 
 # ---- the files that are written ----

@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.choices import AS_JSON, DRAW, THREADS, argument, option
+from ladderize.choices import AS_JSON, THREADS, argument, option
 from ladderize.commands.builder import DATA, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING, align_command, command_line, show_next, start_on
 from ladderize.console import Console
-from ladderize.convert.sensitivity_file import LADDER, SPD, alignment_words
+from ladderize.convert.sensitivity_file import LADDER, SPD, alignment_words, cost_rows, dense_line
 from ladderize.eval.options import SensitivityOptions
 from ladderize.files.regular import resolved
 from ladderize.layout import DEFAULT_RANKS
-from ladderize.ranks.environment import is_main_rank
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,6 @@ class SensitivityArguments:
     model: str = argument("MODEL", "A dense checkpoint: folder or hub id.")
     out: Path = option("The JSON file to write.", ..., metavar="FILE")
     threads: int | None = option(THREADS)
-    plot: Path | None = option(DRAW)
     overwrite: bool = option("Replace what --out names.", False)
     as_json: bool = option(AS_JSON, False)
 
@@ -29,7 +27,7 @@ class SensitivityArguments:
     SensitivityOptions,
     panels={
         DATA: "data samples align_samples seq_len seed",
-        OUTPUT: "out plot overwrite json",
+        OUTPUT: "out overwrite json",
         MEASUREMENT: "sync_tp_size mode tau1 tau2 align",
         MEMORY: "batch_size dtype device threads",
         MODELS: "revision",
@@ -43,12 +41,6 @@ def sensitivity(given: GivenOptions) -> None:
         device = start_on(given.params["device"], own.threads)
         from ladderize.adapt.layers.sensitivity import write_sensitivity
     options = given.fill(SensitivityOptions, device=device)
-    if own.plot is not None:
-        from ladderize.figure import check_plot
-
-        check_plot(own.plot)
-    from ladderize.adapt.layers.sensitivity_plot import cost_rows, dense_line, draw_sensitivity
-
     document = write_sensitivity(own.model, own.out, options, overwrite=own.overwrite, console=console)
     console.document(document.to_dict())
     console.table(rows := cost_rows(document), right=[name for name in rows[0] if name != "class"])
@@ -56,8 +48,6 @@ def sensitivity(given: GivenOptions) -> None:
     if document.aligned is not None:
         console.result(alignment_words(document.aligned))
     console.note(f"wrote {own.out}")
-    if own.plot is not None and is_main_rank():
-        console.note(f"wrote {' and '.join(map(str, draw_sensitivity(document, own.plot)))}")
     ranks = options.sync_tp_size
     kind = LADDER if ranks is None else SPD
     target = f"{resolved(own.model).name}-{kind}"  # beside where the user is, also for "." and hub ids

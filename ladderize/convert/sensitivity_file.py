@@ -207,3 +207,29 @@ def _problems(document: SensitivityDocument) -> Iterator[str]:
 def alignment_words(aligned: AlignmentWindows) -> str:
     """Return a sentence about numbers that were measured so."""
     return f"each changed model was aligned first, on {aligned.samples} other windows of {aligned.seq_len} tokens"
+
+
+def cost_rows(document: SensitivityDocument) -> list[dict[str, str]]:
+    """Return a row for each layer: S of each kind and half of its interval, and the class of a dropped one."""
+    classes = document.of_kind(SPD) or document.costs
+    return [
+        {
+            "layer": str(layer),
+            **{
+                cost.kind: f"{cost.sensitivity:+.4f} ±{(cost.high - cost.low) / 2:.4f}"
+                for cost in document.costs
+                if cost.layer == layer
+            },
+            "class": classes[layer].sensitivity_class,
+        }
+        for layer in range(document.num_layers)
+    ]
+
+
+def dense_line(document: SensitivityDocument) -> str:
+    """Return what the costs are added to, and what they are."""
+    meaning = "each layer alone is changed" if document.mode == "layers" else "a layer joins the dropped ones after it"
+    return (
+        f"increase of the perplexity where {meaning}; the dense model's is {document.dense_perplexity:.4f}"
+        f" ({document.dense_nll:.4f} nats per token)"
+    )

@@ -4,11 +4,11 @@ from typing import Any
 
 from ladderize.eval.paired.document import TaskComparison
 from ladderize.eval.paired.words import metric_name
-from ladderize.figure import SIGNED_LABEL, PlotPanel, level, quantitative
 from ladderize.report.join import ReportContent
 from ladderize.report.plot import ReportPlot, dots, family_legend
 from ladderize.report.subjects import Subject, WithInterval, number_text, points_text
 from ladderize.report.tables import TableCell, interval_cell, make_table, number_cell, percent_cell
+from ladderize.report.vega import SIGNED_LABEL, PlotPanel, level, quantitative
 
 MOST_DRAWN = 12  # models in the plot: its table has all
 

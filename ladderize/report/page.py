@@ -15,7 +15,6 @@ import ladderize
 from ladderize.console import SILENT, Console, printable
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.paired.document import check_margin
-from ladderize.figure import PALETTE, picture_spec, save_pictures, svg_picture
 from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
@@ -30,6 +29,7 @@ from ladderize.report.sensitivity_plots import sensitivity_plots
 from ladderize.report.speed_plots import speed_plots, time_plots
 from ladderize.report.tables import ReportTable, layout_strips, models_table, setup_facts
 from ladderize.report.tradeoff_plot import tradeoff_plots
+from ladderize.report.vega import PALETTE, save_pictures, svg_picture
 
 TEMPLATES = Path(__file__).parent / "templates"
 MEASURE_SENSITIVITY = "ladderize sensitivity DENSE --data FILE --sync-tp-size N --out sensitivity.json"
@@ -137,7 +137,7 @@ def _write_pictures(page: ReportPage, folder: Path) -> dict[str, list[Path]]:
     for plot in page.plots:
         for number, panel in enumerate(plot.panels, 1):
             stem = plot.name if len(plot.panels) == 1 else f"{plot.name}-{number}"
-            written.setdefault(plot.name, []).extend(save_pictures(picture_spec([panel]), folder / stem))
+            written.setdefault(plot.name, []).extend(save_pictures(panel, folder / stem))
     return written
 
 
@@ -207,7 +207,7 @@ def html_page(page: ReportPage) -> str:
         library=_library() if page.plots else "",
         palette=PALETTE,
         specs={plot.name: script_json([panel.spec for panel in plot.panels]) for plot in page.plots},
-        pictures={plot.name: [svg_picture(picture_spec([panel])) for panel in plot.panels] for plot in page.plots},
+        pictures={plot.name: [svg_picture(panel) for panel in plot.panels] for plot in page.plots},
     )
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ladderize.figure import PlotPanel, Spec, intervals, make_spec, marks, nominal
 from ladderize.report.subjects import (
     FAMILIES,
     KIND_ORDER,
@@ -14,6 +13,7 @@ from ladderize.report.subjects import (
     points_text,
 )
 from ladderize.report.tables import ReportTable
+from ladderize.report.vega import PlotPanel, Spec, intervals, make_spec, marks, nominal
 
 FAMILY_COLOURS = dict(zip(FAMILIES, ("dense", "ladder", "spd", "both", "baseline"), strict=True))
 KIND_SHAPES = dict(zip(KIND_ORDER, ("circle", "diamond", "triangle-up"), strict=True))

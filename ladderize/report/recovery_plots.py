@@ -4,19 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ladderize.figure import (
-    SIGNED_LABEL,
-    PlotPanel,
-    Spec,
-    intervals,
-    level,
-    lines,
-    looks,
-    make_spec,
-    marks,
-    nominal,
-    quantitative,
-)
 from ladderize.report.documents import RetrainingRun
 from ladderize.report.join import ReportContent
 from ladderize.report.plot import (
@@ -31,6 +18,19 @@ from ladderize.report.plot import (
 )
 from ladderize.report.subjects import Subject
 from ladderize.report.tables import TableCell, make_table, number_cell
+from ladderize.report.vega import (
+    SIGNED_LABEL,
+    PlotPanel,
+    Spec,
+    intervals,
+    level,
+    lines,
+    looks,
+    make_spec,
+    marks,
+    nominal,
+    quantitative,
+)
 from ladderize.workflows.sweep_document import AS_CONVERTED, THEN
 
 RUN_COLOURS = ("ladder", "spd", "both", "baseline", "dense")

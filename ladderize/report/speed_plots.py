@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from ladderize.figure import PlotPanel, Spec, intervals, level, lines, make_spec, marks, nominal, quantitative
 from ladderize.report.join import ReportContent
 from ladderize.report.plot import (
     MODEL_ROWS,
@@ -18,6 +17,7 @@ from ladderize.report.plot import (
 )
 from ladderize.report.subjects import PHASE_WORDS, Setting, Spent, Subject, Timing, speedup_text
 from ladderize.report.tables import interval_cell, make_table, number_cell
+from ladderize.report.vega import PlotPanel, Spec, intervals, level, lines, make_spec, marks, nominal, quantitative
 
 MOST_PANELS = {"speed": 8, "time": 6}  # the tables have all settings
 MOST_LINES = 8  # models in a panel of lines; more could not be told apart

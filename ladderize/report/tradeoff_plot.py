@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ladderize.eval.paired.words import margin_text
-from ladderize.figure import SIGNED_LABEL, PlotPanel, Spec, intervals, level, lines, make_spec, quantitative
 from ladderize.report.join import ReportContent
 from ladderize.report.plot import (
     BY_ACCURACY,
@@ -21,6 +20,7 @@ from ladderize.report.plot import (
 )
 from ladderize.report.subjects import PHASE_WORDS, Setting, WithInterval, speedup_text
 from ladderize.report.tables import TableCell, interval_cell, make_table, number_cell
+from ladderize.report.vega import SIGNED_LABEL, PlotPanel, Spec, intervals, level, lines, make_spec, quantitative
 
 CLOSE_ACROSS, CLOSE_UP = 0.25, 0.06  # of the axes: names of marks that are closer would lie on each other
 WIDE_SPAN = 12  # points; beyond, the scale is logarithmic away from 0, so that small losses stay apart

@@ -1,7 +1,8 @@
-"""Plots: a panel is a Vega-Lite specification, which the page of a report shows, and ``--plot`` saves as PNG and SVG.
+"""Drawings: a panel is a Vega-Lite specification, which the page shows and vl-convert-python (of the extra ``report``)
+saves as PNG and SVG.
 
-vl-convert-python, of the extra ``report``, draws both. Colours are CSS variables, so that plots follow the page's dark
-mode without being drawn again; a picture of its own gets the light ones instead.
+Colours are CSS variables, so that drawings follow the page's dark mode without being drawn again; a picture of its own
+gets the light ones instead.
 """
 
 import json
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.console import printable
-from ladderize.errors import UserError
-from ladderize.files.regular import resolved
 
 Spec = dict[str, Any]
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is loaded from there
@@ -43,18 +42,18 @@ SIGNED_LABEL = "(datum.value > 0 ? '+' : datum.value < 0 ? '\u2212' : '') + form
 
 @dataclass(frozen=True)
 class PlotPanel:
-    """One drawing."""
+    """One drawing. title: above it, where a plot has several. picture_title: of a picture, where that is another."""
 
     spec: Spec
-    title: str = ""  # above it, where a plot has several
-    picture_title: str = ""  # of a picture, where that is another
+    title: str = ""
+    picture_title: str = ""
 
 
 # ---- parts of a specification ----
 
 
 def make_spec(summary: str, height: int, rows: Sequence[Mapping[str, Any]], layers: list[Spec], **more: Any) -> Spec:
-    """A layered specification as wide as its container. rows: the data of its layers."""
+    """Return a layered specification as wide as its container. rows: the data of its layers."""
     return {
         "$schema": SCHEMA,
         "description": summary,
@@ -97,7 +96,7 @@ def quantitative(field: str, title: str, **more: Any) -> Spec:
 
 
 def nominal(field: str, scale: Mapping[str, str] | None = None, *, colours: bool = False) -> Spec:
-    """scale: value -> a shape, or (``colours``) a name of PALETTE."""
+    """Return an encoding by names. scale: value -> a shape, or (``colours``) a name of PALETTE."""
     if scale is None:
         return {"field": field, "type": "nominal"}
     ends = [f"var(--{end})" if colours else end for end in scale.values()]
@@ -105,7 +104,7 @@ def nominal(field: str, scale: Mapping[str, str] | None = None, *, colours: bool
 
 
 def looks(field: str, table: Mapping[str, tuple[str, str]]) -> Spec:
-    """Colour and shape by one field. table: value -> a name of PALETTE, and a shape."""
+    """Return colour and shape by one field. table: value -> a name of PALETTE, and a shape."""
     return {
         "color": nominal(field, {value: colour for value, (colour, _) in table.items()}, colours=True),
         "shape": nominal(field, {value: shape for value, (_, shape) in table.items()}),
@@ -113,18 +112,18 @@ def looks(field: str, table: Mapping[str, tuple[str, str]]) -> Spec:
 
 
 def rule(encoding: Spec, **mark: Any) -> Spec:
-    """A line that says nothing to those who do not see it: an axis of comparison, or the bar of an interval."""
+    """Draw a line that says nothing to those who do not see it: a level, or the bar of an interval."""
     return {"mark": {"type": "rule", "aria": False, **mark}, "encoding": encoding}
 
 
 def level(axis: str, value: float, *, dashed: bool = False, **mark: Any) -> Spec:
-    """A line across the whole plot. axis: ``x`` or ``y``, on which the value is."""
+    """Draw a line across the whole plot. axis: ``x`` or ``y``, on which the value is."""
     return rule({axis: {"datum": value}}, color="var(--muted)", **({"strokeDash": DASHES} if dashed else {}), **mark)
 
 
 def intervals(axis: str, encoding: Spec, *, width: float = 1.5) -> Spec:
-    """A bar for each row that has both ends. axis: ``x`` or ``y``, whose field has its ends in the fields of the same
-    name with 1 and 2 behind it."""
+    """Draw a bar for each row that has both ends. axis: ``x`` or ``y``, whose field has its ends in the fields of the
+    same name with 1 and 2 behind it."""
     field = encoding[axis]["field"]
     ends = {**encoding, axis: {**encoding[axis], "field": f"{field}1"}, f"{axis}2": {"field": f"{field}2"}}
     known = [{"filter": f"isValid(datum.{field}1) && isValid(datum.{field}2)"}]
@@ -132,7 +131,7 @@ def intervals(axis: str, encoding: Spec, *, width: float = 1.5) -> Spec:
 
 
 def marks(encoding: Spec, size: int) -> Spec:
-    """A mark for each row, which its field ``words`` describes."""
+    """Draw a mark for each row, which its field ``words`` describes."""
     return {
         "mark": {"type": "point", "filled": True, "size": size, "opacity": 1},
         "encoding": {**encoding, "description": {"field": "words"}},
@@ -146,49 +145,26 @@ def lines(encoding: Spec, **mark: Any) -> Spec:
 # ---- pictures ----
 
 
-def check_plot(stem: Path) -> None:
-    """Raise UserError unless a picture can be drawn and written: before hours of work, not after."""
-    try:
-        import vl_convert  # noqa: F401
-    except ImportError:
-        raise UserError("--plot needs vl-convert-python: pip install 'ladderize[report]'") from None
-    if not resolved(stem, "--plot ").parent.is_dir():
-        raise UserError(f"--plot {stem}: the folder {stem.parent} does not exist")
-
-
-def picture_spec(panels: Sequence[PlotPanel], *, title: str = "", columns: int = 1, width: int = PICTURE_WIDTH) -> Spec:
-    """Panels as a file of its own: light colours, a width in pixels for each, legends, a white ground."""
-    text = json.dumps([panel.spec for panel in panels])
+def picture_spec(panel: PlotPanel) -> Spec:
+    """Return a panel as a file of its own: light colours, a width in pixels, a legend, a white ground."""
+    text = json.dumps(panel.spec)
     for name, (light, _) in PALETTE.items():
         text = text.replace(f"var(--{name})", light)
-    specs: list[Spec] = json.loads(text)
-    for spec, panel in zip(specs, panels, strict=True):
-        spec["width"] = width
-        own = panel.picture_title or panel.title
-        spec["title"] = {"text": own, "anchor": "start", "fontSize": 13, "offset": 8}
-        for layer in spec["layer"]:
-            encoding = layer["encoding"]
-            if "shape" in encoding and encoding["shape"].get("field") != encoding["color"].get("field"):
-                encoding["shape"]["legend"] = None  # the title says the kind, and so does each shape
-    alone = specs[0]
-    if len(specs) > 1 or title:
-        config = specs[0]["config"]
-        for spec in specs:
-            for key in ("$schema", "padding", "background", "config"):
-                del spec[key]
-        alone = {"$schema": SCHEMA, "concat": specs, "columns": columns, "config": config}
-        alone["resolve"] = {"scale": {"color": "independent", "shape": "independent"}}
-        alone["title"] = {"text": title, "anchor": "start", "fontSize": 14, "offset": 14}
-    legend_columns = 4 if width >= PICTURE_WIDTH else 2
-    alone["background"], alone["padding"] = "white", 12
-    alone["config"]["font"] = "sans-serif"
-    alone["config"]["legend"] = {"orient": "bottom", "columns": legend_columns, "title": None}
-    alone["config"]["legend"] |= {"labelFontSize": 12, "labelLimit": 0}
-    return dict(_printable(alone))
+    spec: Spec = json.loads(text)
+    title = panel.picture_title or panel.title
+    spec |= {"width": PICTURE_WIDTH, "background": "white", "padding": 12}
+    spec["title"] = {"text": title, "anchor": "start", "fontSize": 13, "offset": 8}
+    spec["config"]["font"] = "sans-serif"
+    spec["config"]["legend"] = {"orient": "bottom", "columns": 4, "title": None, "labelFontSize": 12, "labelLimit": 0}
+    for layer in spec["layer"]:
+        encoding = layer["encoding"]
+        if "shape" in encoding and encoding["shape"].get("field") != encoding["color"].get("field"):
+            encoding["shape"]["legend"] = None  # the title says the kind, and so does each shape
+    return dict(_printable(spec))
 
 
 def _printable(value: Any) -> Any:
-    """A specification whose texts hold no character that XML forbids: vl-convert ends the process over one."""
+    """Return a specification whose texts hold no character that XML forbids: vl-convert ends the process over one."""
     if isinstance(value, dict):
         return {_printable(key): _printable(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -196,20 +172,18 @@ def _printable(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-def svg_picture(spec: Spec) -> str:
-    """What ``picture_spec`` made as SVG."""
+def svg_picture(panel: PlotPanel) -> str:
+    """Return a panel as SVG."""
     import vl_convert
 
-    return str(vl_convert.vegalite_to_svg(spec, allowed_base_urls=[]))
+    return str(vl_convert.vegalite_to_svg(picture_spec(panel), allowed_base_urls=[]))
 
 
-def save_pictures(spec: Spec, stem: Path) -> list[Path]:
-    """Write ``stem``.png, for dense screens, and ``stem``.svg; returns their paths."""
+def save_pictures(panel: PlotPanel, stem: Path) -> list[Path]:
+    """Write ``stem``.png, for dense screens, and ``stem``.svg; return their paths."""
     import vl_convert
 
-    stem = stem.expanduser()
-    name = stem.name.removesuffix(".png").removesuffix(".svg")
-    png, svg = stem.with_name(f"{name}.png"), stem.with_name(f"{name}.svg")
-    png.write_bytes(vl_convert.vegalite_to_png(spec, scale=2, allowed_base_urls=[]))
-    svg.write_text(svg_picture(spec), encoding="utf-8")
+    png, svg = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
+    png.write_bytes(vl_convert.vegalite_to_png(picture_spec(panel), scale=2, allowed_base_urls=[]))
+    svg.write_text(svg_picture(panel), encoding="utf-8")
     return [png, svg]
