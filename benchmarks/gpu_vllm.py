@@ -27,9 +27,9 @@ from ladderize.console import Console
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import PLUGIN, BenchOptions, ModelChoice
 from ladderize.runtime.shards import read_shape
-from ladderize.serving.vllm.bench.bench import bench_vllm
-from ladderize.serving.vllm.bench.served import PLUGIN_ROW
-from ladderize.serving.vllm.environment import BACKEND_VARIABLE
+from ladderize.vllm.bench.bench import bench_vllm
+from ladderize.vllm.bench.served import PLUGIN_ROW
+from ladderize.vllm.environment import BACKEND_VARIABLE
 
 LAYOUTS = "dense,ladder,spd,spd+ladder"
 

@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ladderize.planning.calibration.fit import FitResult, OpenFigureError, fit
+from ladderize.planning.calibration.observations import Observation, expected_seconds
+from ladderize.planning.calibration.timings import read_timings
+
 from ladderize.files.documents import write_json
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.plan.hardware import DeviceSpec, known_engines, read_device
 from ladderize.plan.passes import PassParts, pass_parts, predict_parallel, predict_pass
 from ladderize.plan.rows import band_cases, relative_band
-from ladderize.planning.calibration.fit import FitResult, OpenFigureError, fit
-from ladderize.planning.calibration.observations import Observation, expected_seconds
-from ladderize.planning.calibration.timings import read_timings
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, read_interconnect
 
 REFERENCE = Path(__file__).parent / "reference"

@@ -19,9 +19,9 @@ from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_vll
 from ladderize.runtime.bench.report import show_bench
 from ladderize.runtime.bench.rounds import Timed, TimedVariant
 from ladderize.runtime.spec import checkpoint_spec, shape_spec
-from ladderize.serving.vllm import environment as vllm_environment
-from ladderize.serving.vllm.bench.served import PLUGIN_ROW, served_models, vllm_config, vllm_rows
-from ladderize.serving.vllm.environment import configuration_refusal
+from ladderize.vllm import environment as vllm_environment
+from ladderize.vllm.bench.served import PLUGIN_ROW, served_models, vllm_config, vllm_rows
+from ladderize.vllm.environment import configuration_refusal
 from tests.helpers import ROOT, SHAPE, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]

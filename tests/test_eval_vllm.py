@@ -12,8 +12,8 @@ from ladderize import UsageError, evaluate
 from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvaluatedModel
-from ladderize.serving.vllm import environment
-from ladderize.serving.vllm.environment import check_vllm
+from ladderize.vllm import environment
+from ladderize.vllm.environment import check_vllm
 from tests.helpers import ROOT, fresh_rng, invoke, one_sentence
 
 TASK = ("--tasks", "demo_copying", "--include-path", TASKS)
@@ -102,13 +102,13 @@ def test_sizes_are_checked_before_vllm_is_imported(there, ids):
 
 def test_from_python_the_engine_is_handed_in(there, ids):
     options = EvalOptions(perplexity=str(ids), backend="vllm", tp_size=3)
-    with pytest.raises(UsageError, match=r"needs engine=open_vllm, of ladderize.serving.vllm.eval_model"):
+    with pytest.raises(UsageError, match=r"needs engine=open_vllm, of ladderize.vllm.eval_model"):
         evaluate([MODEL], options)
     check_vllm()
 
 
 def test_help_and_options_import_no_vllm():
-    code = "import sys, ladderize.commands.evaluate, ladderize.serving.vllm.eval_model\n"
+    code = "import sys, ladderize.commands.evaluate, ladderize.vllm.eval_model\n"
     code += "assert not {name for name in sys.modules if name.split('.')[0] == 'vllm'}"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

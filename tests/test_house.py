@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "plan": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan"},
     "report": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan", "report"},
     "tradeoff": LEAVES,
-    "serving": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "serving"},
+    "vllm": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "vllm"},
     "commands": LEAVES
     | {
         "convert",
@@ -61,7 +61,7 @@ MAY_IMPORT = {
         "workflows",
         "plan",
         "report",
-        "serving",
+        "vllm",
         "commands",
     },
     # what runs commands has its own command beside it
@@ -312,7 +312,7 @@ def test_only_the_plugin_imports_an_engine():
 
     importing = [path for path in sources() if {"vllm", "sglang"} & set(roots(path))]
     assert importing
-    assert [path for path in importing if not path.is_relative_to(PACKAGE / "serving")] == []
+    assert [path for path in importing if not path.is_relative_to(PACKAGE / "vllm")] == []
 
 
 def test_help_is_instant_and_imports_no_torch():

@@ -82,7 +82,7 @@ def bench(given: GivenOptions) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM binds memory, and torch says so for each engine
         with console.stage("loading torch"):
             start_server(options.tp_size)
-            from ladderize.serving.vllm.bench.bench import bench_vllm
+            from ladderize.vllm.bench.bench import bench_vllm
         bench_vllm(choice, options, out=out, console=console)
     elif arguments.train:
         options = given.fill(TrainingBenchOptions, device="cpu")  # which GPUs there are, torch says later

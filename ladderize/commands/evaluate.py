@@ -86,8 +86,8 @@ def _engine(options: EvalOptions) -> "OpenModel | None":
     """What opens a model in vLLM, where that is to compute. Raises UserError where it is not there."""
     if options.backend != "vllm":
         return None
-    from ladderize.serving.vllm.environment import check_vllm
-    from ladderize.serving.vllm.eval_model import open_vllm
+    from ladderize.vllm.environment import check_vllm
+    from ladderize.vllm.eval_model import open_vllm
 
     check_vllm()
     return open_vllm

@@ -21,8 +21,8 @@ from vllm.config import CompilationConfig
 from vllm.distributed import get_tp_group
 
 from ladderize.runtime.collectives.base import Collectives, Handle
-from ladderize.serving.vllm.messages import Messages
-from ladderize.serving.vllm.verify import OPERATORS, cut_at_messages
+from ladderize.vllm.messages import Messages
+from ladderize.vllm.verify import OPERATORS, cut_at_messages
 
 COUNTED = Counter[str]()  # of the engine that was built last: compiled pieces, replays of them, starts, waits
 NAN = 0xFF  # of every byte

@@ -205,7 +205,7 @@ def streams(llm: Any, step: Streams) -> list[list[list[float]]]:
 
 
 def messages_of(llm: Any) -> list[Any]:
-    from ladderize.serving.vllm.messages import Messages
+    from ladderize.vllm.messages import Messages
 
     contexts = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     return [found for found in contexts.values() if isinstance(found, Messages)]

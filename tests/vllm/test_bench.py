@@ -14,8 +14,8 @@ from ladderize.files.temporaries import temporary_folder
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.launch import run
 from ladderize.runtime.spec import checkpoint_spec
-from ladderize.serving.vllm.bench.bench import prepared_rank
-from ladderize.serving.vllm.bench.served import VllmPlan, served_models
+from ladderize.vllm.bench.bench import prepared_rank
+from ladderize.vllm.bench.served import VllmPlan, served_models
 from tests.helpers import ROOT, clearly_chosen
 from tests.vllm.models import SHAPE, make
 from tests.warm import PATIENCE
@@ -79,7 +79,7 @@ def measured_with_tokens(ranks, plan, console):
     """In each rank: the document, then of each row what every rank was asked, and answered."""
     engines, tokens = [], []
     with prepared_rank(engines):
-        from ladderize.serving.vllm.bench import measure
+        from ladderize.vllm.bench import measure
 
         measure.start_engines(engines, ranks, plan, console)
         document = measure.measure_engines(engines, ranks, plan.options, console)
@@ -117,7 +117,7 @@ def test_a_replica_has_its_own_group_and_buffers_while_it_runs():
     from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators import flashinfer_all_reduce
 
-    from ladderize.serving.vllm.bench.groups import GROUP, MADE_LATER, ReplicaGroup
+    from ladderize.vllm.bench.groups import GROUP, MADE_LATER, ReplicaGroup
 
     held = {name: value for name, value in vars(flashinfer_all_reduce).items() if name.startswith("_fi_ar_")}
     of_one = {name for name, value in held.items() if value is None or value is False}  # others: by group, a lock
@@ -143,7 +143,7 @@ def test_a_replica_has_its_own_group_and_buffers_while_it_runs():
 def test_vllms_worker_of_cpus_is_imported_by_nobody_but_vllm():
     """Its module replaces torch.cuda's Event, Stream and more for the whole process."""
     script = (
-        "import sys, torch\nevent = torch.cuda.Event\nimport ladderize.serving.vllm.bench.measure\n"
+        "import sys, torch\nevent = torch.cuda.Event\nimport ladderize.vllm.bench.measure\n"
         "assert torch.cuda.Event is event\nassert 'vllm.v1.worker.cpu_worker' not in sys.modules"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -154,7 +154,7 @@ def test_vllms_worker_of_cpus_is_imported_by_nobody_but_vllm():
 def test_the_name_of_vllms_fusion_is_the_installed_one():
     from vllm.config.compilation import PassConfig
 
-    from ladderize.serving.vllm.bench.engine import NORM_FUSION
+    from ladderize.vllm.bench.engine import NORM_FUSION
 
     assert hasattr(PassConfig(), NORM_FUSION)
 

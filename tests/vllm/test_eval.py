@@ -21,8 +21,8 @@ from ladderize.eval.backends.hf import HFModel
 from ladderize.eval.options import EvalOptions
 from ladderize.layout import LayoutError
 from ladderize.ranks.group import Ranks
-from ladderize.serving.vllm.engine import CHUNK_TOKENS, chunks_of
-from ladderize.serving.vllm.eval_model import open_vllm
+from ladderize.vllm.engine import CHUNK_TOKENS, chunks_of
+from ladderize.vllm.eval_model import open_vllm
 from tests.helpers import ROOT, edit_tensors, fresh_rng
 from tests.vllm.models import make
 from tests.warm import PATIENCE, wait_until

@@ -88,7 +88,7 @@ def test_a_message_that_nobody_holds_is_found(operators):
 @pytest.mark.parametrize("captured", [False, True])
 def test_vllms_all_reduce_on_a_stream(captured):
     """start and wait on the simulated GPU, also inside a CUDA graph of the whole pass."""
-    from ladderize.serving.vllm import messages
+    from ladderize.vllm import messages
     from tests.simulated_gpu.device import DEVICE, HANDLERS, SimulatedGpu
 
     def passed(x):

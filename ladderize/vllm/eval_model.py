@@ -18,8 +18,8 @@ from ladderize.layout import Layout
 from ladderize.runtime.requests.continuous import Prompt
 from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores
 from ladderize.runtime.shards import check_runnable
-from ladderize.serving.vllm.engine import VLLMEngine, ends_of, start_engine
-from ladderize.serving.vllm.environment import check_vllm, installed_version
+from ladderize.vllm.engine import VLLMEngine, ends_of, start_engine
+from ladderize.vllm.environment import check_vllm, installed_version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,9 +14,9 @@ from vllm.model_executor.models.utils import make_empty_intermediate_tensors_fac
 from vllm.sequence import IntermediateTensors
 
 from ladderize.layout import BLOCKING, OVERLAPPED, Layout
-from ladderize.serving.vllm.layer import LadderizedDecoderLayer, Pending, total_of
-from ladderize.serving.vllm.messages import Messages
-from ladderize.serving.vllm.verify import decoder_of_model, layout_of
+from ladderize.vllm.layer import LadderizedDecoderLayer, Pending, total_of
+from ladderize.vllm.messages import Messages
+from ladderize.vllm.verify import decoder_of_model, layout_of
 
 
 class LadderizedModel(LlamaModel):

@@ -30,11 +30,11 @@ from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.shards import weight_bytes
-from ladderize.serving.vllm.bench.engine import ServingEngine, TimedEngine, communicator, kv_cache_bytes
-from ladderize.serving.vllm.bench.groups import identify
-from ladderize.serving.vllm.bench.served import VllmPlan, vllm_rows
-from ladderize.serving.vllm.environment import MessageBackend, installed_version
-from ladderize.serving.vllm.plugin import register_plugin
+from ladderize.vllm.bench.engine import ServingEngine, TimedEngine, communicator, kv_cache_bytes
+from ladderize.vllm.bench.groups import identify
+from ladderize.vllm.bench.served import VllmPlan, vllm_rows
+from ladderize.vllm.environment import MessageBackend, installed_version
+from ladderize.vllm.plugin import register_plugin
 
 
 def start_engines(engines: list[ServingEngine], ranks: Ranks, plan: VllmPlan, console: Console) -> None:

@@ -29,7 +29,7 @@ from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.gpu import OnStream
-from ladderize.serving.vllm.environment import BACKEND_VARIABLE, MessageBackend
+from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend
 
 logger = init_logger("vllm.ladderize")
 

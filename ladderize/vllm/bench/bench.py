@@ -19,8 +19,8 @@ from ladderize.runtime.bench.plan import check_positions, chosen_models, make_pr
 from ladderize.runtime.bench.report import run_and_show, show_bench
 from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.launch import check_group_size
-from ladderize.serving.vllm.bench.served import VllmPlan, served_models
-from ladderize.serving.vllm.environment import check_vllm, configuration_refusal
+from ladderize.vllm.bench.served import VllmPlan, served_models
+from ladderize.vllm.environment import check_vllm, configuration_refusal
 
 # a rank's own: the engine runs in the rank itself, which speaks where something is wrong
 VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -58,7 +58,7 @@ def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocumen
     """Start the engines of all rows and time them; each rank's part. Raises UserError for what vLLM refuses."""
     engines: list[Any] = []
     with prepared_rank(engines):
-        from ladderize.serving.vllm.bench.measure import measure_engines, start_engines
+        from ladderize.vllm.bench.measure import measure_engines, start_engines
 
         start_engines(engines, ranks, plan, console)
         return measure_engines(engines, ranks, plan.options, console)

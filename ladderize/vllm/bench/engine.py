@@ -18,10 +18,10 @@ from ladderize.runtime.bench.inference import random_prompts
 from ladderize.runtime.bench.options import UNFUSED, BenchOptions
 from ladderize.runtime.bench.rounds import Timed
 from ladderize.runtime.shards import cache_bytes
-from ladderize.serving.vllm.bench.groups import ReplicaGroup
-from ladderize.serving.vllm.bench.served import Served
-from ladderize.serving.vllm.engine import ends_of
-from ladderize.serving.vllm.messages import Messages
+from ladderize.vllm.bench.groups import ReplicaGroup
+from ladderize.vllm.bench.served import Served
+from ladderize.vllm.engine import ends_of
+from ladderize.vllm.messages import Messages
 
 KV_BLOCK = 128  # tokens: vLLM's blocks on a CPU; those of GPUs are smaller
 
@@ -41,7 +41,7 @@ class ServingEngine:
         if ranks.size > 1:
             placement = {"distributed_executor_backend": "external_launcher"}
             if ranks.device.type == "cpu":
-                placement["worker_cls"] = "ladderize.serving.vllm.bench.worker.IdentifiedWorker"
+                placement["worker_cls"] = "ladderize.vllm.bench.worker.IdentifiedWorker"
         with self.group():
             self.llm = LLM(
                 model=str(served.folder),

@@ -12,7 +12,7 @@ from ladderize.families.base import Decoder
 from ladderize.families.registry import decoder_of, find_family, is_ladderized
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.runtime.shards import check_runnable
-from ladderize.serving.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture
+from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig

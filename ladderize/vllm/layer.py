@@ -20,7 +20,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from ladderize.families.base import Decoder
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.runtime.shards import virtual_ranks
-from ladderize.serving.vllm.messages import Messages
+from ladderize.vllm.messages import Messages
 
 
 def unwrapped(projection: nn.Module) -> Any:

@@ -21,7 +21,7 @@ from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import default_device
 from ladderize.ranks.environment import environment_with
 from ladderize.ranks.threads import cores
-from ladderize.serving.vllm.environment import BOUND_CORES, configuration_refusal
+from ladderize.vllm.environment import BOUND_CORES, configuration_refusal
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
