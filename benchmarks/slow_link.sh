@@ -54,11 +54,11 @@ fi
 arguments+=("$@")
 variables=()
 if [ -n "$vllm" ]; then
-  variables=(LADDERIZE_VLLM_BACKEND=gloo)
+  variables=(LADDERIZE_VLLM_BACKEND=gloo) own_core=1
 fi
 rank() { # namespace, device, rank, address
   local own=("${variables[@]}")
-  if [ -n "$vllm" ]; then own+=(VLLM_HOST_IP="$4" VLLM_CPU_OMP_THREADS_BIND="$3"); fi # a core for each rank
+  if [ -n "$vllm" ]; then own+=(VLLM_HOST_IP="$4"); fi
   # a core for each, as ranks have that ladderize starts itself
   ip netns exec "$1" ${own_core:+taskset -c "$3"} env RANK="$3" WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=29511 \
     GLOO_SOCKET_IFNAME="$2" OMP_NUM_THREADS=1 "${own[@]}" "$python" -m ladderize "${arguments[@]}" --out "$out"

@@ -262,62 +262,6 @@ def picture(monkeypatch):
     return importlib.import_module("draw_serving_trace")
 
 
-def traced_prefill(picture, *, in_flight, layers=6):
-    """Events of a made-up run in microseconds: products of 1000, all-reduces of 1500, and what is to be drawn of them.
-
-    in_flight: each all-reduce begins after the second product of a sub-module and is waited for after the next one's.
-    """
-    events, time, modules, messages, pending = [], 0.0, [], [], None
-
-    def event(name, start, duration, cat="cpu_op"):
-        events.append({"ph": "X", "name": name, "cat": cat, "ts": start, "dur": duration})
-
-    for number in range(2 * layers):
-        modules.append((time, time + 2000.0))
-        for _ in range(2):
-            event(random.choice(picture.PRODUCTS), time, 1000.0)
-            time += 1000.0
-        if pending is not None:
-            arrived = pending + random.choice((1500.0, 2400.0))  # under compute, or later
-            event(picture.ARRIVAL, pending - 5000.0, arrived - pending + 5000.0, "user_annotation")
-            event(picture.WAIT, time, max(1.0, arrived - time), "user_annotation")
-            messages.append((pending, min(time, arrived), arrived))
-            time = max(time + 1.0, arrived)
-            pending = None
-        if in_flight and number < 2 * layers - 1:
-            event(picture.START, time, 10.0, "user_annotation")
-            pending = time
-            time += 10.0
-        elif not in_flight:
-            event(picture.BLOCKING[0], time, 1500.0, "user_annotation")
-            messages.append((time, time, time + 1500.0))
-            time += 1500.0
-    event(picture.PRODUCTS[0], time, 500.0)  # the LM head
-    events.append({"ph": "X", "name": "prefill", "cat": "user_annotation", "ts": -1.0, "dur": time + 1000.0})
-    random.shuffle(events)
-    return events, modules, messages
-
-
-@pytest.mark.parametrize("in_flight", [True, False])
-def test_what_is_drawn_is_what_the_trace_says(picture, in_flight, tmp_path):
-    events, modules, messages = traced_prefill(picture, in_flight=in_flight)
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    row = picture.reduced(path)
-    first, count = 2 * picture.FIRST_LAYER, 2 * picture.LAYERS
-    zero, end = modules[first][0], modules[first + count][0]
-    drawn = modules[first : first + count + 1]
-    assert [(each["start"], each["end"]) for each in row["modules"]] == [
-        pytest.approx(((a - zero) / 1e3, (b - zero) / 1e3)) for a, b in drawn
-    ]
-    assert [each["label"] for each in row["modules"]] == ["A2", "M2", "A3", "M3", "A4"]
-    assert row["end"] == pytest.approx((end - zero) / 1e3)
-    wanted = [tuple((t - zero) / 1e3 for t in each) for each in messages if each[0] < end and each[2] > zero]
-    assert [(each["start"], each["waited"], each["end"]) for each in row["messages"]] == [
-        pytest.approx(each, abs=1e-3) for each in wanted
-    ]
-
-
 def test_the_kept_trace_is_what_serving_md_shows(picture):
     rows = json.loads(picture.KEPT.read_text())["rows"]
     assert list(rows) == ["dense", "ladder"]

@@ -157,8 +157,8 @@ def reason_of(error: Exception, log: Path) -> str:
 
 @contextlib.contextmanager
 def _written_to(log: Path) -> Iterator[None]:
-    """What this process and those that it starts write to stdout and stderr ends in a file, for as long as they live;
-    for this process until the end of the block."""
+    """Let stdout and stderr end in a file: of this process until the end of the block, and of those that it starts for
+    as long as they live."""
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

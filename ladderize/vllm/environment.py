@@ -1,5 +1,4 @@
-"""What the environment says: which vLLM there is, and the variables that it and ladderize's layers read. Imports no
-vLLM.
+"""The environment: which vLLM there is, and the variables that it and ladderize's layers read. Imports no vLLM.
 
 ============================= =======================================================================================
 ``LADDERIZE_VLLM_BACKEND``
@@ -83,7 +82,7 @@ BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank, on CPUs
 
 
 def configuration_refusal(error: BaseException) -> str | None:
-    """Of what pydantic wraps into a report on all of vLLM's options, what was wrong; None for any other error."""
+    """Return what was wrong of what pydantic wraps into a report on all of vLLM's options; None for any other error."""
     errors = getattr(error, "errors", None)
     if not callable(errors) or not (found := errors()):
         return None

@@ -78,9 +78,11 @@ class VirtualRanks:
 
 
 class QuantisedRanks(VirtualRanks):
-    """The same where weights are quantised and packed, so that they cannot be cut: each virtual rank calls the whole
-    projection, with zeros for what others read. That is ``count`` times the work, with the scales that it would find on
-    a process of its own."""
+    """Virtual ranks whose weights are quantised and packed, so that they cannot be cut.
+
+    Each calls the whole projection, with zeros for what others read. That is ``count`` times the work, with the scales
+    that it would find on a process of its own.
+    """
 
     def row_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
         base, parts = unwrapped(projection), inputs.unflatten(1, (self.count, -1))
@@ -104,7 +106,7 @@ class QuantisedRanks(VirtualRanks):
 
 
 def lora_product(projection: BaseLayerWithLoRA, inputs: Tensor, size: int) -> Tensor:
-    """What the adapters of a batch's requests add to a product of ``inputs`` [tokens, in]: [tokens, size]."""
+    """Return what the adapters of a batch's requests add to a product of ``inputs`` [tokens, in]: [tokens, size]."""
     output = torch.zeros(inputs.shape[0], size, dtype=inputs.dtype, device=inputs.device)
     projection.punica_wrapper.add_lora_linear(
         output, inputs, projection.lora_a_stacked, projection.lora_b_stacked, 1.0, projection.output_slices
@@ -140,7 +142,7 @@ class FamilyAttention(LlamaAttention):
 
     @property
     def scaling(self) -> float:
-        """What vLLM's constructor, which sets it, makes its attention with."""
+        """The scale of scores, with which vLLM's constructor makes its attention."""
         scale = self.decoder.attention_scale
         return self.head_dim**-0.5 if scale is None else scale
 
@@ -245,5 +247,5 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
 
 
 def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """What a sub-module reads, and the stream, to which ``delta`` has been added."""
+    """Return what a sub-module reads, and the stream, to which ``delta`` has been added."""
     return (norm(residual), residual) if delta is None else norm(delta, residual)

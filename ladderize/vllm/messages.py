@@ -145,7 +145,7 @@ def _wait_in_place(partial: Tensor, made: Tensor, messages: str) -> None:
 
 
 def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Collectives, str]:
-    """What carries the messages, and one sentence on the choice. All ranks come here together."""
+    """Return what carries the messages, and one sentence on the choice. All ranks call it together."""
     group = get_tp_group()
     device = torch.device(group.device)
     if backend.link is not None:

@@ -74,13 +74,13 @@ class LadderizedModel(LlamaModel):
         return (hidden_states, streams) if streams else hidden_states
 
     def arrived(self, pending: Pending | None, made: Tensor) -> Pending | None:
-        """The same with its sum there: waited for early, where somebody reads the whole stream."""
+        """Return ``pending`` with its sum there: waited for early, where somebody reads the whole stream."""
         return pending and Pending(total_of(self.messages, pending, made), True)
 
 
 def handed_on(layout: Layout, layer: int) -> list[str]:
-    """What the stage of a pipeline that begins with ``layer`` is handed: the stream, the sum that is still to be added
-    to it, and the one that ``layer``'s attention must not see yet."""
+    """Return the names of what a pipeline's stage that begins with ``layer`` is handed: the stream, the sum that is
+    still to be added to it, and the one that ``layer``'s attention must not see yet."""
     before = layer - 1
     if layer == 0 or layout.mlp_sync[before] == BLOCKING:
         return ["residual", "hidden_states"]

@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes before it reads a model."""
+"""The entry point that vLLM calls in each of its processes before it reads a model."""
 
 from typing import Any
 

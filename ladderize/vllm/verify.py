@@ -1,5 +1,5 @@
-"""What a layout cannot do in vLLM, or was not tested with, is refused here, in the process that the user started,
-before workers exist."""
+"""Refusals: what a layout cannot do in vLLM, or was not tested with, ends in the process that the user started, before
+workers exist."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ class VerifyLadderized(VerifyAndUpdateConfig):
 
 
 class VerifyStock(VerifyAndUpdateConfig):
-    """The same for vLLM's own models, which read a converted checkpoint's weights but do not know its layout."""
+    """The check of vLLM's own models, which read a converted checkpoint's weights but do not know its layout."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
@@ -76,7 +76,7 @@ def layout_of(vllm_config: "VllmConfig") -> Layout:
 
 
 def decoder_of_model(vllm_config: "VllmConfig") -> Decoder:
-    """What computing needs of the model's family."""
+    """Return what the model's family has beside a Llama's layer."""
     return decoder_of(_config(vllm_config))
 
 
@@ -106,7 +106,7 @@ def cut_at_messages(compilation: "CompilationConfig") -> None:
 
 
 def sends(layout: Layout, backend: MessageBackend) -> bool:
-    """Whether messages are in flight while something computes."""
+    """Tell whether messages are in flight while something computes."""
     return OVERLAPPED in layout.attention_sync + layout.mlp_sync or backend.link is not None
 
 

@@ -243,7 +243,7 @@ class BenchRow(SpeedRow):
 
 @dataclass(frozen=True)
 class TimedDocument(Record):
-    """What every benchmark writes, but the schema in front.
+    """The document of every benchmark, but the schema in front.
 
     complete: False in what is written before all is done; it stays so where the rest failed.
     backend: what carries all-reduces. emulated: they are delays. link: of an emulated group.
@@ -369,7 +369,7 @@ def _drawn_medians(*series: Sequence[float]) -> Any:
 
 
 def few_rounds(repeat: int) -> str:
-    """What is to be known of intervals of so few rounds; empty where they are enough."""
+    """Return what is to be known of intervals of so few rounds; empty where they are enough."""
     if repeat < LEAST_ROUNDS:
         return f"with fewer than {LEAST_ROUNDS} rounds their scatter is unknown: no intervals; raise --repeat"
     if repeat < ENOUGH_ROUNDS:  # at the widest they reach from the smallest to the largest, around the true median

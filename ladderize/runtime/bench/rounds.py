@@ -1,4 +1,4 @@
-"""What is timed: variants in interleaved rounds, each with and without communication, and single messages alone.
+"""Interleaved rounds of variants, each with and without communication, and single messages alone.
 
 The order is drawn anew for each round, so that whatever the machine does hits all variants alike.
 """

@@ -62,10 +62,10 @@ class ServingEngine:
                 **placement,
                 **({"compilation_config": {"pass_config": {NORM_FUSION: False}}} if served.baseline == UNFUSED else {}),
             )
-        # resolved: where the plugin is missing, vLLM takes a class for models of transformers
-        found = self.llm.llm_engine.vllm_config.model_config.architecture
-        if found != served.architecture:
-            raise UserError(f"{served.name}: vLLM runs it as {found}, and not as {served.architecture}")
+        # where the plugin is missing, vLLM takes a class for models of transformers
+        resolved = self.llm.llm_engine.vllm_config.model_config.architecture
+        if resolved != served.architecture:
+            raise UserError(f"{served.name}: vLLM runs it as {resolved}, and not as {served.architecture}")
         self.sampling = SamplingParams(
             temperature=0.0,
             max_tokens=options.output_len,
@@ -93,8 +93,8 @@ class ServingEngine:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that it computes in."""
-        found: torch.dtype = self.llm.llm_engine.vllm_config.model_config.dtype
-        return found
+        dtype: torch.dtype = self.llm.llm_engine.vllm_config.model_config.dtype
+        return dtype
 
     @property
     def fused_norm(self) -> bool:
