@@ -1,13 +1,11 @@
-"""The true cost of every layout of a small model, which the planner's choices are judged by, and how far costs of
-single sync points add up.
+"""The true cost of every layout of a small model, which the planner's choices are judged by.
 
     fixtures=../shared/fixtures
     python benchmarks/planner_stories.py $fixtures/stories260K --data $fixtures/stories260K-samples.npz:train
 
 Scores all 3^L 2^(L-1) layouts (3,888 of 5 layers) on the windows that ``ladderize sensitivity --samples 64`` draws, and
 on as many others that ``ladderize plan --verify`` confirms on. Writes benchmarks/results/planner_stories.json:
-``choose`` and ``confirm`` hold the nats per token of each layout, in the order of ``every_layout``; ``costs`` what the
-changes of single sync points, and of neighbours, cost on the first windows; ``additive`` how far sums of these are off.
+``choose`` and ``confirm`` hold the nats per token of each layout, in the order of ``every_layout``.
 """
 
 import argparse
@@ -18,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ladderize.convert.point_sensitivity import PointCost, point_changes, point_costs
 
 from ladderize.adapt.layers.layout_scores import Suffixes
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.data import file_sha256
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, Layout
+from ladderize.plan.choice import LAYER_KINDS
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
 
@@ -50,25 +48,16 @@ def scored(suffixes: Suffixes, windows: np.ndarray, batch: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def added_up(layout: Layout, costs: list[PointCost], how: str) -> float:
-    """The cost of a layout as a sum. how: ``points`` sums single sync points; ``layers`` sums layers, whose two modes
-    were measured together; ``alike`` adds what two neighbours that are changed alike cost more than apart; ``pairs`` of
-    all neighbours."""
-    table = {(cost.layers, *cost.steps): cost.nats for cost in costs}
-    steps = [(layout.entering(i), layout.attention_sync[i]) for i in range(layout.num_layers)]
-
-    def alone(layer: int, entering: str, attention: str) -> float:
-        return table.get(((layer,), (entering, attention)), 0.0)
-
-    if how == "points":
-        return sum(alone(i, step[0], BLOCKING) + alone(i, BLOCKING, step[1]) for i, step in enumerate(steps))
-    total = sum(alone(i, *step) for i, step in enumerate(steps))
-    unlike = {(cost.layers, *cost.steps) for cost in costs if cost.before} if how == "alike" else set()
-    for layer, (first, second) in enumerate(itertools.pairwise(steps) if how != "layers" else ()):
-        known = ((layer, layer + 1), first, second)
-        if known in table and known not in unlike:
-            total += table[known] - alone(layer, *first) - alone(layer + 1, *second)
-    return total
+def layer_nats(number: dict[Layout, int], increases: np.ndarray, layers: int, sync_tp_size: int) -> np.ndarray:
+    """Return what each layer costs alone as each kind, [L, kinds]; inf for the first as spd+ladder, which is spd."""
+    nats = np.zeros((layers, len(LAYER_KINDS)))
+    for layer, row in enumerate(nats):
+        for kind, name in list(enumerate(LAYER_KINDS))[1:]:
+            named = {part: [layer] for part in name.split("+")}
+            layout = Layout.from_layers(layers, **named, sync_tp_size=sync_tp_size if "spd" in named else None)
+            row[kind] = max(0.0, increases[number[layout]])
+    nats[0, -1] = np.inf
+    return nats
 
 
 def main() -> None:
@@ -92,24 +81,6 @@ def main() -> None:
     seconds = time.perf_counter() - begin
     means = {"choose": table[: args.windows].mean(0) / tokens, "confirm": table[args.windows :].mean(0) / tokens}
 
-    number = {layout: index for index, layout in enumerate(layouts)}
-    changes = point_changes(blocks.num_layers, dropped=True, pairs=True)
-    columns = [number[change.layout(blocks.num_layers, args.sync_tp_size)] for change in changes]
-    dense, costs = point_costs(changes, table[: args.windows][:, [*columns, 0]], tokens)
-    increases = means["choose"] - dense
-    additive = {}
-    for how in ("points", "layers", "alike", "pairs"):
-        sums = np.array([added_up(layout, costs, how) for layout in layouts])
-        additive[how] = {
-            "mean_error_nats": float(np.abs(sums - increases).mean()),
-            "worst_error_nats": float(np.abs(sums - increases).max()),
-            "too_low": float((sums < increases - 1e-9).mean()),
-            "median_ratio": float(np.median(increases[1:] / sums[1:])),
-        }
-        for name, layers in (("spd", {"spd": range(5)}), ("ladder", {"ladder": range(5)})):
-            ranks = args.sync_tp_size if name == "spd" else None
-            index = number[Layout.from_layers(blocks.num_layers, **layers, sync_tp_size=ranks)]
-            additive[how][name] = {"sum": float(sums[index]), "true": float(increases[index])}
     document = {
         "schema_version": 1,
         "model": Path(args.model).name,
@@ -125,15 +96,13 @@ def main() -> None:
         "seconds": seconds,
         "layer_runs": suffixes.tree.layer_runs,
         "environment": environment(Ranks(0, 1, torch.device("cpu"))).to_dict(),
-        "dense_nll": dense,
-        "additive": additive,
-        "costs": [cost.to_dict() for cost in costs],
+        "dense_nll": float(means["choose"][0]),
         **{name: [round(value, 6) for value in values.tolist()] for name, values in means.items()},
     }
     lines = json.dumps({key: value for key, value in document.items() if key not in means}, indent=1)[:-2]
     lists = ",\n".join(f' "{name}": {json.dumps(document[name])}' for name in means)
     args.out.write_text(f"{lines},\n{lists}\n}}\n")
-    print(json.dumps(additive, indent=1), f"\nwrote {args.out}")
+    print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":

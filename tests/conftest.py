@@ -29,8 +29,8 @@ LONG_FILES = [
     "demo", "domino_gradients", "align_command", "eval", "report_browser", "answers", "adapt_tp", "eval_ranks",
     "docs", "chat_template", "report", "python_docs",
     "promotion", "generate", "examples", "api", "aligned_sensitivity", "control", "spd", "runtime", "sweep_keys",
-    "sweep_killed", "sweep", "sweep_file", "bench", "bench_training", "calibrate", "planner_verify",
-    "plan", "planner", "planner_files", "planning_model", "requests", "model", "corpus", "distill",
+    "sweep_killed", "sweep", "sweep_file", "bench", "bench_training", "calibrate",
+    "plan", "plan_choice", "layout_measurer", "planning_model", "requests", "model", "corpus", "distill",
     "house", "compare", "paired",
 ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """``ladderize plan`` from its options to its document: read, predict, choose, write, show."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ import numpy as np
 from ladderize.checkpoint.opening import check_model, read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
-from ladderize.convert.sensitivity_file import AlignmentWindows, CalibrationData, read_sensitivity
+from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensitivity
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable, write_json
 from ladderize.files.regular import names_a_file, resolved
@@ -167,33 +167,15 @@ def _chosen_link(options: PlanOptions) -> Interconnect | None:
 # ---- the choice ----
 
 
-@dataclass(frozen=True)
-class LayerCosts:
-    """The costs of a sensitivity file. nats: of each kind of each layer [L, kinds], inf where it was not measured."""
-
-    nats: np.ndarray
-    dense_nll: float
-    fingerprint: str
-    sync_tp_size: int | None
-    data: CalibrationData
-    aligned: AlignmentWindows | None
-
-
-def read_layer_costs(path: Path) -> LayerCosts:
-    """Read what each layer costs as each kind. A cost below 0 is noise and counts as 0."""
-    document = read_sensitivity(path)
-    if document.mode != "layers":
-        raise UserError(
-            f"{path} has the mode {document.mode}, which does not tell what a layer alone costs; measure that with"
-            " `ladderize sensitivity --mode layers`"
-        )
+def layer_nats(document: SensitivityDocument) -> np.ndarray:
+    """Return the cost of each kind of each layer [L, kinds], inf where it was not measured. A cost below 0 is noise and
+    counts as 0."""
     nats = np.full((document.num_layers, len(LAYER_KINDS)), np.inf)
     nats[:, 0] = 0.0
     for cost in document.costs:
-        nats[cost.layer, LAYER_KINDS.index(cost.kind)] = max(cost.nats, 0.0)
-    return LayerCosts(
-        nats, document.dense_nll, document.fingerprint, document.sync_tp_size, document.data, document.aligned
-    )
+        if cost.layer or cost.kind != LAYER_KINDS[-1]:  # no MLP enters the first, so that is spd
+            nats[cost.layer, LAYER_KINDS.index(cost.kind)] = max(cost.nats, 0.0)
+    return nats
 
 
 def _choose(
@@ -220,10 +202,10 @@ def _choose(
     if choice.model is None and goal.verify is not None:
         raise UserError("--verify measures a checkpoint, and --shape has no weights; name the checkpoint instead")
     assert goal.sensitivity is not None
-    costs, layers = read_layer_costs(goal.sensitivity), model.config["num_hidden_layers"]
+    costs, layers = read_sensitivity(goal.sensitivity), model.config["num_hidden_layers"]
     _check_costs(goal.sensitivity, costs, model, choice, group)
     seconds = kind_seconds(group.parts(model, workload, costs.sync_tp_size), workload.decode_steps, goal.phase, layers)
-    tables = LayerTables(seconds[1], costs.nats, seconds[0], costs.sync_tp_size)
+    tables = LayerTables(seconds[1], layer_nats(costs), seconds[0], costs.sync_tp_size)
     target = goal.target.in_nats(costs.dense_nll)
     measurer, check, aligned = None, None, costs.aligned
     if goal.verify is None:
@@ -265,7 +247,7 @@ def _choose(
         phase=goal.phase,
         costs_file=str(goal.sensitivity),
         dense_ms=chosen.ms * chosen.speedup,
-        dense_perplexity=float(np.exp(costs.dense_nll)),
+        dense_perplexity=costs.dense_perplexity,
         chosen=chosen,
         notes=notes,
         verification=check,
@@ -274,11 +256,18 @@ def _choose(
     return found, measurer
 
 
-def _check_costs(path: Path, costs: LayerCosts, model: ModelToPlan, choice: PlanModel, group: PlannedGroup) -> None:
+def _check_costs(
+    path: Path, costs: SensitivityDocument, model: ModelToPlan, choice: PlanModel, group: PlannedGroup
+) -> None:
     layers, size = model.config["num_hidden_layers"], costs.sync_tp_size
-    if len(costs.nats) != layers:
+    if costs.mode != "layers":
         raise UserError(
-            f"{path} is of a model of {len(costs.nats)} layers, but this one has {layers}; measure this model"
+            f"{path} has the mode {costs.mode}, which does not tell what a layer alone costs; measure that with"
+            " `ladderize sensitivity --mode layers`"
+        )
+    if costs.num_layers != layers:
+        raise UserError(
+            f"{path} is of a model of {costs.num_layers} layers, but this one has {layers}; measure this model"
         )
     if choice.model is not None:  # the weights are downloaded if they are a hub's and not here
         mark = fingerprint(read_checkpoint(check_model(choice.model, choice.revision)))
