@@ -53,7 +53,7 @@ from ladderize.plan.options import PlanModel as PlanModel
 from ladderize.plan.options import PlanOptions as PlanOptions
 from ladderize.plan.run import plan_layouts as plan_layouts
 from ladderize.report.page import ReportSummary as ReportSummary
-from ladderize.report.page import report as report
+from ladderize.report.page import write_report as write_report
 from ladderize.runtime.bench.document import BenchDocument as BenchDocument
 from ladderize.runtime.bench.inference import bench as bench
 from ladderize.runtime.bench.options import BenchOptions as BenchOptions

@@ -69,7 +69,7 @@ def main() -> None:
     arguments = parser.parse_args()
     root = arguments.demo / "sweep"
     with tempfile.TemporaryDirectory() as folder:
-        summary = ladderize.report([root], Path(folder) / "page.html", markdown=Path(folder) / "page.md")
+        summary = ladderize.write_report([root], Path(folder) / "page.html", markdown=Path(folder) / "page.md")
         shutil.copyfile(Path(folder) / "page-pictures" / "tradeoff.png", PICTURE)
     text = [
         f"`make demo` takes {arguments.minutes} minutes on 2 cores once everything is installed. It ends with",

@@ -12,7 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 from ladderize.layout import Layout
-from ladderize.report.page import report
+from ladderize.report.page import write_report
 from tests import browser as harness
 from tests.browser import DESKTOP, PHONE, Browser
 from tests.report_documents import bench_document, eval_document, layouts, plan_document, write_document
@@ -49,7 +49,7 @@ def page(models: dict[str, Layout], tmp_path_factory: pytest.TempPathFactory) ->
     write_document(folder / "emulated.json", emulated)
     write_document(folder / "plan.json", plan_document(folder, layers=12))
     names = ("results.json", "bench.json", "emulated.json", "plan.json")
-    report([folder / name for name in names], folder / "page.html")
+    write_report([folder / name for name in names], folder / "page.html")
     return folder / "page.html"
 
 
@@ -239,7 +239,7 @@ def test_a_name_cannot_become_markup(browser: Browser, tmp_path: Path) -> None:
     write_document(tmp_path / "results.json", eval_document(models, {bad: -0.2}))
     write_document(tmp_path / "bench.json", bench_document(models, {bad: 1.2}))
     page = tmp_path / "page.html"
-    report([tmp_path / "results.json", tmp_path / "bench.json"], page)
+    write_report([tmp_path / "results.json", tmp_path / "bench.json"], page)
     show(browser, page)
     assert browser.requests == [page.as_uri()] or browser.requests == [page.as_uri(), "data:,"]
     assert browser.messages == []

@@ -34,7 +34,7 @@ def report(given: GivenOptions) -> None:
     """Show accuracy against speed on one page: an HTML file that needs no network."""
     options = given.fill(ReportArguments)
     console = Console(options.as_json)
-    from ladderize.report.page import report as write_report
+    from ladderize.report.page import write_report
 
     summary = write_report(
         options.sources, options.out, margin=options.margin, markdown=options.markdown, console=console

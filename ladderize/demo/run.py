@@ -10,7 +10,7 @@ from ladderize.console import Console
 from ladderize.demo.inputs import MEASURED, as_typed, demo_folder, write_inputs
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
-from ladderize.report.page import check_libraries, report
+from ladderize.report.page import check_libraries, write_report
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.report import show_bench
 from ladderize.tradeoff.sweep.run import sweep
@@ -39,7 +39,7 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
         show_bench(_named(bench, document), console)
     show_points(document, root, console)
     console.note(f"$ ladderize report {quote(as_typed(root))} --out {quote(as_typed(page))}")
-    summary = report([root], page, console=console)
+    summary = write_report([root], page, console=console)
     console.result("")
     console.prose(summary.headline)
     console.result(f"\nreport: {page}")

@@ -76,7 +76,7 @@ class ReportSummary(Record):
     files: list[str]
 
 
-def report(
+def write_report(
     paths: Sequence[str | Path],
     out: str | Path,
     *,
