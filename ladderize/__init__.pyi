@@ -61,15 +61,13 @@ from ladderize.runtime.bench.options import ModelChoice as ModelChoice
 from ladderize.runtime.bench.options import TrainingBenchOptions as TrainingBenchOptions
 from ladderize.runtime.bench.training.bench import bench_training as bench_training
 from ladderize.runtime.bench.training.document import TrainingBenchDocument as TrainingBenchDocument
-from ladderize.runtime.requests.options import GenerateOptions as GenerateOptions
+from ladderize.runtime.generate import GenerateDocument as GenerateDocument
+from ladderize.runtime.generate import generate as generate
+from ladderize.runtime.generate_file import GenerateFileDocument as GenerateFileDocument
+from ladderize.runtime.generate_file import generate_file as generate_file
+from ladderize.runtime.sampling import GenerateOptions as GenerateOptions
 from ladderize.runtime.sampling import Sampling as Sampling
 from ladderize.runtime.schedule import Schedule as Schedule
-from ladderize.runtime.texts.answers import AnswersDocument as AnswersDocument
-from ladderize.runtime.texts.answers import answer_prompts as answer_prompts
-from ladderize.runtime.texts.corpus import CorpusDocument as CorpusDocument
-from ladderize.runtime.texts.corpus import sample_corpus as sample_corpus
-from ladderize.runtime.texts.prompts import GenerateDocument as GenerateDocument
-from ladderize.runtime.texts.prompts import generate as generate
 from ladderize.tradeoff.sweep.run import sweep as sweep
 from ladderize.workflows.sweep_document import SweepDocument as SweepDocument
 

@@ -10,7 +10,6 @@ import pytest
 from tests import warm
 from tests.helpers import invoke, listing, one_sentence, save_llama, training_command
 from tests.test_convert import fingerprint
-from tests.test_corpus import work_of
 
 # Runs ladderize, and is killed when it calls the function that argv names.
 KILLED_AT = """
@@ -51,7 +50,7 @@ def test_killed_after_the_output_appeared(place, tmp_path, name):
             kill(BEFORE_TIDYING, *arguments, "--overwrite")
             before = fingerprint(out)
         if moment == "amid tidying":
-            work_of(out).mkdir()
+            out.with_name("out.ladderize-work").mkdir()
         outcome = invoke(*arguments, *(["--overwrite"] if moment == "with --overwrite" else []))
         assert outcome.code == 0, (moment, outcome.stderr)
         assert COMPLETE in outcome.stderr
@@ -62,7 +61,7 @@ def test_killed_after_the_output_appeared(place, tmp_path, name):
     assert "is not empty" in one_sentence(invoke(*arguments, "--seed", 1))  # another command
 
 
-@pytest.mark.parametrize("name", ["convert", "merge", "corpus"])
+@pytest.mark.parametrize("name", ["convert", "merge"])
 def test_killed_before_it_says_so(place, tmp_path, name):
     """These have no work left when the output is there, and may be killed all the same."""
     warm.warm_python().preload("accelerate", "datasets", "peft")
@@ -72,19 +71,13 @@ def test_killed_before_it_says_so(place, tmp_path, name):
     arguments = {
         "convert": ["convert", place / "dense", out, "--ladder", "1:", "--no-verify"],
         "merge": ["merge", adapter, out, "--no-verify"],
-        "corpus": ["generate", place / "dense", "--from-bos", "--num-samples", 4, "--max-new-tokens", 4, "--out"],
     }[name]
-    if name == "corpus":
-        arguments.append(out := tmp_path / "out.jsonl")
-    kill(BEFORE_TIDYING if name == "corpus" else BEFORE_THE_END, *arguments)
-    before = out.read_bytes() if name == "corpus" else fingerprint(out)
+    kill(BEFORE_THE_END, *arguments)
+    before = fingerprint(out)
     outcome = invoke(*arguments)
     assert outcome.code == 0, outcome.stderr
-    assert (out.read_bytes() if name == "corpus" else fingerprint(out)) == before
-    others = {"merge": ["adapter"], "corpus": [f"{out.name}.run.json"]}.get(name, [])
-    assert listing(tmp_path) == sorted([out.name, *others])
-    if name == "corpus":
-        return
+    assert fingerprint(out) == before
+    assert listing(tmp_path) == (["adapter", "out"] if name == "merge" else ["out"])
     assert COMPLETE in outcome.stderr
     assert "1 there already" in outcome.stdout
     assert f"wrote {out}" in outcome.stdout

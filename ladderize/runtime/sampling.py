@@ -1,13 +1,30 @@
-"""How the next token is chosen. Imports no torch until it draws."""
+"""How ``ladderize generate`` chooses tokens, and its options. Imports no torch until it draws."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ladderize.choices import (
+    BACKEND,
+    COMPILE,
+    DEVICE,
+    DTYPE,
+    REPLICATE_VOCAB,
+    REVISION,
+    THREADS,
+    TP_SIZE,
+    Dtype,
+    SendingBackend,
+    check_options,
+    option,
+)
 from ladderize.errors import UsageError
+from ladderize.ranks.device import default_device
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+DEFAULT_TEXTS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True)
@@ -28,13 +45,43 @@ class Sampling:
         if not 0 <= self.top_p <= 1:
             raise UsageError(f"--top-p must be between 0 and 1, not {self.top_p}")
         if self.temperature == 0 and (self.top_k or self.top_p < 1):
-            option = "top-k" if self.top_k else "top-p"
-            raise UsageError(f"--{option} has no effect with --temperature 0; give a temperature")
+            name = "top-k" if self.top_k else "top-p"
+            raise UsageError(f"--{name} has no effect with --temperature 0; give a temperature")
 
     def draws(self, batch: int, steps: int, first_row: int = 0) -> "Tensor":
-        """Uniform numbers [batch, steps] of the rows from ``first_row`` on; a row's do not depend on how many rows and
-        steps there are."""
+        """Return uniform numbers [batch, steps] of the rows from ``first_row`` on.
+
+        A row's numbers do not depend on how many rows and steps there are.
+        """
         import torch
 
         seeds = (self.seed + row * 0x9E3779B1 for row in range(first_row, first_row + batch))
         return torch.stack([torch.rand(steps, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """How to generate, and where. Raises UsageError for what takes no effect or makes no text."""
+
+    max_new_tokens: int = option("Most tokens per text; an EOS token ends it earlier.", 128, min=1)
+    sampling: Sampling = field(default_factory=Sampling)
+    ignore_eos: bool = option("Do not stop at EOS tokens.", False)
+    stop: tuple[str, ...] = option(
+        "With --prompt-file: end an answer before this text. Give it several times for several.", (), metavar="TEXT"
+    )
+    chat: bool = option("Format prompts with the model's chat template, as conversations always are.", False)
+    tp_size: int = option(TP_SIZE, 1)
+    backend: SendingBackend = option(BACKEND, "auto")
+    dtype: Dtype = option(DTYPE, "auto")
+    device: str = option(DEVICE, default_device)
+    threads: int | None = option(THREADS)
+    revision: str | None = option(REVISION)
+    replicate_vocab: bool = option(REPLICATE_VOCAB, False)
+    compile: bool = option(COMPILE, False)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if "" in self.stop:
+            raise UsageError("--stop is empty, which every text holds; give some text")
+        if self.replicate_vocab and self.tp_size == 1:
+            raise UsageError("--replicate-vocab has no effect with one rank")

@@ -1,13 +1,11 @@
-"""How the runtime answers requests, and what ``ladderize generate`` was asked for. Imports no torch."""
+"""How the runtime answers requests. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ladderize.choices import (
     BACKEND,
-    COMPILE,
     DEVICE,
     DTYPE,
-    REPLICATE_VOCAB,
     REVISION,
     THREADS,
     TP_SIZE,
@@ -16,12 +14,9 @@ from ladderize.choices import (
     check_options,
     option,
 )
-from ladderize.errors import UsageError
 from ladderize.ranks.device import default_device
-from ladderize.runtime.sampling import Sampling
 
 BUDGETS = {"cpu": 2048, "cuda": 16384}
-DEFAULT_SAMPLES_AT_A_TIME = 64  # of a corpus, or answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,25 +46,3 @@ class RequestOptions(RankOptions):
     @property
     def budget(self) -> int:
         return self.token_budget or BUDGETS["cuda" if self.device.startswith("cuda") else "cpu"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions(RankOptions):
-    """How to generate. Raises UsageError for what takes no effect or makes no text."""
-
-    max_new_tokens: int = option("Most tokens per text; an EOS token ends it earlier.", 128, min=1)
-    sampling: Sampling = field(default_factory=Sampling)
-    ignore_eos: bool = option("Do not stop at EOS tokens.", False)
-    stop: tuple[str, ...] = option(
-        "With --prompt-file: end an answer before this text. Give it several times for several.", (), metavar="TEXT"
-    )
-    chat: bool = option("Format prompts with the model's chat template, as conversations always are.", False)
-    replicate_vocab: bool = option(REPLICATE_VOCAB, False)
-    compile: bool = option(COMPILE, False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if "" in self.stop:
-            raise UsageError("--stop is empty, which every text holds; give some text")
-        if self.replicate_vocab and self.tp_size == 1:
-            raise UsageError("--replicate-vocab has no effect with one rank")

@@ -1,9 +1,11 @@
-"""``ladderize generate --prompt-file``: answers are those of one prompt at a time, in a file that survives anything."""
+"""``ladderize generate --out``: answers to a file and texts from BOS, in a file that survives anything."""
 
+import errno
 import itertools
 import json
 import random
 import shutil
+import sys
 
 import datasets
 import pyarrow
@@ -11,22 +13,20 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from ladderize import answer_prompts, load
+from ladderize import generate_file, load
 from ladderize.demo.corpus import items
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UsageError
+from ladderize.files.temporaries import try_lock
 from ladderize.modeling import load_tokenizer
-from ladderize.runtime.decode import sample
-from ladderize.runtime.requests.continuous import ContinuousBatch, StopStrings
+from ladderize.runtime.decode import Generator, sample
+from ladderize.runtime.generate_file import GenerateFileDocument, PartFile, StopTexts, answer_text
 from ladderize.runtime.sampling import Sampling
-from ladderize.runtime.spec import checkpoint_spec
-from ladderize.runtime.texts.answers import AnswerEnds, AnswersDocument, encode_prompts, read_prompts, text_after
-from ladderize.runtime.texts.samples import SampleFile
+from tests import warm
 from tests.adapt_data.rows import MARKED, PLAIN, TURNS, one, scored_text, write_jsonl
-from tests.helpers import clearly_chosen, invoke, listing, make_model, one_sentence
-from tests.test_corpus import failure, stop_after, work_of
+from tests.helpers import SHAPE, clearly_chosen, edit_json, invoke, listing, make_model, one_sentence, save_llama
 
-LENGTH, LONG = 12, 8  # the most new tokens; letters of an answer from which stop strings are taken
+LENGTH, LONG = 12, 8  # the most new tokens; letters of an answer from which stop texts are taken
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +149,9 @@ def prompts(greedy, tmp_path):
 # ---- what is answered ----
 
 
-@pytest.mark.parametrize(("tp_size", "batch"), [(1, 2), (1, 64), (2, 3)])
+@pytest.mark.parametrize(("tp_size", "batch"), [(1, 64), (2, 3)])
 def test_greedy_answers_are_those_of_transformers(model, greedy, texts, prompts, tmp_path, tp_size, batch):
-    """Prompts of all lengths side by side, in one group and in several, in the file's order."""
+    """Prompts of all lengths side by side, in one batch and in several, in the file's order."""
     out = tmp_path / "out.jsonl"
     outcome = invoke(*command(model, prompts, out, batch=batch, temperature=0, tp_size=tp_size, threads=1), "--json")
     assert outcome.code == 0, outcome.stderr
@@ -166,23 +166,23 @@ def test_greedy_answers_are_those_of_transformers(model, greedy, texts, prompts,
             assert row["messages"] == [*question["messages"], {"role": "assistant", "content": answer_of(row)}]
     assert {reason for _, reason in texts} == {"stop", "length"}
     assert document["samples"] == 20
-    assert document["cut_off_samples"] == sum(reason == "length" for _, reason in texts)
+    assert document["ended_samples"] == sum(reason == "stop" for _, reason in texts)
     assert document["output_tokens"] == sum(map(len, greedy[1]))
     assert document["tp_size"] == tp_size
     assert document["output_tokens_per_s"] > 0
-    assert AnswersDocument.from_dict(document, "stdout").to_dict().items() <= document.items()
-    assert listing(tmp_path) == ["out.jsonl", "out.jsonl.run.json", "prompts.jsonl"]
+    assert GenerateFileDocument.from_dict(document, "stdout").to_dict().items() <= document.items()
+    assert listing(tmp_path) == ["out.jsonl", "prompts.jsonl"]
 
 
 def test_a_draw_depends_on_seed_number_and_step_only(model, whole, tokenizer, tmp_path):
-    """By default the model's own distribution; whatever is beside an answer, and on however many ranks."""
+    """By default the model's own distribution, whatever is beside an answer."""
     sampling = Sampling(temperature=1.0, seed=7)
     rows, made = questions(
         whole, tokenizer, 10, lambda ids, number: (one_at_a_time(whole, ids, sampling, number), sampling)
     )
     prompts = write_jsonl(tmp_path / "prompts.jsonl", rows)
     expected = [expected_text(tokenizer, prompt_ids(tokenizer, row), new) for row, new in zip(rows, made, strict=True)]
-    for number, more in enumerate([{"batch": 1}, {"batch": 7}, {"batch": 4, "tp_size": 2}]):
+    for number, more in enumerate([{"batch": 1}, {"batch": 7}]):
         got = answer(model, prompts, tmp_path / f"{number}.jsonl", seed=7, **more)
         assert [answer_of(row) for row in got] == expected
     fewer = answer(model, prompts, tmp_path / "fewer.jsonl", seed=7, num_samples=3)
@@ -226,11 +226,9 @@ def test_rows_of_all_kinds(model, tokenizer, tmp_path, monkeypatch):
 
 def test_a_template_sees_the_day_that_training_shows_it(model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "m")
-    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}")
-    write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
-    prompts = read_prompts(tmp_path / "a.jsonl", chat=False, samples=None)
-    (ids,) = encode_prompts(checkpoint_spec(str(folder), tp_size=1), prompts, LENGTH)
-    assert load_tokenizer(folder).decode(ids) == "26 Jul 2024"
+    (folder / "chat_template.jinja").write_text("{{ raise_exception(strftime_now('%d %b %Y')) }}")
+    prompts = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    assert "(26 Jul 2024)" in failure(command(folder, prompts, tmp_path / "out.jsonl"))
 
 
 def test_training_scores_the_answers_and_nothing_else(model, texts, prompts, tmp_path):
@@ -265,7 +263,7 @@ def pieces_of(tokenizer, text):
     return [one for piece in pieces for one in tokenizer(piece, add_special_tokens=False)["input_ids"]]
 
 
-def test_a_stop_string_is_seen_with_the_token_that_completes_it(tokenizer):
+def test_a_stop_text_is_seen_with_the_token_that_completes_it(tokenizer):
     seen = 0
     for _ in range(200):
         text = some_text("agreement", "stories")
@@ -276,14 +274,14 @@ def test_a_stop_string_is_seen_with_the_token_that_completes_it(tokenizer):
         spelled = decoder.decode(ids)
         begin = random.randrange(len(spelled))
         stops = (spelled[begin : begin + random.randrange(1, 12)], "never")
-        ends = StopStrings(decoder, stops)
+        ends = StopTexts(decoder, stops)
         first = next(n for n in range(1, len(ids) + 1) if any(stop in decoder.decode(ids[:n]) for stop in stops))
         assert [ends.end(ids[:n]) for n in range(1, first + 1)] == [False] * (first - 1) + [True]
         seen += first > 1
     assert seen
 
 
-def test_answers_are_cut_before_the_first_stop_string(model, greedy, texts, prompts, tmp_path):
+def test_answers_are_cut_before_the_first_stop_text(model, greedy, texts, prompts, tmp_path):
     """Strings taken out of the answers: within a token, over several, and at the very beginning."""
     free = [text for text, _ in texts]
     long = [text for text in free if len(text) > LONG]
@@ -303,155 +301,246 @@ def test_answers_are_cut_before_the_first_stop_string(model, greedy, texts, prom
     assert "" in [answer_of(row) for row in rows_of(tmp_path / "both.jsonl")]
 
 
-def test_a_stop_string_may_be_a_special_token(tokenizer):
+def test_a_stop_text_may_be_a_special_token(tokenizer):
     ids = tokenizer("the cat")["input_ids"]
-    ends = AnswerEnds(tokenizer, eos=(), stops=(tokenizer.eos_token,))
-    assert ends.text(ids, [*ids[1:], tokenizer.eos_token_id]) == (tokenizer.decode(ids[1:]), "stop")
-    assert ends.text(ids, ids[1:]) == (tokenizer.decode(ids[1:]), "length")
-
-
-def test_eos_is_no_part_of_an_answer_even_where_it_is_no_special_token(tokenizer):
-    ids = tokenizer("the cat")["input_ids"]
-    assert AnswerEnds(tokenizer, eos=(ids[-1],), stops=()).text(ids, ids[1:]) == (tokenizer.decode(ids[1:-1]), "stop")
+    text, stops = tokenizer.decode(ids[1:]), (tokenizer.eos_token,)
+    assert answer_text(tokenizer, ids, [*ids[1:], tokenizer.eos_token_id], stops) == (text, True)
+    assert answer_text(tokenizer, ids, ids[1:], stops) == (text, False)
 
 
 def test_the_space_that_an_answer_begins_with_is_kept(stories):
     """SentencePiece decodes it away where nothing is before it."""
     tokenizer = load_tokenizer(stories)
     ids = tokenizer("Once upon a time")["input_ids"]
-    assert text_after(tokenizer, ids[:3], ids[3:]) == " a time"
-    assert AnswerEnds(tokenizer, (), (" a",)).text(ids[:3], ids[3:]) == ("", "stop")
+    assert answer_text(tokenizer, ids[:3], ids[3:], ()) == (" a time", False)
+    assert answer_text(tokenizer, ids[:3], ids[3:], (" a",)) == ("", True)
+
+
+# ---- texts from BOS ----
+
+
+def from_bos(model, out, samples=10, *, batch=4, **options):
+    more = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    return ["generate", model, "--from-bos", "--num-samples", samples, "--out", out, "--batch-size", batch,
+            "--max-new-tokens", LENGTH, "--dtype", "float32", "--threads", 1, *more]  # fmt: skip
+
+
+def write(*arguments, **options):
+    outcome = invoke(*from_bos(*arguments, **options))
+    assert outcome.code == 0, outcome.stderr
+    return arguments[1].read_bytes()
+
+
+def ids_of(content):
+    return [json.loads(line)["input_ids"] for line in content.decode().splitlines()]
+
+
+def failure(arguments):
+    return one_sentence(invoke(*arguments))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Random weights, no tokenizer, and texts that end now and then. No draw of the first 13 samples falls on the
+    border between two tokens, where rounding decides."""
+    sampling, is_clear = Sampling(temperature=1.0), False
+    while not is_clear:
+        place = tmp_path_factory.mktemp("corpus")
+        folder = save_llama(place / "model", seed=int(torch.randint(1 << 30, ())), eos_token_id=5)
+        whole, rows = load(folder), ids_of(write(folder, place / "self.jsonl", 13))
+        is_clear = all(clearly_chosen(whole, row[:1], row[1:], sampling, number) for number, row in enumerate(rows))
+    return folder
+
+
+def test_a_line_is_ids_from_bos_to_eos(source, tmp_path):
+    outcome = invoke(*from_bos(source, tmp_path / "self.jsonl", 40), "--json")
+    assert "no tokenizer: the lines get input_ids without text" in outcome.stderr
+    document, lines = json.loads(outcome.stdout), rows_of(tmp_path / "self.jsonl")
+    rows = [line["input_ids"] for line in lines]
+    assert listing(tmp_path) == ["self.jsonl"]
+    assert len(rows) == document["samples"] == 40
+    assert document["output_tokens"] == sum(len(row) - 1 for row in rows)
+    assert {row[0] for row in rows} == {SHAPE["bos_token_id"]}
+    ended = [row for row in rows if row[-1] == 5]
+    assert document["ended_samples"] == len(ended)
+    assert all((line["finish_reason"] == "stop") == (line["input_ids"][-1] == 5) for line in lines)
+    assert all(5 not in row[1:-1] for row in rows)
+    assert {len(row) for row in rows if row not in ended} == {LENGTH + 1}
+    assert not any("text" in line for line in lines)
+
+
+def test_text_is_the_ids_without_special_tokens(tmp_path):
+    write(MODEL, tmp_path / "self.jsonl", 6, max_new_tokens=200)
+    tokenizer = load_tokenizer(MODEL)
+    for line in rows_of(tmp_path / "self.jsonl"):
+        assert list(line) == ["text", "input_ids", "finish_reason"]
+        assert line["text"] == tokenizer.decode(line["input_ids"], skip_special_tokens=True)
+        assert line["text"]
+        assert "<s>" not in line["text"]
+        assert "</s>" not in line["text"]
+
+
+def test_a_sample_depends_on_its_number_and_the_seed_only(source, tmp_path):
+    rows = ids_of(write(source, tmp_path / "whole.jsonl", 10, batch=8))
+    long = [row for row in rows if len(row) > 8]  # two texts that end at once can be the same by chance
+    assert len({tuple(row) for row in long}) == len(long)
+    assert ids_of(write(source, tmp_path / "three.jsonl", 10, batch=3)) == rows
+    assert ids_of(write(source, tmp_path / "fewer.jsonl", 5, batch=8)) == rows[:5]
+    assert not any(row in long for row in ids_of(write(source, tmp_path / "other.jsonl", 10, seed=1)))
+
+
+def test_a_batch_ends_when_all_that_is_wanted_of_it_has(source, tmp_path, monkeypatch):
+    steps = 0
+    step = Generator.decode_one_token
+
+    def counted(self, tokens):
+        nonlocal steps
+        steps += 1
+        return step(self, tokens)
+
+    monkeypatch.setattr(Generator, "decode_one_token", counted)
+    rows = ids_of(write(source, tmp_path / "self.jsonl", 10, batch=4))
+    assert steps == sum(max(map(len, rows[first : first + 4])) - 2 for first in (0, 4, 8))
 
 
 # ---- unfinished work ----
 
 
-@pytest.fixture
-def lines(tmp_path):
-    """20 texts to continue."""
-    rows = [{"prompt": some_text("agreement", "copying", "stories")} for _ in range(20)]
-    return write_jsonl(tmp_path / "lines.jsonl", rows)
+def part_of(out):
+    (part,) = out.parent.glob(f"{out.name}.*.part")
+    return part
 
 
 @pytest.fixture
-def unfinished(model, lines, tmp_path, monkeypatch):
-    """OUT of a run that was stopped after the first 16 of 20 answers, and what it would have been."""
-    answer(model, lines, tmp_path / "whole.jsonl")
-    out = tmp_path / "out.jsonl"
+def unfinished(source, tmp_path, monkeypatch):
+    """OUT of a run that was stopped after 8 of 10 samples, and what it would have been."""
+    whole = write(source, tmp_path / "whole.jsonl")
+    append, out = PartFile.append, tmp_path / "self.jsonl"
+
+    def append_or_fail(self, rows):
+        if self.lines >= 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, rows)
+
     with monkeypatch.context() as patch:
-        stop_after(patch, 16)
-        assert "no space left on device" in failure(command(model, lines, out))
-    assert listing(tmp_path) == ["lines.jsonl", "out.jsonl.ladderize-work", "whole.jsonl", "whole.jsonl.run.json"]
-    assert len(rows_of(work_of(out) / "samples.jsonl")) == 16
-    return out, (tmp_path / "whole.jsonl").read_bytes()
+        patch.setattr(PartFile, "append", append_or_fail)
+        assert "no space left on device" in failure(from_bos(source, out))
+    assert listing(tmp_path) == sorted([part_of(out).name, "whole.jsonl"])
+    assert len(ids_of(part_of(out).read_bytes())) == 8
+    return out, whole
 
 
-def test_goes_on_wherever_the_part_ends(model, lines, unfinished):
+def test_goes_on_wherever_the_part_ends(source, unfinished):
     out, whole = unfinished
-    work = work_of(out)
-    about = (work / "run.json").read_bytes()
-    line = whole.splitlines(keepends=True)
-    for keep in [0, 1, len(b"".join(line[:16])), len(whole) - 1, len(whole), random.randrange(2, len(whole) - 1)]:
-        work.mkdir(exist_ok=True)
-        (work / "samples.jsonl").write_bytes(whole[:keep])
-        (work / "run.json").write_bytes(about)
-        outcome = invoke(*command(model, lines, out), "--json")
-        assert outcome.code == 0, outcome.stderr
-        document = json.loads(outcome.stdout)
-        assert out.read_bytes() == whole, keep
-        assert document["resumed_samples"] == whole[:keep].count(b"\n")
-        assert document["cut_off_samples"] == sum(row["finish_reason"] == "length" for row in rows_of(out))
-        assert not work.exists()
+    part = part_of(out)
+    ends = [0, 1, len(whole) - 1, len(whole), *random.sample(range(2, len(whole) - 1), 4)]
+    power_failure = whole[: len(whole) // 2] + b"\0" * 100 + b"\n" + whole
+    for left in [*(whole[:end] for end in ends), power_failure]:
+        part.write_bytes(left)
+        assert write(source, out) == whole, left
+        assert not part.exists()
         out.unlink()
 
 
-def test_a_group_is_always_computed_as_a_whole(model, lines, unfinished, monkeypatch):
-    """Whatever of it was written: only then are its products, and their rounding, the same."""
+def test_goes_on_in_batches_of_another_size_and_to_more_samples(source, unfinished, monkeypatch):
     out, whole = unfinished
-    run, computed = ContinuousBatch.run, []
-    monkeypatch.setattr(
-        ContinuousBatch,
-        "run",
-        lambda self, prompts, advance: (
-            computed.append([prompt.number for prompt in prompts]),
-            run(self, prompts, advance),
-        )[1],
+    written = []
+    append = PartFile.append
+    monkeypatch.setattr(PartFile, "append", lambda self, rows: (written.append(len(rows)), append(self, rows)))
+    more = ids_of(write(source, out, 13, batch=5))
+    assert written == [2, 3]  # 8 and 9, then 10 to 12: nothing is made twice
+    assert more[:10] == ids_of(whole)
+    assert len(more) == 13
+
+
+def test_what_another_run_left_is_not_gone_on_with(source, unfinished):
+    out, whole = unfinished
+    part = part_of(out)
+    left = part.read_bytes()
+    assert write(source, out, seed=1) != whole
+    assert part.read_bytes() == left
+    out.unlink()
+    assert write(source, out) == whole
+
+
+def test_a_second_run_does_not_touch_the_firsts_work(source, unfinished):
+    out, _ = unfinished
+    with part_of(out).open("rb") as first:
+        assert try_lock(first.fileno())
+        left = first.read()
+        assert "another run writes" in failure(from_bos(source, out))
+        assert part_of(out).read_bytes() == left
+
+
+def test_kill_9_at_any_moment(source, tmp_path):
+    out, samples = tmp_path / "self.jsonl", 120
+    process = warm.WarmProcess([sys.executable, "-m", "ladderize", *map(str, from_bos(source, out, samples))])
+    most = random.uniform(0, 0.7) * samples
+    warm.wait_until(
+        lambda: any(path.read_bytes().count(b"\n") >= most for path in tmp_path.glob("self.jsonl.*.part")), process
     )
-    (work_of(out) / "samples.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:5]))
-    answer(model, lines, out)
-    assert out.read_bytes() == whole
-    assert computed == [list(range(16)), list(range(16, 20))]
+    process.kill()
+    process.communicate()
+    whole = write(source, tmp_path / "whole.jsonl", samples)
+    if out.exists():  # a fast run may have come to its end
+        assert out.read_bytes() == whole
+    else:
+        assert write(source, out, samples) == whole
+    assert listing(tmp_path) == ["self.jsonl", "whole.jsonl"]
 
 
-def test_goes_on_in_batches_of_another_size_and_to_more_rows(model, lines, unfinished, tmp_path):
-    out, _ = unfinished
-    shutil.copytree(work_of(out), work_of(tmp_path / "fewer.jsonl"))
-    assert answer(model, lines, out, batch=5)[:16] == rows_of(tmp_path / "whole.jsonl")[:16]
-    fewer = answer(model, lines, tmp_path / "fewer.jsonl", num_samples=18)
-    assert fewer[:16] == rows_of(tmp_path / "whole.jsonl")[:16]
-    assert len(fewer) == 18
+def test_a_finished_file_is_replaced_only_if_asked_for(source, tmp_path):
+    out = tmp_path / "self.jsonl"
+    out.write_text("precious")
+    assert "already exists; choose another name, or pass --overwrite" in failure(from_bos(source, out))
+    assert out.read_text() == "precious"
+    assert invoke(*from_bos(source, out), "--overwrite").code == 0
+    assert len(ids_of(out.read_bytes())) == 10
+    assert listing(tmp_path) == ["self.jsonl"]
 
 
-def test_work_of_another_run_is_not_gone_on_with(model, lines, unfinished, tmp_path):
-    out, _ = unfinished
-    before = (work_of(out) / "samples.jsonl").read_bytes()
-    for more, key in [(["--seed", 1], "seed"), (["--stop", "x"], "stop"), (["--chat"], "chat")]:
-        message = failure([*command(model, lines, out), *more])
-        assert f"unfinished work of a run with another {key}; delete it, or choose another --out" in message
-    with open(lines, "a") as file:
-        file.write('{"prompt": "one more"}\n')
-    assert "a run with another prompt_file;" in failure(command(model, lines, out))
-    folder = shutil.copytree(model, tmp_path / "m")
-    (folder / "chat_template.jinja").write_text(PLAIN + " ")
-    assert "a run with another prompt_file and tokenizer;" in failure(command(folder, lines, out))
-    assert (work_of(out) / "samples.jsonl").read_bytes() == before
-    assert not out.exists()
-
-
-def test_prompts_that_vanish_meanwhile_are_not_missed(model, lines, tmp_path, monkeypatch):
-    append = SampleFile.append
-
-    def append_and_unlink(self, records):
-        (tmp_path / "lines.jsonl").unlink(missing_ok=True)
-        append(self, records)
-
-    monkeypatch.setattr(SampleFile, "append", append_and_unlink)
-    assert len(answer(model, lines, tmp_path / "out.jsonl")) == 20
-
-
-def test_the_prompts_are_not_replaced_by_their_answers(model, lines):
-    message = failure([*command(model, lines, lines), "--overwrite"])
+def test_the_prompts_are_not_replaced_by_their_answers(model, prompts):
+    message = failure([*command(model, prompts, prompts), "--overwrite"])
     assert "is the --prompt-file; choose another name" in message
 
 
 # ---- what is wrong ----
 
+FILE, BOS = ["--prompt-file", "x.jsonl"], ["--from-bos", "--num-samples", 3]
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", "x.jsonl", "-p", ""], "--prompt-file brings the prompts; leave --prompt out"),
-        ([], "--prompt-file needs --out FILE"),
-        (["--out", "x.txt"], "--out x.txt must end in .jsonl"),
-        (["--out", "x.jsonl", "--from-bos"], "leave --prompt-file out"),
-        (["--out", "x.jsonl", "--stop", ""], "--stop is empty"),
-        (["--out", "x.jsonl", "--compile"], "--compile has no effect with --prompt-file"),
-        (["--out", "x.jsonl", "--replicate-vocab", "--tp-size", 2], "--replicate-vocab has no effect with"),
-        (["--out", "x.jsonl", "--temperature", 0, "--top-k", 3], "--top-k has no effect with --temperature 0"),
+        ([], "there is nothing to continue: give --prompt TEXT, --prompt-file FILE to answer many, or --from-bos"),
+        (["-p", "x", "--num-samples", 3], "--num-samples has no effect without --from-bos"),
+        (["-p", "x", "--out", "x.jsonl"], "--out has no effect without --from-bos"),
+        (["-p", "x", "--stop", "."], "--stop has no effect without --prompt-file"),
+        (["-p", "x", "--engine", "vllm"], "--engine vllm is for --prompt-file and --from-bos"),
+        (["--from-bos", "--out", "x.jsonl"], "--from-bos needs --num-samples N"),
+        (BOS, "need --out FILE"),
+        (FILE, "need --out FILE"),
+        ([*BOS, "--out", "x.txt"], "--out x.txt must end in .jsonl"),
+        ([*BOS, "--out", "x.jsonl", "--chat"], "leave --chat out"),
+        ([*BOS, "--out", "x.jsonl", "--stop", "."], "--stop has no effect without --prompt-file"),
+        ([*BOS, "--out", "x.jsonl", "--temperature", 0], "would give the same text every time"),
+        ([*BOS, *FILE, "--out", "x.jsonl"], "give one of --prompt, --prompt-file and --from-bos"),
+        ([*FILE, "--out", "x.jsonl", "-p", "x"], "give one of --prompt, --prompt-file and --from-bos"),
+        ([*FILE, "--out", "x.jsonl", "--stop", ""], "--stop is empty"),
+        ([*FILE, "--out", "x.jsonl", "--temperature", 0, "--top-k", 3], "--top-k has no effect with --temperature 0"),
     ],
 )
 def test_bad_usage(arguments, message):
-    outcome = invoke("generate", MODEL, "--prompt-file", "x.jsonl", *arguments)
+    outcome = invoke("generate", MODEL, *arguments)
     assert message in one_sentence(outcome)
     assert outcome.code == 2
 
 
-def test_stop_strings_are_for_files():
-    assert "--stop has no effect without --prompt-file" in failure(["generate", MODEL, "-p", "x", "--stop", "."])
-    arguments = ["generate", MODEL, "--from-bos", "--num-samples", 2, "--out", "x.jsonl", "--stop", "."]
-    assert "--stop has no effect without --prompt-file" in failure(arguments)
+def test_python_is_refused_what_the_command_line_is(tmp_path):
     with pytest.raises(UsageError, match="--batch-size must be at least 1"):
-        answer_prompts(MODEL, "x.jsonl", "y.jsonl", batch_size=0)
+        generate_file(MODEL, "y.jsonl", "x.jsonl", batch_size=0)
+    with pytest.raises(UsageError, match="--num-samples has to say how many"):
+        generate_file(MODEL, "y.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -501,17 +590,26 @@ def test_models_and_numbers_that_cannot_be_used(model, prompts, tmp_path, monkey
         path.unlink()
     assert "has no tokenizer, and generate needs one" in failure(command(folder, prompts, out))
     shutil.rmtree(folder)
-    monkeypatch.setattr("ladderize.runtime.requests.continuous.are_sound", lambda logits: torch.tensor(False))
+    monkeypatch.setattr("ladderize.runtime.decode.are_sound", lambda logits: torch.tensor(False))
     assert "the model's logits are NaN or infinite" in failure(command(model, prompts, out))
     assert listing(tmp_path) == before  # a run that made nothing leaves nothing
 
 
-def test_a_converted_model_answers_with_a_remark(tmp_path):
-    make_model("mixed", vocab_size=768).save_pretrained(tmp_path / "m")
-    for path in MODEL.glob("tokenizer*"):
-        shutil.copy(path, tmp_path / "m")
-    (tmp_path / "a.txt").write_text("the cat\n")
-    outcome = invoke(*command(tmp_path / "m", tmp_path / "a.txt", tmp_path / "out.jsonl"))
+def test_models_that_cannot_be_sampled(tmp_path):
+    source = save_llama(tmp_path / "src")
+    out, before = tmp_path / "self.jsonl", listing(tmp_path)
+    assert "exceed the model's 64 positions" in failure(from_bos(source, out, max_new_tokens=64))
+    edit_json(source / "generation_config.json", bos_token_id=None)
+    edit_json(source / "config.json", bos_token_id=1000)
+    assert "bos_token_id is 1000, but the model has 97 tokens" in failure(from_bos(source, out))
+    edit_json(source / "config.json", bos_token_id=None)
+    assert "has no BOS token" in failure(from_bos(source, out))
+    assert listing(tmp_path) == before
+
+
+def test_a_converted_model_is_sampled_with_a_remark(tmp_path):
+    make_model("mixed").save_pretrained(tmp_path / "m")
+    outcome = invoke(*from_bos(tmp_path / "m", tmp_path / "self.jsonl", 2))
     assert outcome.code == 0
-    assert "these are its answers, not those of the dense model" in outcome.stderr
-    assert outcome.stdout.startswith("1 answers, ")
+    assert "this is its text, not the dense model's" in outcome.stderr
+    assert outcome.stdout.startswith("2 texts, ")

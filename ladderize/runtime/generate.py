@@ -15,17 +15,25 @@ from ladderize.console import SILENT, Console, is_text, printable
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
+from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.collectives.choose import choose
+from ladderize.runtime.collectives.choose import check_backend, choose
 from ladderize.runtime.decode import Generator, generate_tokens
-from ladderize.runtime.launch import run
-from ladderize.runtime.requests.options import GenerateOptions
-from ladderize.runtime.requests.service import check_request
-from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
+from ladderize.runtime.launch import check_group_size, run
+from ladderize.runtime.sampling import GenerateOptions
+from ladderize.runtime.spec import ModelSpec, WeightCache, checkpoint_spec, eos_ids, open_generator
+
+
+def check_generate(model: str, options: GenerateOptions) -> ModelSpec:
+    """Check all that can be known before weights are read or ranks started. Raises UserError or LayoutError."""
+    check_device(options.device)
+    check_backend(options.backend, options.tp_size, options.device)
+    check_group_size(options.tp_size, options.device)
+    return checkpoint_spec(model, tp_size=options.tp_size, dtype=options.dtype, revision=options.revision)
 
 
 def tokenizer_of(spec: ModelSpec) -> Any:
-    """The checkpoint's tokenizer; raises UserError where there is none."""
+    """Return the checkpoint's tokenizer. Raises UserError where there is none."""
     tokenizer = load_tokenizer(spec.folder) if spec.folder is not None else None
     if tokenizer is None:
         raise UserError(f"{spec.name} has no tokenizer, and generate needs one")
@@ -33,9 +41,9 @@ def tokenizer_of(spec: ModelSpec) -> Any:
 
 
 class PromptEncoder:
-    """Token ids of what a model is asked, checked against its vocabulary and its length.
+    """Makes token ids of prompts, and checks them against the model's vocabulary and length.
 
-    max_new_tokens: that have to fit behind them. date: what a chat template is told of today; None: the truth.
+    max_new_tokens: tokens that have to fit behind them. date: today, for a chat template; None: the truth.
     """
 
     def __init__(self, spec: ModelSpec, max_new_tokens: int, *, date: datetime | None = None) -> None:
@@ -47,10 +55,10 @@ class PromptEncoder:
         return ChatRenderer.of(self.tokenizer, date=self.date)
 
     def ids(self, asked: str | Sequence[Mapping[str, Any]], origin: str = "") -> list[int]:
-        """Of a text to continue, with the tokenizer's own special tokens (for Llama: BOS before it); or of a
-        conversation up to where the assistant's answer begins, to which only the chat template gives a BOS.
+        """Return the ids of a text to continue, or of a conversation up to where the assistant's answer begins.
 
-        Raises UserError, which names ``origin`` where there is one.
+        A text gets the tokenizer's own special tokens (for Llama: BOS before it), a conversation only those of its
+        template. Raises UserError, which names ``origin`` where there is one.
         """
         try:
             ids = self._text_ids(asked) if isinstance(asked, str) else self._chat_ids(asked)
@@ -91,7 +99,7 @@ class PromptEncoder:
 
 @dataclass(frozen=True)
 class GeneratedText(Record):
-    """One prompt and what followed. finish_reason: eos or length."""
+    """A prompt and what followed. finish_reason: eos or length."""
 
     prompt: str
     text: str
@@ -132,7 +140,7 @@ def generate(
     if options.stop:
         raise UsageError("--stop has no effect without --prompt-file")
     with console.stage(f"reading {model}"):
-        spec = check_request(str(model), options)
+        spec = check_generate(str(model), options)
         encoder = PromptEncoder(spec, options.max_new_tokens)
         ids = [encoder.ids([{"role": "user", "content": prompt}] if options.chat else prompt) for prompt in prompts]
     document: GenerateDocument | None = run(
@@ -152,7 +160,7 @@ def generate(
 def _generate(
     group: Ranks, spec: ModelSpec, prompts: list[str], ids: list[list[int]], options: GenerateOptions, console: Console
 ) -> GenerateDocument | None:
-    """One rank's part."""
+    """Generate on one rank."""
     generator, backend = open_batch(group, spec, len(ids), max(map(len, ids)), options, console)
     console.note(f"{spec.layout}; {backend}")
     eos = () if options.ignore_eos else eos_ids(spec)
@@ -210,7 +218,7 @@ def _generate(
 def open_batch(
     group: Ranks, spec: ModelSpec, rows: int, longest: int, options: GenerateOptions, console: Console
 ) -> tuple[Generator, str]:
-    """A generator for so many prompts of at most ``longest`` tokens and their continuations, and how its ranks
+    """Return a generator for ``rows`` prompts of at most ``longest`` tokens and their continuations, and how its ranks
     communicate."""
     row = max(spec.config["hidden_size"] * longest, spec.config["vocab_size"])
     collectives, backend = choose(options.backend, group, max_bytes=4 * row * rows)
@@ -226,7 +234,7 @@ def open_batch(
 
 
 class TextStream:
-    """Token ids to text, a little at a time: what ends in half a character waits for the rest."""
+    """Turns token ids into text, a few at a time. A text that ends in half a character waits for the rest."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

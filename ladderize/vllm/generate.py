@@ -1,0 +1,62 @@
+"""``ladderize generate --engine vllm``: the same lines as of the runtime, computed by vLLM."""
+
+from ladderize.console import Console
+from ladderize.errors import UserError
+from ladderize.ranks.environment import environment_with
+from ladderize.runtime.generate_file import FileTask
+from ladderize.runtime.launch import Report
+from ladderize.vllm.engine import cores_of_ranks, ends_of
+from ladderize.vllm.environment import check_vllm, configuration_refusal, installed_version
+
+# a worker is a process of its own, not a fork of this one, which has threads; stdout holds the document of --json
+VARIABLES = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+BATCHES_AT_ONCE = 8  # vLLM starts a text when another has ended; lines are written when all of these are whole
+
+
+def answer_in_vllm(task: FileTask, done: int, report: Report, console: Console) -> None:
+    """Answer the prompts that are not ``done``; an ``Engine`` of ``generate_file``.
+
+    The draws are vLLM's: a text depends on its number and the seed, and is not that of the runtime. Raises UserError
+    where vLLM does not start.
+    """
+    check_vllm()
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    spec, options = task.spec, task.options
+    with environment_with(VARIABLES | cores_of_ranks(options.tp_size)), console.stage("starting vLLM"):
+        try:
+            llm = LLM(
+                model=str(spec.folder),
+                tensor_parallel_size=options.tp_size,
+                dtype=spec.dtype,
+                max_model_len=task.longest + options.max_new_tokens,
+                max_num_seqs=task.batch_size,
+                skip_tokenizer_init=not options.stop,
+                disable_log_stats=True,
+                **ends_of(spec.config),
+            )
+        except Exception as error:
+            reason = configuration_refusal(error) or " ".join(str(error).split())[:600]
+            raise UserError(f"vLLM cannot run {spec.name}: {reason}") from error
+    report(f"vllm {installed_version()}")
+    chosen = options.sampling
+    for numbers in task.parts(done, BATCHES_AT_ONCE * task.batch_size):
+        parameters = [
+            SamplingParams(
+                temperature=chosen.temperature,
+                top_k=chosen.top_k,
+                top_p=chosen.top_p,
+                seed=chosen.seed + number if chosen.temperature > 0 else None,
+                max_tokens=options.max_new_tokens,
+                stop=list(options.stop),
+                stop_token_ids=list(task.eos),
+                ignore_eos=options.ignore_eos,
+                detokenize=bool(options.stop),
+                skip_special_tokens=False,  # a stop text may be one
+            )
+            for number in numbers
+        ]
+        prompts = [TokensPrompt(prompt_token_ids=task.ids(number)) for number in numbers]
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        report(len(numbers))
+        report((numbers[0], [list(output.outputs[0].token_ids) for output in outputs]))
