@@ -163,8 +163,11 @@ def retraining(**given):
         (lambda: retraining(lora=LoraOptions(rank=0)), "--lora-rank must be an integer of at least 1"),
         (lambda: data_sources("a.doc"), "neither a file that ends in"),
         (lambda: ladderize.generate("m", []), "there is nothing to continue"),
-        (lambda: ladderize.sample_corpus("m", "x.txt", 3), "x.txt must end in .jsonl"),
-        (lambda: ladderize.sample_corpus("m", "x.jsonl", 3, GenerateOptions()), "the same text every time"),
+        (lambda: ladderize.generate_file("m", "x.txt", samples=3), "x.txt must end in .jsonl"),
+        (
+            lambda: ladderize.generate_file("m", "x.jsonl", None, GenerateOptions(), samples=3),
+            "the same text every time",
+        ),
     ],
 )
 def test_options_that_cannot_be_meant(make, message):

@@ -18,8 +18,8 @@ from ladderize.demo.inputs import MODEL
 from ladderize.errors import UserError
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.decode import Sampling, generate_tokens, sample
-from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from ladderize.runtime.generate import GenerateDocument, TextStream
+from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from tests import warm
 from tests.groups import generated, make_generator, sampled
 from tests.helpers import (

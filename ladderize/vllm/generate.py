@@ -9,7 +9,7 @@ from ladderize.vllm.engine import cores_of_ranks, ends_of
 from ladderize.vllm.environment import check_vllm, configuration_refusal, installed_version
 
 # a worker is a process of its own, not a fork of this one, which has threads; stdout holds the document of --json
-VARIABLES = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+_VARIABLES = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 BATCHES_AT_ONCE = 8  # vLLM starts a text when another has ended; lines are written when all of these are whole
 
 
@@ -23,7 +23,7 @@ def answer_in_vllm(task: FileTask, done: int, report: Report, console: Console) 
     from vllm import LLM, SamplingParams, TokensPrompt
 
     spec, options = task.spec, task.options
-    with environment_with(VARIABLES | cores_of_ranks(options.tp_size)), console.stage("starting vLLM"):
+    with environment_with(_VARIABLES | cores_of_ranks(options.tp_size)), console.stage("starting vLLM"):
         try:
             llm = LLM(
                 model=str(spec.folder),
