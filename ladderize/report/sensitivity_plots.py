@@ -88,8 +88,8 @@ def _panel(document: SensitivityDocument) -> PlotPanel:
         intervals("y", {**encoding, "color": look["color"]}, width=2),
         marks({**encoding, **look}, 50),
     ]
-    title = "Sensitivity of each layer"
-    return PlotPanel(make_spec(title, 280, rows, layers), picture_title=f"{title}: {dense_line(document)}")
+    spec = make_spec("Sensitivity of each layer", 280, rows, layers)
+    return PlotPanel(spec, picture_title="Increase of the perplexity by each layer")
 
 
 def _symlog(lowest: float, highest: float, threshold: float) -> Spec:
