@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ladderize.planning.calibration.fit import FitResult, OpenFigureError, fit
-from ladderize.planning.calibration.observations import Observation, expected_seconds
-from ladderize.planning.calibration.timings import read_timings
+from planning_fit import FitResult, OpenFigureError, fit
+from planning_observations import Observation, expected_seconds, read_timings
 
 from ladderize.files.documents import write_json
 from ladderize.layout import OVERLAPPED, Layout
@@ -67,7 +66,7 @@ def read_published() -> list[Published]:
     return [
         Published(file, _variant(seen), seen.workload.batch_size, seen)
         for file in (SPEEDS, PHASES)
-        for seen in read_timings(REFERENCE / file, engine=ENGINE, shape=None)
+        for seen in read_timings(REFERENCE / file, ENGINE)
         if seen.workload is not None
     ]
 
