@@ -1,4 +1,4 @@
-"""How far memory rises while something runs, how much there is, and who hands it out."""
+"""Memory: how far it rises while something runs, how much is free, and a faster allocator."""
 
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ CGROUPS = (
 
 
 class PeakMemory:
-    """``rise``: bytes of this process's peak above where it stood on entry; None where the system cannot tell.
+    """Measures ``rise``: bytes of this process's peak above where it stood on entry; None where the system cannot tell.
 
     GPU: of the device's allocator. Linux: of the resident set, whose high-water mark is reset on entry.
     """
@@ -53,7 +53,7 @@ class PeakMemory:
 
 
 def resident(key: str) -> int | None:
-    """VmRSS or VmHWM of this process in bytes."""
+    """Return VmRSS or VmHWM of this process in bytes."""
     for line in STATUS.read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
@@ -61,14 +61,13 @@ def resident(key: str) -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most memory that this process has held so far: of the device's allocator on a GPU, else of its resident
-    set."""
+    """Return the most bytes that this process has held so far: of the device's allocator on a GPU, else resident."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """What can still be taken: of a GPU what is free, or kept ready by torch's allocator; else of this machine, or of
-    the control group that we live in if that is less."""
+    """Return the bytes that can still be taken: of a GPU those that are free, or kept ready by torch's allocator; else
+    of this machine, or of its control group if that is less."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
@@ -99,14 +98,14 @@ def check_room(needed: int, device: torch.device, what: str, advice: str, *, pro
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Return lines of a name and a number as a dictionary."""
     words = (line.split() for line in path.read_text().splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) > 1}
 
 
 def tcmalloc_advice() -> str | None:
-    """How to train faster on this CPU: glibc returns large blocks to the system, and every page that comes back costs a
-    fault.
+    """Return how to train faster on this CPU: glibc returns large blocks to the system, and every page that comes back
+    costs a fault.
 
     None where tcmalloc (or jemalloc) is loaded already, or the system is no Linux.
     """

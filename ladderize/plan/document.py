@@ -176,7 +176,7 @@ class PlanChoice(Record):
 
     @property
     def statement(self) -> str:
-        """How sure the costs of the choice are."""
+        """A few words on how sure the costs of the choice are."""
         if self.verification is None or not self.verification.verified:
             return "not verified"
         return f"{'borderline' if self.verification.borderline else 'verified'} on held-out windows"

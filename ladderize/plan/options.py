@@ -170,7 +170,7 @@ class ChoiceTarget(Record):
 
 @dataclass(frozen=True)
 class PlanGoal:
-    """What to choose a layout by: the costs of its layers, and one of the two targets."""
+    """The goal of a choice: the costs of its layers, and one of the two targets."""
 
     sensitivity: Path | None = option("Choose a layout: the file of `ladderize sensitivity`.", metavar="FILE")
     max_ppl_increase: str | None = option(
@@ -210,7 +210,7 @@ class PlanGoal:
 
 @dataclass(frozen=True)
 class CalibrateOptions(Record):
-    """What to time, and how."""
+    """The options of ``ladderize calibrate``."""
 
     tp_sizes: tuple[int, ...] = option(
         "Numbers of ranks to time, one after the other. Under torchrun: as many as it started.",
