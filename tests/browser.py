@@ -82,7 +82,7 @@ class Browser:
         self._command("Emulation.setEmulatedMedia", media=media, features=features)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a script returns, with the functions of browser.js defined; a promise is waited for."""
+        """Return what a script returns, with the functions of browser.js defined; a promise is waited for."""
         return self.driver.execute_script(SHARED.read_text(encoding="utf-8") + script, *arguments)
 
     def find(self, selector: str) -> list[WebElement]:
@@ -123,7 +123,7 @@ class Browser:
         assert self.driver.switch_to.active_element == element, "it does not take the focus"
 
     def tab_stops(self, at_most: int) -> tuple[list[str], list[str]]:
-        """What the tab key reaches from the top of the page, in this order, described by tag, id and name; and those
+        """Return all that the tab key reaches from the top of the page, in order, described by tag, id and name; and those
         of them that look the same with and without the focus."""
         self.run("document.activeElement.blur(); getSelection().removeAllRanges(); scrollTo(0, 0); rememberLooks()")
         stops: list[str] = []

@@ -293,7 +293,7 @@ def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: 
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Of a point's name: layout, tokens, and how it was adapted."""
+    """Read a point's name: its layout, tokens, and how it was adapted."""
     layout, tokens, adapted = (*name.split("-"), "", "")[:3]
     return layout, tokens, (adapted.replace("+", " + ") or "full") if tokens else "none"
 

@@ -1,4 +1,4 @@
-"""What the browser harness tells of a page is true: each fault that it looks for is seen where it is there."""
+"""The browser harness tells the truth about a page: each fault that it looks for is seen where it is there."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -68,7 +68,7 @@ class ReportPage:
 
 @dataclass(frozen=True)
 class ReportSummary(Record):
-    """What was written, and the answer. best: the model that is recommended. files: page, Markdown, pictures."""
+    """The answer, and the files that were written. best: the model that is recommended. files: page, Markdown, pictures."""
 
     out: str
     headline: str

@@ -1,4 +1,4 @@
-"""What the plots of a report share: a plot with its data as a table, what is measured, and the looks of models."""
+"""The parts that plots of a report share: a plot with its data as a table, what is measured, and the looks of models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

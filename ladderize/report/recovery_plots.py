@@ -1,4 +1,4 @@
-"""What adaptation wins back: each model against the tokens that it read, and each retraining while it ran."""
+"""The accuracy that adaptation wins back: each model against the tokens that it read, and each retraining while it ran."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
