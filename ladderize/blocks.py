@@ -255,7 +255,7 @@ def window_nlls(
     """Summed negative log-likelihood of each window, layer by layer with one layer in memory at a time: float64
     [windows] in nats.
 
-    windows: [windows, tokens]. ``layer_at(i)`` makes layer i. ``eval.backends.hf.score_windows`` takes a whole
+    windows: [windows, tokens]. ``layer_at(i)`` makes layer i. ``eval.hf.score_windows`` takes a whole
     model.
     """
     streams = window_streams(blocks, layer_at, windows, batch_size=batch_size)

@@ -10,9 +10,7 @@ from typing import Any
 import ladderize
 from ladderize.console import to_json
 from ladderize.convert.sensitivity_file import CalibrationData, LayerCost, SensitivityDocument, classify
-from ladderize.eval.options import EvalOptions
-from ladderize.eval.paired.document import (
-    ALL,
+from ladderize.eval.comparison import (
     ComparisonDocument,
     PerplexityComparison,
     PooledComparison,
@@ -20,6 +18,7 @@ from ladderize.eval.paired.document import (
     TaskComparison,
     Verdict,
 )
+from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.layout import Layout
 from ladderize.plan.options import PlanModel, PlanOptions
@@ -58,7 +57,7 @@ def comparison(reference: str, other: str, points: float, spread: float, margin:
     verdict: Verdict = "shown" if 100 * low > -margin else "worse" if 100 * high < -margin else "not shown"
     ends = {"difference": points / 100, "low": low, "high": high, "verdict": verdict, "samples_needed": 4000}
     value = DENSE_ACCURACY + points / 100
-    common: dict[str, Any] = {"clusters": 500, "reference_value": DENSE_ACCURACY, "value": value, **ends}
+    common: dict[str, Any] = {"reference_value": DENSE_ACCURACY, "value": value, **ends}
     tasks = [
         TaskComparison(
             task=task,
@@ -76,7 +75,7 @@ def comparison(reference: str, other: str, points: float, spread: float, margin:
         )
         for task in TASKS
     ]
-    pooled = PooledComparison(name=ALL, weights="tasks", tasks=list(TASKS), samples=1000, **common)
+    overall = PooledComparison(tasks=list(TASKS), samples=1000, **common)
     perplexity = PerplexityComparison(
         windows=64,
         tokens=6400,
@@ -87,13 +86,9 @@ def comparison(reference: str, other: str, points: float, spread: float, margin:
         low=-points / 20 - 0.02,
         high=-points / 20 + 0.02,
         ratio=1.0,
-        ratio_low=0.9,
-        ratio_high=1.1,
     )
     predictions = PredictionComparison(64, 6400, 0.01, 0.009, 0.011, 0.2, 0.97)
-    document = ComparisonDocument(
-        reference, other, margin, 0.95, 1000, 0, None, tasks, [pooled], perplexity, predictions
-    )
+    document = ComparisonDocument(reference, other, margin, 0.95, tasks, overall, perplexity, predictions)
     return document.to_dict()
 
 

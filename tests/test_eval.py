@@ -19,15 +19,15 @@ from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.errors import UserError
-from ladderize.eval.backends.hf import HFModel, score_windows
-from ladderize.eval.evaluation import run
-from ladderize.eval.evaluation.table import comparison_rows, prediction_rows, short_names
-from ladderize.eval.evaluation.tasks import open_tasks
+from ladderize.eval import run
+from ladderize.eval.answers import read_answered
+from ladderize.eval.compare import compare_models
+from ladderize.eval.comparison import CompareOptions, ComparisonDocument
+from ladderize.eval.hf import HFModel, score_windows
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.paired.compare import compare_results
-from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
-from ladderize.eval.paired.samples import read_entry
 from ladderize.eval.results import EvalResults, perplexity_from_nlls
+from ladderize.eval.table import comparison_rows, prediction_rows, short_names
+from ladderize.eval.tasks import open_tasks
 from ladderize.ranks.group import Ranks
 from tests import warm
 from tests.helpers import STORIES, fresh_rng, invoke, listing, make_model, one_sentence, save_llama
@@ -148,8 +148,8 @@ def test_eval_of_two_models(pair, tmp_path):
 def check_comparison(pair: tuple[Path, Path], folder: Path, document: dict, rows: list[dict[str, str]]) -> None:
     """The comparison made on the fly is that of the stored files, and the table shows what the samples say."""
     (comparison,) = document["comparisons"]
-    dense, ladder = (read_entry(folder / "r.json", str(model)) for model in pair)
-    assert ComparisonDocument.from_dict(comparison, "r.json") == compare_results(dense, ladder, CompareOptions())
+    dense, ladder = (read_answered(folder / "r.json", str(model)) for model in pair)
+    assert ComparisonDocument.from_dict(comparison, "r.json") == compare_models(dense, ladder, CompareOptions())
     answers = [
         [json.loads(line)["exact_match"] for line in (folder / entry["samples"]["demo_arithmetic"]).open()]
         for entry in document["models"]
@@ -157,12 +157,7 @@ def check_comparison(pair: tuple[Path, Path], folder: Path, document: dict, rows
     lost = sum(ours > theirs for ours, theirs in zip(*answers, strict=True))
     won = sum(ours < theirs for ours, theirs in zip(*answers, strict=True))
     assert [row["flips"] for row in rows] == ["", "", "", rows[3]["flips"], "", f"-{lost} +{won}"]
-    losses = [np.array(entry["ladderize"]["perplexity"]["window_nll"]) for entry in document["models"]]
-    tokens = np.array(document["models"][0]["ladderize"]["perplexity"]["window_tokens"])
-    parts = [math.exp(nll.sum() / tokens.sum()) * (nll - nll.sum() / tokens.sum() * tokens) for nll in losses]
-    count = len(tokens)
-    stderr = math.sqrt(count / (count - 1) * ((parts[1] - parts[0]) ** 2).sum()) / tokens.sum()
-    assert rows[1]["difference"].endswith(f" ±{stderr:.4f}")
+    assert rows[1]["difference"].endswith(f" ±{comparison['perplexity']['stderr']:.4f}")
     assert [bool(row["interval"]) for row in rows] == [False, True] * 3
     predictions = document["models"][1]["ladderize"]["predictions"]
     assert predictions["reference"] == str(pair[0])
@@ -443,23 +438,6 @@ def test_the_first_windows(tmp_path):
     assert beyond["window_nll"] == whole["window_nll"]
     assert beyond["data_sha256"] == whole["data_sha256"] == first["data_sha256"]
     assert beyond["ids_sha256"] == whole["ids_sha256"] != first["ids_sha256"]
-
-
-def test_samples_of_an_earlier_run_are_replaced(pair, tmp_path):
-    """What the earlier results named goes; what somebody else put there stays."""
-    options = ("--limit", "3", "--out", tmp_path / "r.json")
-    assert invoke("eval", *pair, *demo("agreement copying"), *options).code == 0
-    (tmp_path / "r.samples" / "notes.txt").write_text("mine")
-    assert len(list((tmp_path / "r.samples").glob("*/*.jsonl"))) == 4
-    assert invoke("eval", pair[1], *demo("copying"), *options).code == 0
-    left = sorted(path.name for path in (tmp_path / "r.samples").rglob("*") if path.is_file())
-    assert left == ["demo_copying.jsonl", "notes.txt"]
-    stranger = json.loads((tmp_path / "r.json").read_text())
-    (tmp_path / "outside.jsonl").write_text("{}")
-    stranger["models"][0]["samples"] = {"a": "outside.jsonl", "b": "r.samples/../outside.jsonl"}
-    (tmp_path / "r.json").write_text(json.dumps(stranger))
-    assert invoke("eval", pair[1], *demo("copying"), *options).code == 0
-    assert (tmp_path / "outside.jsonl").exists()
 
 
 def test_a_full_disk_names_no_samples_that_are_not_there(pair, tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ import pytest
 from ladderize import EvalOptions, UsageError, UserError, convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.inputs import MODEL, TASKS
-from ladderize.eval.evaluation import run
-from ladderize.eval.evaluation.tasks import open_tasks
+from ladderize.eval import run
+from ladderize.eval.tasks import open_tasks
 from ladderize.ranks.environment import Place, started_rank_variables
 from tests.helpers import ROOT, fresh_rng, invoke, listing
 from tests.warm import PATIENCE, free_port

@@ -1,7 +1,6 @@
 """KL and same-top share of ``eval`` against two plain forwards of transformers; predictions kept for later runs; and
 what keeps them from being compared."""
 
-import errno
 import json
 import os
 import shutil
@@ -10,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from ladderize import EvalOptions, UserError, convert_checkpoint, evaluate
 from ladderize.convert.recipe import Recipe
-from ladderize.eval.backends.hf import score_windows
-from ladderize.eval.evaluation import baseline
+from ladderize.eval import hf, text
+from ladderize.eval.hf import score_windows
+from ladderize.eval.predictions import prepare_folder
 from ladderize.modeling import load
-from ladderize.predictions import prepare_folder
-from ladderize.runtime.requests import scoring
 from tests.helpers import SHAPE, edit_json, fresh_rng, invoke, listing, one_sentence, save_llama
 
 SEQ_LEN = 12
@@ -50,7 +49,7 @@ def logits_of(model: Path, windows: list[np.ndarray], dtype: torch.dtype) -> lis
     [(1, torch.float32, 2e-4), (5, torch.float32, 2e-4), (1000, torch.float32, 2e-4), (5, torch.bfloat16, 5e-2)],
 )
 def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, tokens_at_once, dtype, tolerance):
-    monkeypatch.setattr(scoring, "COMPARED_AT_ONCE", tokens_at_once * SHAPE["vocab_size"])
+    monkeypatch.setattr(hf, "LOGITS_AT_A_TIME", tokens_at_once * SHAPE["vocab_size"])
     ids = np.load(tmp_path / "ids.npy")
     windows = [ids[start : start + SEQ_LEN] for start in range(0, len(ids), SEQ_LEN)]
     results = evaluate(trio, options_of(tmp_path, dtype=str(dtype).removeprefix("torch.")))
@@ -89,9 +88,10 @@ def test_a_model_is_equal_to_itself(trio):
 def test_one_at_a_time_as_all_together(trio, tmp_path):
     together = evaluate(trio, options_of(tmp_path))
     evaluate(trio[:1], options_of(tmp_path), keep_predictions=tmp_path / "kept")
-    assert listing(tmp_path / "kept") == ["head.safetensors", "predictions.json", "states.safetensors"]
+    windows = [f"window-{number}.safetensors" for number in range(7)]
+    assert listing(tmp_path / "kept") == ["head.safetensors", "predictions.json", *windows]
     about = json.loads((tmp_path / "kept" / "predictions.json").read_text())
-    assert (about["model"], about["dtype"], about["seq_len"]) == (str(trio[0]), "F32", SEQ_LEN)
+    assert (about["model"], about["seq_len"], len(about["window_tokens"])) == (str(trio[0]), SEQ_LEN, 7)
     for number in (1, 2):
         alone = evaluate([trio[number]], options_of(tmp_path), reference=tmp_path / "kept").models[0].model
         expected = together.models[number].model
@@ -103,6 +103,7 @@ def test_one_at_a_time_as_all_together(trio, tmp_path):
     outcome = invoke(
         "eval", trio[1], "--perplexity", tmp_path / "ids.npy", "--reference", tmp_path / "kept", *kept[2:], "--json"
     )
+    assert listing(tmp_path / "kept") == ["head.safetensors", "predictions.json", *windows[:2]]
     found = json.loads(outcome.stdout)["models"][0]["ladderize"]["predictions"]
     assert found["window_kl"] == pytest.approx(together.models[1].model.predictions.window_kl[:2], rel=1e-4)
 
@@ -114,7 +115,7 @@ def test_a_reference_of_something_else(trio, tmp_path):
     (tmp_path / "file").touch()
     other = save_llama(tmp_path / "other", vocab_size=120)
     for model, changes, folder, message in (
-        (trio[1], {"perplexity": str(tmp_path / "other.npy")}, kept, "are of another --perplexity file (data_sha256)"),
+        (trio[1], {"perplexity": str(tmp_path / "other.npy")}, kept, "they are of another --perplexity file"),
         (trio[1], {"seq_len": 9}, kept, "their windows are others (--seq-len, --windows, or the tokenizer differs)"),
         (trio[1], {"windows": 3}, kept, "their windows are others"),
         (other, {}, kept, "their vocabulary has 97 tokens, and this one 120"),
@@ -140,22 +141,21 @@ def test_kept_predictions_that_were_changed(trio, tmp_path):
         return str(error.value)
 
     def cut(folder: Path) -> None:
-        os.truncate(folder / "states.safetensors", (folder / "states.safetensors").stat().st_size - 40)
+        os.truncate(folder / "window-3.safetensors", (folder / "window-3.safetensors").stat().st_size - 40)
 
-    assert "states.safetensors" in refused(cut)
+    assert "window-3.safetensors cannot be read" in refused(cut)
+    assert "window-2.safetensors cannot be read" in refused(lambda folder: (folder / "window-2.safetensors").unlink())
     assert "does not fit" in refused(lambda folder: edit_json(folder / "predictions.json", hidden_size=31))
-    assert "does not fit" in refused(lambda folder: edit_json(folder / "predictions.json", dtype="BF16"))
-    assert "does not fit" in refused(lambda folder: edit_json(folder / "predictions.json", window_tokens=[3, 4]))
-    assert "sizes that cannot be" in refused(lambda folder: edit_json(folder / "predictions.json", window_tokens=[0]))
+    assert "windows are others" in refused(lambda folder: edit_json(folder / "predictions.json", window_tokens=[3, 4]))
     assert "not valid JSON" in refused(lambda folder: (folder / "predictions.json").write_text("{"))
     assert "schema_version" in refused(lambda folder: edit_json(folder / "predictions.json", schema_version=9))
     assert refused(lambda folder: (folder / "head.safetensors").write_bytes(b"\x80\x04pickle"))
 
 
-def test_what_a_killed_run_left_is_no_strangers_file(tmp_path):
+def test_only_predictions_are_removed_from_a_folder(tmp_path):
     folder = tmp_path / "kept"
     folder.mkdir()
-    (folder / f".predictions.json.{'0a' * 8}").write_text("{")
+    (folder / "window-0.safetensors").touch()
     prepare_folder(folder)
     assert list(folder.iterdir()) == []
     (folder / "notes.txt").write_text("mine")
@@ -164,18 +164,19 @@ def test_what_a_killed_run_left_is_no_strangers_file(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_that_is_valid(trio, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(tensors, path):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     options = ("--perplexity", tmp_path / "ids.npy", "--seq-len", SEQ_LEN)
     message = one_sentence(invoke("eval", trio[0], *options, "--keep-predictions", tmp_path / "kept"))
-    assert "states.safetensors: the predictions cannot be kept (no space left on device)" in message
+    assert "head.safetensors: the predictions cannot be kept (" in message
+    assert "o space left on device" in message
     assert "predictions.json" not in listing(tmp_path / "kept")
 
 
 def test_too_little_room_is_found_before_the_model_is_scored(trio, tmp_path, monkeypatch):
-    monkeypatch.setattr(baseline, "disk_shortage", lambda folder, needed: f"{needed} bytes are too many")
+    monkeypatch.setattr(text, "disk_shortage", lambda folder, needed: f"{needed} bytes are too many")
     tokens = 6 * (SEQ_LEN - 1) + 4
     message = f"the predictions of {trio[0]} are not kept: {(tokens + 97) * 32 * 4} bytes are too many"
     with pytest.raises(UserError) as error:

@@ -143,7 +143,7 @@ def test_the_sweep_of_the_tutorial_fits_its_machine(tmp_path, monkeypatch):
     total = re.search(r"the others take (about .*?); at least (.*) of disk, and (.*) while it trains", outcome.stdout)
     needed = re.search(r"takes about ([\d,]+) questions.*ask ([\d,]+)$", outcome.stderr, re.MULTILINE)
     assert training[0] == "8 GPUs, sharded"
-    assert evaluation[0] == "1 GPU"
+    assert evaluation[0] == "8 GPUs"
     save_sparse(tmp_path / "all", read_shape("8b"), Layout.from_layers(32, ladder=range(32)))
     full = content["adapt"][1]
     options = RetrainOptions(

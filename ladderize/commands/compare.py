@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.choices import AS_JSON, argument, option
-from ladderize.commands.builder import DATA, MEASUREMENT, OUTPUT, GivenOptions, command
+from ladderize.commands.builder import MEASUREMENT, OUTPUT, GivenOptions, command
 from ladderize.console import Console
-from ladderize.eval.paired.document import CompareOptions
+from ladderize.eval.comparison import CompareOptions
 from ladderize.files.documents import check_writable, write_json
 
 
@@ -23,7 +23,7 @@ class CompareArguments:
 @command(
     CompareArguments,
     CompareOptions,
-    panels={DATA: "model metric common", MEASUREMENT: "margin cluster_by resamples seed", OUTPUT: "out json"},
+    panels={MEASUREMENT: "model margin", OUTPUT: "out json"},
     configurable=False,
 )
 def compare(given: GivenOptions) -> None:
@@ -32,22 +32,21 @@ def compare(given: GivenOptions) -> None:
     Works on stored files alone. Models that were not asked the same are refused.
     """
     own, options = given.fill(CompareArguments), given.fill(CompareOptions)
-    from ladderize.eval.paired.samples import OWN_NAME
+    from ladderize.eval.answers import OWN_NAME
 
     if own.out is not None:
         check_writable(own.out, inputs=[*own.files, *(folder / OWN_NAME for folder in own.files)])
-    from ladderize.eval.paired.compare import compare as compare_files
-    from ladderize.eval.paired.words import comparison_sentences, difference_rows, flip_rows, heading, other_rows
+    from ladderize.eval.compare import compare as compare_files
+    from ladderize.eval.words import comparison_sentences, difference_rows, heading
 
     console = Console(own.as_json)
     comparisons = compare_files(own.files, options, models=own.model)
     console.document(comparisons.to_dict())
     for number, document in enumerate(comparisons.comparisons):
         console.result(("\n" if number else "") + heading(document))
-        for rows in (difference_rows(document), other_rows(document), flip_rows(document)):
-            if rows:
-                console.result("")
-                console.table(rows, right=[key for key in rows[0] if key not in ("task", "metric")])
+        if rows := difference_rows(document):
+            console.result("")
+            console.table(rows, right=[key for key in rows[0] if key not in ("task", "metric")])
         console.result("")
         for sentence in comparison_sentences(document):
             console.prose(sentence)

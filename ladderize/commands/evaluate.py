@@ -11,7 +11,7 @@ from ladderize.console import Console
 from ladderize.eval.options import EvalOptions
 
 if TYPE_CHECKING:
-    from ladderize.eval.backends.base import OpenModel
+    from ladderize.eval.model import EvalModel, OpenModel
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def evaluate(given: GivenOptions) -> None:
     check_options(own)
     console = Console(own.as_json)
     with console.stage(LOADING):
-        from ladderize.eval.evaluation.run import evaluate as evaluate_models
-        from ladderize.eval.evaluation.table import comparison_rows, prediction_rows, table_words, verdicts
+        from ladderize.eval.run import evaluate as evaluate_models
+        from ladderize.eval.table import comparison_rows, prediction_rows, table_words, verdicts
 
         engine = _engine(options)
     results = evaluate_models(
@@ -83,11 +83,16 @@ def evaluate(given: GivenOptions) -> None:
 
 
 def _engine(options: EvalOptions) -> "OpenModel | None":
-    """What opens a model in vLLM, where that is to compute. Raises UserError where it is not there."""
+    """Return what opens a model in vLLM, where that is to compute. Raises UserError where it is not there."""
     if options.backend != "vllm":
         return None
     from ladderize.vllm.environment import check_vllm
-    from ladderize.vllm.eval_model import open_vllm
 
     check_vllm()
-    return open_vllm
+    return _open_in_vllm
+
+
+def _open_in_vllm(name: str, folder: Path, options: EvalOptions) -> "EvalModel":
+    from ladderize.vllm.eval_model import open_vllm  # imports vLLM, which takes seconds
+
+    return open_vllm(name, folder, options)

@@ -153,7 +153,7 @@ class _OwnPart(Record):
 @dataclass(frozen=True)
 class EvalResults(Record):
     """options: what was the same for all models. comparisons: each later model against the first, as the JSON of
-    ``eval.paired.document.ComparisonDocument``; none where there is one model only, or the run was cut off."""
+    ``eval.comparison.ComparisonDocument``; none where there is one model only, or the run was cut off."""
 
     options: EvalOptions
     models: list[ModelResult]

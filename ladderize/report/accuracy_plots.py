@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ladderize.eval.paired.document import TaskComparison
-from ladderize.eval.paired.words import metric_name
+from ladderize.eval.compare import metric_name
+from ladderize.eval.comparison import TaskComparison
 from ladderize.report.join import ReportContent
 from ladderize.report.plot import ReportPlot, dots, family_legend
 from ladderize.report.subjects import Subject, WithInterval, number_text, points_text

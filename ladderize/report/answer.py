@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.eval.paired.words import margin_text
+from ladderize.eval.words import margin_text
 from ladderize.report.documents import find_documents
 from ladderize.report.join import ReportContent, join_documents
 from ladderize.report.subjects import Setting, Subject, Timing, perplexity_text, points_text, speedup_text

@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 
 from ladderize.errors import UserError
-from ladderize.eval.evaluation.table import mean_accuracy, short_names
-from ladderize.eval.paired.compare import compare_results
-from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
-from ladderize.eval.paired.samples import read_entry
+from ladderize.eval.answers import read_answered
+from ladderize.eval.compare import compare_models
+from ladderize.eval.comparison import CompareOptions, ComparisonDocument
 from ladderize.eval.results import EvalResults
+from ladderize.eval.table import mean_accuracy, short_names
 from ladderize.plan.show import plan_verdicts
 from ladderize.report.documents import FoundDocument, FoundDocuments
 from ladderize.report.subjects import (
@@ -139,7 +139,7 @@ def _compare(
         return []
     dense = next(iter(subjects))
     options = CompareOptions(margin)
-    entry_of = cache(lambda key: read_entry(*places[key]))
+    entry_of = cache(lambda key: read_answered(*places[key]))
     stored = {
         model_key(one.other): one
         for results in found
@@ -151,10 +151,10 @@ def _compare(
     remarks: dict[str, None] = {}
     for key in places:
         if key != dense and dense in places:
-            compared = stored.get(key) or compare_results(entry_of(dense), entry_of(key), options)
+            compared = stored.get(key) or compare_models(entry_of(dense), entry_of(key), options)
             remarks |= _take(subjects[key], subjects[dense], compared)
         if (control := model_key(subjects[key].control or "")) in places:
-            overall = compare_results(entry_of(control), entry_of(key), options).overall
+            overall = compare_models(entry_of(control), entry_of(key), options).overall
             subjects[key].over_control = None if overall is None else points_of(overall)
     return list(remarks)
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import ladderize
 from ladderize.console import SILENT, Console, printable
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.paired.document import check_margin
+from ladderize.eval.comparison import check_margin
 from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ladderize.adapt.methods import ALIGN
 from ladderize.errors import UserError
-from ladderize.eval.paired.document import ComparisonDocument, PooledComparison
+from ladderize.eval.comparison import ComparisonDocument, PooledComparison
 from ladderize.eval.results import EvaluatedModel
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED
 from ladderize.runtime.bench.document import SpeedRow

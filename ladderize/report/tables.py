@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.console import human_bytes
-from ladderize.eval.paired.words import margin_text
+from ladderize.eval.words import margin_text
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, format_ranges
 from ladderize.plan.hardware import DeviceSpec, EngineFacts
 from ladderize.report.documents import FoundDocuments

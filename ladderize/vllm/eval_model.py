@@ -1,86 +1,98 @@
-"""A model that vLLM computes, for ``ladderize eval --backend vllm``: the accuracy of what is served."""
+"""A model that vLLM computes, for ``ladderize eval --backend vllm``: lm-eval's own vLLM model, whose engine has our
+plugin."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from lm_eval.models.vllm_causallms import VLLM
+from vllm.platforms import current_platform
 
 from ladderize.checkpoint.config import most_positions, parameter_count
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
 from ladderize.errors import UserError
-from ladderize.eval.backends.base import AnsweringModel, open_tokenizer
+from ladderize.eval.harness import LimitedChats
+from ladderize.eval.model import EvalModel, WindowScores
 from ladderize.eval.options import EvalOptions
 from ladderize.families.registry import find_family
 from ladderize.layout import Layout
-from ladderize.runtime.requests.continuous import Prompt
-from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores
+from ladderize.modeling import load_tokenizer
+from ladderize.ranks.environment import environment_with
 from ladderize.runtime.shards import check_runnable
-from ladderize.vllm.engine import VLLMEngine, ends_of, start_engine
+from ladderize.vllm.engine import ends_of, engine_variables, reason_of
 from ladderize.vllm.environment import check_vllm, installed_version
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-    from vllm import RequestOutput
+REQUESTS_PER_SEQUENCE = 32  # that lm-eval hands over at a time: their answers are Python objects for every token
+WINDOWS_AT_ONCE = 16
+
+
+class LimitedVLLM(LimitedChats, VLLM):
+    """lm-eval's vLLM model, which renders chat templates in a process with limits. name: of the model."""
+
+    def __init__(self, name: str, **given: Any) -> None:
+        super().__init__(**given)
+        self.name = name
 
 
 def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VLLMModel":
     """Open a checked model, dense or converted, for ``ladderize.evaluate``. name: as the user gave it. more: arguments
     of vLLM's ``LLM``.
 
-    Raises UserError or LayoutError: where vLLM is not there or cannot run it, or for another ``tp_size``.
+    Raises UserError or LayoutError where vLLM cannot run it.
     """
     check_vllm()
     checkpoint = read_checkpoint(folder)
     config = checkpoint.config
     if find_family(config) is not None:
         check_runnable(config, Layout.from_config(config), options.tp_size)
-    tokenizer = open_tokenizer(name, folder, options)
+    positions = most_positions(config)
+    if options.max_length is not None and options.max_length > positions:
+        raise UserError(f"--max-length {options.max_length} is more than the {positions} positions of {name}")
+    if load_tokenizer(folder, trust_remote_code=options.trust_remote_code) is None:
+        raise UserError(f"{name} has no tokenizer, which lm-eval's vLLM model needs; use --backend hf")
     arguments = {
-        "model": str(folder),
+        "pretrained": str(folder),
         "tensor_parallel_size": options.tp_size,
         "dtype": _dtype(checkpoint, options),
-        "max_model_len": _positions(name, config, options) + 1,  # its last token is scored, and never read
+        "max_model_len": (options.max_length or positions) + 1,  # its last token is scored, and never read
         "max_num_seqs": options.batch_size,
+        "batch_size": REQUESTS_PER_SEQUENCE * options.batch_size,
         "seed": options.seed,
         "trust_remote_code": options.trust_remote_code,
-        **ends_of(config),
-        "skip_tokenizer_init": tokenizer is None,
         "disable_log_stats": True,
+        **ends_of(config),
         **more,
     }
-    return VLLMModel(name, checkpoint, options, tokenizer, start_engine(name, arguments))
+    try:
+        with environment_with(engine_variables(options.tp_size)):
+            engine = LimitedVLLM(name, **arguments)
+    except Exception as error:
+        advice = "; here that is --max-length" if "max_model_len" in str(error) else ""
+        raise UserError(f"vLLM cannot run {name}: {reason_of(error)}{advice}") from error
+    return VLLMModel(name, checkpoint, options, engine)
 
 
-class VLLMModel(AnsweringModel):
+class VLLMModel(EvalModel):
     """A model in vLLM's processes."""
 
     no_predictions = "vLLM tells the log-probabilities of single tokens, not of the whole vocabulary"
 
-    def __init__(
-        self,
-        name: str,
-        checkpoint: Checkpoint,
-        options: EvalOptions,
-        tokenizer: "PreTrainedTokenizerBase | None",
-        engine: VLLMEngine,
-    ) -> None:
-        from vllm.platforms import current_platform
-
-        self.folder, self.batch_size, self.engine = checkpoint.folder, options.batch_size, engine
-        served, config = engine.llm.llm_engine.model_config, checkpoint.config
+    def __init__(self, name: str, checkpoint: Checkpoint, options: EvalOptions, engine: LimitedVLLM) -> None:
+        served, config = engine.model.llm_engine.model_config, checkpoint.config
         stored = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+        self.engine = engine
         super().__init__(
             name,
             config,
-            tokenizer,
+            engine.tokenizer,
             vocab_size=served.get_vocab_size(),
             positions=served.max_model_len - 1,
             hidden_size=served.get_hidden_size(),
             parameters=parameter_count(config) if find_family(config) is not None else stored,
-            dtype=engine.dtype,
+            dtype=str(served.dtype).removeprefix("torch."),
             device=current_platform.device_type,
             backend="vllm",
             tp_size=options.tp_size,
@@ -98,83 +110,25 @@ class VLLMModel(AnsweringModel):
     ) -> WindowScores:
         assert keep is None
         assert reference is None  # see ``no_predictions``
-        return WindowScores(-self.score_endings([Ending(window, len(window) - 1) for window in windows], advance).sums)
-
-    def score_endings(self, endings: list[Ending], advance: Callable[[int], Any]) -> EndingScores:
-        """The last token of a text is the one token that vLLM may generate, and its log-probability, taken before that
-        rule, is that of a free choice. The others are tokens of the prompt. All are of the softmax over the whole
-        vocabulary, in fp32."""
-        from vllm import SamplingParams
-
-        sampling = [
-            SamplingParams(
-                temperature=0,
-                max_tokens=1,
-                allowed_token_ids=[int(ending.ids[-1])],
-                logprobs=1,
-                prompt_logprobs=1,
-                ignore_eos=True,
-                detokenize=False,
-            )
-            for ending in endings
-        ]
-        outputs = self.engine.generate([ending.ids[:-1].tolist() for ending in endings], sampling, advance)
-        scores = [_ending_score(output, ending) for output, ending in zip(outputs, endings, strict=True)]
-        return EndingScores(np.array([total for total, _ in scores]), np.array([greedy for _, greedy in scores]))
-
-    def continue_prompts(self, prompts: list[Prompt], advance: Callable[[int], Any]) -> list[list[int]]:
-        """The seed is another one for each prompt, so that a task that asks for the same several times gets several
-        answers, and the same ones in every run."""
-        from vllm import SamplingParams
-
-        sampling = [
-            SamplingParams(
-                temperature=prompt.sampling.temperature,
-                top_k=prompt.sampling.top_k,
-                top_p=prompt.sampling.top_p,
-                seed=prompt.sampling.seed + prompt.number if prompt.sampling.temperature > 0 else None,
-                max_tokens=prompt.max_new_tokens,
-                stop=list(prompt.stops),
-                skip_special_tokens=False,  # a stop string may be one
-            )
-            for prompt in prompts
-        ]
-        outputs = self.engine.generate([prompt.ids for prompt in prompts], sampling, advance)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        sums: list[float] = []
+        for first in range(0, len(windows), WINDOWS_AT_ONCE):
+            part = [window.tolist() for window in windows[first : first + WINDOWS_AT_ONCE]]
+            requests = [(None, ids[:1], ids[1:]) for ids in part]
+            sums += [total for total, _ in self.engine._loglikelihood_tokens(requests, disable_tqdm=True)]
+            advance(len(part))
+        return WindowScores(-np.array(sums))
 
     def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
-        from ladderize.eval.backends.lm import AnsweringLM
-
-        return AnsweringLM(self, add_bos)
+        self.engine.add_bos_token = add_bos
+        return self.engine
 
     def close(self) -> None:
-        self.engine.close()
-
-
-def _ending_score(output: "RequestOutput", ending: Ending) -> tuple[float, bool]:
-    assert output.prompt_logprobs is not None
-    assert output.outputs[0].logprobs is not None
-    # one entry for each token of the text: the most likely one, and its own
-    found: Sequence[Any] = [*output.prompt_logprobs, *output.outputs[0].logprobs][-ending.scored :]
-    total, greedy = 0.0, True
-    for token, known in zip(ending.ids[-ending.scored :].tolist(), found, strict=True):
-        own = known[token].logprob
-        total += own
-        greedy &= own >= max(entry.logprob for entry in known.values())
-    return total, greedy
+        self.engine.model.llm_engine.engine_core.shutdown()
 
 
 def _dtype(checkpoint: Checkpoint, options: EvalOptions) -> str:
-    """The dtype to compute in. vLLM's own "auto" takes 16 bits for what is stored in 32; ours is: as stored."""
+    """Return the dtype to compute in. vLLM's own "auto" takes 16 bits for what is stored in 32; ours is: as stored."""
     if options.dtype != "auto":
         return options.dtype
     norm = checkpoint.tensors.get("model.norm.weight")
     return FLOAT_DTYPES.get(norm.dtype, "auto") if norm is not None else "auto"
-
-
-def _positions(name: str, config: dict[str, Any], options: EvalOptions) -> int:
-    """Tokens of the longest text that is read, which vLLM keeps room for."""
-    positions = most_positions(config)
-    if options.max_length is not None and options.max_length > positions:
-        raise UserError(f"--max-length {options.max_length} is more than the {positions} positions of {name}")
-    return options.max_length or positions

@@ -1,20 +1,17 @@
-"""Scoring and continuous batching on the simulated GPU."""
+"""Continuous batching on the simulated GPU."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from ladderize.runtime.requests.continuous import ContinuousBatch, Prompt
 from ladderize.runtime.requests.reading import TextReader
-from ladderize.runtime.requests.scoring import Ending, score_endings, score_windows_of_ids
 from ladderize.runtime.sampling import Sampling
 from tests.helpers import SHAPE, fresh_rng
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
-from tests.simulated_gpu.groups import Alike, AlikeRanks, collectives
-from tests.simulated_gpu.models import LAYOUTS, RANKS, seed
+from tests.simulated_gpu.groups import Alike, collectives
+from tests.simulated_gpu.models import RANKS, seed
 from tests.simulated_gpu.test_runtime import noise, opened
 
 HOST = torch.device("cpu")
@@ -28,28 +25,6 @@ def reader(folder, device, backend):
 def texts(*lengths):
     rng = fresh_rng()
     return [rng.integers(3, SHAPE["vocab_size"], length) for length in lengths]
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_scoring(folders, name):
-    """Endings that share a beginning, a text of several passes, and windows."""
-    begin, long = texts(6, 50)
-    endings = [Ending(np.concatenate([begin, end]), 2) for end in texts(2, 3, 5)] + [Ending(long, 4)]
-    windows = texts(20, 12)
-
-    def scores(device, backend):
-        worker = SimpleNamespace(reader=reader(folders[name], device, backend), group=AlikeRanks(0, RANKS, device))
-        found = score_endings(worker, endings, lambda n: None)
-        return found, score_windows_of_ids(worker, windows, None, None, lambda n: None).nll
-
-    with torch.inference_mode():
-        expected, expected_nll = scores(HOST, Alike(RANKS))
-        with SimulatedGpu(seed(), RANKS) as gpu:
-            found, nll = scores(DEVICE, collectives("nccl", gpu))
-    np.testing.assert_allclose(found.sums, expected.sums, rtol=1e-3)
-    np.testing.assert_array_equal(found.greedy, expected.greedy)
-    np.testing.assert_allclose(nll, expected_nll, rtol=1e-3)
-    assert not gpu.problems, gpu.problems[0]
 
 
 @pytest.mark.parametrize("name", ["ladder", "both"])

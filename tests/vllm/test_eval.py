@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 
 from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.errors import UserError
-from ladderize.eval.backends.hf import HFModel
+from ladderize.eval.hf import HFModel
 from ladderize.eval.options import EvalOptions
 from ladderize.layout import LayoutError
 from ladderize.ranks.group import Ranks

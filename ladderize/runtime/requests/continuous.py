@@ -14,7 +14,6 @@ from torch import Tensor
 from ladderize.runtime.decode import are_sound, captured_step, sample, unsound_logits, view_length
 from ladderize.runtime.kv_cache import CacheRows, KVCache
 from ladderize.runtime.requests.reading import TextReader, padded
-from ladderize.runtime.requests.scoring import OutputLayer
 from ladderize.runtime.requests.service import Worker
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import eos_ids
@@ -161,20 +160,15 @@ class ContinuousBatch:
     def _choose(self, rows: list[_Row], states: Tensor) -> None:
         """Give each row the token that follows its state [rows, hidden]."""
         model = self.reader.model
-        if all(row.draws is None for row in rows):
-            layer = OutputLayer.of_rank(model)
-            tokens, normaliser = layer.summary(layer.logits(states))
-            sound = normaliser.isfinite().all()
-        else:
-            logits = model.logits(states)
-            sound, tokens = are_sound(logits), logits.argmax(-1)
-            samplings = dict.fromkeys(row.prompt.sampling for row in rows)
-            for sampling in samplings:
-                places = [place for place, row in enumerate(rows) if row.prompt.sampling == sampling]
-                if sampling.temperature:
-                    draws = [rows[place].draws[len(rows[place].new)] for place in places]  # type: ignore[index]
-                    own = places if len(samplings) > 1 else slice(None)  # the host would wait for indices to arrive
-                    tokens[own] = sample(logits[own], sampling, torch.stack(draws))
+        logits = model.logits(states)
+        sound, tokens = are_sound(logits), logits.argmax(-1)
+        samplings = dict.fromkeys(row.prompt.sampling for row in rows)
+        for sampling in samplings:
+            places = [place for place, row in enumerate(rows) if row.prompt.sampling == sampling]
+            if sampling.temperature:
+                draws = [rows[place].draws[len(rows[place].new)] for place in places]  # type: ignore[index]
+                own = places if len(samplings) > 1 else slice(None)  # the host would wait for indices to arrive
+                tokens[own] = sample(logits[own], sampling, torch.stack(draws))
         # in one piece: each answer that the host asks of a GPU keeps the GPU idle
         *new, is_sound = torch.cat((tokens, sound.to(tokens.dtype)[None])).tolist()
         if not is_sound:

@@ -1,12 +1,13 @@
 """Before a sweep: whether its tasks have the questions that it takes to show that a model is within the margin."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ladderize.eval.evaluation.tasks import open_tasks
+from ladderize.eval.comparison import POINT
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.paired.document import POINT
-from ladderize.eval.paired.statistics import Estimate, samples_needed
+from ladderize.eval.paired import samples_needed
+from ladderize.eval.tasks import open_tasks
 
 CHANGED = 0.1  # of the answers, that a model gives otherwise than the dense one: a guess, before any is measured
 
@@ -39,11 +40,9 @@ def count_questions(options: EvalOptions) -> list[Questions]:
 def questions_needed(tasks: Sequence[Questions], margin: float) -> int:
     """Questions, shared by the tasks as they are here, with which a model that lost nothing is shown to be within
     ``margin`` points of the mean over tasks with a chance of 80 %, if ``CHANGED`` of its answers are others."""
-    samples, weight = sum(task.count for task in tasks), 1 / len(tasks)
-    variance = sum(weight**2 * CHANGED / task.count for task in tasks)
-    moved = max(weight / task.count for task in tasks)
-    # without what is added to a variance that was measured on few questions: this one is assumed
-    return samples_needed(Estimate(0.0, variance - moved**2, moved=moved), samples, margin * POINT)
+    weights = [1 / len(tasks) / task.count for task in tasks for _ in range(task.count)]
+    stderr = math.sqrt(CHANGED * sum(weight**2 for weight in weights))
+    return samples_needed(len(weights), weights, stderr, margin * POINT)
 
 
 def margin_words(tasks: Sequence[Questions], margin: float) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.errors import UserError
-from ladderize.eval.evaluation.table import mean_accuracy
 from ladderize.eval.results import EvalResults
+from ladderize.eval.table import mean_accuracy
 from ladderize.files.documents import read_document
 from ladderize.layout import BLOCKING, Layout
 from ladderize.report.tradeoff_plot import pareto_front

@@ -14,8 +14,8 @@ from ladderize.adapt.train.options import parse_count
 from ladderize.convert.recipe import AUTO, Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.errors import UserError
+from ladderize.eval.comparison import CompareOptions
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.paired.document import CompareOptions
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.runtime.bench.options import BenchOptions

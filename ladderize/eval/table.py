@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.eval.paired.document import ComparisonDocument
-from ladderize.eval.paired.samples import leaf_tasks
-from ladderize.eval.paired.tasks import MAIN_METRICS
-from ladderize.eval.paired.words import interval_words, metric_name, verdict_sentence
+from ladderize.eval.answers import leaf_tasks
+from ladderize.eval.compare import MAIN_METRICS, metric_name
+from ladderize.eval.comparison import ComparisonDocument
 from ladderize.eval.results import EvalResults, ModelResult
+from ladderize.eval.words import flip_words, interval_words, verdict_sentence
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _differences(document: ComparisonDocument) -> dict[tuple[str, str], dict[str
         found[one.task, metric_name(one.metric, one.filter)] = {
             "difference": f"{one.difference:+.4f}",
             "interval": interval_words(one.low, one.high, "+.4f"),
-            "flips": "" if one.right_to_wrong is None else f"-{one.right_to_wrong} +{one.wrong_to_right}",
+            "flips": flip_words(one),
         }
     if (text := document.perplexity) is not None:
         stderr = "" if text.stderr is None else f" ±{text.stderr:.4f}"

@@ -13,16 +13,16 @@ from ladderize import data
 from ladderize.checkpoint.opening import check_model
 from ladderize.console import SILENT, Console, to_json
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.backends.base import EvalModel, OpenModel
-from ladderize.eval.backends.hf import HFModel
-from ladderize.eval.evaluation.baseline import open_baseline
-from ladderize.eval.evaluation.output import Output, open_output, read_samples
-from ladderize.eval.evaluation.tasks import open_tasks, run_task
+from ladderize.eval.answers import AnsweredModel, Answers, collect_answers, read_answers
+from ladderize.eval.compare import compare_models
+from ladderize.eval.comparison import CompareOptions, ComparisonDocument
+from ladderize.eval.hf import HFModel
+from ladderize.eval.model import EvalModel, OpenModel
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.paired.compare import compare_results
-from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
-from ladderize.eval.paired.samples import ComparedModel, make_entry
-from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
+from ladderize.eval.output import Output, open_output
+from ladderize.eval.results import EvalResults, EvaluatedModel
+from ladderize.eval.tasks import open_tasks, run_task
+from ladderize.eval.text import open_baseline
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import already_started
 from ladderize.ranks.group import Ranks, join_ranks
@@ -30,38 +30,6 @@ from ladderize.ranks.group import Ranks, join_ranks
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedTokenizerBase
-
-
-def compare_models(output: Output, console: Console) -> list[dict[str, Any]]:
-    """The comparisons that results.json holds; what cannot be compared is said and left out, since results that were
-    hard to get must not be lost for it."""
-    found: list[ComparisonDocument | None] = []
-    if len(output.finished) > 1:
-        with console.stage(f"comparing with {output.finished[0].model.model}"):
-            reference, *others = (_entry(result, output) for result in output.finished)
-            found = [_compare(reference, other, console) for other in others]
-    return [document.to_dict() for document in found if document is not None]
-
-
-def _entry(result: ModelResult, output: Output) -> ComparedModel:
-    name = result.model.model
-    return replace(make_entry(result, read_samples(output.parent, result), name), options=output.options)
-
-
-def _compare(reference: ComparedModel, other: ComparedModel, console: Console) -> ComparisonDocument | None:
-    try:
-        return compare_results(reference, other, CompareOptions())
-    except UserError as error:
-        console.warn(f"{other.name} was not compared with {reference.name}: {error}")
-    if reference.samples and other.samples:
-        with contextlib.suppress(UserError):  # the text alone may be it: another tokenizer has other windows
-            return compare_results(_without_text(reference), _without_text(other), CompareOptions())
-    return None
-
-
-def _without_text(entry: ComparedModel) -> ComparedModel:
-    assert entry.model is not None
-    return replace(entry, model=replace(entry.model, perplexity=None, predictions=None))
 
 
 def evaluate(
@@ -83,10 +51,10 @@ def evaluate(
     too: keep_predictions is a folder for those of the first model, reference such a folder of an earlier run, whose
     model is then the reference of all.
 
-    resume: tasks that ``out`` already has, from an earlier run with the same options, are not run again. Whether the
-    models and the tasks' data are still the same is the caller's to know.
+    resume: tasks that ``out`` already has, from an earlier run with the same options, are not run again. The caller
+    knows that the models and the tasks' data are still the same.
 
-    engine: what opens a model with the backend vllm: ``open_vllm`` of ``ladderize.vllm.eval_model``.
+    engine: opens a model with the backend vllm: ``open_vllm`` of ``ladderize.vllm.eval_model``.
 
     Under ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions.
     Rank 0 writes, and all return the same. Raises UserError.
@@ -97,10 +65,9 @@ def evaluate(
     check_predictions(options, keep_predictions, reference)
     ranks = evaluation_ranks(options)
     names = [str(Path(name).expanduser()) if str(name).startswith("~") else str(name) for name in models]
-    with (
-        open_output(options, out, writes=ranks.is_main) as output,
-        open_baseline(len(names), keep_predictions, reference, ranks, console) as baseline,
-    ):
+    output = open_output(options, out, writes=ranks.is_main)
+    answered: list[AnsweredModel] = []
+    with open_baseline(len(names), keep_predictions, reference, ranks, console) as baseline:
         # what is certain to fail is found before any model is loaded
         if options.perplexity is not None:
             data.check_data_file(options.perplexity)
@@ -115,60 +82,87 @@ def evaluate(
         add_bos: bool | None = None
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
-                if options.backend == "vllm":
-                    assert engine is not None
-                    model: EvalModel = engine(name, folder, options)
-                else:
-                    model = HFModel.open(name, folder, options, ranks)
+                model = engine(name, folder, options) if engine else HFModel.open(name, folder, options, ranks)
             with model:
                 if model.tokenizer is not None and add_bos is None:
                     add_bos = begins_with_bos(model.tokenizer)
                 described = replace(model.described, add_bos_token=add_bos)
                 if options.perplexity is not None:
-                    perplexity, predictions = baseline.score_text(model, folder, options)
+                    perplexity, predictions = baseline.score_text(model, options)
                     described = replace(described, perplexity=perplexity, predictions=predictions)
-                output.finished.append(run_tasks(model, described, manager, output, console))
-        results = output.save(comparisons=compare_models(output, console) if ranks.is_main else [])
-        return shared_results(results, ranks)
+                answered.append(run_tasks(model, described, manager, output, console))
+    comparisons = compare_with_first(answered, console) if ranks.is_main else []
+    return shared_results(output.finish(comparisons), ranks)
 
 
 def run_tasks(
     model: EvalModel, described: EvaluatedModel, manager: "TaskManager | None", output: Output, console: Console
-) -> ModelResult:
-    """The tasks of one opened model, after its description; each is saved as soon as it is there."""
-    options, entry = output.options, output.earlier(described)
+) -> AnsweredModel:
+    """Run the tasks of one opened model; each is saved as soon as it is there."""
+    options, entry = output.options, output.begin(described)
+    answers: dict[str, Answers] = {}
+    if output.out is not None:
+        answers = {task: read_answers(output.out.parent / path) for task, path in entry.samples.items()}
     if described.perplexity is not None:
         output.save(entry)
     todo = [(number, task) for number, task in enumerate(options.tasks, start=1) if task not in entry.tasks]
-    if manager is None or not todo:
-        return entry
-    harness = model.harness(options, described.add_bos_token)
-    if options.apply_chat_template:
-        harness.renderer  # noqa: B018 - raises UserError where the model has no template
-    for number, task in todo:
-        console.note(f"{model.name}: {task} ({number} of {len(options.tasks)})")
-        with console.contained(bars=True):
-            result = run_task(harness, task, manager, options)
-        if result is not None:  # None on other ranks than 0
+    if manager is not None and todo:
+        harness = model.harness(options, described.add_bos_token)
+        if options.apply_chat_template:
+            harness.renderer  # noqa: B018 - raises UserError where the model has no template
+        for number, task in todo:
+            console.note(f"{model.name}: {task} ({number} of {len(options.tasks)})")
+            with console.contained(bars=True):
+                result = run_task(harness, task, manager, options)
+            if result is None:  # on other ranks than 0
+                continue
             samples = result.pop("samples")
             entry = output.with_task(entry, result, samples)
-    return entry
+            for name, logged in samples.items():
+                named = ((f"{model.name}: {name}, sample {number}", one) for number, one in enumerate(logged))
+                answers[name] = collect_answers(named, f"{model.name}: {name}")
+    output.finished.append(entry)
+    return AnsweredModel(described.model, described.model, entry.harness, described, answers)
+
+
+def compare_with_first(answered: list[AnsweredModel], console: Console) -> list[dict[str, Any]]:
+    """Return the comparisons that results.json holds. Models that cannot be compared are named and left out, since
+    results that were hard to get must not be lost for it."""
+    if len(answered) < 2:
+        return []
+    with console.stage(f"comparing with {answered[0].name}"):
+        documents = [_compare(answered[0], other, console) for other in answered[1:]]
+    return [document.to_dict() for document in documents if document is not None]
+
+
+def _compare(reference: AnsweredModel, other: AnsweredModel, console: Console) -> ComparisonDocument | None:
+    try:
+        return compare_models(reference, other, CompareOptions())
+    except UserError as error:
+        console.warn(f"{other.name} was not compared with {reference.name}: {error}")
+    if reference.answers and other.answers:
+        with contextlib.suppress(UserError):  # the text alone may be it: another tokenizer has other windows
+            return compare_models(_without_text(reference), _without_text(other), CompareOptions())
+    return None
+
+
+def _without_text(entry: AnsweredModel) -> AnsweredModel:
+    assert entry.model is not None
+    return replace(entry, model=replace(entry.model, perplexity=None, predictions=None))
 
 
 def evaluation_ranks(options: EvalOptions) -> Ranks:
-    """This process alone, or among those that a launcher has started. Raises UserError for a device that is not there,
-    or what the launcher was asked for in vain."""
+    """Return this process alone, or among those that a launcher has started. Raises UserError for a device that is not
+    there, or what the launcher was asked for in vain."""
     device = options.device or default_device()
     check_device(device)
     if already_started() and options.backend == "vllm":
         raise UsageError("--backend vllm starts its own processes; run ladderize eval without a launcher")
-    if not already_started():
-        return Ranks(0, 1, torch.device(device))
-    return join_ranks(device)
+    return join_ranks(device) if already_started() else Ranks(0, 1, torch.device(device))
 
 
 def shared_results(results: EvalResults, ranks: Ranks) -> EvalResults:
-    """Rank 0's results on every rank."""
+    """Return rank 0's results on every rank."""
     if ranks.size == 1:
         return results
     text = ranks.broadcast(to_json(results.to_dict()) if ranks.is_main else None)
@@ -180,8 +174,8 @@ def check_predictions(options: EvalOptions, keep: Path | None, reference: Path |
     for option, folder in (("--keep-predictions", keep), ("--reference", reference)):
         if folder is not None and options.backend == "vllm":
             raise UsageError(
-                f"{option} needs --backend hf: vLLM tells the log-probabilities of single tokens, not of the"
-                " whole vocabulary"
+                f"{option} needs --backend hf: vLLM tells the log-probabilities of single tokens, not of the whole"
+                " vocabulary"
             )
         if folder is not None and options.perplexity is None:
             raise UsageError(f"{option} has no effect without --perplexity")
@@ -190,6 +184,6 @@ def check_predictions(options: EvalOptions, keep: Path | None, reference: Path |
 
 
 def begins_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether this tokenizer by itself puts BOS in front of a text."""
+    """Return whether this tokenizer by itself puts BOS in front of a text."""
     ids = tokenizer("a")["input_ids"]
     return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]

@@ -11,20 +11,19 @@ import torch
 from torch import Tensor
 
 from ladderize.errors import UserError
-from ladderize.eval.backends.base import EvalModel, open_tokenizer
+from ladderize.eval.model import EvalModel, WindowScores, open_tokenizer
 from ladderize.eval.options import EvalOptions
+from ladderize.eval.predictions import KeptReference, write_head, write_states
 from ladderize.families.registry import decoder_of, find_family
 from ladderize.layout import LayoutError
-from ladderize.memory import check_room
 from ladderize.modeling import load
-from ladderize.predictions import write_head
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.requests.scoring import COMPARED_AT_ONCE, OutputLayer, WindowScorer, WindowScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROBE_TOKENS = 8
+LOGITS_AT_A_TIME = 1 << 24  # about six arrays of this size exist while models are compared
 
 
 class HFModel(EvalModel):
@@ -78,7 +77,7 @@ class HFModel(EvalModel):
         if keep is not None and self.ranks.is_main:
             layer: Any = self.model.get_output_embeddings()
             write_head(keep, layer.weight, getattr(layer, "bias", None))
-        own = score_windows(
+        scores = score_windows(
             self.model,
             windows,
             batch_size=batch_size,
@@ -87,11 +86,11 @@ class HFModel(EvalModel):
             reference=reference,
             advance=lambda count: advance(count * size),
         )
-        return joined_scores(self.ranks.gather(own))
+        return joined_scores(self.ranks.gather(scores))
 
     def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
-        """lm-eval's HF backend around the loaded model."""
-        from ladderize.eval.backends.lm import SharedHFLM
+        """Return lm-eval's HF backend around the loaded model."""
+        from ladderize.eval.harness import SharedHFLM
 
         return SharedHFLM(
             self.name,
@@ -108,7 +107,7 @@ class HFModel(EvalModel):
 
 
 def joined_scores(parts: Sequence[WindowScores]) -> WindowScores:
-    """The scores of windows that several processes have shared, in order."""
+    """Return the scores of windows that several processes have shared, in order."""
     nll = np.concatenate([part.nll for part in parts])
     if any(part.kl is None for part in parts):
         return WindowScores(nll)
@@ -129,37 +128,67 @@ def score_windows(
     """Score the ``chosen`` windows (None: all); windows of equal length that follow each other go in batches.
 
     The model's body runs on batches, its output layer on so many tokens at a time that memory stays bounded however
-    large the vocabulary is. keep: the folder for this model's states; all processes that share it give the same
-    windows. reference: a folder of predictions for the same windows. Raises UserError where memory does not do.
+    large the vocabulary is. keep: the folder for this model's states. reference: a folder of predictions for the same
+    windows.
     """
     chosen = range(len(windows)) if chosen is None else chosen
+    device = next(model.get_input_embeddings().parameters()).device
     plain, scale = no_plain_head(model) is None, logits_scale(model)
-    check_scoring_room(model, windows, batch_size, plain=plain, compared=reference is not None)
-    embedding = next(model.get_input_embeddings().parameters())
-    head: Any = model.get_output_embeddings()
     # without a plain head the logits themselves are what is scored
-    vocab_size = len(head.weight) if plain else model.config.vocab_size
-    layer = OutputLayer(head if plain else lambda logits: logits, vocab_size, vocab_size)
-    hidden_size, dtype = (head.weight.shape[1], head.weight.dtype) if plain else (vocab_size, embedding.dtype)
-    tokens = [len(window) - 1 for window in windows]
-    with (
-        torch.inference_mode(),
-        WindowScorer(layer, tokens, hidden_size, dtype, embedding.device, keep, reference) as scorer,
-    ):
+    layer: Callable[[Tensor], Tensor] = model.get_output_embeddings() if plain else lambda logits: logits
+    kept = None if reference is None else KeptReference(reference, device)
+    nll, kl, same_top = [], [], []
+    with torch.inference_mode():
         for batch in window_batches(windows, chosen, batch_size):
-            ids = torch.from_numpy(np.stack([windows[index] for index in batch])).to(embedding.device)
+            ids = torch.from_numpy(np.stack([windows[index] for index in batch])).to(device)
             if plain:
-                found: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state * scale
+                states: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state * scale
             else:
-                found = model(input_ids=ids, use_cache=False).logits
+                states = model(input_ids=ids, use_cache=False).logits
             for row, index in enumerate(batch):
-                scorer.add(index, found[row, :-1], ids[row, 1:].to(found.device))
+                if keep is not None:
+                    write_states(keep, index, states[row, :-1])
+                total, divergence, same = score_tokens(
+                    layer, states[row, :-1], ids[row, 1:].to(states.device), kept, index, model.config.vocab_size
+                )
+                nll.append(total)
+                kl.append(divergence)
+                same_top.append(same)
             advance(len(batch))
-        return scorer.scores()
+    return WindowScores(np.array(nll)) if kept is None else WindowScores(np.array(nll), kl, same_top)
+
+
+def score_tokens(
+    layer: Callable[[Tensor], Tensor],
+    states: Tensor,
+    targets: Tensor,
+    kept: KeptReference | None,
+    window: int,
+    vocab_size: int,
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """Score one window: its summed negative log-likelihood, and KL and the same-top flag of each token, which are empty
+    without a reference.
+
+    layer: states [n, hidden] -> logits [n, vocabulary]. targets: the tokens that follow the states [n].
+    """
+    total, kl, same = 0.0, [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
+    theirs = None if kept is None else kept.states(window)
+    at_once = max(1, LOGITS_AT_A_TIME // vocab_size)
+    for first in range(0, len(targets), at_once):
+        part = slice(first, first + at_once)
+        logits = layer(states[part]).float()
+        log_q = logits.log_softmax(-1)
+        total -= float(log_q.gather(-1, targets[part, None]).double().sum())
+        if kept is not None and theirs is not None:
+            other = kept.logits(theirs[part])
+            log_p = other.log_softmax(-1)
+            kl.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0).cpu())
+            same.append((other.argmax(-1) == logits.argmax(-1)).cpu())
+    return total, torch.cat(kl).numpy(), torch.cat(same).numpy()
 
 
 def window_batches(windows: list[np.ndarray], chosen: range, batch_size: int) -> Iterator[range]:
-    """Consecutive windows of equal length, at most ``batch_size``."""
+    """Yield consecutive windows of equal length, at most ``batch_size``."""
     start = chosen.start
     while start < chosen.stop:
         stop = start + 1
@@ -170,13 +199,14 @@ def window_batches(windows: list[np.ndarray], chosen: range, batch_size: int) ->
 
 
 def logits_scale(model: "PreTrainedModel") -> float:
-    """What the logits of a model are multiplied with; 1 for a family that ladderize does not know."""
+    """Return the number that a model's logits are multiplied with; 1 for a family that ladderize does not know."""
     config = model.config.to_dict()
     return 1.0 if find_family(config) is None else decoder_of(config).logits_scale
 
 
 def no_plain_head(model: "PreTrainedModel") -> str | None:
-    """Why this model's logits are not its output layer's product with its scaled final states; None where they are.
+    """Return why this model's logits are not its output layer's product with its scaled final states; None where they
+    are.
 
     Some architectures scale or cap their logits. It is tried out, on a few tokens. Where logits are scaled,
     transformers rounds them once more, which is no other model: states that are scaled first are rounded too.
@@ -188,28 +218,8 @@ def no_plain_head(model: "PreTrainedModel") -> str | None:
     ids = torch.arange(min(PROBE_TOKENS, model.config.vocab_size), device=device)[None]
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=False).logits.float()
-        found = layer(body(input_ids=ids, use_cache=False).last_hidden_state).float() * scale
+        product = layer(body(input_ids=ids, use_cache=False).last_hidden_state).float() * scale
     tolerance = 1e-6 if scale == 1 else max(1e-6, torch.finfo(model.dtype).eps)
-    if found.shape != expected.shape or (found - expected).abs().max() > tolerance * expected.abs().max():
+    if product.shape != expected.shape or (product - expected).abs().max() > tolerance * expected.abs().max():
         return "its architecture changes its logits after its output layer"
     return None
-
-
-def check_scoring_room(
-    model: "PreTrainedModel", windows: list[np.ndarray], batch_size: int, *, plain: bool, compared: bool
-) -> None:
-    """Raise UserError where a batch does not fit into memory: one layer's work, or the logits of a model without a
-    ``plain`` head; and logits of as many tokens as are held at once."""
-    longest, at_once = max(map(len, windows)), min(batch_size, len(windows))
-    embedding = next(model.get_input_embeddings().parameters())
-    config, itemsize = model.config, embedding.dtype.itemsize
-    logits_at_once = min(longest, max(1, COMPARED_AT_ONCE // config.vocab_size)) * config.vocab_size
-    width = config.vocab_size
-    if plain:
-        width = 4 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
-    check_room(
-        at_once * longest * width * itemsize + logits_at_once * 4 * (6 if compared else 2),
-        embedding.device,
-        f"scoring {at_once:,} windows of {longest:,} tokens at a time",
-        "lower --batch-size or --seq-len",
-    )

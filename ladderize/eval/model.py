@@ -1,7 +1,8 @@
-"""What a model that is opened for evaluation offers, whatever computes it."""
+"""The interface of a model that is opened for evaluation, whatever computes it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,27 @@ from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvaluatedModel
 from ladderize.layout import Layout
 from ladderize.modeling import load_tokenizer
-from ladderize.runtime.requests.continuous import Prompt
-from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user gave it, folder of the checked model
+
+
+@dataclass(frozen=True)
+class WindowScores:
+    """Scores of windows, in their order. A window of n ids has n - 1 scored tokens: all but its first.
+
+    nll: the summed negative log-likelihood of each window in nats, float64 [windows].
+    kl: for each window KL(reference || this model) at each scored token in nats, float32 [n - 1].
+    same_top: for each window at each scored token, both models hold the same token most likely, bool [n - 1].
+    kl and same_top are None where no reference was given.
+    """
+
+    nll: np.ndarray
+    kl: list[np.ndarray] | None = None
+    same_top: list[np.ndarray] | None = None
 
 
 class EvalModel(ABC):
@@ -48,7 +62,7 @@ class EvalModel(ABC):
         import torch
         import transformers
 
-        self.name, self.config, self.tokenizer = name, config, tokenizer
+        self.name, self.tokenizer = name, tokenizer
         self.vocab_size, self.positions, self.hidden_size = vocab_size, positions, hidden_size
         layout = Layout.from_config(dict(config))
         self.described = EvaluatedModel(
@@ -71,18 +85,16 @@ class EvalModel(ABC):
         reference: Path | None = None,
         advance: Callable[[int], None] = lambda n: None,
     ) -> WindowScores:
-        """Score windows, int64 [n] each. batch_size: windows at a time, where that is not the engine's to say. advance:
-        told how many are done.
+        """Score windows, int64 [n] each. advance: told how many more are done.
 
-        keep: a folder into which this model's states and its output layer are written (``ladderize.predictions``; who
-        calls writes what they are of), for others to be compared with. reference: a folder that ``keep`` of another
-        model filled for the same windows. Raises UserError where memory or the disk does not do.
+        keep: a folder into which this model's states and its output layer are written (``eval.predictions``; the caller
+        writes what they are of), for others to be compared with. reference: a folder that ``keep`` of another model
+        filled for the same windows. Raises UserError where the disk does not do.
         """
 
     @abstractmethod
     def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
-        """An ``lm_eval.api.model.LM`` of this model. add_bos: whether texts begin with BOS, which is the same for all
-        models."""
+        """Return an ``lm_eval.api.model.LM`` of this model. add_bos: texts begin with BOS, the same for all models."""
 
     @abstractmethod
     def close(self) -> None:
@@ -97,24 +109,9 @@ class EvalModel(ABC):
         self.close()
 
 
-class AnsweringModel(EvalModel):
-    """A model that scores and continues token ids, which is all that ``backends.lm.AnsweringLM`` needs. folder: its
-    own. batch_size: texts that are continued at a time."""
-
-    folder: Path
-    batch_size: int
-
-    @abstractmethod
-    def score_endings(self, endings: list[Ending], advance: Callable[[int], Any]) -> EndingScores:
-        """Log-likelihoods of the ends of texts, each of at most ``positions`` + 1 tokens: the last one is not read."""
-
-    @abstractmethod
-    def continue_prompts(self, prompts: list[Prompt], advance: Callable[[int], Any]) -> list[list[int]]:
-        """The new tokens of each prompt, the one that ends it included."""
-
-
 def open_tokenizer(name: str, folder: Path, options: EvalOptions) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a checked model, where what is asked for needs one. Raises UserError where tasks have none."""
+    """Open the tokenizer of a checked model, where what is asked for needs one. Raises UserError where tasks have
+    none."""
     needed = bool(options.tasks) or (options.perplexity is not None and needs_tokenizer(options.perplexity))
     tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code) if needed else None
     if options.tasks and tokenizer is None:

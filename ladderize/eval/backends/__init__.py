@@ -1,1 +1,0 @@
-"""The model that is scored: transformers or the runtime, in the words of lm-eval."""

@@ -1,1 +1,0 @@
-"""The run of ``ladderize eval``, from its tasks to its tables."""

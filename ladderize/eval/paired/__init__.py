@@ -1,1 +1,0 @@
-"""Statistics of two models' answers to the same questions, on stored samples."""

@@ -1,0 +1,101 @@
+"""Comparisons for people: a table, and sentences that say as much as the intervals show. Imports no torch."""
+
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from ladderize.eval.compare import metric_name
+from ladderize.eval.comparison import POINT, ComparisonDocument, PooledComparison, TaskComparison
+
+
+def heading(document: ComparisonDocument) -> str:
+    """Return the names of both models, short where they differ."""
+    reference, other = (PurePath(name).name or name for name in (document.reference, document.other))
+    if reference == other:
+        reference, other = document.reference, document.other
+    return f"{other} against {reference} ({document.level:.0%} intervals)"
+
+
+def difference_rows(document: ComparisonDocument) -> list[dict[str, str]]:
+    """Return a row for each metric, then one for all tasks. Metrics between 0 and 1 are in points."""
+    compared: list[TaskComparison | PooledComparison] = [*document.tasks]
+    if document.overall is not None and len(document.overall.tasks) > 1:
+        compared.append(document.overall)
+    return [_row(one, document.margin) for one in compared]
+
+
+def _row(one: TaskComparison | PooledComparison, margin: float) -> dict[str, str]:
+    unit, digits = (1.0, ".4g") if one.verdict is None else (POINT, ".1f")
+    row = {
+        "task": one.task if isinstance(one, TaskComparison) else _pooled_name(one),
+        "metric": metric_name(one.metric, one.filter) if isinstance(one, TaskComparison) else "",
+        "ref.": f"{one.reference_value / unit:{digits}}",
+        "other": f"{one.value / unit:{digits}}",
+        "change": f"{one.difference / unit:+{digits}}",
+        "interval": interval_words(one.low, one.high, f"+{digits}", unit=unit),
+        "flips": flip_words(one),
+        "p": "",
+        f"\u2264{margin:g} worse": (one.verdict or "").removesuffix(" samples"),
+    }
+    if isinstance(one, TaskComparison) and one.mcnemar_p is not None:
+        row["p"] = f"{one.mcnemar_p:.3f}" if one.mcnemar_p >= 0.001 else f"{one.mcnemar_p:.0e}"
+    return row
+
+
+def flip_words(one: TaskComparison | PooledComparison) -> str:
+    """Return how many answers became wrong, and how many right; nothing for metrics that are not 0 or 1."""
+    if not isinstance(one, TaskComparison) or one.right_to_wrong is None:
+        return ""
+    return f"-{one.right_to_wrong} +{one.wrong_to_right}"
+
+
+def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
+    """Yield what the whole comparison shows, then what to keep in mind."""
+    if document.overall is not None:
+        yield verdict_sentence(document.overall, document.margin)
+    if (perplexity := document.perplexity) is not None:
+        stderr = "" if perplexity.stderr is None else f" (standard error {perplexity.stderr:.4f})"
+        yield (
+            f"Perplexity {perplexity.reference_value:.4f} to {perplexity.value:.4f}, a difference of"
+            f" {perplexity.difference:+.4f}{stderr}{_from_to(perplexity.low, perplexity.high)}; a factor of"
+            f" {perplexity.ratio:.4f}."
+        )
+    if (predictions := document.predictions) is not None:
+        yield (
+            f"Predictions: mean KL divergence {predictions.mean_kl:.4g} nats per token"
+            f"{_from_to(predictions.low, predictions.high, '.4f')}, 99th percentile {predictions.p99_kl:.4g}; the"
+            f" same most likely next token in {predictions.same_top_share:.1%} of {predictions.tokens:,} tokens."
+        )
+    yield from (f"Left out: {sentence}." for sentence in document.left_out)
+    yield from (f"Note: {sentence}." for sentence in document.remarks)
+
+
+def verdict_sentence(one: PooledComparison, margin: float) -> str:
+    """Say whether the other model is at most the margin worse, and claim no more than the interval shows."""
+    points = margin_text(margin)
+    interval = _from_to(one.low, one.high, "+.2f", unit=POINT)
+    numbers = f"{one.difference / POINT:+.2f} points{interval}, {one.samples:,} samples"
+    if one.verdict == "too few samples":
+        return (
+            f"At most {points} worse over {_pooled_name(one)}: too few samples ({numbers}); about"
+            f" {one.samples_needed:,} would be needed if the models are equally good, more if they are not."
+        )
+    claim, shown = ("More than", "shown") if one.verdict == "worse" else ("At most", one.verdict)
+    return f"{claim} {points} worse over {_pooled_name(one)}: {shown} ({numbers})."
+
+
+def margin_text(margin: float) -> str:
+    """Return ``1 point``."""
+    return f"{margin:g} point{'s' * (margin != 1)}"
+
+
+def interval_words(low: float | None, high: float | None, digits: str, *, unit: float = 1.0) -> str:
+    """Return ``-0.1 to +0.2``. digits: how the ends are written, as for ``format``."""
+    return "none" if low is None or high is None else f"{low / unit:{digits}} to {high / unit:{digits}}"
+
+
+def _pooled_name(one: PooledComparison) -> str:
+    return "the task" if len(one.tasks) == 1 else f"all {len(one.tasks)} tasks"
+
+
+def _from_to(low: float | None, high: float | None, digits: str = "+.4f", *, unit: float = 1.0) -> str:
+    return ", no interval" if low is None or high is None else f", {interval_words(low, high, digits, unit=unit)}"
