@@ -123,7 +123,7 @@ class Browser:
         assert self.driver.switch_to.active_element == element, "it does not take the focus"
 
     def tab_stops(self, at_most: int) -> tuple[list[str], list[str]]:
-        """Return all that the tab key reaches from the top of the page, in order, described by tag, id and name; and those
+        """Return all that the tab key reaches from the page's top, in order, described by tag, id and name; and those
         of them that look the same with and without the focus."""
         self.run("document.activeElement.blur(); getSelection().removeAllRanges(); scrollTo(0, 0); rememberLooks()")
         stops: list[str] = []

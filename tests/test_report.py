@@ -385,7 +385,7 @@ def test_a_retraining_is_drawn_by_its_divergence(tmp_path):
 
 
 def test_runs_with_and_without_a_teacher_are_drawn_by_their_perplexity(tmp_path):
-    """A measure that only one of them has tells them not apart; folders of the same name are told by those above them."""
+    """A measure that only one has tells them not apart; folders of the same name are told by those above them."""
     write_metrics(tmp_path / "a" / "model", [9.0, 4.0])
     write_metrics(tmp_path / "b" / "model", [9.0, 5.0], dense=None)
     page = page_of(tmp_path / "a", tmp_path / "b")

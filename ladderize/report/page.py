@@ -68,7 +68,7 @@ class ReportPage:
 
 @dataclass(frozen=True)
 class ReportSummary(Record):
-    """The answer, and the files that were written. best: the model that is recommended. files: page, Markdown, pictures."""
+    """The answer, and what was written. best: the model that is recommended. files: page, Markdown, pictures."""
 
     out: str
     headline: str

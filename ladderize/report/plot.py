@@ -1,4 +1,4 @@
-"""The parts that plots of a report share: a plot with its data as a table, what is measured, and the looks of models."""
+"""Parts that all plots share: a plot with its data as a table, what is measured, and the looks of models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The accuracy that adaptation wins back: each model against the tokens that it read, and each retraining while it ran."""
+"""Accuracy that adaptation wins back: of each model against the tokens that it read, and of retrainings while they ran."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
