@@ -13,6 +13,7 @@ from ladderize.plan.options import CalibrateOptions
 
 if TYPE_CHECKING:
     from ladderize.plan.calibrate import CalibrationDocument
+    from ladderize.plan.timing import TimedMessage, TimedProduct
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _show(document: "CalibrationDocument", console: Console) -> None:
     lines = []
     for group in document.groups:
         ranks = f"{group.ranks} rank{'s' * (group.ranks > 1)}"
-        timed = {
+        timed: dict[str, list[TimedProduct | TimedMessage]] = {
             f"products of {rows} row{'s' * (rows > 1)}, {ranks}": [one for one in group.products if one.rows == rows]
             for rows in dict.fromkeys(one.rows for one in group.products)
         }

@@ -129,12 +129,19 @@ def _fitted_device(options: CalibrateOptions, groups: Sequence[TimedGroup], know
         source="ladderize calibrate, on the device itself",
     )
     if known is not None:
-        shares = {
-            "bandwidth_share": min(1.0, bandwidth / known.memory_bandwidth_gb_s),
-            "matmul_share": min(1.0, 1e12 * rate / known.peak_flop_s(dtype)),
-        }
-        own = {name: getattr(device, name) for name in ("name", "kernel_us", "engine", "calibrated", "source")}
-        device = replace(known, **own, **shares, thin_us=0.0, thin_share=0.0, serial_share=0.0)
+        device = replace(
+            known,
+            name=options.name,
+            bandwidth_share=min(1.0, bandwidth / known.memory_bandwidth_gb_s),
+            matmul_share=min(1.0, 1e12 * rate / known.peak_flop_s(dtype)),
+            kernel_us=device.kernel_us,
+            thin_us=0.0,
+            thin_share=0.0,
+            serial_share=0.0,
+            engine=device.engine,
+            calibrated=True,
+            source=device.source,
+        )
     few = [one for one in products if THIN_ROWS[0] <= one.rows <= THIN_ROWS[1] and one.rows < most]
     if not few:
         return device

@@ -192,8 +192,8 @@ class _Pass:
         return self.multiplied(rows, inner, outer, *self.projection)
 
     def multiplied(self, rows: float, inner: float, outer: float, weight: int, read: int, flop_s: float) -> float:
-        how = {"weight": weight, "read": read, "width": self.width, "flop_s": flop_s}
-        return product_seconds(self.device, rows, inner, outer, **how)
+        width = self.width
+        return product_seconds(self.device, rows, inner, outer, weight=weight, read=read, width=width, flop_s=flop_s)
 
     def moved(self, size: float) -> float:
         return size / self.bytes_s
