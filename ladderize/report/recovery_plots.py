@@ -1,4 +1,4 @@
-"""Accuracy that adaptation wins back: of each model against the tokens that it read, and of retrainings while they ran."""
+"""Accuracy that adaptation wins back: of each model by the tokens that it read, and of retrainings while they ran."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
