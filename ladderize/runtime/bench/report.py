@@ -124,7 +124,7 @@ def show_tables(
         right = [key for key in kept if key not in ("model", "class", "schedule")]
         console.table([{key: line[key] for key in kept} for line in lines], right=right)
     console.result("")
-    for line in (*explanations, *_explained_columns([one for _, one in communications])):
+    for line in (*_explained_columns([one for _, one in communications]), *explanations):
         console.prose(line)
     if any(row.is_random for row in document.rows):
         console.prose("Weights are random: only the times are meaningful.")
@@ -133,7 +133,7 @@ def show_tables(
 
 
 def _explained_columns(communications: Sequence[PhaseCommunication]) -> Iterator[str]:
-    yield "speed-up: over the first row of this batch; its 95 % interval says how far the rounds disagree."
+    yield "speed-up: over the first row of its batch size; its 95 % interval says how far the rounds disagree."
     if any(one.alone_ms for one in communications):
         yield "waited ms: longer than the same model without communication."
         yield "hidden ms: comm. alone ms (the communication by itself) minus waited ms; for what overlaps."
