@@ -291,7 +291,7 @@ def _rows(
             )
         )
         if variant is first and "no-comm" in baselines:
-            figures |= {"model": NO_COMM, "kind": BASELINE_ROW, "checked": False, "overlap": None}
+            figures |= {"model": NO_COMM, "kind": BASELINE_ROW, "overlap": None}
             figures["samples_ms"] = variant.silent.samples_ms()
             rows.append(BenchRow(**figures, **speed(variant.silent.seconds, first.timed.seconds)))
     return rows
