@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ladderize import convert_checkpoint, load
+from ladderize.checkpoint import writing
 from ladderize.convert import pipeline
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
@@ -25,6 +26,7 @@ LADDER = Recipe(ladder="2:")
 STOPPER = """
 import os, sys, time
 from pathlib import Path
+from ladderize.checkpoint import writing
 from ladderize.convert import pipeline
 from ladderize.files import output
 from ladderize.convert.recipe import Recipe
@@ -33,7 +35,7 @@ def stop(*args, **kwargs):
     Path(flag).touch()
     time.sleep(3600)
 module, name = moment.split(".")
-target = {"output": output, "pipeline": pipeline, "os": os}[module]
+target = {"output": output, "writing": writing}[module]
 if moment == "output._exchange":  # no exchange: stop between the two renames
     output._exchange = lambda a, b: False
     rename, calls = os.rename, []
@@ -59,7 +61,7 @@ def kill_at(moment: str, source: Path, out: Path, tmp_path: Path) -> None:
     flag.unlink()
 
 
-@pytest.mark.parametrize("moment", ["pipeline.write", "output._take_place"])
+@pytest.mark.parametrize("moment", ["writing.write_weights", "output._take_place"])
 def test_killed_before_there_was_anything(llama, tmp_path, moment):
     before = fingerprint(llama)
     kill_at(moment, llama, tmp_path / "out", tmp_path)
@@ -166,7 +168,7 @@ def test_system_errors_while_writing(llama, tmp_path, monkeypatch, failure):
     def fail(*args, **kwargs):
         raise OSError(failure, os.strerror(failure))
 
-    monkeypatch.setattr(pipeline, "write", fail)
+    monkeypatch.setattr(writing, "write_weights", fail)
     outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "2:")
     assert os.strerror(failure).lower() in one_sentence(outcome)
     assert listing(tmp_path) == ["src"]
@@ -201,7 +203,7 @@ def test_a_disk_that_fails_meanwhile(llama, tmp_path, monkeypatch):
     def fail(path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(pipeline, "fsync", fail)
+    monkeypatch.setattr(writing, "fsync", fail)
     outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "2:", "--no-verify")
     assert "input/output error); nothing was left there" in one_sentence(outcome)
     assert listing(tmp_path) == ["src"]

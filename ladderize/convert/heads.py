@@ -9,9 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ladderize.checkpoint.config import kv_head_count
+from ladderize.checkpoint.shards import Move
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.files.records import Record
@@ -23,14 +24,6 @@ HEAD_MAP = "head_map.json"  # the copy in a checkpoint that was made with one
 MOVING = re.compile(
     r"self_attn\.(?:([qkv])_proj\.(?:weight|bias)|(o)_proj\.weight)"
 )  # o's bias is added after heads are summed
-
-
-class Move(NamedTuple):
-    """Equal blocks of a tensor's rows (axis 0) or columns (axis 1) change places: the one at position p was at
-    ``order[p]``."""
-
-    order: tuple[int, ...]
-    axis: int
 
 
 def kv_order(order: Sequence[int], kv_heads: int) -> tuple[int, ...]:

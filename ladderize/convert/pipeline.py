@@ -6,10 +6,7 @@ import functools
 import hashlib
 import json
 import re
-import shutil
-from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +14,18 @@ import yaml
 
 from ladderize import __version__
 from ladderize.checkpoint.quantised import dense_targets
-from ladderize.checkpoint.reading import INDEX, WEIGHTS, header_sha256, read_weight_map
+from ladderize.checkpoint.reading import INDEX, header_sha256
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import SCHEMA_VERSION, SILENT, Console, human_bytes, sentence
+from ladderize.checkpoint.writing import Content, write_checkpoint
+from ladderize.console import SCHEMA_VERSION, SILENT, Console
 from ladderize.convert.card import make_card, source_card
 from ladderize.convert.plan import Changes, ConversionReport, Plan, make_plan, report_of
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import verify as verify_output
 from ladderize.convert.verify import what_is_verified
-from ladderize.convert.weights import index_for, write_shard
-from ladderize.errors import UserError
 from ladderize.families.registry import family_of
 from ladderize.files import output
 from ladderize.files.regular import resolved
-from ladderize.files.temporaries import fsync
 from ladderize.layout import CONFIG_KEYS, Layout
 from ladderize.modeling import auto_map
 
@@ -40,7 +35,7 @@ REMOTE_CODE = Path(__file__).parent / "remote_code"
 
 
 def make_config(plan: Plan) -> dict[str, Any]:
-    """The output's config.json: the source's, with model type, code and layout exchanged."""
+    """Return the output's config.json: the source's, with model type, code and layout exchanged."""
     dropped_keys = {*CONFIG_KEYS, "auto_map", "ladder_layers"}
     config = {key: value for key, value in plan.source.config.items() if key not in dropped_keys}
     if plan.recipe.dtype:
@@ -58,7 +53,7 @@ def make_config(plan: Plan) -> dict[str, Any]:
 
 
 def full_recipe(plan: Plan) -> Recipe:
-    """The recipe that makes this output of the dense model, also where the layout was the source's and went unsaid."""
+    """Return the recipe that makes this output of the dense model, also where the layout went unsaid."""
     if plan.recipe.names_layers or plan.after.is_dense:
         return plan.recipe
     made = Recipe.from_layout(plan.after)
@@ -67,7 +62,7 @@ def full_recipe(plan: Plan) -> Recipe:
 
 
 def make_record(plan: Plan) -> dict[str, Any]:
-    """The content of ladderize.yaml: what was done, to what, by which version."""
+    """Return the content of ladderize.yaml: what was done, to what, by which version."""
     folder = plan.source.folder
     files = [folder / name for name in ("config.json", INDEX) if (folder / name).is_file()]
     hashes: dict[str, dict[str, str | int]] = {
@@ -100,12 +95,12 @@ def make_record(plan: Plan) -> dict[str, Any]:
 
 
 def record_text(plan: Plan) -> str:
-    """ladderize.yaml."""
+    """Return the text of ladderize.yaml."""
     return yaml.safe_dump(make_record(plan), sort_keys=False, allow_unicode=True)
 
 
 def is_written(plan: Plan) -> bool:
-    """Whether OUT is what this plan makes: a run may be killed after its output appeared.
+    """Return whether OUT is what this plan makes: a run may be killed after its output appeared.
 
     The record has hashes of the source's configuration and a fingerprint of its weights; other files are compared.
     """
@@ -120,57 +115,20 @@ def is_written(plan: Plan) -> bool:
     )
 
 
-def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None]) -> Counter[str]:
-    """Write the whole output into ``folder``; returns how many weight files were linked, reflinked, copied,
-    rewritten."""
-    source, how = plan.source.folder, Counter[str]()
-    with ThreadPoolExecutor(1) as behind:
-        on_disk = []
-        for shard in plan.shards:
-            if shard.rewritten:
-                write_shard(plan.source, shard, folder / shard.file, advance)
-                how["rewritten"] += 1
-            else:
-                how[output.transfer(source / shard.file, folder / shard.file, copy=copy, advance=advance)] += 1
-            on_disk.append(behind.submit(fsync, folder / shard.file))  # the disk works while the next is written
-        for done in on_disk:
-            done.result()  # Linux tells an error of the disk once: the fsync at the end would not see it
-    if plan.weight_files != [WEIGHTS]:
-        index = index_for(plan.shards)
-        if not plan.rewritten and index["weight_map"] == read_weight_map(source):
-            shutil.copyfile(source / INDEX, folder / INDEX)
-        else:
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    for relative in plan.carried:
-        target = folder / relative
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / relative, target)
-    for name, text in plan.changes.extra_files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(make_config(plan), indent=2, allow_nan=False) + "\n")
+def content_of(plan: Plan) -> Content:
+    """Return what the output's folder will hold."""
+    copied, texts = {}, dict(plan.changes.extra_files)
+    texts["config.json"] = json.dumps(make_config(plan), indent=2, allow_nan=False) + "\n"
+    texts[RECORD] = record_text(plan)
+    texts["README.md"] = make_card(plan)
     if not plan.after.is_dense:
         family = family_of(plan.source.config)
         for name in ("ladderized", f"ladderized_{family.model_type}"):  # what all families share, and this one's
             for kind in ("configuration", "modeling"):
-                shutil.copyfile(REMOTE_CODE / f"{kind}_{name}.py", folder / f"{kind}_{name}.py")
-    (folder / RECORD).write_text(record_text(plan), encoding="utf-8")
-    if (card := source_card(source)) is not None:
-        shutil.copyfile(card, folder / "README.source.md")
-    (folder / "README.md").write_text(make_card(plan), encoding="utf-8")
-    return how
-
-
-def check_space(plan: Plan, *, copy: bool) -> None:
-    """Find a full disk before writing, not after an hour."""
-    parent = output.existing_parent(plan.out)
-    same_disk = parent.stat().st_dev == plan.source.folder.resolve().stat().st_dev
-    needed = sum(shard.nbytes for shard in plan.shards if shard.rewritten or copy or not same_disk)
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise UserError(
-            f"OUT {plan.out} needs {human_bytes(needed)}, but only {human_bytes(free)} are free there; choose another"
-            " disk"
-        )
+                copied[f"{kind}_{name}.py"] = REMOTE_CODE / f"{kind}_{name}.py"
+    if (card := source_card(plan.source.folder)) is not None:
+        copied["README.source.md"] = card
+    return Content(plan.source, plan.shards, plan.carried, copied, texts)
 
 
 def convert_checkpoint(
@@ -187,7 +145,7 @@ def convert_checkpoint(
     check: Callable[[Path], Mapping[str, Any]] | None = None,
     console: Console = SILENT,
 ) -> ConversionReport:
-    """Convert the checkpoint ``src`` (a folder or a hub id) into the folder ``out``; returns what was done.
+    """Convert the checkpoint ``src`` (a folder or a hub id) into the folder ``out``; return what was done.
 
     recipe: what to do, or just the layout to make of it.
 
@@ -212,19 +170,14 @@ def convert_checkpoint(
     report = report_of(plan)
     if dry_run:
         return report
-    checked = verified = None
-    check_space(plan, copy=copy)
-    try:
-        with output.atomic_folder(plan.out, overwrite=overwrite) as folder:
-            with console.progress(
-                "writing weights", sum(shard.read_bytes for shard in plan.shards), is_bytes=True
-            ) as advance:
-                how = write(plan, folder, copy=copy, advance=advance)
-            if check is not None:
-                checked = check(folder)
-            if verify:
-                with console.stage(f"verifying: {what_is_verified(plan.quantisation)}"):
-                    verified = verify_output(folder, plan.weight_bytes, plan.quantisation)
-    except OSError as error:
-        raise UserError(f"writing OUT {plan.out} failed ({sentence(error)}); nothing was left there") from error
-    return dataclasses.replace(report, checked=checked, verified=verified, written=True, weights=dict(how))
+    results: dict[str, Any] = {"checked": None, "verified": None}
+
+    def examine(folder: Path) -> None:
+        if check is not None:
+            results["checked"] = check(folder)
+        if verify:
+            with console.stage(f"verifying: {what_is_verified(plan.quantisation)}"):
+                results["verified"] = verify_output(folder, plan.weight_bytes, plan.quantisation)
+
+    how = write_checkpoint(content_of(plan), plan.out, copy=copy, overwrite=overwrite, check=examine, console=console)
+    return dataclasses.replace(report, **results, written=True, weights=dict(how))

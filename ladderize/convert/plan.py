@@ -26,6 +26,7 @@ from ladderize.checkpoint.reading import (
     has_tokenizer,
     resolve_json,
 )
+from ladderize.checkpoint.shards import Shard, parse_size, plan_shards
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
@@ -33,7 +34,6 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.retraining import layout_warning, read_retrainings
 from ladderize.convert.selection import Selection
 from ladderize.convert.verify import Verification
-from ladderize.convert.weights import Shard, parse_size, plan_shards
 from ladderize.errors import UserError
 from ladderize.families.registry import family_of, is_authors, is_ladderized
 from ladderize.files import output

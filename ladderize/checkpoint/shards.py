@@ -1,11 +1,14 @@
-"""Writing safetensors anew, for another dtype, other shards, heads or values: a chunk at a time, never a whole tensor
-in memory."""
+"""The weight files of an output: taken over, or written anew for another dtype, other shards, heads or values.
+
+They are written a chunk at a time: a whole tensor is never in memory.
+"""
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
+from typing import NamedTuple
 
 from ladderize.checkpoint.reading import (
     DTYPE_BYTES,
@@ -17,7 +20,6 @@ from ladderize.checkpoint.reading import (
     torch_dtype,
 )
 from ladderize.checkpoint.tensors import TensorReader, encode_header
-from ladderize.convert.heads import Move
 from ladderize.errors import UsageError, UserError
 
 MOVED_AT_ONCE = 4 << 20  # bytes read at a time; a multiple of every element size
@@ -25,10 +27,23 @@ ROUNDED_AT_ONCE = 128 << 10  # where numpy casts: malloc keeps pieces this small
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+class Move(NamedTuple):
+    """A permutation of equal blocks of a tensor's rows (axis 0) or columns (axis 1).
+
+    order: the block at position p was at ``order[p]``.
+    """
+
+    order: tuple[int, ...]
+    axis: int
+
+
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file to write: its name there, the safetensors dtype it is stored as, where its values lie now,
-    and how its rows or columns move on the way."""
+    """One tensor of a file to write.
+
+    name: its name there. dtype: the safetensors dtype that it is stored as. source: where its values lie now. move: how
+    its rows or columns move on the way.
+    """
 
     name: str
     dtype: str
@@ -42,8 +57,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file of the output: its tensors in the order in which they lie. Not ``rewritten``: it is the
-    source's."""
+    """A safetensors file of the output, with its tensors in the order in which they lie.
+
+    rewritten: False where it is the source's own file.
+    """
 
     file: str
     entries: tuple[Entry, ...]
@@ -59,7 +76,7 @@ class Shard:
 
 
 def parse_size(text: str, *, option: str = "--max-shard-size") -> int:
-    """``5GB``, ``500MB``, ``2GiB`` or plain bytes; raises UsageError."""
+    """Return the bytes of ``5GB``, ``500MB``, ``2GiB`` or a plain number; raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
     if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
         raise UsageError(f"{option}: {text!r} is not a size; write for example 5GB or 500MB")
@@ -74,7 +91,7 @@ def plan_shards(
     moves: Mapping[str, Move] | None = None,
     replace: Mapping[str, TensorInfo] | None = None,
 ) -> list[Shard]:
-    """The weight files of an output. Without ``max_bytes`` every tensor stays in the file it is in.
+    """Return the weight files of an output. Without ``max_bytes`` every tensor stays in the file that it is in.
 
     dtype: store all as float32, float16 or bfloat16. moves: what changes places, by tensor. replace: tensors whose
     values come from elsewhere and do not move; they are stored in the dtype of those that they replace. Raises
@@ -165,7 +182,7 @@ def _stream(entry: Entry, reader: TensorReader, writer: BufferedIOBase, advance:
 
 
 def _move_columns(chunk: memoryview, order: tuple[int, ...], row: int) -> memoryview:
-    """Whole rows of ``row`` bytes each with their blocks in ``order``: bytes, whatever the dtype."""
+    """Return whole rows of ``row`` bytes each with their blocks in ``order``: bytes, whatever the dtype."""
     import numpy as np
 
     return (
@@ -180,7 +197,7 @@ def _is_rounded(entry: Entry) -> bool:
 
 
 def _cast(chunk: memoryview, entry: Entry) -> memoryview:
-    """Raises UserError where a finite value would become infinite."""
+    """Return the values in the entry's dtype; raises UserError where a finite one would become infinite."""
     cast, overflows = _round(chunk) if _is_rounded(entry) else _cast_by_torch(chunk, entry)
     if overflows:
         raise UserError(
@@ -190,8 +207,10 @@ def _cast(chunk: memoryview, entry: Entry) -> memoryview:
 
 
 def _round(chunk: memoryview) -> tuple[memoryview, bool]:
-    """float32 to bfloat16, rounded to nearest even: the bits that torch makes with AVX2 or AVX512, but without torch,
-    whose import takes as long as copying 2 GB."""
+    """Round float32 to the nearest even bfloat16; return the bits, and whether any finite value became infinite.
+
+    These are torch's bits, but without torch, whose import takes as long as copying 2 GB.
+    """
     import numpy as np
 
     values = np.frombuffer(chunk, np.float32)
@@ -207,7 +226,7 @@ def _round(chunk: memoryview) -> tuple[memoryview, bool]:
 
 
 def _cast_by_torch(chunk: memoryview, entry: Entry) -> tuple[memoryview, bool]:
-    """In one thread: a chunk takes 0.4 ms, and a second thread is waited for longer wherever the cores are busy."""
+    """Cast in one thread: a chunk takes 0.4 ms, and where the cores are busy a second thread is waited for longer."""
     import torch
 
     threads = torch.get_num_threads()
@@ -223,7 +242,7 @@ def _cast_by_torch(chunk: memoryview, entry: Entry) -> tuple[memoryview, bool]:
 
 
 def index_for(shards: list[Shard]) -> Mapping[str, object]:
-    """The content of model.safetensors.index.json."""
+    """Return the content of model.safetensors.index.json."""
     weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
     return {
         "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
