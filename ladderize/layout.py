@@ -79,8 +79,10 @@ def _parse_range(part: str, num_layers: int, option: str) -> range:
 
 
 def format_ranges(layers: Iterable[int]) -> str:
-    """The shortest text that ``parse_ranges`` reads back: ``[4, 8, 9, 10]`` -> ``4,8:11``. Of an empty list: ``none``,
-    for people."""
+    """Return the shortest text that ``parse_ranges`` reads back: ``[4, 8, 9, 10]`` -> ``4,8:11``.
+
+    An empty list is ``none``, for people.
+    """
     parts: list[list[int]] = []
     for layer in sorted(layers):
         if parts and parts[-1][1] == layer:
@@ -188,8 +190,7 @@ class Layout:
 
     @property
     def converted_layers(self) -> list[int]:
-        """Layers that compute something else than the dense model's: of their own sync point, or of the stream that
-        they read."""
+        """Return the layers that compute something else than the dense model's, or read another stream."""
         return [
             layer
             for layer in range(self.num_layers)
@@ -197,7 +198,7 @@ class Layout:
         ]
 
     def entering(self, layer: int) -> str:
-        """The mode of the MLP sync point that enters ``layer``; blocking for the first."""
+        """Return the mode of the MLP sync point that enters ``layer``; blocking for the first."""
         return self.mlp_sync[layer - 1] if layer else BLOCKING
 
     def layer_name(self, layer: int) -> str:
@@ -214,7 +215,7 @@ class Layout:
         return (self.attention_sync + self.mlp_sync).count(mode)
 
     def to_config(self) -> dict[str, Any]:
-        """The keys that config.json holds; ``from_config`` reads them back."""
+        """Return the keys that config.json holds; ``from_config`` reads them back."""
         return {
             "attention_sync": list(self.attention_sync),
             "mlp_sync": list(self.mlp_sync),
@@ -232,7 +233,7 @@ class Layout:
             check_split(config, self.sync_tp_size, name="sync-tp-size")
 
     def __str__(self) -> str:
-        """One line: ``32 layers: ladder 16:32``."""
+        """Return one line: ``32 layers: ladder 16:32``."""
         if self.is_dense:
             return f"{self.num_layers} layers: dense"
         parts = []
@@ -246,7 +247,7 @@ class Layout:
         return f"{self.num_layers} layers: " + ", ".join(parts)
 
     def table(self) -> list[dict[str, Any]]:
-        """One row for each layer: its name, the mode entering it, and its two sync points."""
+        """Return one row for each layer: its name, the mode entering it, and its two sync points."""
         return [
             {
                 "layer": i,
@@ -266,12 +267,12 @@ def check_split(config: Mapping[str, Any], ranks: int, *, name: str) -> None:
 
 
 def fitting_ranks(config: Mapping[str, Any]) -> list[int]:
-    """Every number of ranks that a model can be split into, ascending; 1 is always among them."""
+    """Return every number of ranks that a model can be split into, ascending; 1 is always among them."""
     return [ranks for ranks in range(1, config["num_attention_heads"] + 1) if not _split_problem(config, ranks)]
 
 
 def runnable_sizes(config: Mapping[str, Any], layout: Layout) -> list[int]:
-    """Every number of processes that can run this model with this layout, ascending; 1 is always among them."""
+    """Return every number of processes that can run this model with this layout, ascending; 1 is always among them."""
     return [ranks for ranks in fitting_ranks(config) if (layout.sync_tp_size or 0) % ranks == 0]
 
 

@@ -29,7 +29,7 @@ AUTO_MODELS = {"AutoModel": "Model"} | {
 
 
 def ladderized_name(family: Family, what: str) -> str:
-    """The name of a class of converted models, with its module: what is ``Config``, ``Model``, ``ForCausalLM``, ..."""
+    """Return module and name of a class of converted models; ``what``: ``Config``, ``Model``, ``ForCausalLM``, ..."""
     kind = "configuration" if what == "Config" else "modeling"
     return f"{kind}_ladderized_{family.model_type}.Ladderized{family.class_prefix}{what}"
 
@@ -40,7 +40,7 @@ def auto_map(family: Family) -> dict[str, str]:
 
 
 def ladderized_class(family: Family, what: str) -> Any:
-    """A class of converted models, ``Config``, ``DecoderLayer``, ``ForCausalLM``, ..., as every checkpoint has it."""
+    """Return a class of converted models (``Config``, ``DecoderLayer``, ...), as every checkpoint has it."""
     module, name = ladderized_name(family, what).split(".")
     return getattr(import_module(f"ladderize.convert.remote_code.{module}"), name)
 
@@ -112,7 +112,7 @@ def check_transformers_runs(model: str, config: Mapping[str, Any], folder: Path)
 def load_tokenizer(
     model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a checkpoint, or None where its folder has none.
+    """Return the tokenizer of a checkpoint, or None where its folder has none.
 
     model: a folder or a hub id. A stranger's tokenizer code is never run unless ``trust_remote_code``. kwargs: more for
     transformers. Raises UserError for one that cannot be loaded.

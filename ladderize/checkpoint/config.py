@@ -137,12 +137,12 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the embedding is the LM head too."""
+    """Return whether the embedding is the LM head too."""
     return bool(complete_config(config)["tie_word_embeddings"])
 
 
 def most_positions(config: Mapping[str, Any]) -> int:
-    """The longest text, prompt and new tokens together, that the config promises to handle."""
+    """Return the longest text, prompt and new tokens together, that the config promises to handle."""
     return int(complete_config(config)["max_position_embeddings"] or 2048)
 
 

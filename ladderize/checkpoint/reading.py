@@ -54,7 +54,7 @@ OTHER_WEIGHTS = (*PICKLES, ".gguf", ".h5", ".msgpack", ".onnx")  # neither downl
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies, and under which name: ``start`` and ``stop`` are byte offsets in the file.
+    """The place of one tensor, and its name there: ``start`` and ``stop`` are byte offsets in the file.
 
     Where both are the same, no value is stored: all are zero.
     """
@@ -125,7 +125,7 @@ def check_entries(folder: Path) -> None:
 
 
 def read_stated_config(folder: Path) -> dict[str, Any]:
-    """config.json as it is written, without the NaN and Infinity that Python's JSON lets through."""
+    """Return config.json as it is written, without the NaN and Infinity that Python's JSON lets through."""
     path = folder / "config.json"
     if is_there(path):
         return read_json(path)
@@ -137,7 +137,7 @@ def read_stated_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Every tensor that transformers would read from ``folder``, by its name there, in file order; and remarks."""
+    """Return every tensor that transformers would read from ``folder``, by its name there; and remarks."""
     if is_there(folder / WEIGHTS):
         return read_header(folder, WEIGHTS), []
     if not is_there(folder / INDEX):
@@ -164,7 +164,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
-    """Name of a tensor -> its file, as the index says."""
+    """Return the file of each tensor by its name, as the index says."""
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{folder / INDEX} has no weight_map; download it again")
@@ -220,7 +220,7 @@ def _tensor(name: str, file: str, entry: Mapping[str, Any], base: int) -> Tensor
 
 
 def header_sha256(path: Path) -> str:
-    """A hash of the header (names, dtypes, shapes, offsets): identifies a shard without reading gigabytes."""
+    """Return a hash of the header (names, dtypes, shapes, offsets): identifies a shard without reading gigabytes."""
     with open_regular(path) as file:
         start = file.read(8)
         return hashlib.sha256(start + file.read(int.from_bytes(start, "little"))).hexdigest()
@@ -241,13 +241,13 @@ def _no_weights(folder: Path) -> UserError:
 
 
 def fetch_weights(repo: str, revision: str | None) -> Path:
-    """The snapshot of a hub id with its weights, downloaded if need be; never pickle and other foreign weights."""
+    """Return the snapshot of a hub id with its weights, downloaded if need be; never pickle weights."""
     unwanted = ["original/*", "consolidated*", *(f"*{suffix}" for suffix in OTHER_WEIGHTS)]
     return _snapshot(repo, revision, ignore_patterns=unwanted)
 
 
 def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
-    """A checkpoint's folder and whether it is a local one; of a hub id only the .json files need be there."""
+    """Return a checkpoint's folder, and whether it is local; of a hub id only the .json files need be there."""
     if not source.strip():
         raise UserError("the name of the checkpoint is empty; name a folder or a hub id")
     path = resolved(source)
@@ -281,7 +281,7 @@ def _snapshot(repo: str, revision: str | None, **patterns: Any) -> Path:
 
 
 def torch_dtype(stored: str) -> "torch.dtype":
-    """Torch's dtype for one that safetensors stores; KeyError for one that has none here."""
+    """Return torch's dtype for one that safetensors stores; KeyError for one that has none here."""
     import torch
 
     names = {stored: name for name, stored in STORED_NAMES.items()}
@@ -290,7 +290,7 @@ def torch_dtype(stored: str) -> "torch.dtype":
 
 
 def stored_dtype_name(dtype: "torch.dtype") -> str:
-    """How safetensors calls a dtype; raises ValueError for one that is not written here."""
+    """Return safetensors' name of a dtype; raises ValueError for one that is not written here."""
     name = str(dtype).removeprefix("torch.")
     if name not in STORED_NAMES:
         raise ValueError(f"tensors of {name} are not written; there are {', '.join(STORED_NAMES)}")

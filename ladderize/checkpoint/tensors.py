@@ -88,7 +88,7 @@ class TensorReader:
         return copied
 
     def chunks(self, info: TensorInfo, spans: Sequence[tuple[int, int]], step: int) -> Iterator[memoryview]:
-        """The bytes of a file from each span's start to its stop, at most ``step`` at a time.
+        """Yield the bytes of a file from each span's start to its stop, at most ``step`` at a time.
 
         A chunk is valid until the next one is asked for: one buffer serves all, since fresh memory costs more than the
         copy.
@@ -109,7 +109,7 @@ class TensorReader:
             raise _shorter(self.folder / info.file)
 
     def middle(self, info: TensorInfo, count: int) -> bytes:
-        """The ``count`` bytes in the middle of a tensor, or all there are."""
+        """Return the ``count`` bytes in the middle of a tensor, or all there are."""
         if not info.is_stored:
             return bytes(min(count, info.numel * DTYPE_BYTES[info.dtype]))
         count = min(count, info.nbytes)
@@ -128,12 +128,12 @@ def _shorter(path: Path) -> UserError:
 
 
 def infos_of(tensors: "Mapping[str, Tensor]") -> "dict[str, tuple[torch.dtype, tuple[int, ...]]]":
-    """What ``write_tensors`` has to know beforehand of tensors that are in memory."""
+    """Return what ``write_tensors`` needs to know of tensors that are in memory: name -> (dtype, shape)."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
-    """What a safetensors file begins with: the length of its header, and the header.
+    """Return the beginning of a safetensors file: the length of its header, and the header.
 
     tensors: (name, safetensors dtype, shape), in the order in which their values will follow.
     """
@@ -189,7 +189,7 @@ def write_tensors(
 
 
 def locate_tensors(path: Path) -> dict[str, TensorInfo]:
-    """Where the tensors of one file lie, with its absolute path: what the converter takes as replacements."""
+    """Return the places of one file's tensors, with its absolute path, as ``Changes.replace`` takes them."""
     path = path.resolve()
     return {name: replace(info, file=str(path)) for name, info in read_header(path.parent, path.name).items()}
 
@@ -198,8 +198,10 @@ FINGERPRINT_BYTES = 4096  # of each tensor
 
 
 def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a config decides a model's function, defaults filled in, so that how it is written does not matter. Of
-    what only some families have, that which is not as in a plain Llama."""
+    """Return the part of a config that decides a model's function, with defaults filled in.
+
+    Of keys that only some families have, those count whose values are not a plain Llama's.
+    """
     family = known_family(config)
     full, decoder = family.complete(config), family.describe(config)
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
@@ -215,7 +217,7 @@ def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Which model this is, however it is sharded: a sha256 of names, dtypes, shapes and a few values of every tensor.
+    """Return a sha256 of names, dtypes, shapes and a few values of every tensor: the model's, however it is sharded.
 
     The values are those in the middle of each, which tells two fine-tunes of one shape apart without reading gigabytes.
     Of the config counts what its dense function depends on; the layout does not.

@@ -20,7 +20,7 @@ TAGS = {"ladder": "ladder-residual", "spd": "sync-point-drop"}
 
 
 def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
-    """A card's YAML front matter and its body; ({}, text) where there is none that can be read."""
+    """Return a card's YAML front matter and its body; ({}, text) where there is none that can be read."""
     text = text.replace("\r\n", "\n")
     if text.startswith("---\n") and 0 < (end := text.find("\n---", 4)) <= MAX_YAML_BYTES:
         try:
@@ -33,8 +33,7 @@ def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
 
 
 def source_card(folder: Path) -> Path | None:
-    """The card that somebody wrote for the source: its README.md, or, where that is one of ours, the original kept with
-    it."""
+    """Return the card that somebody wrote for the source; where README.md is ours, the original kept with it."""
     readme, kept = folder / "README.md", folder / "README.source.md"
     if readme.is_file() and MARK.encode() not in read_bytes(readme):
         return readme
@@ -42,7 +41,7 @@ def source_card(folder: Path) -> Path | None:
 
 
 def make_card(plan: Plan) -> str:
-    """The text of README.md."""
+    """Return the text of README.md."""
     path = source_card(plan.source.folder)
     source = path.read_text(encoding="utf-8-sig", errors="replace") if path is not None else ""
     front, _ = split_front_matter(source)
@@ -70,7 +69,7 @@ def _dense_paragraphs(plan: Plan) -> Iterator[str]:
 
 
 def _changes(plan: Plan) -> Iterator[str]:
-    """What became of the weights, where they are not the source's (apart from their dtype), and what to beware of."""
+    """Yield what became of the weights, where they are not the source's (apart from their dtype), and warnings."""
     sentences = []
     if permuted := plan.changes.permuted_layers:
         sentences.append(

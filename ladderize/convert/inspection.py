@@ -1,4 +1,4 @@
-"""What a checkpoint's layout means for communication, from its config and headers alone."""
+"""A checkpoint's layout and its communication, from config and headers alone."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class InspectionReport(Record):
 
 
 def communication_per_token(layout: Layout, hidden_size: int, dtype_bytes: int, tp_size: int) -> TokenCommunication:
-    """All-reduces and bytes of one token on one of ``tp_size`` ranks.
+    """Return all-reduces and bytes of one token on one of ``tp_size`` ranks.
 
     The vocabulary's collectives are not counted: they are the same for every layout.
     """
@@ -82,7 +82,7 @@ def communication_per_token(layout: Layout, hidden_size: int, dtype_bytes: int, 
 def inspect_checkpoint(
     model: str | Path, *, revision: str | None = None, tp_size: int | None = None
 ) -> InspectionReport:
-    """Layout, parameters, and sync points and bytes per token before and after; reads no weights.
+    """Return layout, parameters, and sync points and bytes per token before and after; reads no weights.
 
     ``tp_size`` defaults to the layout's sync_tp_size, else to 8 or the most below it that the model can be split into;
     another that it cannot be split into is refused.

@@ -44,7 +44,7 @@ from ladderize.layout import Layout
 
 @dataclass(frozen=True)
 class Changes:
-    """What changes besides the layout, and what is said about it; nothing as it stands."""
+    """Changes besides the layout, and what is said about them; by default there are none."""
 
     head_map: HeadMap | None = None  # instead of the recipe's: the order that heads are stored in
     # Tensors taken from other files (TensorInfo.file, absolute), in the order of heads already. They are stored in the
@@ -57,7 +57,7 @@ class Changes:
 
     @property
     def permuted_layers(self) -> list[int]:
-        """The layers whose heads get another order."""
+        """Return the layers whose heads get another order."""
         return self.head_map.permuted_layers if self.head_map is not None else []
 
 
@@ -217,7 +217,7 @@ def check_extra_files(files: Mapping[str, str]) -> None:
 
 
 def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
-    """Which other files are carried over byte for byte, and which are left behind (and only listed)."""
+    """Return the other files that are carried over byte for byte, and those that are left behind."""
     carried: list[Path] = []
     left_behind: list[str] = []
     known = {*source.weight_files, *MADE_HERE}
@@ -255,7 +255,7 @@ def check_stays(path: Path, folder: Path) -> None:
 class ConversionReport(Record):
     """extra_files: added ones. checked: what the caller's own check of the output returned, if there was one.
 
-    weights: how many files were linked, reflinked, copied and rewritten; like ``verified`` only of a written output.
+    weights: how many files were linked, copied and rewritten; like ``verified`` only of a written output.
     """
 
     LEFT_OUT: ClassVar = ("checked", "verified", "weights")
@@ -288,7 +288,7 @@ class ConversionReport(Record):
 
 
 def report_of(plan: Plan) -> ConversionReport:
-    """The report of a plan that nothing was done of yet."""
+    """Return the report of a plan before anything is written."""
     return ConversionReport(
         source=plan.source_name,
         out=str(plan.out),

@@ -25,7 +25,7 @@ RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What ``ladderize convert`` is to do; None means: leave it as it is in the source.
+    """The options that decide what ``ladderize convert`` computes; None leaves it as in the source.
 
     With spd or ladder (not both) "auto", one of spd_fraction or ladder_fraction and max_ppl_increase selects from the
     sensitivity file, or neither; sync_tp_size of spd may be left out, it is the file's. attention_sync, mlp_sync: the
@@ -60,7 +60,7 @@ class Recipe:
 
     @classmethod
     def from_layout(cls, layout: Layout) -> "Recipe":
-        """The recipe that makes this layout: by the names of its layers where such names compile to it."""
+        """Return the recipe that makes this layout: by the names of its layers where such names compile to it."""
         if layout.is_dense:
             return cls(dense=True)
         ladder, spd, ranks = layout.ladder_layers, layout.spd_layers, layout.sync_tp_size
@@ -87,12 +87,12 @@ class Recipe:
 
     @property
     def auto(self) -> str | None:
-        """The kind of layers that are chosen by their sensitivity: ``spd``, ``ladder`` or none."""
+        """Return the kind of layers that are chosen by their sensitivity: ``spd``, ``ladder`` or none."""
         return SPD if self.spd == AUTO else LADDER if self.ladder == AUTO else None
 
     @property
     def fraction(self) -> float | None:
-        """Of all layers, to be chosen by their sensitivity."""
+        """Return the fraction of all layers that is chosen by sensitivity."""
         return self.spd_fraction if self.auto == SPD else self.ladder_fraction
 
     def _check_auto(self) -> None:
@@ -130,7 +130,7 @@ class Recipe:
 
     @property
     def names_layers(self) -> bool:
-        """Whether this recipe says what becomes of the sync points, other than making all blocking."""
+        """Return whether this recipe says what becomes of the sync points, other than making all blocking."""
         return not (self.ladder is self.spd is self.attention_sync is None)
 
     def resolve(self, source: Layout) -> tuple["Recipe", Selection | None]:
@@ -165,7 +165,7 @@ class Recipe:
         return replace(self, **chosen), selection
 
     def layout(self, source: Layout) -> Layout:
-        """The layout that this recipe makes of a source's; raises LayoutError for ranges that do not fit."""
+        """Return the layout that this recipe makes of a source's; raises LayoutError for ranges that do not fit."""
         layers = source.num_layers
         if self.dense:
             return Layout.dense(layers)
@@ -180,7 +180,7 @@ class Recipe:
         return Layout.from_layers(layers, ladder=ladder, spd=spd, sync_tp_size=self.sync_tp_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Only what was said, so that the YAML reads like the command line."""
+        """Return the options that were given, so that the YAML reads like the command line."""
         return {key: value for key, value in asdict(self).items() if value not in (None, False)}
 
 
@@ -210,7 +210,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _text(value: Any, where: str) -> str:
-    """Ranges, or a size, which YAML may have as a number or, of layers, a list."""
+    """Return ranges, or a size, which YAML may have as a number or, of layers, a list."""
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, int | str) and not isinstance(item, bool) for item in items):
         raise UserError(f"{where} is {value!r}; write ranges such as 16:32, or a list of layers")

@@ -1,4 +1,4 @@
-"""Whether, how and from what a checkpoint's weights were retrained: read from the documents that ``adapt`` and ``spd``
+"""The history of a checkpoint's weights: read from the documents that ``adapt`` and ``spd``
 put beside them, which every later conversion carries along. Imports no torch."""
 
 from dataclasses import dataclass, field
@@ -28,11 +28,11 @@ class Retraining(Record):
 
     @property
     def left_by_alignment(self) -> float | None:
-        """The held-out divergence after it; None where something else came last."""
+        """Return the held-out divergence after it; None where something else came last."""
         return list(self.divergence.values())[-1] if self.aligned and self.divergence else None
 
     def summary(self) -> str:
-        """In words."""
+        """Return the retraining in words."""
         teacher = f", taught by {self.teacher}" if self.teacher else ""
         measured = ", ".join(f"{value:.4f} {name}" for name, value in self.perplexity.items())
         return (
@@ -53,7 +53,7 @@ class _Data(Record):
 
 @dataclass(frozen=True)
 class _Layer(Record):
-    """What a document says of one layer. alignment, distillation: in spd.json, None where it got none."""
+    """One layer in a document. alignment, distillation: in spd.json, None where it got none."""
 
     KEYS: ClassVar = {"number": "layer"}
     FORMER: ClassVar = {"number": "block"}
@@ -112,7 +112,7 @@ DOCUMENTS = ("spd.json", "alignment.json", "distillation.json", "adaptation.json
 
 
 def read_retrainings(folder: Path) -> list[Retraining]:
-    """How the weights in a checkpoint's folder were retrained; empty where they were not.
+    """Return the retrainings of the weights in a checkpoint's folder, in order; empty where there were none.
 
     A file of such a name that is not ladderize's own, or does not say what was retrained, says nothing. Raises
     UserError for one of ours that is damaged.
@@ -131,7 +131,7 @@ def read_retrainings(folder: Path) -> list[Retraining]:
 
 
 def layout_warning(retrainings: list[Retraining], before: Layout, after: Layout) -> str | None:
-    """What to know before retrained weights are used in another layout; None where there is nothing."""
+    """Return a warning where retrained weights are used in another layout; else None."""
     if not retrainings or after == before:
         return None
     last = retrainings[-1]

@@ -19,7 +19,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Verification(Record):
-    """What the child saw. forward: "finite", or None where none was computed."""
+    """The result of a verification. forward: "finite", or None where none was computed."""
 
     model_class: str
     tensors: int
@@ -27,7 +27,7 @@ class Verification(Record):
 
 
 def what_is_verified(quantisation: Quantisation | None) -> str:
-    """What ``verify`` does, for a line before it."""
+    """Return what ``verify`` will do, in words."""
     if quantisation is None or (problem := quantisation.not_run) is None:
         return "loading the output in plain transformers"
     return f"the model's class and tensors; the weights are not run, since {problem}"

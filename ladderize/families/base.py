@@ -53,7 +53,7 @@ class Family:
 
     @property
     def ladderized_type(self) -> str:
-        """The model_type of a converted checkpoint."""
+        """Return the model_type of a converted checkpoint."""
         return f"ladderized_{self.model_type}"
 
     @property
@@ -62,14 +62,14 @@ class Family:
         return (self.model_type, self.ladderized_type, *self.other_types)
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config with the family's defaults filled in: ``num_key_value_heads`` and ``head_dim`` are numbers."""
+        """Return the config with the family's defaults; ``num_key_value_heads`` and ``head_dim`` are numbers."""
         full = {**COMMON_DEFAULTS, **self.defaults, **config}
         full["num_key_value_heads"] = self.kv_heads(config)
         full["head_dim"] = full["head_dim"] or full["hidden_size"] // full["num_attention_heads"]
         return full
 
     def kv_heads(self, config: Mapping[str, Any]) -> int:
-        """The number of key-value heads; as many as query heads where it is null."""
+        """Return the number of key-value heads; as many as query heads where it is null."""
         stated = config.get("num_key_value_heads", self.defaults.get("num_key_value_heads"))
         return int(stated or config["num_attention_heads"])
 
@@ -114,7 +114,7 @@ def window_of(config: Mapping[str, Any]) -> int | None:
 def layer_windows(
     config: Mapping[str, Any], window: int | None, is_sliding: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """The window of each layer that has one: as ``layer_types`` says or, where there is none, ``is_sliding``."""
+    """Return the window of each layer that has one: as ``layer_types`` says or, where there is none, ``is_sliding``."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:
         return tuple(window if is_sliding(layer) else None for layer in range(layers))
@@ -136,7 +136,7 @@ def layer_windows(
 
 
 def positive(config: Mapping[str, Any], key: str) -> float:
-    """A factor; raises UserError unless it is a positive number."""
+    """Return a factor; raises UserError unless it is a positive number."""
     value = config[key]
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise UserError(f"config.json: {key} is {repr(value)[:60]}, but must be a positive number")

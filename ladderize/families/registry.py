@@ -1,4 +1,4 @@
-"""Which family a config.json is of, and why others are refused. Imports no torch."""
+"""Finds the family of a config.json, and says why others are refused. Imports no torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,13 +11,13 @@ BY_TYPE = {model_type: family for family in SUPPORTED for model_type in family.t
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
-    """The family of a config, dense or converted; None where it is none that ladderize converts."""
+    """Return the family of a config, dense or converted; None where it is none that ladderize converts."""
     model_type = config.get("model_type")
     return BY_TYPE.get(model_type) if isinstance(model_type, str) else None
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config, dense or converted; raises UserError, which says why, where it is none of these."""
+    """Return the family of a config, dense or converted; raises UserError, which says why, where there is none."""
     if (family := find_family(config)) is not None:
         return family
     stated = config.get("model_type")
@@ -30,12 +30,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def known_family(config: Mapping[str, Any]) -> Family:
-    """The family of a config; of another, or where it does not say, Llama's, for a model of the same sizes."""
+    """Return the family of a config; of another, or where it does not say, Llama's, for a model of the same sizes."""
     return find_family(config) or LLAMA
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with its family's defaults filled in, as transformers takes them."""
+    """Return the config with its family's defaults filled in, as transformers takes them."""
     return known_family(config).complete(config)
 
 

@@ -40,7 +40,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_document(path: Path, what: str) -> dict[str, Any]:
-    """A result file of ladderize's own, such as a ``what`` of "head map"; raises UserError unless it has our schema."""
+    """Return a result file of ladderize, a ``what`` such as "head map"; raises UserError unless it has our schema."""
     document = read_json(path, advice=f"it should be a {what}")
     if "schema_version" not in document:
         raise UserError(f"{path} is no result file of ladderize, which has a schema_version; it should be a {what}")
@@ -53,7 +53,7 @@ def read_document(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any]:
-    """A JSON object, without NaN and Infinity; raises UserError, with ``advice`` where the file is no JSON."""
+    """Return a JSON object, without NaN and Infinity; raises UserError, with ``advice`` where the file is no JSON."""
     content = read_bytes(path)
     try:
         value = parse_json(content)
@@ -65,7 +65,7 @@ def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any
 
 
 def read_own(path: Path) -> dict[str, Any]:
-    """A JSON object that an earlier run of ours may have left; {} where it did not, or was killed while it wrote."""
+    """Return a JSON object that an earlier run of ours left; {} where there is none, or half of one."""
     try:
         value = parse_json(read_bytes(path), constants=True)
     except (OSError, ValueError, UserError):
@@ -74,7 +74,7 @@ def read_own(path: Path) -> dict[str, Any]:
 
 
 def read_section(path: Path, key: str, option: str) -> Mapping[str, Any]:
-    """The object under ``key``; raises UserError for a file that has none. option: which names the file."""
+    """Return the object under ``key``; raises UserError for a file that has none. option: which names the file."""
     path = resolved(path, f"{option} ")
     if path.suffix.lower() in (".yaml", ".yml"):
         document = read_yaml(path, what=f"{option} ")

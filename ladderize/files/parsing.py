@@ -28,7 +28,7 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_json(content: bytes, *, constants: bool = False) -> Any:
-    """The value of a JSON text; raises ValueError, which says what is wrong.
+    """Return the value of a JSON text; raises ValueError, which says what is wrong.
 
     constants: whether NaN and Infinity, which are no JSON, are taken. Half a surrogate pair, which JSON can write but
     no text can hold, is refused.
@@ -114,7 +114,7 @@ class StrictLoader(Yaml12Loader):
 
 
 def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
-    """One document; raises ValueError, which says in one line what is wrong."""
+    """Return one document; raises ValueError, which says in one line what is wrong."""
     try:
         value = yaml.load(text, Loader=loader)  # noqa: S506  (a SafeLoader)
     except RecursionError:
@@ -132,8 +132,10 @@ def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
 
 
 def read_yaml(path: Path, *, what: str = "", advice: str = "") -> Any:
-    """The document of a file; raises UserError for what is no YAML. what: precedes the path in the message; advice:
-    follows "not valid YAML"."""
+    """Return the document of a file; raises UserError for what is no YAML.
+
+    what: precedes the path in the message. advice: follows "not valid YAML".
+    """
     text = read_text(path, MAX_YAML_BYTES)
     try:
         return parse_yaml(text, StrictLoader)

@@ -27,7 +27,7 @@ class Record:
     LEFT_OUT: typing.ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it; ``from_dict`` reads it back."""
+        """Return the document as JSON holds it; ``from_dict`` reads it back."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         shown = {name: value for name, value in values.items() if value is not None or name not in self.LEFT_OUT}
         return {self.KEYS.get(name, name): _plain(value) for name, value in shown.items()}
@@ -65,7 +65,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_value(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as ``kind``, an annotation; raises UserError, which begins with ``where``."""
+    """Return ``value`` as ``kind``, an annotation; raises UserError, which begins with ``where``."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -125,6 +125,6 @@ def _key(kind: Any, key: Any, where: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value in a message, not endlessly."""
+    """Return a value as messages show it: not endlessly."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "..."

@@ -24,7 +24,7 @@ KINDS = {
 
 
 def resolved(path: str | Path, what: str = "") -> Path:
-    """The absolute path without links and ``~``; raises UserError for a loop of links and an unknown user's home.
+    """Return the absolute path without links and ``~``; raises UserError for loops and unknown users' homes.
 
     what: precedes the path in the message, such as "OUT ".
     """
@@ -42,7 +42,7 @@ def resolved(path: str | Path, what: str = "") -> Path:
 
 
 def names_a_file(text: str) -> bool:
-    """Whether ``text``, which may be a name of something else, is that of a file."""
+    """Return whether ``text``, which may be a name of something else, is that of a file."""
     try:
         return resolved(text).is_file()
     except (UserError, OSError):
@@ -50,7 +50,7 @@ def names_a_file(text: str) -> bool:
 
 
 def inside(folder: Path, name: str) -> Path | None:
-    """What ``name``, which a stranger's file may say, means in ``folder``: without links; None where it leads out."""
+    """Return the path of ``name``, which a stranger's file says, in ``folder``; None where it leads out."""
     try:
         found = resolved(folder / name)
     except UserError:
@@ -59,7 +59,7 @@ def inside(folder: Path, name: str) -> Path | None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether ``path`` exists; raises UserError for a link to nothing, or to itself."""
+    """Return whether ``path`` exists; raises UserError for a link to nothing, or to itself."""
     if path.exists():
         return True
     if path.is_symlink():
@@ -86,7 +86,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """The whole content of a regular file; raises UserError where it is longer than ``limit``."""
+    """Return the whole content of a regular file; raises UserError where it is longer than ``limit``."""
     with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -95,7 +95,7 @@ def read_bytes(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> str:
-    """The same as UTF-8 text, whatever the locale says; raises UserError where it is none."""
+    """Return the content as UTF-8 text, whatever the locale says; raises UserError where it is none."""
     try:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -103,7 +103,7 @@ def read_text(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> str:
 
 
 def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """The lines of a regular file with their ends; raises UserError at one that is longer than ``limit``."""
+    """Yield the lines of a regular file with their ends; raises UserError at one that is longer than ``limit``."""
     with open_regular(path) as file:
         number = 0
         while line := file.readline(limit + 1):
@@ -116,7 +116,7 @@ def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[bytes]:
 
 
 def split_name(spec: str) -> tuple[Path, str | None]:
-    """``ids.npz:heldout`` -> the file and the array in it; other files have no such part."""
+    """Return for ``ids.npz:heldout`` the file and the array in it; other files have no such part."""
     name, colon, key = spec.rpartition(":")
     if colon and name.endswith(".npz"):
         return Path(name), key

@@ -36,7 +36,7 @@ class LadderizedConfig:
         self.check_layout()
 
     def to_dict(self):
-        """What PEFT calls before it looks up which modules of a `model_type` an adapter changes by default: those of
+        """Return the config; PEFT calls this before it looks up which modules an adapter changes by default: those of
         the family's dense model, also where PEFT was imported after this file."""
         dense = self.model_type.removeprefix("ladderized_")
         for name, known in vars(sys.modules.get("peft.utils.constants", object)).items():

@@ -77,8 +77,10 @@ class LadderizedDecoderLayer:
         return self.with_outputs(hidden_states, visible, **kwargs)[0]
 
     def with_outputs(self, hidden_states, visible=None, **kwargs):
-        """What `forward` returns, and what attention and the MLP add to the stream, which training may compare with the
-        dense model's. Of a dropped attention that is without the bias of o_proj."""
+        """Return what `forward` returns, and what attention and the MLP add to the stream.
+
+        Training may compare the latter with the dense model's. A dropped attention's is without the bias of o_proj.
+        """
         attention_input = self.input_layernorm(hidden_states if visible is None else visible)
         attention_output, _ = self.self_attn(attention_input, **kwargs)
         if self.attention_sync == "dropped":
@@ -94,7 +96,7 @@ class LadderizedDecoderLayer:
         return state, attention_output, mlp_output
 
     def scaled(self, output):
-        """What is added to the stream of what attention or the MLP computed."""
+        """Return the part of what attention or the MLP computed that is added to the stream."""
         return output if self.residual_multiplier == 1 else output * self.residual_multiplier
 
     def dropped_mlp(self, residual, heads):
@@ -120,7 +122,7 @@ class LadderizedDecoderLayer:
 
 
 def row_parallel(projection, inputs, ranks):
-    """The ranks' partial products of a row-parallel projection, and its bias, which belongs to no rank.
+    """Return the ranks' partial products of a row-parallel projection, and its bias, which belongs to no rank.
 
     inputs: [..., in]; rank k owns the k-th contiguous part of them. Returns [ranks, ..., out], whose sum is the product
     without bias, and the bias or None.
@@ -146,7 +148,7 @@ def row_parallel(projection, inputs, ranks):
 
 
 def column_parallel(projection, inputs, ranks):
-    """The ranks' outputs of a column-parallel projection, side by side, bias included.
+    """Return the ranks' outputs of a column-parallel projection, side by side, bias included.
 
     inputs: [ranks, ..., in], one for each rank; rank k computes the k-th contiguous part of the outputs.
     Returns [..., out].
@@ -171,7 +173,7 @@ def column_parallel(projection, inputs, ranks):
 
 
 def base_linear(projection):
-    """The nn.Linear under `projection`, which PEFT may have wrapped. Anything else cannot be split by rank safely."""
+    """Return the nn.Linear under `projection`, which PEFT may have wrapped. Nothing else can be split by rank."""
     linear = projection.get_base_layer() if hasattr(projection, "get_base_layer") else projection
     if not isinstance(linear, nn.Linear) or type(linear.weight).__name__ == "DTensor":
         raise RuntimeError(
@@ -183,13 +185,13 @@ def base_linear(projection):
 
 
 def reads_otherwise(linear):
-    """Whether somebody exchanged the forward of a linear layer, as compressed-tensors does to quantise what it reads:
+    """Return whether the forward of a linear layer was exchanged, as compressed-tensors does to quantise what it reads:
     each rank then quantises its own part."""
     return "forward" in vars(linear) and not hasattr(linear, "_hf_hook")
 
 
 def sliceable(projection, inputs):
-    """The weight of `projection` and its adapters as [(dropout, A, B, scaling)], for multiplying slice by slice.
+    """Return the weight of `projection` and its adapters as [(dropout, A, B, scaling)], for multiplying slice by slice.
 
     None where only the module itself knows its product: quantised or offloaded weights, adapters other than plain
     LoRA, somebody's hooks. Then the caller calls it once for each rank: exact, but `ranks` times the work.
