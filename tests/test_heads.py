@@ -13,7 +13,6 @@ from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
-from ladderize.convert import weights
 from ladderize.convert.heads import GroupingReport, HeadMap, check_order, kv_order, permute_heads, read_head_map
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
@@ -145,7 +144,9 @@ def test_orders_that_are_none(order, message):
 def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards, chunk):
     """MHA, GQA, MQA, with biases: the tensors are those of permute_heads, and logits differ by the order of a sum
     only."""
-    monkeypatch.setattr(weights, "MOVED_AT_ONCE", chunk)  # many chunks to a head and to o_proj, and one
+    monkeypatch.setattr(
+        "ladderize.checkpoint.shards.MOVED_AT_ONCE", chunk
+    )  # many chunks to a head and to o_proj, and one
     source, kv_heads = save_llama(tmp_path / "src", shards=shards, **extra), extra.get("num_key_value_heads", KV_HEADS)
     head_map = map_for(source, range(4), kv_heads=kv_heads)
     report = convert_checkpoint(source, tmp_path / "out", DENSE, changes=Changes(head_map=head_map), verify=False)
