@@ -6,11 +6,9 @@ import torch
 
 from ladderize.runtime import launch
 from ladderize.runtime.decode import FixedStep, Generator
-from ladderize.runtime.requests.continuous import ContinuousBatch, Prompt
-from ladderize.runtime.requests.reading import TextReader
 from ladderize.runtime.schedule import Schedule
 from tests.groups import make_generator, run_models
-from tests.helpers import FAMILIES, fresh_rng, make_model, random_ids
+from tests.helpers import FAMILIES, make_model, random_ids
 from tests.oracle import Oracle, assert_likeliest
 
 TOKENS, SHORT = 26, 11  # windows are shorter than either
@@ -59,34 +57,6 @@ def test_parts_of_a_schedule(opened, rows, chunks):
     )
     found = generator.model.logits(parts.read(ids[:rows]))
     torch.testing.assert_close(found, expected[:rows], **LIMITS)
-
-
-@pytest.mark.parametrize("shared", [12, 0])
-@pytest.mark.parametrize("budget", [200, 40, 7])
-def test_texts_of_several_lengths(opened, budget, shared):
-    """Read as a tree where they have a beginning in common, else side by side with padding; or in pieces."""
-    model, generator, ids, _ = opened
-    texts = [ids[0].numpy(), *(fresh_rng().integers(3, 97, length) for length in (TOKENS, TOKENS - 3, TOKENS - 9))]
-    for number, text in enumerate(texts[2:]):
-        text[: shared + number] = texts[0][: shared + number]
-    reader, seen = TextReader(generator.model, lambda positions: generator.rope, budget, torch.float32), []
-    for hidden, places in reader.read(texts):
-        for number, path in places.items():
-            expected = model(torch.from_numpy(texts[number])[None]).logits[0]
-            torch.testing.assert_close(generator.model.logits(hidden[torch.from_numpy(path)]), expected, **LIMITS)
-            seen.append(number)
-    assert sorted(seen) == [0, 1, 2, 3]
-
-
-def test_continuous_batching(opened):
-    """Rows of different lengths, prompts read in pieces, texts that enter when others end."""
-    model, generator, _, _ = opened
-    prompts = [Prompt(number, random_ids(n).tolist(), 14 - n // 3) for number, n in enumerate((20, 3, 11, 7, 1))]
-    reader = TextReader(generator.model, lambda positions: generator.rope, 8, torch.float32)
-    batch = ContinuousBatch(reader, rows=3, longest_prompt=20, longest_text=34, eos=(), tokenizer=None)
-    for prompt, tokens in zip(prompts, batch.run(prompts), strict=True):
-        assert len(tokens) == prompt.max_new_tokens
-        assert_likeliest(lambda ids: model(torch.tensor([ids])).logits[0], prompt.ids, tokens)
 
 
 # ---- ranks ----

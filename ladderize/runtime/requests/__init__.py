@@ -1,1 +1,0 @@
-"""Scoring and continuing of requests of different lengths, for ``eval --backend runtime``."""
