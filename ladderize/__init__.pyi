@@ -68,8 +68,8 @@ from ladderize.runtime.generate_file import generate_file as generate_file
 from ladderize.runtime.sampling import GenerateOptions as GenerateOptions
 from ladderize.runtime.sampling import Sampling as Sampling
 from ladderize.runtime.schedule import Schedule as Schedule
-from ladderize.tradeoff.sweep.run import sweep as sweep
-from ladderize.workflows.sweep_document import SweepDocument as SweepDocument
+from ladderize.sweep.run import run_sweep as run_sweep
+from ladderize.sweep_document import SweepDocument as SweepDocument
 
 __version__: str
 __all__: list[str]

@@ -29,7 +29,7 @@ from ladderize.console import check_arguments
 from ladderize.demo.command import demo
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.environment import launched
-from ladderize.tradeoff.sweep.command import sweep_command
+from ladderize.sweep.command import sweep_command
 
 app = typer.Typer(
     name="ladderize",

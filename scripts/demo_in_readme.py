@@ -16,7 +16,7 @@ import ladderize
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
+from ladderize.sweep_document import SweepDocument, SweepPoint
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- demo: scripts/demo_in_readme.py -->", "<!-- end of demo -->"

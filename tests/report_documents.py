@@ -25,7 +25,7 @@ from ladderize.plan.options import PlanModel, PlanOptions
 from ladderize.runtime.bench.document import MODEL_ROW, BenchDocument, BenchRow, Environment, PhaseCommunication
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.links import Link
-from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
+from ladderize.sweep_document import SweepDocument, SweepPoint
 from tests.evaluations import Written
 
 TASKS = ("arc", "hellaswag")

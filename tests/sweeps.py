@@ -7,10 +7,10 @@ from pathlib import Path
 
 import yaml
 
-from ladderize.tradeoff.sweep import builder, run
-from ladderize.tradeoff.sweep.builder import Inputs, StageBuilder
-from ladderize.tradeoff.sweep.plan import Planner
-from ladderize.tradeoff.sweep.sweep_file import read_sweep
+from ladderize.sweep import builder
+from ladderize.sweep.builder import Inputs, StageBuilder
+from ladderize.sweep.plan import Planner
+from ladderize.sweep.sweep_file import read_sweep
 from tests import warm
 from tests.helpers import invoke
 
@@ -76,8 +76,7 @@ def last_saved(out: Path) -> int:
 
 def set_gpus(monkeypatch, *names: str) -> None:
     """Let a sweep believe that this machine has these."""
-    for module in (builder, run):
-        monkeypatch.setattr(module, "visible_gpus", lambda: list(names))
+    monkeypatch.setattr(builder, "visible_gpus", lambda: list(names))
 
 
 def planner(folder: Path, content) -> Planner:

@@ -23,7 +23,7 @@ from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import EvalResults
 from ladderize.layout import Layout
 from ladderize.plan.measure import LayoutMeasurer, layout_key
-from ladderize.tradeoff.sweep.stages import asked_by, check_sensitivity, sensitivity_words
+from ladderize.sweep.stages import check_sensitivity, parsed_options, sensitivity_words
 from tests import warm
 from tests.helpers import SHAPE, fresh_rng, invoke, invoke_well, listing, one_sentence, save_llama
 
@@ -210,7 +210,7 @@ def test_a_report_says_it(model, ids, tmp_path):
 
 def test_a_sweep_passes_it_on():
     words = sensitivity_words("dense", "out", {"data": "a.txt", "align": True, "align_samples": 8}, "layers", None)
-    options = asked_by(words).fill(SensitivityOptions)
+    options = parsed_options(words).fill(SensitivityOptions)
     assert (options.align, options.align_samples) == (True, 8)
     with pytest.raises(UserError, match="sensitivity: --align-samples has no effect without --align"):
         check_sensitivity({"data": "a.txt", "align_samples": 8}, "sensitivity")

@@ -3,8 +3,8 @@
 import json
 
 from ladderize.layout import Layout
-from ladderize.tradeoff.sweep.plan import control_stages
-from ladderize.tradeoff.sweep.sweep_file import AdaptStage
+from ladderize.sweep.plan import control_stages
+from ladderize.sweep.sweep_file import AdaptStage
 from tests.helpers import invoke
 from tests.sweeps import planner, spec, sweep
 
@@ -54,12 +54,12 @@ def test_a_control_waits_until_all_layouts_are_known(place, tmp_path):
     sensitivity = {"data": str(place / "ids.npy"), "samples": 4}
     made = planner(tmp_path, controlled(place, "full", layouts=layouts, sensitivity=sensitivity))
     plan = made.plan()
-    assert (plan.points[-1].name, plan.points[-1].held.status) == ("dense, full", "waiting")
+    assert (plan.points[-1].name, plan.points[-1].hold.status) == ("dense, full", "waiting")
     assert plan.points[-1].stages == []
     (failed,) = plan.sensitivities
     lost = made.plan(lost={failed.key})
-    assert lost.points[-1].held.status == "skipped"
-    assert lost.complete
+    assert lost.points[-1].hold.status == "skipped"
+    assert not lost.waiting
 
 
 def test_what_of_a_recipe_is_of_the_dense_model():
@@ -72,7 +72,7 @@ def test_what_of_a_recipe_is_of_the_dense_model():
     ]
     layouts = [Layout.from_layers(6, ladder=[2]), Layout.from_layers(6, spd=[4, 5], sync_tp_size=2)]
     made = control_stages(stages, layouts)
-    assert [(stage.method, stage.given, stage.promote) for stage in made] == [
+    assert [(stage.method, stage.options, stage.promote) for stage in made] == [
         ("full", {"distill_weight": 0.5, "lr": 0.1, "train": "2,4:6"}, None),
         ("lora", {"train": "all"}, None),
         ("full", {"train": "2,4:6"}, None),

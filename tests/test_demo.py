@@ -10,7 +10,7 @@ import pytest
 
 from ladderize.demo.corpus import GENRES, dataset, documents, items
 from ladderize.demo.inputs import HERE, MODEL, demo_folder, write_inputs
-from ladderize.tradeoff.sweep.sweep_file import read_sweep
+from ladderize.sweep.sweep_file import read_sweep
 from tests.helpers import ROOT, invoke
 
 

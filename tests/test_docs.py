@@ -26,7 +26,7 @@ from ladderize.cli import BadCommandLine, app
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
 from ladderize.files.parsing import parse_yaml
-from ladderize.tradeoff.sweep.sweep_file import sweep_spec
+from ladderize.sweep.sweep_file import sweep_spec
 from tests.helpers import ROOT, invoke
 
 PROSE_WIDTH = 100

@@ -33,6 +33,7 @@ LEAVES = {
     "rows",
     "memory",
     "predictions",
+    "sweep_document",
 }
 # of the runtime: what computes a model on several ranks, and starts them; not its commands
 ENGINE = {
@@ -50,7 +51,6 @@ MAY_IMPORT = {
     "workflows": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows"},
     "plan": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan"},
     "report": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan", "report"},
-    "tradeoff": LEAVES,
     "vllm": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "vllm"},
     "commands": LEAVES
     | {
@@ -65,7 +65,7 @@ MAY_IMPORT = {
         "commands",
     },
     # what runs commands has its own command beside it
-    "tradeoff.sweep": LEAVES
+    "sweep": LEAVES
     | {
         "convert",
         "runtime",
@@ -73,11 +73,11 @@ MAY_IMPORT = {
         "adapt",
         "workflows",
         "report",
-        "tradeoff.sweep",
+        "sweep",
         "commands",
     },
-    "demo": LEAVES | {"runtime", "workflows", "tradeoff", "report", "commands", "demo"},
-    "cli": LEAVES | {"commands", "tradeoff.sweep.command", "demo.command"},
+    "demo": LEAVES | {"runtime", "report", "sweep", "commands", "demo"},
+    "cli": LEAVES | {"commands", "sweep.command", "demo.command"},
     **dict.fromkeys(LEAVES, LEAVES),
 }
 # the model class lives beside the converter that copies it

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from ladderize.tradeoff.sweep.execute import Execution
-from ladderize.tradeoff.sweep.promotion import Entrant, promoted, ranking
+from ladderize.sweep import run
+from ladderize.sweep.promotion import Entrant, promoted, ranking
 from tests.helpers import fresh_rng, invoke
 from tests.sweeps import planner, ran, read, spec, sweep, write
 
@@ -132,7 +132,6 @@ def check_promoted(out, outcome):
 def test_only_the_best_go_on(place, swept):
     folder, dry, outcome = swept
     assert len(dry["unplanned"]) == 3
-    assert any("the best 1 of 3 layouts are promoted" in note for note in dry["notes"])
     reasons = check_promoted(folder / "out", outcome)
     stages = [line.split(":")[0] for line in ran(outcome)]
     assert stages.count("adapt") == 4
@@ -154,33 +153,29 @@ def test_what_is_lost_takes_no_part(place, tmp_path):
     """A layout whose evaluation failed is not waited for; a benchmark that failed decides nothing."""
     made = planner(tmp_path, tournament(place))
     first = made.plan()
-    waiting = [point for point in first.points if point.held is not None]
-    assert [point.held.status for point in waiting] == ["waiting"] * 3
-    assert not first.complete
+    waiting = [point for point in first.points if point.hold is not None]
+    assert [point.hold.status for point in waiting] == ["waiting"] * 3
     lost = {first.points[1].evaluating.key}
     second = made.plan(lost=lost)
-    assert [point.held.status for point in second.points if point.held] == ["skipped", "waiting", "waiting"]
+    assert [point.hold.status for point in second.points if point.hold] == ["skipped", "waiting", "waiting"]
     everything = {point.evaluating.key for point in first.points if point.evaluating is not None}
-    assert made.plan(lost=everything).complete
+    assert not made.plan(lost=everything).waiting
     (bench,) = first.benches
     third = made.plan(lost={bench.key})
-    assert {point.held.message for point in third.points if point.held} == {"the benchmark that decides it failed"}
-    assert third.complete
+    assert {point.hold.message for point in third.points if point.hold} == {"the benchmark that decides it failed"}
+    assert not third.waiting
 
 
 def test_the_others_go_on_where_an_evaluation_fails(place, played, monkeypatch):
     """The whole way: the failed layout is skipped, of the others the best is trained."""
     found = {point["name"]: point for point in read(played / "out")["points"]}
     shutil.rmtree((played / "out" / found["two, align 8 windows"]["results"]).parent)
-    ended = Execution._ended
+    unlucky = run.run_stage
 
-    def failing(self, stage, result):
-        if stage.title == "eval: two, align 8 windows":
-            self._set(stage, status="failed", message="no luck")
-        else:
-            ended(self, stage, result)
+    def failing(stage, root):
+        return "no luck" if stage.title == "eval: two, align 8 windows" else unlucky(stage, root)
 
-    monkeypatch.setattr(Execution, "_ended", failing)
+    monkeypatch.setattr(run, "run_stage", failing)
     _, document = sweep(played, tournament(place, bench=None), code=1)
     found = {point["name"]: point for point in document["points"]}
     last = {name: point["stages"][-1] for name, point in found.items()}

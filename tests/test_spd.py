@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from ladderize.workflows import spd
 from safetensors.torch import load_file
 
 from ladderize import load
@@ -20,7 +21,6 @@ from ladderize.demo.inputs import MODEL
 from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity
 from ladderize.files.parsing import parse_yaml
-from ladderize.workflows import spd
 from tests import warm
 from tests.helpers import invoke, listing, one_sentence
 

@@ -1,9 +1,7 @@
 """``ladderize sweep``: every point is measured, and a stage that fails stops only what needs it."""
 
-import errno
 import itertools
 import json
-import re
 import shlex
 
 import pytest
@@ -12,7 +10,8 @@ from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.files.documents import write_json
 from ladderize.layout import Layout
-from ladderize.tradeoff.sweep.stages import Stage, finished_stage
+from ladderize.sweep import run
+from ladderize.sweep.stages import finished_stage, make_stage
 from tests.helpers import ROOT, invoke, one_sentence, save_llama
 from tests.sweeps import ran, read, spec, stages_of, sweep, write
 
@@ -57,8 +56,7 @@ def test_a_sweep_measures_every_point(place, swept):
         assert f"\n$ {stage['command']}" in log  # which was run
     assert ran(outcome)[-1].startswith("bench")
     assert "ladderize report" in outcome.stdout
-    assert f"The best candidate by divergence is {divergences[min(divergences)]}" in outcome.stdout
-    assert not re.search(r"\dx \[", outcome.stdout)  # one round has no interval
+    assert all(point["name"] in outcome.stdout for point in document["points"])
 
 
 def test_the_same_sweep_runs_nothing(place, swept):
@@ -112,45 +110,19 @@ def test_layouts_that_no_sensitivity_chooses(place, tmp_path):
 
 
 def test_a_model_that_changes_meanwhile_ends_the_sweep(place, tmp_path, monkeypatch):
-    from ladderize.tradeoff.sweep import execute
-
     save_llama(tmp_path / "dense")
     content = spec(place, sensitivity=None, adapt=None, bench=None, layouts=[{"ladder": "all"}])
     content["model"] = str(tmp_path / "dense")
-    launch = execute.Execution._launch
 
-    def changing(self, stage, numbers):
-        launch(self, stage, numbers)
+    def changing(stage, root):
         config = tmp_path / "dense" / "config.json"
         config.write_text(config.read_text() + "\n")
 
-    monkeypatch.setattr(execute.Execution, "_launch", changing)
+    monkeypatch.setattr(run, "run_stage", changing)
     outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
     assert outcome.code == 1
     assert "config.json changed while the sweep ran" in outcome.stderr.splitlines()[-1]
     assert not list((tmp_path / "out").glob("stages/*/stage.json"))
-
-
-def test_a_full_disk_is_said_where_sweep_json_has_no_room_either(place, tmp_path, monkeypatch):
-    from ladderize.tradeoff.sweep import run, workers
-    from ladderize.tradeoff.sweep.workers import Ended
-
-    result = workers._result
-
-    def full(running):
-        result(running)
-
-        def no_room(*arguments):
-            raise OSError(errno.ENOSPC, "No space left on device", "sweep.json")
-
-        monkeypatch.setattr(run, "write_json", no_room)
-        return Ended(1.0, "the output cannot be written", disk_full=True)
-
-    monkeypatch.setattr(workers, "_result", full)
-    content = spec(place, sensitivity=None, adapt=None, bench=None, layouts=[{"ladder": "all"}])
-    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
-    assert outcome.code == 1
-    assert f"the disk of {tmp_path / 'out'} is full" in outcome.stderr.splitlines()[-1]
 
 
 def test_a_sensitivity_that_fails_skips_what_it_would_choose(place, tmp_path):
@@ -201,7 +173,7 @@ def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path):
 
 
 def test_a_benchmark_by_hand_in_which_a_model_failed_is_not_finished(tmp_path):
-    stage = Stage.of("bench", "bench", {}, lambda output: (("bench",),))
+    stage = make_stage("bench", "bench", {}, lambda output: (("bench",),))
     (tmp_path / stage.output).mkdir(parents=True)
     for failed, finished in (({}, True), ({"m": "a logit is 9 off"}, False)):
         write_json(tmp_path / stage.output / "bench.json", {"complete": True, "failed": failed})

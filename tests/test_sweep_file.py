@@ -7,16 +7,12 @@ import numpy as np
 import pytest
 
 from ladderize.commands.adapt import adapt_options
-from ladderize.tradeoff.sweep import builder, execute, run
-from ladderize.tradeoff.sweep.builder import Inputs
-from ladderize.tradeoff.sweep.hosts import OtherHost
-from ladderize.tradeoff.sweep.launch import StageLaunch
-from ladderize.tradeoff.sweep.stages import Stage, adapt_words, asked_by
-from ladderize.tradeoff.sweep.sweep_file import sweep_spec
-from ladderize.tradeoff.sweep.workers import ThisHost
+from ladderize.sweep.builder import Inputs
+from ladderize.sweep.stages import adapt_words, parsed_options
+from ladderize.sweep.sweep_file import sweep_spec
 from tests.helpers import invoke, listing, one_sentence
 from tests.quantised import save_quantised
-from tests.sweeps import FAST, planner, rerun, spec, write
+from tests.sweeps import FAST, planner, spec, write
 
 SHORT = {"data": "IDS", "max_steps": 2}
 
@@ -49,7 +45,7 @@ def test_lists_are_a_grid(place):
     read = sweep_spec(spec(place, layouts=layouts, adapt=["none", adapt], bench=bench), "s.yaml")
     assert [(one.ladder, one.spd) for one in read.layouts] == [(a, b) for a in ("0:2", "2:") for b in "012"]
     assert [[stage.method for stage in one.stages] for one in read.adapt] == [[]] + [["full"]] * 4
-    given = [stage.given for one in read.adapt for stage in one.stages]
+    given = [stage.options for one in read.adapt for stage in one.stages]
     assert {(one["max_tokens"], one["lr"]) for one in given} == {
         (tokens, lr) for tokens in ("1k", 2000) for lr in (0.1, 0.2)
     }
@@ -74,7 +70,7 @@ def test_a_layout_that_is_named_twice_is_measured_once(place, tmp_path):
         "convert: ladder 0:4",
         "convert: ladder 0:2",
     ]
-    assert len(document["notes"]) == 3  # the last is of times
+    assert len(document["notes"]) == 2
     adapt = [{**spec(place)["adapt"][1], "layouts": "again"}]
     document = planned(place, tmp_path, layouts=layouts, sensitivity=None, adapt=adapt)
     assert [stage["stage"] for stage in document["stages"]].count("adapt") == 1
@@ -90,14 +86,14 @@ def test_a_layout_is_named_as_it_is_printed(place, tmp_path):
     plan = planner(tmp_path, spec(place, **content)).plan()
     mixed, one, every, chosen = [point.group for point in plan.points[1:]]
     assert "," in mixed.text
-    names = [mixed.label, mixed.text, f"{one.label},mixed", [mixed.text, every.label], chosen.label]
+    names = [mixed.label, mixed.text, [one.label, "mixed"], [mixed.text, every.label], chosen.label]
     found = []
     for name in names:
         content |= {"adapt": [{**adapt, "layouts": name}], "bench": [{**FAST, "layouts": name}]}
         plan = planner(tmp_path, spec(place, **content)).plan()
         groups = [point.group for point in plan.points[1:] if point.asked]
         found.append([group.label for group in groups])
-        assert len(plan.benches[0].needs) == sum(group.converting is not None for group in groups)
+        assert plan.benches == []  # until all layouts are known
     assert found == [["mixed"], ["mixed"], ["mixed", one.label], ["mixed", every.label], [chosen.label]]
 
 
@@ -109,11 +105,11 @@ def test_the_forms_of_a_chain(place):
     none, align, *chains, alone = read.adapt
     assert none.stages == ()
     assert [stage.method for stage in align.stages] == ["align"]
-    assert [(one.method, one.given) for one in alone.stages] == [(one.method, one.given) for one in align.stages]
+    assert [(one.method, one.options) for one in alone.stages] == [(one.method, one.options) for one in align.stages]
     assert [one.layouts for one in chains] == [(), (), ("half",), ("half",)]
     assert [[stage.method for stage in one.stages] for one in chains] == [["align", "full"]] * 4
-    assert [one.stages[1].given["max_tokens"] for one in chains] == ["1k", "2k"] * 2
-    assert {stage.given["data"].rpartition("/")[2] for one in chains for stage in one.stages} == {"x.npy"}
+    assert [one.stages[1].options["max_tokens"] for one in chains] == ["1k", "2k"] * 2
+    assert {stage.options["data"].rpartition("/")[2] for one in chains for stage in one.stages} == {"x.npy"}
     assert chains[0].stages[1].where == "s.yaml: adapt[2]: stages[1]"
 
 
@@ -154,101 +150,23 @@ def test_a_chain_of_one_stage_is_the_stage(place, tmp_path):
 def test_a_dry_run_writes_nothing_and_says_what_it_does_not_know(place, tmp_path):
     document = planned(place, tmp_path)
     kinds = [stage["stage"] for stage in document["stages"]]
-    assert kinds == ["eval", "sensitivity", "convert", "eval", "convert", "eval", "bench"]
+    assert kinds == ["eval", "sensitivity", "convert", "eval", "convert", "eval"]
     assert document["unplanned"] == [
         "half: spd 0.5 of the layers by sensitivity (sync_tp_size 2)",
         "half: spd 0.5 of the layers by sensitivity (sync_tp_size 2), full",
     ]
-    assert all(
-        stage["seconds"] > 0 and stage["bytes"] is None and not stage["kept"] for stage in document["stages"][:2]
-    )
-    assert min(document["unplanned_seconds"]) > 0
-    assert "their times are guessed from" in document["notes"][-1]
+    assert not any(stage["kept"] for stage in document["stages"])
     shown = invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out", "--dry-run")
-    assert "unknown" in shown.stdout
+    assert "0 of 6 stages are kept" in shown.stdout
     assert listing(tmp_path) == ["s.yaml"]
-
-
-def test_times_are_estimated_from_earlier_stages(place, tmp_path):
-    content = {"sensitivity": None, "adapt": None, "bench": None, "layouts": [{"ladder": "0"}]}
-    rerun(place, tmp_path / "out", **content)
-    file = write(tmp_path / "s.yaml", spec(place, **content | {"layouts": [{"ladder": ["0", "1"]}]}))
-    document = json.loads(invoke("sweep", file, "--out", tmp_path / "out", "--dry-run", "--json").stdout)
-    assert [stage["kept"] for stage in document["stages"]] == [True, True, True, False, False]
-    assert all(stage["seconds"] > 0 for stage in document["stages"] if not stage["kept"])
-    for stage in document["stages"]:
-        words = stage["command"].split()
-        assert words[:2] == ["ladderize", stage["stage"]]
-        assert stage["output"] in stage["command"]
-
-
-def test_there_is_a_stage_on_every_gpu(place, tmp_path, monkeypatch):
-    for module in (builder, run):
-        monkeypatch.setattr(module, "visible_gpus", lambda: ["3", "5"])
-    file = write(tmp_path / "s.yaml", spec(place, sensitivity=None, adapt=None, layouts=[{"ladder": ["0", "1"]}]))
-    outcome = invoke("sweep", file, "--out", tmp_path / "out")
-    assert outcome.code == 0, outcome.stderr
-    logs = [log.read_text() for log in (tmp_path / "out").glob("stages/eval-*/log.txt")]
-    assert {text.partition("(GPU ")[2][:1] for text in logs} == {"3", "5"}
-    said = [line for line in outcome.stderr.splitlines() if ": running" in line or ": done" in line]
-    running = most = 0
-    for line in said:
-        running += 1 if line.endswith("running") else -1
-        most = max(most, running)
-        assert running == int(line.endswith("running")) or not line.startswith("bench")
-    assert most == 2
-    content = spec(place, eval={"perplexity": "a.npy", "processes": 4}, bench=None, layouts=[HALF])
-    content |= {"eval": {**content["eval"], "perplexity": str(place / "heldout.npy")}, "adapt": ["none"]}
-    message = one_sentence(invoke("sweep", write(file, content), "--out", tmp_path / "out"))
-    assert "needs 4 GPUs, but this machine has 2" in message
-
-
-def test_no_two_stages_share_a_gpu_and_the_widest_waits_for_none_that_is_ready(tmp_path, monkeypatch):
-    jobs, started = 5, []
-
-    class Fake(execute.Execution):
-        """Whatever it launches runs until it is taken out of ``running``."""
-
-        def _launch(self, stage, numbers):
-            taken = {n: (tuple(self._free(n)[: self._share(stage)]), self._own_cores(stage, n)) for n in numbers}
-            self.running.append(execute.Running(stage, taken))
-            started.append(stage.title)
-
-    def stage(title, gpus, kind="eval", hosts=1):
-        return Stage.of(kind, title, {"title": title}, lambda output: (), launch=StageLaunch(gpus=gpus, hosts=hosts))
-
-    running = Fake(tmp_path, None, jobs, ThisHost(tmp_path, ("a", "b", "c", "d")), [], lambda *_: None)
-    stages = [stage("one", 1), stage("two", 2), stage("timed", 0, "bench"), stage("none", 0), stage("more", 3)]
-    left = running._start(stages)
-    assert started == ["more", "none"]  # the next in width would wait for ever
-    running.running.pop(0)
-    left = running._start(left)
-    assert started == ["more", "none", "two", "one"]
-    assert sorted(gpu for one in running.running for gpu in one.places[0][0]) == ["a", "b", "c"]
-    running.running.clear()
-    assert not running._start(left)
-    assert started[-1] == "timed"
-    assert len(running._start([stage("after", 0)])) == 1
-    started.clear()
-    this, other = ThisHost(tmp_path, ("a", "b")), OtherHost(None, 1, tmp_path, ("a", "b"), frozenset({0, 1, 2, 3, 4}))
-    running = Fake(tmp_path, None, jobs, this, [other], lambda *_: None)
-    left = running._start([stage("one", 1), stage("both", 2, hosts=2), stage("timed", 0, "bench"), stage("all", 2)])
-    assert (started, [*running.running[0].places]) == (["both"], [1, 0])
-    running.running.clear()
-    left = running._start(left)
-    assert [(one.stage.title, [*one.places]) for one in running.running] == [("all", [1]), ("one", [0])]
-    running.running.pop(0)
-    assert not running._start(left)  # a benchmark has a host for itself
-    assert [*running.running[-1].places] == [1]
-    assert [*running._with_room(stage("more", 1))] == [0]
 
 
 @pytest.mark.parametrize("said", [True, False, None])
 def test_a_switch_can_be_said_no(place, said):
     full = {"method": "full", "data": str(place / "ids.npy"), "max_steps": 2, "gradient_checkpointing": said}
     ((stage,),) = [choice.stages for choice in sweep_spec(spec(place, adapt=[full]), "s.yaml").adapt]
-    (words,) = adapt_words("MODEL", "OUTPUT", "full", "DENSE", stage.given, True)
-    assert adapt_options(asked_by(words)).gradient_checkpointing is bool(said)
+    (words,) = adapt_words("MODEL", "OUTPUT", "full", "DENSE", stage.options, True)
+    assert adapt_options(parsed_options(words)).gradient_checkpointing is bool(said)
 
 
 # ---- what is refused ----
@@ -350,7 +268,6 @@ REFUSED = {
         {"adapt": [{**FULL, "processes": 4, "batch_size": 6}]},
         r"adapt\[0\]: batch_size 6 must be divisible by the 4 processes",
     ),
-    "nothing to shard": ({"adapt": [{**FULL, "processes": 1, "fsdp": True}]}, r"adapt\[0\]: fsdp has no effect: 1 "),
     "shards of an alignment": (
         {"adapt": [{"method": "align", "data": "x.npy", "fsdp": True}]},
         r"adapt\[0\]: fsdp has no effect on align",
@@ -370,7 +287,6 @@ REFUSED = {
     ),
     "a control of none": ({"adapt": [{"method": "none", "control": True}]}, r"adapt\[0\]: control needs stages"),
     "a control that is text": ({"adapt": [{**FULL, "control": "yes"}]}, r"adapt\[0\]: control is 'yes', but must"),
-    "data that nothing reads": ({"adapt": ["none"], "data": "x.npy"}, "data has no effect"),
     "data to train on": ({"adapt": [{**FULL, "data": "nowhere.npy"}]}, "nowhere.npy names nothing that exists"),
     "nothing to evaluate": ({"eval": {"batch_size": 3}}, "eval: nothing to evaluate"),
     "eval's slip": ({"eval": {"perplexit": "a"}}, "eval: eval has no option 'perplexit'; did you mean perplexity"),
@@ -441,7 +357,6 @@ def test_folders_that_are_refused(place, tmp_path):
     assert "lies inside it" in one_sentence(invoke("sweep", file, "--out", place / "dense" / "out"))
     assert one_sentence(invoke("sweep", file)).startswith("Error: say where to keep everything")
     assert "is a folder" in one_sentence(invoke("sweep", tmp_path, "--out", tmp_path / "out"))
-    assert "--jobs" in one_sentence(invoke("sweep", file, "--out", tmp_path / "out", "--jobs", "999"))
 
 
 def test_hashes_are_remembered_until_a_file_changes(tmp_path):

@@ -1,2 +1,2 @@
 """A file for each command: parse, call, print. Heavy imports are inside of functions; only cli and what runs
-commands (tradeoff/sweep, demo) import from here."""
+commands (sweep, demo) import from here."""

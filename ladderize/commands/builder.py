@@ -192,6 +192,12 @@ def parsed(function: Any, words: Sequence[str]) -> GivenOptions:
         raise UsageError(usage_message(error)) from None
 
 
+def run_words(function: Any, words: Sequence[str]) -> None:
+    """Run a command in this process. words: its name, and what follows it on a command line."""
+    with _made_of(function).make_context(words[0], list(words[1:])) as context:
+        context.command.invoke(context)
+
+
 def usage_message(error: Any) -> str:
     """Return what is wrong with a command line, as typer says it."""
     return str(error.format_message()).replace("Value error, ", "").rstrip(".")

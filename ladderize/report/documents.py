@@ -16,7 +16,7 @@ from ladderize.files.records import Record
 from ladderize.files.regular import inside, read_lines, resolved
 from ladderize.plan.document import PlanResult
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.workflows.sweep_document import SweepDocument
+from ladderize.sweep_document import SweepDocument
 
 SWEEP = "sweep.json"
 READABLE = "sweep.json, results.json, bench.json, plan.json or sensitivity.json"

@@ -31,7 +31,7 @@ from ladderize.report.vega import (
     nominal,
     quantitative,
 )
-from ladderize.workflows.sweep_document import AS_CONVERTED, THEN
+from ladderize.sweep_document import AS_CONVERTED, THEN
 
 RUN_COLOURS = ("ladder", "spd", "both", "baseline", "dense")
 RUN_SHAPES = ("circle", "square", "diamond", "triangle-up")  # with the colours, different for the first twenty runs

@@ -11,7 +11,7 @@ from ladderize.eval.comparison import ComparisonDocument, PooledComparison
 from ladderize.eval.results import EvaluatedModel
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED
 from ladderize.runtime.bench.document import SpeedRow
-from ladderize.workflows.sweep_document import AS_CONVERTED, SweepPoint
+from ladderize.sweep_document import AS_CONVERTED, SweepPoint
 
 # measured: real ranks; emulated: one real rank of a group that is not there; predicted: nothing ran
 TimingKind = Literal["measured", "emulated", "predicted"]

@@ -1,6 +1,5 @@
 """What is decided before anything runs on a GPU: groups, memory, times of messages."""
 
-import json
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -16,8 +15,6 @@ from ladderize.ranks.group import INFERENCE_TIMEOUT, MEETING_TIMEOUT, SAME_WORK_
 from ladderize.runtime.bench.rounds import ALONE_REPEAT, ALONE_ROUNDS, AloneTimes
 from ladderize.runtime.collectives.choose import _peers_reachable
 from ladderize.runtime.decode import check_mask
-from ladderize.tradeoff.sweep import estimate
-from ladderize.tradeoff.sweep.builder import machine
 from tests.simulated_gpu.device import DEVICE, MEMORY_BYTES, SimulatedGpu
 from tests.simulated_gpu.groups import AlikeRanks, collectives
 from tests.simulated_gpu.models import RANKS, seed
@@ -97,18 +94,6 @@ def test_a_mask_of_prompts_of_different_lengths_has_to_have_room():
         check_mask(8, 8192, DEVICE)
         with pytest.raises(UserError, match=r"the mask of 64 prompts of different lengths up to 32,768 tokens needs"):
             check_mask(64, 32768, DEVICE)
-
-
-def test_a_sweep_is_estimated_from_what_the_gpu_does(folders, monkeypatch):
-    monkeypatch.setattr(estimate, "PROBE_SECONDS", 0)
-    monkeypatch.setattr(estimate, "PROBE_BYTES", 1 << 12)
-    config = json.loads((folders["dense"] / "config.json").read_text())
-    with SimulatedGpu(seed()) as gpu:
-        found = estimate.Estimator.of(config, folders["dense"], None)
-        assert machine()["gpus"] == ["simulated"]
-        assert gpu.syncs == {"synchronize": 6}  # three runs of a product, and of a sum
-    assert found.device == "cuda"
-    assert min(found.flops, found.bandwidth) > 0
 
 
 def test_messages_are_timed_as_a_graph():

@@ -14,7 +14,7 @@ from ladderize.adapt.train.loop import explosion_bound
 from ladderize.adapt.train.training_model import HFTraining
 from ladderize.commands.adapt import adapt_options
 from ladderize.errors import UsageError
-from ladderize.tradeoff.sweep.stages import asked_by
+from ladderize.sweep.stages import parsed_options
 from tests.helpers import listing, one_sentence
 from tests.train.commands import adapt, losses_of, perplexity_of, succeed
 
@@ -129,7 +129,7 @@ def test_options_of_other_methods_have_no_effect(method):
         for option, value in options.items() if method not in methods.split() else ():
             words = ["adapt", "MODEL", "OUT", "--method", method, "--data", "x.txt", option, str(value)]
             with pytest.raises(UsageError, match=f"^{option} has no effect with --method {method}$"):
-                adapt_options(asked_by(words))
+                adapt_options(parsed_options(words))
 
 
 def test_the_launcher_is_believed_or_refused(place, tmp_path, monkeypatch):

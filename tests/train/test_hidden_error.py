@@ -23,7 +23,7 @@ from ladderize.commands.adapt import adapt_options
 from ladderize.layout import Layout
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
-from ladderize.tradeoff.sweep.stages import adapt_words, asked_by
+from ladderize.sweep.stages import adapt_words, parsed_options
 from tests.adapt_data.rows import packed
 from tests.helpers import FAMILIES, LAYOUTS, fresh_rng, make_layout, make_model, one_sentence
 from tests.oracle import Oracle
@@ -248,5 +248,5 @@ def test_the_words_of_the_loss():
 def test_a_sweep_takes_it(given, teacher):
     given = {"data": "ids.npy", "max_steps": 1, **given}
     (command,) = adapt_words("model", "out", "full", "dense", given, True)
-    options = adapt_options(asked_by(command))
+    options = adapt_options(parsed_options(command))
     assert (options.distill_from, options.objective.hidden_weight) == (teacher, given.get("hidden_weight", 0))

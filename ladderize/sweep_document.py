@@ -1,5 +1,5 @@
-"""sweep.json: what a sweep has measured and where it lies. ``ladderize sweep`` writes it, ``ladderize report`` reads
-it. Imports no torch.
+"""sweep.json: the models that a sweep measures, and where their results lie. Reports and plans read it. Imports no
+torch.
 
 Paths in it are relative to the sweep's folder, so that the folder can be moved.
 """
@@ -18,8 +18,11 @@ Status = Literal["waiting", "running", "done", "failed", "skipped", "not promote
 class StageState(Record):
     """One stage of one point, or of the whole sweep.
 
-    output: its folder. seconds: it took, in the run that made it. reused: it was there from an earlier run. message:
-    why it failed, was skipped, or was not promoted. command: the same by hand, typed in the sweep's folder.
+    output: its folder.
+    seconds: the time that it took, in the run that made it.
+    reused: True if an earlier run made it.
+    message: why it failed, was skipped, or was not promoted.
+    command: the command that does the same, typed in the sweep's folder.
     """
 
     stage: str
@@ -36,12 +39,14 @@ class StageState(Record):
 class SweepPoint(Record):
     """One model of the trade-off: a layout, and how it was adapted. The first point is the dense model.
 
-    adapted: ``none``, or the methods of its stages, such as ``align + full``. tokens: that these stages read, together.
-    model: its folder (or, of the dense one, what the user named). results: results.json of its evaluation; adaptation:
-    the folder of the last stage that retrained, or of the last. timed: the model that bench.json names: speed depends
-    on the layout alone, so one model of each is timed, the one that is as converted. control: the model that the dense
-    one became by the same training, where that was asked for.
-    Where the layout is not known yet (its sensitivity failed), the lists of modes are empty.
+    attention_sync, mlp_sync: empty where the layout is not known yet.
+    adapted: ``none``, or the methods of its stages, such as ``align + full``.
+    tokens: the number that these stages read, together.
+    model: its folder; of the dense model the name that the user gave.
+    results: results.json of its evaluation.
+    adaptation: the folder of the last stage that retrained, or of the last stage.
+    timed: the model that bench.json names. Speed depends on the layout alone, so one model of each layout is timed.
+    control: the dense model after the same training, where that was asked for.
     """
 
     name: str
@@ -60,7 +65,7 @@ class SweepPoint(Record):
 
     @property
     def methods(self) -> list[str]:
-        """Of its stages of adaptation, in their order."""
+        """The methods of its stages of adaptation, in their order."""
         return [] if self.adapted == AS_CONVERTED else self.adapted.split(THEN)
 
     @property
@@ -69,19 +74,25 @@ class SweepPoint(Record):
 
     @property
     def failure(self) -> str | None:
-        """What its first failed stage said."""
+        """The message of its first failed stage."""
         return next((stage.message for stage in self.stages if stage.status == "failed"), None)
 
     @property
     def not_promoted(self) -> str | None:
-        """Why it did not get its last stages."""
+        """The reason for which it did not get its last stages."""
         return next((stage.message for stage in self.stages if stage.status == "not promoted"), None)
 
 
 @dataclass(frozen=True)
 class SweepDocument(Record):
-    """All of sweep.json but the schema in front. model: the dense one. command: what made it, as a user types it.
-    sensitivities, benches: files of theirs. margin: what of the accuracy may be lost, in points (hundredths)."""
+    """All of sweep.json but the schema in front.
+
+    model: the dense one.
+    command: the command that made it, as a user types it.
+    margin: the accuracy that may be lost, in points (hundredths).
+    stages: those of the whole sweep: sensitivities and benchmarks.
+    sensitivities, benches: their files.
+    """
 
     model: str
     command: str
@@ -95,5 +106,5 @@ class SweepDocument(Record):
     @property
     def failed(self) -> list[StageState]:
         """Every stage that failed, once."""
-        found = [stage for point in self.points for stage in point.stages] + self.stages
-        return list({stage.key: stage for stage in found if stage.status == "failed"}.values())
+        every = [stage for point in self.points for stage in point.stages] + self.stages
+        return list({stage.key: stage for stage in every if stage.status == "failed"}.values())

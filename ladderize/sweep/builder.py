@@ -17,33 +17,35 @@ from ladderize.files.regular import split_name
 from ladderize.files.work import run_digest
 from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.threads import cores, processor
-from ladderize.tradeoff.sweep.launch import SHARDS, Given, StageLaunch, Words
-from ladderize.tradeoff.sweep.stages import (
+from ladderize.sweep.stages import (
     MODEL_FOLDER,
     PREDICTIONS,
+    SHARDS,
+    Given,
     Stage,
+    StageLaunch,
     adapt_words,
     bench_words,
     computing,
     convert_words,
     eval_words,
+    make_stage,
     sensitivity_words,
 )
-from ladderize.tradeoff.sweep.sweep_file import AdaptStage, BenchChoice, SweepSpec
+from ladderize.sweep.sweep_file import AdaptStage, BenchChoice, SweepSpec
 
 CACHE = "inputs.json"  # in the sweep's folder: the hashes of files that have not changed since
-OF_A_MODEL = (".json", ".safetensors", ".model", ".jinja", ".txt")
-# what computes the accuracies: numbers of two versions are no pairs
-EVAL_PACKAGES = ("torch", "transformers", "lm-eval")
+MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
+EVAL_PACKAGES = ("torch", "transformers", "lm-eval")  # accuracies of two versions are no pairs
 
 
 @dataclass
 class Inputs:
-    """What a sweep reads and did not make: the dense model, data, tasks. Known by their whole content, so that a stage
-    runs anew when one of them is another, and noticed when one changes while the sweep runs.
+    """The files that a sweep reads and did not make, known by their content: a stage runs anew when one is another.
 
-    cache: keeps the digests of files, with what the file system says of each (``signature``); one that says the same is
-    not read again. seen: those of this run.
+    cache: a file that keeps the hashes, each with what the file system says of its file. A file of which it says the
+    same is not read again.
+    seen: the hashes that this run has asked for.
     """
 
     cache: Path
@@ -53,33 +55,33 @@ class Inputs:
         self.remembered = read_own(self.cache).get("files", {})
 
     def model(self, name: str, revision: str | None = None) -> str:
-        """Of a checkpoint: all of its weights, its config and its tokenizer. Raises UserError unless it is sound."""
+        """Return the hash of a checkpoint: its weights, config and tokenizer. Raises UserError unless it is sound."""
         folder = check_model(name, revision)
-        files = sorted(path for path in folder.iterdir() if path.suffix in OF_A_MODEL and path.is_file())
+        files = sorted(path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES and path.is_file())
         return _digest({path.name: self.file(path) for path in files})
 
     def data(self, spec: str) -> str:
-        """Of one file as ``--perplexity`` or ``sensitivity --data`` takes it."""
+        """Return the hash of one file as ``--perplexity`` or ``sensitivity --data`` takes it."""
         path, array = split_name(spec)
         if not path.exists():
             raise UserError(f"{path} does not exist")
         return _digest({"file": self.file(path), "array": array})
 
     def source(self, spec: SourceSpec) -> str:
-        """Of one source of training data; a dataset on the hub is known by its name alone."""
+        """Return the hash of one source of training data; a dataset on the hub is known by its name alone."""
         if spec.is_streamed:
             return _digest({"hub": spec.text, "weight": spec.weight})
         return _digest({"weight": spec.weight, "files": [self.data(name) for name in spec.files()]})
 
     def folder(self, path: Path) -> str:
-        """Of all files in a folder, such as one of tasks."""
+        """Return the hash of all files in a folder of tasks."""
         if not path.is_dir():
             raise UserError(f"{path} is not a folder")
         files = sorted(entry for entry in path.rglob("*") if entry.is_file() and "__pycache__" not in entry.parts)
         return _digest({str(entry.relative_to(path)): self.file(entry) for entry in files})
 
     def file(self, path: Path) -> str:
-        """The sha256 of a file's content."""
+        """Return the sha256 of a file's content."""
         path = path.resolve()
         signature = _signature(path)
         known = self.remembered.get(str(path))
@@ -91,24 +93,21 @@ class Inputs:
         return str(known["sha256"])
 
     def save(self) -> None:
-        """Keep what was learnt of the files of this sweep, for the next run."""
+        """Keep the hashes for the next run."""
         write_json(self.cache, {"files": self.seen})
 
     def check_unchanged(self) -> None:
         """Raise UserError for a file that is not what it was when this run began."""
         for name, before in self.seen.items():
             path = Path(name)
-            try:
-                signature = _signature(path)
-                same = signature == before["signature"] or file_sha256(str(path)) == before["sha256"]
-            except OSError:
-                same = False
-            if not same:
+            is_same = path.exists() and (
+                _signature(path) == before["signature"] or file_sha256(name) == before["sha256"]
+            )
+            if not is_same:
                 raise UserError(
                     f"{name} changed while the sweep ran, so what was measured meanwhile may be of either; run the same"
                     " command again: it keeps the stages that were complete before, and that do not depend on it"
                 )
-            self.seen[name] = {**before, "signature": signature}
 
 
 def _signature(path: Path) -> list[int]:
@@ -122,108 +121,107 @@ def _digest(value: Any) -> str:
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """model: the dense one as stages name it. digest: of its content. gpus: of each of so many hosts."""
+    """model: the dense one as stages name it; digest: the hash of its content. gpus: their number."""
 
     spec: SweepSpec
     inputs: Inputs
     model: str
     digest: str
     gpus: int
-    hosts: int = 1
 
     @classmethod
-    def of(cls, spec: SweepSpec, inputs: Inputs, hosts: int = 1) -> "StageBuilder":
-        """Reads everything that the sweep reads, once. Raises UserError for what is not there."""
+    def of(cls, spec: SweepSpec, inputs: Inputs) -> "StageBuilder":
+        """Read everything that the sweep reads, once. Raises UserError for a file that is not there."""
         folder = check_model(spec.model, spec.revision)
         model = spec.model if spec.revision is None else str(folder)
-        return cls(spec, inputs, model, inputs.model(spec.model, spec.revision), len(visible_gpus()), hosts)
-
-    def _launch(self, given: Given, method: str) -> StageLaunch:
-        return StageLaunch.of(given, method, self.gpus, self.hosts)
+        return cls(spec, inputs, model, inputs.model(spec.model, spec.revision), len(visible_gpus()))
 
     def sensitivity(self, mode: str, sync_tp_size: int | None) -> Stage:
-        given = {key: value for key, value in (self.spec.sensitivity or {}).items() if key != "mode"}
-        of = f"spd, sync_tp_size {sync_tp_size}" if sync_tp_size is not None else "ladder"
+        options = {key: value for key, value in (self.spec.sensitivity or {}).items() if key != "mode"}
+        title = f"sensitivity to {f'spd, sync_tp_size {sync_tp_size}' if sync_tp_size is not None else 'ladder'}"
         identity = {
             "model": self.digest,
             "mode": mode,
             "sync_tp_size": sync_tp_size,
-            "options": {**computing("sensitivity", given), "data": self.inputs.data(given["data"])},
+            "options": {**computing("sensitivity", options), "data": self.inputs.data(options["data"])},
         }
-
-        def commands(output: str) -> tuple[Words, ...]:
-            return (sensitivity_words(self.model, output, given, mode, sync_tp_size),)
-
-        launch = self._launch(given, "sensitivity")
-        return Stage.of("sensitivity", f"sensitivity to {of}", identity, commands, launch=launch)
+        return make_stage(
+            "sensitivity",
+            title,
+            identity,
+            lambda output: (sensitivity_words(self.model, output, options, mode, sync_tp_size),),
+            launch=StageLaunch.of(options, "sensitivity", self.gpus),
+        )
 
     def conversion(self, recipe: Recipe, text: str) -> Stage:
-        given, spec = recipe.to_dict(), self.spec
+        options, spec = recipe.to_dict(), self.spec
         content = {"head_map": self.inputs.data(recipe.head_map)} if recipe.head_map is not None else {}
-        identity = {"model": self.digest, "recipe": {**given, **content}}
-
-        def commands(output: str) -> tuple[Words, ...]:
-            return (convert_words(spec.model, output, given, spec.revision, spec.verify),)
-
-        return Stage.of("convert", f"convert: {text}", identity, commands)
+        return make_stage(
+            "convert",
+            f"convert: {text}",
+            {"model": self.digest, "recipe": {**options, **content}},
+            lambda output: (convert_words(spec.model, output, options, spec.revision, spec.verify),),
+        )
 
     def adaptation(self, asked: AdaptStage, before: Stage | None, name: str) -> Stage:
         """before: the stage that writes the model to adapt; None: it is the dense one."""
         model = f"{before.output}/{MODEL_FOLDER}" if before is not None else self.model
         content = {
             key: [self.inputs.source(spec) for spec in parse_specs(texts if isinstance(texts, list) else [texts])]
-            for key, texts in asked.given.items()
+            for key, texts in asked.options.items()
             if key in ("data", "eval_data")
         }
         identity: dict[str, Any] = {
             "model": before.key if before is not None else self.digest,
             "teacher": self.digest,
             "method": asked.method,
-            "options": {**computing("adapt", asked.given), **content},
+            "options": {**computing("adapt", asked.options), **content},
         }
-        launch = self._launch(asked.given, asked.method)
-        sharing = launch.processes // int(asked.given.get("tp_size", 1))
-        if sharing > 1 and asked.method in SHARDS and "batch_size" not in asked.given:
-            identity["processes"] = sharing  # by which the batch is then made divisible
-
-        def commands(output: str) -> tuple[Words, ...]:
-            return adapt_words(model, output, asked.method, self.model, asked.given, self.spec.verify)
-
-        needs = (before.key,) if before is not None else ()
-        return Stage.of("adapt", f"adapt: {name}", identity, commands, needs, asked.tokens, launch)
+        launch = StageLaunch.of(asked.options, asked.method, self.gpus)
+        sharing = launch.processes // int(asked.options.get("tp_size", 1))
+        if sharing > 1 and asked.method in SHARDS and "batch_size" not in asked.options:
+            identity["processes"] = sharing  # the default batch is then made divisible by it
+        return make_stage(
+            "adapt",
+            f"adapt: {name}",
+            identity,
+            lambda output: adapt_words(model, output, asked.method, self.model, asked.options, self.spec.verify),
+            (before.key,) if before is not None else (),
+            launch,
+        )
 
     def evaluation(self, model: str, name: str, made_by: Stage | None, reference: Stage | None) -> Stage:
         """made_by: the stage that writes the model, None for the dense one. reference: the dense model's evaluation."""
-        given = self.spec.eval_given or {}
+        options = self.spec.evaluation or {}
         content: dict[str, Any] = {}
-        compared = "perplexity" in given  # predictions are those of its text
-        if compared:
-            content["perplexity"] = self.inputs.data(given["perplexity"])
-        else:
-            reference = None
-        if "include_path" in given:
-            content["include_path"] = self.inputs.folder(Path(given["include_path"]))
-        packages = EVAL_PACKAGES if "tasks" in given else EVAL_PACKAGES[:2]
+        has_text = "perplexity" in options  # predictions are those of its text
+        if has_text:
+            content["perplexity"] = self.inputs.data(options["perplexity"])
+        if "include_path" in options:
+            content["include_path"] = self.inputs.folder(Path(options["include_path"]))
+        packages = EVAL_PACKAGES if "tasks" in options else EVAL_PACKAGES[:2]
         identity: dict[str, Any] = {
             "model": made_by.key if made_by is not None else self.digest,
-            "options": {**computing("eval", given), **content},
+            "options": {**computing("eval", options), **content},
             "versions": {package: importlib.metadata.version(package) for package in packages},
         }
         if made_by is None:
             identity["name"] = model  # results.json holds it, and everything is joined by it
-        if reference is not None:
+        own: Given = {}
+        if has_text and made_by is not None and reference is not None:
             identity["reference"] = self.digest
+            own = {"reference": f"{reference.output}/{PREDICTIONS}"}
+        needs = [stage.key for stage in (made_by, reference if own else None) if stage is not None]
 
-        def commands(output: str) -> tuple[Words, ...]:
-            kept = f"{output}/{PREDICTIONS}" if compared and made_by is None else None
-            compared_with = f"{reference.output}/{PREDICTIONS}" if reference is not None else None
-            return (eval_words(model, output, given, {"keep_predictions": kept, "reference": compared_with}),)
+        def commands(output: str) -> tuple[tuple[str, ...], ...]:
+            keep = {"keep_predictions": f"{output}/{PREDICTIONS}"} if has_text and made_by is None else {}
+            return (eval_words(model, output, options, {**keep, **own}),)
 
-        needs = tuple(stage.key for stage in (made_by, reference) if stage is not None)
-        return Stage.of("eval", f"eval: {name}", identity, commands, needs, launch=self._launch(given, "eval"))
+        launch = StageLaunch.of(options, "eval", self.gpus)
+        return make_stage("eval", f"eval: {name}", identity, commands, tuple(needs), launch)
 
     def benchmark(self, setting: BenchChoice, converted: Sequence[Stage]) -> Stage:
-        """All models of one setting, interleaved in one group of processes."""
+        """Return the stage that times all models of one setting, interleaved in one group of processes."""
         models = [self.model, *(f"{stage.output}/{MODEL_FOLDER}" for stage in converted)]
         identity = {
             "model": self.digest,
@@ -240,18 +238,17 @@ class StageBuilder:
             for key, value in setting.given.items()
             if value is not True
         )
-        needs = tuple(stage.key for stage in converted)
-        return Stage.of(
+        return make_stage(
             "bench",
             f"bench: {title or 'one process'}",
             identity,
             lambda output: (bench_words(models, output, setting.given),),
-            needs,
+            tuple(stage.key for stage in converted),
         )
 
 
 def machine() -> dict[str, Any]:
-    """What times depend on and is known without measuring."""
+    """Return what times depend on and is known without measuring."""
     import torch
 
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]

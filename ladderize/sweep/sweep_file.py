@@ -14,30 +14,38 @@ from ladderize.adapt.train.options import parse_count
 from ladderize.convert.recipe import AUTO, Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.errors import UserError
-from ladderize.eval.comparison import CompareOptions
 from ladderize.eval.options import EvalOptions
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.tradeoff.sweep.stages import (
+from ladderize.sweep.stages import (
     Given,
-    asked_by,
     bench_options,
     check_adapt,
     check_sensitivity,
     errors_begin_with,
     eval_options,
+    parsed_options,
     words_of,
 )
-from ladderize.workflows.sweep_document import AS_CONVERTED
+from ladderize.sweep_document import AS_CONVERTED
 
-# ---- what the file asks for ----
+MARGIN = 1.0  # points of accuracy, where the file says nothing
+BOTH = "both"  # of a layout's mode
+KEYS = ("model", "revision", "out", "data", "sensitivity", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
+PATH_KEYS = ("data", "eval_data", "perplexity", "include_path", "head_map")
+# keys whose lists are no grids
+LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines")}
+MOST_COMBINATIONS = 1000  # of one grid; more is a slip
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """One layout of the grid, with options of ``ladderize convert``. where: in the file. ladder, spd: ranges, or
-    "auto": chosen by their sensitivity."""
+    """One layout of the grid, with options of ``ladderize convert``.
+
+    where: its place in the file.
+    ladder, spd: ranges, or "auto": chosen by their sensitivity.
+    """
 
     where: str
     name: str | None
@@ -51,50 +59,55 @@ class LayoutChoice:
 
     @property
     def auto(self) -> tuple[str, ...]:
-        """The kinds of layers that are chosen."""
+        """The kinds of layers that are chosen by their sensitivity."""
         return tuple(kind for kind, layers in ((SPD, self.spd), (LADDER, self.ladder)) if layers == AUTO)
 
     def selecting(self, kind: str, sensitivity: str) -> Recipe:
-        """The recipe that selects the layers of one kind by a sensitivity.json."""
-        share = f"{kind}_fraction"
-        own = {kind: AUTO, share: getattr(self, share), "sync_tp_size": self.sync_tp_size if kind == SPD else None}
-        return Recipe(**own, sensitivity=sensitivity, max_ppl_increase=self.max_ppl_increase)
+        """Return the recipe that selects the layers of one kind by a sensitivity.json."""
+        share, ranks = f"{kind}_fraction", self.sync_tp_size if kind == SPD else None
+        options: Given = {kind: AUTO, share: getattr(self, share), "sync_tp_size": ranks}
+        return Recipe(**options, sensitivity=sensitivity, max_ppl_increase=self.max_ppl_increase)
 
     def recipe(self, chosen: Mapping[str, str] | None = None) -> Recipe:
-        """The whole recipe, with the layers ``chosen`` for each kind that is auto; None: with all of them."""
+        """Return the whole recipe. chosen: the layers of each kind that is auto; None: all of them."""
         layers = {LADDER: self.ladder, SPD: self.spd, **(dict.fromkeys(self.auto, "all") if chosen is None else chosen)}
         return Recipe(ladder=layers[LADDER], spd=layers[SPD], sync_tp_size=self.sync_tp_size, head_map=self.head_map)
 
     def sensitivity_of(self, kind: str) -> tuple[str, int | None]:
-        """Which sensitivity selects its layers of a kind: the kind and, of spd, the virtual ranks."""
+        """Return the sensitivity that selects layers of a kind: the kind and, of spd, the virtual ranks."""
         return kind, self.sync_tp_size if kind == SPD else None
 
 
 @dataclass(frozen=True)
 class AdaptStage:
-    """One run of ``ladderize adapt``, with its options. where: in the file. promote: only so many layouts get it, the
-    best of those that come to it; None: all."""
+    """One run of ``ladderize adapt``.
+
+    where: its place in the file.
+    promote: the number of layouts that get it, the best of those that come to it; None: all.
+    """
 
     where: str
     method: Method
-    given: Given
+    options: Given
     promote: int | None = None
 
     @property
     def tokens(self) -> int | None:
-        """That it reads, where the file says it."""
+        """The number of tokens that it reads, where the file says it."""
         if self.method in (FULL, LORA):
-            budget = self.given.get("max_tokens")
+            budget = self.options.get("max_tokens")
             return parse_count(str(budget), option="max_tokens") if budget is not None else None
-        windows = [self.given.get("samples"), self.given.get("seq_len")]
+        windows = [self.options.get("samples"), self.options.get("seq_len")]
         return None if None in windows else int(windows[0]) * int(windows[1])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class AdaptChoice:
-    """One way of adapting: its stages, each of which reads what the one before wrote; none: as converted. layouts: the
-    names of those that it is for, as the file has them; empty: all. control: the dense model is trained in this way,
-    too."""
+    """One way of adapting: stages, each of which reads the output of the one before; none: as converted.
+
+    layouts: the names of those that it is for; empty: all.
+    control: True if the dense model is trained in this way, too.
+    """
 
     where: str
     stages: tuple[AdaptStage, ...] = ()
@@ -104,7 +117,7 @@ class AdaptChoice:
 
 @dataclass(frozen=True)
 class BenchChoice:
-    """One benchmark, with the options of ``ladderize bench``. layouts: as of a way of adapting."""
+    """One benchmark. options, link: of ``ladderize bench``; given: the same as the file has them."""
 
     where: str
     options: BenchOptions
@@ -113,14 +126,18 @@ class BenchChoice:
     layouts: tuple[str, ...] = ()
 
     def times(self, names: Iterable[str]) -> bool:
-        """Whether it is for a layout that has these names."""
+        """Return True if it is for a layout that has these names."""
         return not self.layouts or any(name in self.layouts for name in names)
 
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """A sweep.yaml. sensitivity, eval_given: options of ``ladderize sensitivity`` and ``eval``, None where there is no
-    such section. margin: of accuracy that may be lost, in points. text: the file as it was read. Paths are absolute."""
+    """A sweep.yaml, with absolute paths.
+
+    sensitivity, evaluation: options of ``ladderize sensitivity`` and ``eval``; None where there is no such section.
+    margin: the accuracy that may be lost, in points.
+    text: the file as it was read.
+    """
 
     model: str
     revision: str | None
@@ -128,8 +145,8 @@ class SweepSpec:
     sensitivity: Given | None
     layouts: tuple[LayoutChoice, ...]
     adapt: tuple[AdaptChoice, ...]
-    eval_given: Given | None
-    evaluation: EvalOptions | None
+    evaluation: Given | None
+    eval_options: EvalOptions | None
     bench: tuple[BenchChoice, ...]
     margin: float
     verify: bool
@@ -142,30 +159,23 @@ class SweepSpec:
 
 # ---- reading ----
 
-KEYS = ("model", "revision", "out", "data", "sensitivity", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
-PATH_KEYS = ("data", "eval_data", "perplexity", "include_path", "head_map")
-LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines")}  # which are no grids
-BOTH = "both"  # of mode
-PROMOTE = "promote"
-MOST_POINTS = 1000  # of one grid; more is a slip
-
 
 def read_sweep(path: Path) -> SweepSpec:
-    """Read a sweep.yaml; raises UserError for what is wrong in it, with the place."""
+    """Read a sweep.yaml; raises UserError for an error in it, with the place."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the sweep's YAML file (--write-example writes one)")
     return sweep_spec(read_yaml(path), str(path), path.read_text(encoding="utf-8"))
 
 
 def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
-    """The same of a mapping that is read already. where: precedes every message."""
+    """Check the mapping that a sweep.yaml holds. where: precedes every message."""
     given = mapping(document, where, KEYS)
     if "model" not in given:
         raise UserError(f"{where}: model is missing; name the dense checkpoint, a folder or a hub id")
     if "eval" not in given and "bench" not in given:
         raise UserError(f"{where} has neither eval nor bench, so there is nothing to measure")
     data = absolute({"data": given["data"]}) if "data" in given else {}
-    sensitivity = evaluation = eval_given = None
+    sensitivity = evaluation = options = None
     if "sensitivity" in given:
         at = f"{where}: sensitivity"
         sensitivity = {**data, **absolute(mapping(given["sensitivity"], at))}
@@ -173,27 +183,24 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
             raise UserError(f"{at}: data is missing; name the text or the token ids to measure on")
         check_sensitivity(sensitivity, at)
     if "eval" in given:
-        eval_given = absolute(mapping(given["eval"], f"{where}: eval"))
-        evaluation = eval_options(eval_given, f"{where}: eval")
+        evaluation = absolute(mapping(given["eval"], f"{where}: eval"))
+        options = eval_options(evaluation, f"{where}: eval")
     layouts = tuple(_layouts(_entries(given, "layouts", where), where, sensitivity is not None))
     if not layouts:
         raise UserError(f"{where}: layouts is empty; write for example '- ladder: all'")
-    margin = read_value(float, given.get("margin", CompareOptions.margin), f"{where}: margin")
+    margin = read_value(float, given.get("margin", MARGIN), f"{where}: margin")
     if not 0 < margin <= 100:
         raise UserError(f"{where}: margin is {margin:g}, but must be above 0 and at most 100 points of accuracy")
     adapt = tuple(_ways(_entries(given, "adapt", where) or [AS_CONVERTED], where, data))
     bench = tuple(_benches(_entries(given, "bench", where), where))
-    stages = [stage for choice in adapt for stage in choice.stages]
-    judged = next((stage for stage in stages if stage.promote is not None), None)
-    if judged is not None and evaluation is None:
-        raise UserError(f"{judged.where}: promote goes by what eval measures, but the file has no section eval")
-    if judged is not None and bench and all(setting.layouts for setting in bench):
-        raise UserError(
-            f"{judged.where}: promote goes by the first benchmark that times every layout, but each names its own in"
-            " layouts; leave that out of one"
-        )
-    if data and not any(one.get("data") == data["data"] for one in (sensitivity or {}, *(s.given for s in stages))):
-        raise UserError(f"{where}: data has no effect: no stage of adapt and no sensitivity lacks data of its own")
+    for stage in (stage for way in adapt for stage in way.stages if stage.promote is not None):
+        if evaluation is None:
+            raise UserError(f"{stage.where}: promote goes by what eval measures, but the file has no section eval")
+        if bench and all(setting.layouts for setting in bench):
+            raise UserError(
+                f"{stage.where}: promote goes by the first benchmark that times every layout, but each names its own"
+                " in layouts; leave that out of one"
+            )
     model = read_value(str, given["model"], f"{where}: model")
     return SweepSpec(
         model=str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model,
@@ -202,8 +209,8 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
         sensitivity=sensitivity,
         layouts=layouts,
         adapt=adapt,
-        eval_given=eval_given,
         evaluation=evaluation,
+        eval_options=options,
         bench=bench,
         margin=margin,
         verify=not read_value(bool, given.get("no_verify", False), f"{where}: no_verify"),
@@ -212,23 +219,22 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
 
 
 def mapping(given: object, where: str, known: Sequence[str] | None = None) -> dict[str, Any]:
-    """``given`` as a mapping without what is null; raises UserError for a key that is not ``known``, with the nearest
-    that is. None: the section's command knows them."""
+    """Return ``given`` as a mapping without nulls. known: its keys; None: the section's command knows them."""
     if not isinstance(given, Mapping):
         raise UserError(f"{where} is {'empty' if given is None else repr(given)}, but must hold options: 'key: value'")
     values = {str(key).replace("-", "_"): value for key, value in given.items() if value is not None}
-    for key in values if known is not None else ():
+    for key, value in values.items():
         if known is not None and key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}"
             raise UserError(f"{where}: unknown key {key!r}; {hint}")
-    if known is None and (empty := [key for key, value in values.items() if value == []]):
-        raise UserError(f"{where}: {empty[0]} is an empty list; give a value, or leave it out")
+        if known is None and value == []:
+            raise UserError(f"{where}: {key} is an empty list; give a value, or leave it out")
     return values
 
 
-def absolute(given: Given) -> dict[str, Any]:
-    """The same with absolute paths: stages run elsewhere."""
+def absolute(options: Given) -> dict[str, Any]:
+    """Return the options with absolute paths: stages run in the sweep's folder."""
 
     def path(text: Any) -> Any:
         if isinstance(text, list):
@@ -237,46 +243,47 @@ def absolute(given: Given) -> dict[str, Any]:
             return text
         return os.path.normpath(Path.cwd() / Path(str(text)).expanduser())  # YAML takes 2024 for a number
 
-    return {key: path(value) if key in PATH_KEYS else value for key, value in given.items()}
+    return {key: path(value) if key in PATH_KEYS else value for key, value in options.items()}
 
 
-def grid(given: Given, where: str, section: str = "") -> Iterator[dict[str, Any]]:
-    """Every combination of the values that are lists, but those of ``LISTS``."""
-    lists = {key: value for key, value in given.items() if isinstance(value, list)}
+def grid(options: Given, where: str, section: str = "") -> Iterator[dict[str, Any]]:
+    """Yield every combination of the values that are lists, but those of ``LISTS``."""
     plain = LISTS.get(section, ())
-    axes = [lists[key] if key in lists and key not in plain else [value] for key, value in given.items()]
-    return (dict(zip(given, values, strict=True)) for values in combinations(axes, where))
+    axes = [value if isinstance(value, list) and key not in plain else [value] for key, value in options.items()]
+    return (dict(zip(options, values, strict=True)) for values in combinations(axes, where))
 
 
 def combinations(axes: Iterable[Collection[Any]], where: str) -> Iterator[tuple[Any, ...]]:
-    """One of each axis; raises UserError for more than anybody means."""
+    """Yield one of each axis; raises UserError for more than anybody means."""
     for number, combination in enumerate(itertools.product(*axes)):
-        if number >= MOST_POINTS:
-            raise UserError(f"{where} is a grid of more than {MOST_POINTS:,} combinations; give fewer values")
+        if number >= MOST_COMBINATIONS:
+            raise UserError(f"{where} is a grid of more than {MOST_COMBINATIONS:,} combinations; give fewer values")
         yield combination
 
 
 def _entries(given: Given, key: str, where: str) -> list[Any]:
     value = given.get(key, [])
-    if isinstance(value, list):
-        return value
     if isinstance(value, Mapping | str):
         return [value]
-    raise UserError(f"{where}: {key} is {value!r}, but must be a list of entries")
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {key} is {value!r}, but must be a list of entries")
+    return value
 
 
-def _for_layouts(given: dict[str, Any]) -> tuple[str, ...]:
-    """Takes the names of layouts that an entry is for out of it."""
-    value = given.pop("layouts", ())
+def _take_layouts(options: dict[str, Any]) -> tuple[str, ...]:
+    """Take the names of the layouts that an entry is for out of it."""
+    value = options.pop("layouts", ())
     return tuple(str(text).strip() for text in (value if isinstance(value, list | tuple) else [value]))
+
+
+# ---- sections ----
 
 
 def _layouts(entries: list[Any], where: str, has_sensitivity: bool) -> Iterator[LayoutChoice]:
     named: dict[str, str] = {}
     for number, entry in enumerate(entries):
         at = f"{where}: layouts[{number}]"
-        given = absolute(mapping(entry, at))
-        for combination in grid(given, at):
+        for combination in grid(absolute(mapping(entry, at)), at):
             with errors_begin_with(at):
                 choice = _layout(combination, at, has_sensitivity)
             if choice.name is not None and named.setdefault(choice.name, at) != at:
@@ -284,33 +291,30 @@ def _layouts(entries: list[Any], where: str, has_sensitivity: bool) -> Iterator[
             yield choice
 
 
-def _layout(given: dict[str, Any], at: str, has_sensitivity: bool) -> LayoutChoice:
-    """One combination, its shorthands written out: a mode with a fraction is that fraction by sensitivity."""
-    name, mode, fraction = (given.pop(key, None) for key in ("name", "mode", "fraction"))
+def _layout(options: dict[str, Any], at: str, has_sensitivity: bool) -> LayoutChoice:
+    """Return one combination, its shorthands written out: a mode with a fraction is that fraction by sensitivity."""
+    name, mode, fraction = (options.pop(key, None) for key in ("name", "mode", "fraction"))
     if mode not in (None, SPD, LADDER, BOTH):
         raise UserError(f"{at}: mode is {mode!r}, but must be one of {SPD}, {LADDER}, {BOTH}")
     if fraction is not None and mode is None:
         raise UserError(f"{at}: fraction needs mode: spd, ladder or both; or give spd_fraction or ladder_fraction")
     for kind in (SPD, LADDER):
-        share, has_mode = f"{kind}_fraction", mode in (kind, BOTH)
-        if has_mode and fraction is not None:
-            given.setdefault(share, fraction)
-        if has_mode or share in given:
-            given.setdefault(kind, AUTO)
-        if mode is not None and not has_mode and kind in given:
-            raise UserError(f"{at}: {kind} does not go with mode {mode}; leave one of them out")
-    if SPD not in given and LADDER not in given:
+        if mode in (kind, BOTH) and fraction is not None:
+            options.setdefault(f"{kind}_fraction", fraction)
+        if mode in (kind, BOTH) or f"{kind}_fraction" in options:
+            options.setdefault(kind, AUTO)
+    if SPD not in options and LADDER not in options:
         raise UserError(f"{at} names no layers; give ladder, spd, or a mode with a fraction (dense is always a point)")
-    asked = asked_by(words_of("convert", ["SRC", "OUT"], {}, given, at))
-    choice = asked.fill(LayoutChoice, where=at, name=read_value(str | None, name, f"{at}: name"))
+    parsed = parsed_options(words_of("convert", ["SRC", "OUT"], {}, options, at))
+    choice = parsed.fill(LayoutChoice, where=at, name=read_value(str | None, name, f"{at}: name"))
     if choice.spd is not None and choice.sync_tp_size is None:
         raise UserError(f"{at}: sync_tp_size is missing, the number of ranks that the sync points are dropped for")
     for key in ("ladder_fraction", "spd_fraction", "max_ppl_increase"):
-        kind = key.removesuffix("_fraction")
-        if given.get(key) is not None and not (kind in choice.auto or (kind == key and choice.auto)):
+        choosing = choice.auto if key == "max_ppl_increase" else key.removesuffix("_fraction") in choice.auto
+        if key in options and not choosing:
             raise UserError(f"{at}: {key} has no effect where the layers are named")
     for kind in choice.auto:
-        choice.selecting(kind, "sensitivity.json")  # raises for what is not valid
+        choice.selecting(kind, "sensitivity.json")  # raises for values that are not valid
     if choice.auto and not has_sensitivity:
         raise UserError(f"{at} chooses layers by their sensitivity, but the file has no section sensitivity")
     choice.recipe()
@@ -318,19 +322,19 @@ def _layout(given: dict[str, Any], at: str, has_sensitivity: bool) -> LayoutChoi
 
 
 def _ways(entries: list[Any], where: str, data: Given) -> Iterator[AdaptChoice]:
-    """One for each combination of the values that are lists. data: of stages that name none.
+    """Yield a way of adapting for each combination of the values that are lists. data: of stages that name none.
 
     An entry is ``none``; one stage, which is a method's name or a mapping with ``method`` and its options; or a chain,
-    which is a list of stages or a mapping with ``stages``. Raises UserError.
+    which is a list of stages or a mapping with ``stages``.
     """
     for number, entry in enumerate(entries):
         at = f"{where}: adapt[{number}]"
         given = mapping(entry, at) if isinstance(entry, Mapping) else {}
-        layouts = _for_layouts(given)
+        layouts = _take_layouts(given)
         control = read_value(bool, given.pop("control", False), f"{at}: control")
         stage = given if isinstance(entry, Mapping) else entry
         if isinstance(entry, list) or "stages" in given:
-            mapping(given, at, ("stages", "layouts", "control"))
+            mapping(given, at, ("stages",))
             chains = _chains(given.get("stages", entry), at, data)
         elif stage in (AS_CONVERTED, {"method": AS_CONVERTED}):
             chains = iter([()])
@@ -352,14 +356,14 @@ def _chains(stages: Any, at: str, data: Given) -> Iterator[tuple[AdaptStage, ...
 
 
 def _stages(entry: Any, at: str, data: Given) -> Iterator[AdaptStage]:
-    """A stage with each combination of its values."""
+    """Yield a stage with each combination of its values."""
     given = {**data, **absolute(mapping(entry, at) if isinstance(entry, Mapping) else {"method": entry})}
     method = given.pop("method", None)
     if method not in get_args(Method):
         raise UserError(f"{at}: method is {method!r}, but must be one of {', '.join(get_args(Method))}")
-    promote = read_value(int | None, given.pop(PROMOTE, None), f"{at}: {PROMOTE}")
+    promote = read_value(int | None, given.pop("promote", None), f"{at}: promote")
     if promote is not None and promote < 1:
-        raise UserError(f"{at}: {PROMOTE} is {promote}, but must be at least 1")
+        raise UserError(f"{at}: promote is {promote}, but must be at least 1")
     for combination in grid(given, at, "adapt"):
         check_adapt(method, combination, at)
         yield AdaptStage(at, cast(Method, method), combination, promote)
@@ -371,7 +375,7 @@ def _check_controlled(stages: Sequence[AdaptStage], at: str) -> None:
     if not trained or any(stage.method not in (FULL, LORA) for stage in trained):
         raise UserError(f"{at}: control needs stages of full or lora: nothing else changes the dense model")
     for stage in trained:
-        if float(stage.given.get("distill_weight", 1)) == 1:
+        if float(stage.options.get("distill_weight", 1)) == 1:
             raise UserError(
                 f"{stage.where}: control has no effect with a distill_weight of 1, since the dense model's own"
                 " predictions teach it nothing; set distill_weight below 1, so that all models learn from the text too"
@@ -379,14 +383,9 @@ def _check_controlled(stages: Sequence[AdaptStage], at: str) -> None:
 
 
 def _benches(entries: list[Any], where: str) -> Iterator[BenchChoice]:
-    seen = []
     for number, entry in enumerate(entries):
         at = f"{where}: bench[{number}]"
         given = mapping(entry, at)
-        layouts = _for_layouts(given)
+        layouts = _take_layouts(given)
         for combination in grid(given, at, "bench"):
-            options, link = bench_options(combination, at)
-            same = (options, link, combination.get("dtype"), layouts)
-            if same not in seen:
-                seen.append(same)
-                yield BenchChoice(at, options, link, combination, layouts)
+            yield BenchChoice(at, *bench_options(combination, at), combination, layouts)

@@ -1,0 +1,1 @@
+"""Many layouts from conversion to speed, on one machine: stages are planned, run one after another, and kept."""

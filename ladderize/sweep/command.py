@@ -1,0 +1,81 @@
+"""The command ``sweep``."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ladderize.choices import AS_JSON, argument, option
+from ladderize.commands.builder import OUTPUT, GivenOptions, command
+from ladderize.commands.shared import LOADING, command_line, show_next
+from ladderize.console import Console
+from ladderize.errors import UsageError, UserError
+
+EXAMPLE = Path(__file__).parent / "example.yaml"
+
+
+@dataclass(frozen=True)
+class SweepArguments:
+    file: Path | None = argument("FILE", "What to measure: a YAML file; see --write-example.", None)
+    out: Path | None = option(
+        "Keep everything here. The same command goes on with what is there.", metavar="DIR", shown="the file's key out"
+    )
+    dry_run: bool = option("Show what would run. Nothing is written.", False)
+    print_commands: bool = option(
+        "Print the command of each stage, and what must be done before: for Slurm or make. Nothing is run.", False
+    )
+    prune: bool = option("Remove outputs that FILE no longer asks for.", False)
+    write_example: bool = option("Write an example to FILE, or print it.", False)
+    as_json: bool = option(AS_JSON, False)
+
+
+@command(SweepArguments, panels={OUTPUT: "out dry_run print_commands prune write_example json"}, configurable=False)
+def sweep_command(given: GivenOptions) -> None:
+    """Measure a grid of layouts from conversion to accuracy and speed. What is complete is kept and reused."""
+    arguments = given.fill(SweepArguments)
+    file, out, console = arguments.file, arguments.out, Console(arguments.as_json)
+    if arguments.write_example:
+        _write_example(file, console)
+        return
+    if file is None:
+        raise UsageError("name the sweep's YAML file; --write-example writes one to start from")
+    from ladderize.files.parsing import read_yaml
+
+    read_yaml(file)  # what is no YAML is found before seconds of imports
+    with console.stage(LOADING):
+        from ladderize.sweep.run import SWEEP_JSON, find_folder, plan_sweep, run_sweep
+        from ladderize.sweep.show import plan_document, plan_script, show_models, show_stages
+    if arguments.dry_run or arguments.print_commands:
+        plan, root = plan_sweep(file, out, console=console)
+        console.document(plan_document(plan, root))
+        if arguments.print_commands:
+            console.result(plan_script(plan, root))
+        else:
+            show_stages(plan, root, console)
+        return
+    _, root = find_folder(file, out)  # before hours in which the file may change
+    document = run_sweep(file, out, prune=arguments.prune, console=console)
+    console.document(document.to_dict())
+    show_models(root, console)
+    console.result(f"\nwrote {root / SWEEP_JSON}")
+    show_next(console, ("see the trade-off", command_line("report", root, "--out", "report.html")))
+    if failed := document.failed:
+        raise UserError(
+            f"{len(failed)} stage{'s' if len(failed) > 1 else ''} failed, the first with: {failed[0].message} (log"
+            f" {root / failed[0].output / 'log.txt'}); mend it and run the same command again"
+        )
+
+
+def _write_example(file: Path | None, console: Console) -> None:
+    if file is None:
+        console.result(EXAMPLE.read_text(encoding="utf-8").rstrip("\n"))
+        return
+    if file.exists():
+        raise UserError(f"{file} exists; name another file for the example")
+    shutil.copyfile(EXAMPLE, file)
+    console.note(f"wrote {file}")
+    show_next(
+        console,
+        ("make the model that it names", command_line("demo", "--quick", "--out", "demo")),
+        ("see what it takes", command_line("sweep", file, "--dry-run")),
+        ("run it", command_line("sweep", file)),
+    )

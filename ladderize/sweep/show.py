@@ -1,0 +1,183 @@
+"""What a sweep shows: its plan, a live table while it runs, and at its end the models and the answer."""
+
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ladderize.console import Console, human_seconds, printable
+from ladderize.sweep.plan import SweepPlan
+from ladderize.sweep.stages import Stage, finished_stage
+from ladderize.sweep_document import StageState
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
+
+STYLES = {
+    "waiting": "dim",
+    "running": "bold yellow",
+    "done": "green",
+    "failed": "bold red",
+    "skipped": "magenta",
+    "not promoted": "dim",
+}
+
+
+# ---- the plan ----
+
+
+def plan_document(plan: SweepPlan, root: Path) -> dict[str, Any]:
+    """Return the JSON of ``--dry-run``. unplanned: points whose stages are decided by what is not measured yet."""
+    outputs = {stage.key: stage.output for stage in plan.stages}
+    stages = [
+        {
+            "stage": stage.kind,
+            "title": stage.title,
+            "output": stage.output,
+            "command": stage.command,
+            "kept": finished_stage(stage, root) is not None,
+            "processes": stage.launch.processes,
+            "needs": [outputs[key] for key in stage.needs],
+        }
+        for stage in plan.stages
+    ]
+    return {
+        "out": str(root),
+        "stages": stages,
+        "unplanned": [point.name for point in plan.waiting],
+        "notes": plan.notes,
+    }
+
+
+def show_stages(plan: SweepPlan, root: Path, console: Console) -> None:
+    """Print a row for each stage."""
+    rows = []
+    for stage in plan.stages:
+        state = "kept" if finished_stage(stage, root) is not None else "to run"
+        words = f"{stage.launch.processes} processes{', sharded' if stage.launch.fsdp else ''}"
+        rows.append({"stage": stage.title, "": state, "on": words if stage.launch.processes > 1 else ""})
+    rows += [{"stage": point.name, "": "planned when what decides it is measured", "on": ""} for point in plan.waiting]
+    for note in plan.notes:
+        console.note(f"Note: {note}")
+    console.table(rows)
+    console.result(f"\n{sum(row[''] == 'kept' for row in rows)} of {len(plan.stages)} stages are kept")
+
+
+def plan_script(plan: SweepPlan, root: Path) -> str:
+    """Return the commands of all stages that are to run, for a shell, each with the stages that come before it."""
+    numbers = {stage.key: number for number, stage in enumerate(plan.stages, 1)}
+    lines = [f"cd {shlex.quote(str(root))}"]
+    for stage in plan.stages:
+        needs = ", ".join(map(str, sorted(numbers[key] for key in stage.needs)))
+        is_kept = finished_stage(stage, root) is not None
+        when = "kept" if is_kept else f"after {needs}" if needs else "at any time"
+        alone = "; alone on its machine" if stage.kind == "bench" else ""
+        lines.append(f"\n# {numbers[stage.key]}. {stage.title}: {when}{alone}")
+        if not is_kept:
+            lines.append(f"mkdir -p {stage.output} && {stage.command}")
+    lines += [f"\n# {point.name}: to be printed when what decides it is measured" for point in plan.waiting]
+    return "\n".join(lines)
+
+
+# ---- while it runs ----
+
+
+class Board:
+    """A live table on a terminal, a line for each change elsewhere. It is drawn when a stage begins or ends: no clock
+    runs beside a benchmark."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.said: dict[str, str] = {}
+        self.live: Live | None = None
+
+    def __enter__(self) -> "Board":
+        if self.console.speaks and sys.stderr.isatty():
+            from rich.console import Console as RichConsole
+            from rich.live import Live
+
+            self.live = Live(console=RichConsole(file=sys.stderr), auto_refresh=False)
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def show(self, plan: SweepPlan, states: Mapping[str, StageState]) -> None:
+        """states: by the stages' keys."""
+        if self.live is not None:
+            self.live.update(_table(plan, states), refresh=True)
+        for note in plan.notes:
+            if note not in self.said:
+                self.note(f"Note: {note}")
+            self.said[note] = ""
+        for stage in plan.stages:
+            state = states[stage.key]
+            if self.live is None and self.said.get(stage.key, "waiting") != state.status and not state.reused:
+                more = f" in {human_seconds(state.seconds or 0)}" if state.status == "done" else ""
+                self.console.note(f"{stage.title}: {state.status}{more}{f': {state.message}' if state.message else ''}")
+            self.said[stage.key] = state.status
+
+    def note(self, text: str) -> None:
+        """Print a remark beside the table."""
+        if self.live is not None:
+            self.live.console.print(printable(text), markup=False, highlight=False)
+        else:
+            self.console.note(text)
+
+
+def _table(plan: SweepPlan, states: Mapping[str, StageState]) -> "Table":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("", "convert", "adapt", "eval"):
+        table.add_column(column, no_wrap=bool(column))
+
+    def cell(stage: Stage | None) -> Text:
+        if stage is None:
+            return Text("-", style="dim")
+        state = states[stage.key]
+        words: str = state.status
+        if state.status == "running":
+            words = f"running since {time.strftime('%H:%M')}"
+        elif state.status == "done":
+            words = "kept" if state.reused else f"done {human_seconds(state.seconds or 0)}"
+        return Text(words, style=STYLES[state.status])
+
+    for point in plan.points:
+        left = [stage for stage in point.adapting if states[stage.key].status != "done"]
+        cells = [cell(point.group.converting), cell(next(iter([*left, *point.adapting[-1:]]), None))]
+        if point.hold is not None and not left:
+            cells[1] = Text(point.hold.status, style=STYLES[point.hold.status])
+        table.add_row(Text(printable(point.name)), *cells, cell(point.evaluating))
+    for stage in (*plan.sensitivities, *plan.benches):
+        table.add_row(Text(printable(stage.title)), "", "", cell(stage))
+    return table
+
+
+# ---- at the end ----
+
+
+def show_models(root: Path, console: Console) -> None:
+    """Print the report's table of all models of a sweep, and its answer."""
+    from ladderize.report.answer import find_answer
+    from ladderize.report.documents import find_documents
+    from ladderize.report.join import join_documents
+    from ladderize.report.tables import models_table
+
+    content = join_documents(find_documents([root]))
+    answer = find_answer(content)
+    table = models_table(content, answer.setting or next(iter(content.real_settings), None))
+    rows = [dict(zip(table.columns, (cell.text for cell in row), strict=True)) for row in table.rows]
+    console.result("")
+    console.table(rows, right=[name for name, is_number in zip(table.columns, table.numeric, strict=True) if is_number])
+    if table.note:
+        console.prose(table.note)
+    console.result("")
+    console.prose(answer.headline)

@@ -1,1 +1,0 @@
-"""Accuracy against speed. Imports everything; sweep runs commands."""
