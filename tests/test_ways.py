@@ -9,6 +9,7 @@ import numpy as np
 
 from ladderize.demo.inputs import MODEL
 from tests.helpers import ROOT, invoke
+from tests.sweeps import spec, write
 
 PACKAGE = str(ROOT / "ladderize") + "/"
 
@@ -68,3 +69,11 @@ def test_the_way_through_adapt(llama, tmp_path):
     way = files_on_the_way("adapt")
     assert sorted(way) == sorted(name for name in ran if name.startswith(rooms))
     assert len(way) <= 15
+
+
+def test_the_way_through_sweep(place, tmp_path):
+    content = spec(place, sensitivity=None, adapt=None, bench=None, layouts=[{"ladder": "all"}])
+    ran = files_at_work("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
+    way = files_on_the_way("sweep")
+    assert sorted(way) == sorted(name for name in ran if name.startswith("sweep/"))
+    assert len(way) <= 8
