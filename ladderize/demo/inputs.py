@@ -1,4 +1,4 @@
-"""What the demo's sweep reads: the bundled model, texts of its language, and the sweep.yaml itself."""
+"""The inputs of the demo's sweep: the bundled model, texts of its language, and the sweep.yaml itself."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ DEMO_MARK = "# ladderize demo"  # how a sweep.yaml of the demo begins
 def write_documents(
     path: Path, count: int, *, test: bool, seed: int, weights: Mapping[str, int] = GENRE_WEIGHTS
 ) -> Path:
-    """Texts of the demo's corpus, a line of JSON each."""
+    """Write texts of the demo's corpus, a line of JSON each."""
     with replacement(path) as file:
         texts = documents(count, test=test, seed=seed, weights=weights)
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
@@ -29,7 +29,7 @@ def write_documents(
 
 
 def demo_folder(path: Path) -> Path:
-    """``path``, made if it is not there; raises UserError if it holds anything but an earlier demo."""
+    """Return ``path``, made if it is not there; raises UserError if it holds anything but an earlier demo."""
     folder = resolved(path, "--out ")
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_demo(folder))):
         raise UserError(f"--out {path} is not an empty folder, nor one of an earlier demo; choose another")
@@ -46,7 +46,7 @@ def _is_demo(folder: Path) -> bool:
 
 
 def as_typed(path: Path) -> str:
-    """A path as a user types it: relative to the current folder where it lies below that."""
+    """Return a path as a user types it: relative to the current folder where it lies below that."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 

@@ -1,4 +1,4 @@
-"""What a sweep shows: its plan, a live table while it runs, and at its end the models and the answer."""
+"""The words and tables of a sweep: its plan, a live table while it runs, at its end the models and the answer."""
 
 import shlex
 import sys
