@@ -274,7 +274,8 @@ class SimulatedGpu:
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         own = [leaf for leaf in leaves if isinstance(leaf, SimTensor)]
-        target = kwargs.get("device")
+        # ``aten.to.device``, which inference mode does not take apart, has it among its arguments
+        target = kwargs.get("device") or next((one for one in args if isinstance(one, torch.device)), None)
         here = target is not None and torch.device(target).type in ("cuda", "meta")
         with _disable_current_modes():
             if not own and not here:
@@ -406,7 +407,8 @@ class SimulatedGpu:
     def copied(self, tensor: torch.Tensor, options: dict[str, Any], to_device: bool) -> torch.Tensor:
         dtype = options.get("dtype") or tensor.dtype
         if not isinstance(tensor, SimTensor):
-            return self.uploaded(tensor.to(dtype))
+            form = options.get("memory_format") or torch.preserve_format
+            return self.uploaded(torch.empty_like(tensor, dtype=dtype, memory_format=form).copy_(tensor))
         if not to_device:
             return self.downloaded(tensor).to(dtype)
         if dtype == tensor.dtype and options.get("device") is not None and options.get("memory_format") is None:
