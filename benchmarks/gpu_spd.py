@@ -28,7 +28,7 @@ from ladderize.adapt.layers.options import DistillOptions
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
-from ladderize.convert.sensitivity_file import column_layouts
+from ladderize.convert.sensitivity_file import layer_changes
 from ladderize.layout import Layout
 from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks
@@ -77,7 +77,7 @@ def agrees_with_the_cpu(folder: Path, device: torch.device) -> tuple[float, floa
     config |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16}
     checkpoint = open_checkpoint(random_checkpoint(folder, config, torch.float32, device))
     ids = torch.randint(0, 1024, (4, 64), generator=torch.Generator().manual_seed(1))
-    layouts = column_layouts("spd", 3, RANKS)
+    layouts = [change.layout for change in layer_changes("sweep", 3, RANKS)]
     cpu, gpu = (Suffixes(Blocks(checkpoint, torch.float32, where), layouts)(ids) for where in (CPU, device))
     places = (("reference", CPU), ("device", device))
     solved = [aligned(Blocks(checkpoint, torch.float32, where), ids, folder / name) for name, where in places]

@@ -6,7 +6,6 @@ that every converted checkpoint carries, so that nothing here has its own notion
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -34,17 +33,17 @@ State = Tensor | tuple[Tensor, Tensor]
 
 
 def complete(state: State) -> Tensor:
-    """The complete residual stream of a state."""
+    """Return the complete residual stream of a state."""
     return state[0] if isinstance(state, tuple) else state
 
 
 def to_device(state: State, device: torch.device) -> State:
-    """The same state on another device."""
+    """Return the state on another device."""
     return (state[0].to(device), state[1].to(device)) if isinstance(state, tuple) else state.to(device)
 
 
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """A checkpoint by folder or hub id, checked as ``convert`` checks its source; raises UserError."""
+    """Open a checkpoint by folder or hub id, checked as ``convert`` checks its source; raises UserError."""
     folder, is_local = resolve_json(model, revision)
     checkpoint = read_checkpoint(folder if is_local else fetch_weights(model, revision))
     check_config(checkpoint.config, model)
@@ -53,7 +52,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype that a checkpoint is stored in, by torch's name; a mixture goes by its final norm."""
+    """Return the dtype that a checkpoint is stored in, by torch's name; a mixture goes by its final norm."""
     return FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
 
 
@@ -68,8 +67,8 @@ def compute_dtype(asked: str, stored: str) -> torch.dtype:
 def read_windows(
     checkpoint: Checkpoint, file: str, *, seq_len: int | None, samples: int | None, seed: int
 ) -> np.ndarray:
-    """``samples`` full windows (None: all there are) of a data file, in an order drawn with ``seed``: int64 [samples,
-    seq_len].
+    """Return ``samples`` full windows (None: all there are) of a data file, in an order drawn with ``seed``: int64
+    [samples, seq_len].
 
     Text goes through the checkpoint's own tokenizer. Raises UserError for data that are too few, or another model's.
     """
@@ -105,19 +104,20 @@ class Blocks:
         return self.checkpoint.config
 
     def read(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Whole tensors by name, in order, as ``dtype`` on ``device``."""
+        """Yield whole tensors by name, in order, as ``dtype`` on ``device``."""
         reader = TensorReader(self.checkpoint.folder)
         for name in names:
             yield reader.read(self.checkpoint.tensors[name], dtype=self.dtype, device=self.device)
 
     def weights(self, layer: int) -> dict[str, Tensor]:
-        """The parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``."""
+        """Return the parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``."""
         prefix = f"model.layers.{layer}."
         names = [name for name in self.checkpoint.tensors if name.startswith(prefix)]
         return {name.removeprefix(prefix): tensor for name, tensor in zip(names, self.read(names), strict=True)}
 
     def layer(self, index: int, layout: Layout, weights: Mapping[str, Tensor] | None = None) -> torch.nn.Module:
-        """Layer ``index`` of ``layout``, in eval mode, over ``weights`` (not copied), or over its own, read anew."""
+        """Return layer ``index`` of ``layout``, in eval mode, over ``weights`` (not copied), or over its own, read
+        anew."""
         with torch.device("meta"):
             layer = ladderized_class(self.family, "DecoderLayer")(self.model_config(layout), index)
         layer.load_state_dict(dict(self.weights(index) if weights is None else weights), assign=True)
@@ -136,13 +136,13 @@ class Blocks:
         return config
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids: [batch, tokens] -> [batch, tokens, hidden], the state that enters layer 0."""
+        """Return the state that enters layer 0, [batch, tokens, hidden], of ids [batch, tokens]."""
         embedded = torch.nn.functional.embedding(ids.to(self.device), self._end("model.embed_tokens.weight"))
         return embedded * self.decoder.embedding_scale
 
     def run(self, layer: torch.nn.Module, state: State) -> State:
-        """The state that leaves ``layer``; every row is a full window, attended to causally, as far back as the layer's
-        own window."""
+        """Return the state that leaves ``layer``; every row is a full window, attended to causally, as far back as the
+        layer's own window."""
         tokens = complete(state).shape[1]
         positions = torch.arange(tokens, device=self.device)[None]
         return cast(
@@ -156,7 +156,7 @@ class Blocks:
         )
 
     def mask(self, layer: int, tokens: int) -> Tensor | None:
-        """Which tokens each one sees in this layer, bool [1, 1, tokens, tokens]; None: all up to itself."""
+        """Return the tokens that each one sees in this layer, bool [1, 1, tokens, tokens]; None: all up to itself."""
         window = self.decoder.windows[layer]
         if window is None or window >= tokens:
             return None
@@ -166,7 +166,7 @@ class Blocks:
         return self._masks[window, tokens]
 
     def position_embeddings(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions 0 .. tokens - 1: [1, tokens, head_dim] each."""
+        """Return cos and sin of the positions 0 .. tokens - 1: [1, tokens, head_dim] each."""
         if tokens not in self._rope:
             config = self.model_config(Layout.dense(self.num_layers))
             rotary = dense_class(self.family, "RotaryEmbedding")(config).to(self.device)
@@ -175,7 +175,8 @@ class Blocks:
         return self._rope[tokens]
 
     def nll(self, complete: Tensor, ids: Tensor) -> Tensor:
-        """Summed negative log-likelihood of each window, in nats: float64 [batch]. Every token is scored but the first.
+        """Return summed negative log-likelihood of each window, in nats: float64 [batch]. Every token is scored but the
+        first.
 
         complete: the stream that leaves the last layer, [batch, tokens, hidden]; ids: [batch, tokens].
         """
@@ -187,12 +188,13 @@ class Blocks:
         return torch.cat(losses).view(len(ids), -1).double().sum(1)
 
     def logits(self, complete: Tensor) -> Tensor:
-        """Of the stream that leaves the last layer [batch, tokens, hidden]: float32 [batch, tokens, vocab]."""
+        """Return the logits, float32 [batch, tokens, vocab], of the stream that leaves the last layer [batch, tokens,
+        hidden]."""
         parts = [logits for (logits,), _ in self._logits([complete], torch.empty(complete.shape[:2].numel()))]
         return torch.cat(parts).unflatten(0, complete.shape[:2])
 
     def divergence(self, reference: Tensor, complete: Tensor) -> Tensor:
-        """Summed KL(reference || model) of the predictions of each window but its last token's, in nats: float64
+        """Return summed KL(reference || model) of the predictions of each window but its last token's, in nats: float64
         [batch].
 
         reference, complete: the streams that leave the last layer, [batch, tokens, hidden] each.
@@ -205,8 +207,8 @@ class Blocks:
         return torch.cat(sums).view(len(complete), -1).double().sum(1)
 
     def _logits(self, streams: Sequence[Tensor], beside: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """Of each stream [batch, tokens, hidden] the float32 logits [some tokens, vocab], and the part of ``beside``
-        [batch * tokens] that goes with them; so many tokens at a time as have room."""
+        """Yield of each stream [batch, tokens, hidden] the float32 logits [some tokens, vocab], and the part of
+        ``beside`` [batch * tokens] that goes with them; so many tokens at a time as have room."""
         eps = complete_config(self.config)["rms_norm_eps"]
         norm = dense_class(self.family, "RMSNorm")(streams[0].shape[-1], eps=eps)
         norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
@@ -218,7 +220,8 @@ class Blocks:
             yield [linear(own.split(at_once)[number], head).float().mul_(scale) for own in rows], part
 
     def ends_differ(self, other: "Blocks") -> bool:
-        """Whether what surrounds the layers, embedding, final norm and LM head, has other values in ``other``."""
+        """Return whether what surrounds the layers, embedding, final norm and LM head, has other values in
+        ``other``."""
         names = [name for name in self.checkpoint.tensors if not name.startswith("model.layers.")]
         theirs = [name for name in other.checkpoint.tensors if not name.startswith("model.layers.")]
         return {*names} != {*theirs} or any(
@@ -226,7 +229,7 @@ class Blocks:
         )
 
     def _end(self, name: str) -> Tensor:
-        """Embedding, final norm and LM head, read once and kept."""
+        """Return embedding, final norm or LM head, read once and kept."""
         if name not in self._ends:
             (self._ends[name],) = self.read([name])
         return self._ends[name]
@@ -235,7 +238,8 @@ class Blocks:
 def window_streams(
     blocks: Blocks, layer_at: Callable[[int], torch.nn.Module], windows: Tensor, *, batch_size: int
 ) -> list[Tensor]:
-    """The complete streams that leave the last layer, a batch of windows each, on the CPU; one layer in memory at once.
+    """Return the complete streams that leave the last layer, a batch of windows each, on the CPU; one layer in memory
+    at once.
 
     windows: [windows, tokens]. ``layer_at(i)`` makes layer i.
     """
@@ -252,32 +256,15 @@ def window_streams(
 def window_nlls(
     blocks: Blocks, layer_at: Callable[[int], torch.nn.Module], windows: Tensor, *, batch_size: int
 ) -> Tensor:
-    """Summed negative log-likelihood of each window, layer by layer with one layer in memory at a time: float64
+    """Return summed negative log-likelihood of each window, layer by layer with one layer in memory at a time: float64
     [windows] in nats.
 
-    windows: [windows, tokens]. ``layer_at(i)`` makes layer i. ``eval.hf.score_windows`` takes a whole
-    model.
+    windows: [windows, tokens]. ``layer_at(i)`` makes layer i. ``eval.hf.score_windows`` takes a whole model.
     """
     streams = window_streams(blocks, layer_at, windows, batch_size=batch_size)
     with torch.no_grad():
         batches = zip(streams, windows.split(batch_size), strict=True)
         return torch.cat([blocks.nll(stream.to(blocks.device), batch) for stream, batch in batches]).cpu()
-
-
-def layer_seconds(blocks: Blocks, layer: torch.nn.Module, ids: Tensor) -> float:
-    """What one layer takes for one batch of ids, here and now: the least of three runs."""
-    with torch.no_grad():
-        state = blocks.embed(ids)
-        return min(timed(lambda: blocks.run(layer, state), blocks.device) for _ in range(3))
-
-
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds until ``call`` is done, on a GPU too."""
-    begin = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
 
 
 def check_finite(value: float, what: str) -> None:

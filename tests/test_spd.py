@@ -10,7 +10,7 @@ from ladderize.workflows import spd
 from safetensors.torch import load_file
 
 from ladderize import load
-from ladderize.adapt.layers import rewrite
+from ladderize.adapt.layers import rewrite, spd
 from ladderize.adapt.layers.layer_files import LayerFiles
 from ladderize.adapt.layers.layout_scores import Suffixes
 from ladderize.adapt.layers.spd import SpdDocument
@@ -207,15 +207,12 @@ def test_another_models_work_is_refused(tmp_path, text, monkeypatch):
     assert listing(tmp_path) == ["out.ladderize-work"]
 
 
-def test_a_document_of_an_earlier_version_is_read(tmp_path, text):
+def test_heads_stay_in_their_order(tmp_path, text):
     assert run(tmp_path / "out", text, "--head-grouping", "none").code == 0
     content = json.loads((tmp_path / "out" / "spd.json").read_text())
     assert list(content["perplexity"]) == ["dense", "sync points dropped", "+ distillation"]
     assert [row["grouping"] for row in content["blocks"]] == [None] * 8
-    former = json.loads(
-        json.dumps(content).replace('"selection"', '"spd_selection"').replace('"selected"', '"dropped"')
-    )
-    assert SpdDocument.from_dict(former, "spd.json") == SpdDocument.from_dict(content, "spd.json")
+    assert SpdDocument.from_dict(content, "spd.json").to_dict().items() <= content.items()
 
 
 def test_a_step_that_makes_it_worse_is_said():

@@ -15,7 +15,8 @@ RELATED = 0.5  # fine-tuning moves weights by a few percent of their size; those
 
 
 def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> Layout:
-    """The student's layout. Raises UserError unless the teacher is a dense model of the same shape and function."""
+    """Return the student's layout. Raises UserError unless the teacher is a dense model of the same shape and
+    function."""
     layout, dense = Layout.from_config(student.config), Layout.from_config(teacher.config)
     if not dense.is_dense:
         raise UserError(
@@ -52,7 +53,7 @@ def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_
 
 
 def relative_distance(one: Checkpoint, other: Checkpoint, name: str) -> float:
-    """|a - b| / |b| of the rows in the middle of a tensor in both."""
+    """Return |a - b| / |b| of the rows in the middle of a tensor in both."""
     rows = []
     for checkpoint in (one, other):
         info = checkpoint.tensors[name]
@@ -66,7 +67,7 @@ def relative_distance(one: Checkpoint, other: Checkpoint, name: str) -> float:
 
 
 def share_won_back(before: float, after: float, dense: float) -> float | None:
-    """Of the loss that the conversion cost, the share that training won back (1: all of it; below 0: it got worse).
+    """Return the share of the conversion's loss that training won back (1: all of it; below 0: it got worse).
 
     All three are held-out perplexities, compared by their logarithms. None where the conversion cost nothing.
     """
@@ -92,7 +93,7 @@ def check_improved(
 
 
 def target_text(before: float, after: float, dense: float) -> str:
-    """The dense model's perplexity as the target, and the share won back, for people."""
+    """Return the dense model's perplexity as the target, and the share won back, for people."""
     target, share = f"dense model (target) {dense:.4f}", share_won_back(before, after, dense)
     if share is None:
         return target

@@ -127,6 +127,8 @@ def check_effect(method: Method, given: GivenOptions) -> None:
     for name in given.names:
         if name in known - heeded:
             raise UsageError(f"{flag(name)} has no effect with --method {method}")
+    if method in (ALIGN, BLOCKS) and "dry_run" in given.names:
+        raise UsageError(f"--dry-run has no effect with --method {method}, which says what it takes as it begins")
     if method == LORA and "no_verify" in given.names:
         raise UsageError("--no-verify has no effect with --method lora: an adapter cannot be loaded alone")
 
@@ -155,17 +157,13 @@ def _window_options(given: GivenOptions, own: AdaptArguments) -> WindowOptions:
 
 def _estimate(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
     """Show what --dry-run asks for."""
-    from ladderize.adapt.layers.rewrite import LayerForecast, forecast_layers
-    from ladderize.adapt.train.memory import TrainingEstimate, estimate_training
+    from ladderize.adapt.train.memory import estimate_training
 
     options = adapt_options(given)
-    found: TrainingEstimate | LayerForecast
-    if isinstance(options, RetrainOptions):
-        found = estimate_training(own.model, options)
-    else:
-        found = forecast_layers(_layer_method(own.method), own.model, own.distill_from or "", options)
-    console.document(found.to_dict())
-    console.prose(found.text())
+    assert isinstance(options, RetrainOptions)
+    estimate = estimate_training(own.model, options)
+    console.document(estimate.to_dict())
+    console.prose(estimate.text())
 
 
 def _layer_method(method: Method) -> "LayerMethod[Any, Any]":

@@ -27,7 +27,7 @@ MOVING = re.compile(
 
 
 def kv_order(order: Sequence[int], kv_heads: int) -> tuple[int, ...]:
-    """The order of KV heads that comes with an order of query heads."""
+    """Return the order of KV heads that comes with an order of query heads."""
     group = len(order) // kv_heads
     return tuple(order[j * group] // group for j in range(kv_heads))
 
@@ -47,7 +47,8 @@ def check_order(order: Sequence[int], heads: int, kv_heads: int) -> None:
 
 
 def move_of(name: str, order: Sequence[int], kv_heads: int) -> Move | None:
-    """How an order moves the tensor ``name`` (as within a layer: ``self_attn.q_proj.weight``); None: not at all."""
+    """Return how an order moves the tensor ``name`` (as within a layer: ``self_attn.q_proj.weight``); None: not at
+    all."""
     match = MOVING.fullmatch(name)
     if match is None:
         return None
@@ -58,8 +59,8 @@ def move_of(name: str, order: Sequence[int], kv_heads: int) -> Move | None:
 def permute_heads(
     weights: Mapping[str, "torch.Tensor"], order: Sequence[int], heads: int, kv_heads: int
 ) -> dict[str, "torch.Tensor"]:
-    """One layer's tensors with its heads in ``order``; what does not move is the same tensor. Raises UserError for a
-    bad order.
+    """Return one layer's tensors with its heads in ``order``; what does not move is the same tensor. Raises UserError
+    for a bad order.
 
     weights: by name within the layer, such as ``self_attn.q_proj.weight``; others than q, k, v and o may be among them
     or not.
@@ -78,7 +79,7 @@ def permute_heads(
 
 @dataclass(frozen=True)
 class GroupingReport(Record):
-    """What grouping a layer's heads changed. freedom: what there was to choose, in words.
+    """The figures of a layer's head grouping. freedom: of the choice, in words.
 
     errors: mean squared difference of the block's output to the dense block's. distances: of attention maps, summed
     within ranks.
@@ -141,8 +142,8 @@ class HeadMap:
                 raise UserError(f"the head map does not fit layer {layer}: {error}") from None
 
     def moves(self, config: Mapping[str, Any]) -> dict[str, Move]:
-        """Every tensor of a checkpoint that moves, by its full name. Biases are named whether the model has them or
-        not."""
+        """Return every tensor of a checkpoint that moves, by its full name. Biases are named whether the model has them
+        or not."""
         names = [f"self_attn.{projection}_proj.{kind}" for projection in "qkvo" for kind in ("weight", "bias")]
         found = {
             (i, name): move_of(name, order, kv_head_count(config)) for i, order in self.orders.items() for name in names
@@ -150,7 +151,7 @@ class HeadMap:
         return {f"model.layers.{i}.{name}": move for (i, name), move in found.items() if move is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of head_map.json; ``read_head_map`` reads it back."""
+        """Return the content of head_map.json; ``read_head_map`` reads it back."""
         figures = {layer: report.to_dict() for layer, report in self.report.items()}
         layers = [LayerHeads(layer, self.orders[layer]) for layer in sorted(self.orders)]
         content = HeadMapFile(self.fingerprint, self.sync_tp_size, layers).to_dict()

@@ -107,7 +107,7 @@ class SensitivityDocument(Record):
         return list(dict.fromkeys(cost.kind for cost in self.costs))
 
     def of_kind(self, kind: str) -> list[LayerCost]:
-        """The costs of one kind, a layer after the other; empty where it was not measured."""
+        """Return the costs of one kind, a layer after the other; empty where it was not measured."""
         return [cost for cost in self.costs if cost.kind == kind]
 
 

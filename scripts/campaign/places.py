@@ -117,7 +117,7 @@ def make_place(folder: Path) -> Path:
     for arguments in (
         training_command("lora", folder, folder / "lora"),
         _sensitivity(folder, folder / "s.json"),
-        [*_sensitivity(folder, folder / "points.json"), "--mode", "points"],
+        [*_sensitivity(folder, folder / "points.json"), "--mode", "layers"],
         _eval(folder, folder / "eval.json"),
     ):
         process = start(arguments)

@@ -25,7 +25,7 @@ COMMANDS = {
     "adapt blocks": ("adapt", MODEL, OUT, "--method", "blocks", "--no-verify", *TEACHER),
     "adapt align": ("adapt", MODEL, OUT, "--method", "align", "--no-verify", *TEACHER),
     "spd": ("spd", DENSE, OUT, "--data", DATA, "--sync-tp-size", 2, "--spd-fraction", 0.5, "--no-verify"),
-    "sensitivity": ("sensitivity", DENSE, "--mode", "points", "--sync-tp-size", 2, *SCORED),
+    "sensitivity": ("sensitivity", DENSE, "--sync-tp-size", 2, *SCORED),
     "eval": ("eval", MODEL, "--backend", "runtime", "--perplexity", DATA),
     "eval hf": ("eval", MODEL, DENSE, "--perplexity", DATA),
     "generate": ("generate", MODEL, "--from-bos", *SAMPLED),

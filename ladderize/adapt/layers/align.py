@@ -15,14 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.align_cost import (
-    FORWARDS,
-    TOKENS_AT_ONCE,
-    layer_bytes,
-    seconds_of_a_layer,
-    states_bytes,
-    warn_of_few,
-)
+from ladderize.adapt.layers.align_cost import TOKENS_AT_ONCE, layer_bytes, states_bytes, warn_of_few
 from ladderize.adapt.layers.align_layer import LayerAlignment, Side, Streams
 from ladderize.adapt.layers.align_options import AlignOptions, AlignSettings, default_tokens, layers_to_align
 from ladderize.adapt.layers.align_reports import GROUPS, LayerReport, ProjectionReport
@@ -33,7 +26,7 @@ from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.adapt.methods import ALIGN
 from ladderize.blocks import Blocks, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import SILENT, Console, code_span, human_bytes, human_seconds
+from ladderize.console import SILENT, Console, code_span, human_bytes
 from ladderize.convert.heads import HEAD_MAP, read_head_map
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import check_room
@@ -44,7 +37,7 @@ LayerWeights = Callable[[int], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Alignment(RewrittenLayers):
-    """The document; docs/files.md says what the keys mean."""
+    """The content of the document; docs/files.md says what the keys mean."""
 
     RESULT = "aligned"
     MEANING = (
@@ -55,7 +48,7 @@ class Alignment(RewrittenLayers):
     layers: list[LayerReport]
 
     def rows(self) -> list[dict[str, str]]:
-        """The error of each sub-module's reads and writes, before and after."""
+        """Return the error of each sub-module's reads and writes, before and after."""
         return [{"layer": str(one.layer), **{name: _errors(one, name) for name in GROUPS}} for one in self.layers]
 
     def done(self) -> str:
@@ -104,7 +97,7 @@ class Aligning(LayerMethod[AlignOptions, Alignment]):
     needs_source = True
 
     def layers(self, layout: Layout, ranges: str | None) -> tuple[int, ...]:
-        """The layers to solve: all whose input differs from the dense model's, if nothing was said."""
+        """Return the layers to solve: all whose input differs from the dense model's, if nothing was said."""
         return layers_to_align(layout, ranges)
 
     def windows(self, teacher: Checkpoint, options: AlignOptions) -> Windows:
@@ -112,13 +105,6 @@ class Aligning(LayerMethod[AlignOptions, Alignment]):
 
     def files(self, work: BlockFolder) -> LayerFiles:
         return work.aligned
-
-    def needs(
-        self, teacher: Blocks, layout: Layout, windows: Windows, options: AlignOptions, ranks: Ranks
-    ) -> tuple[dict[str, int], int]:
-        weights, products = layer_bytes(teacher, layout.sync_tp_size)
-        every = with_random(windows, teacher.config, options.settings())
-        return {"weights of a layer": weights, "its products": products}, states_bytes(teacher, every, ranks)
 
     def work(self, job: LayerJob[AlignOptions]) -> None:
         teacher = job.teacher
@@ -140,7 +126,7 @@ class Aligning(LayerMethod[AlignOptions, Alignment]):
 
 
 def heads_of(checkpoint: Checkpoint) -> dict[int, tuple[int, ...]]:
-    """The order of heads in each layer that was stored in another one than the dense model's."""
+    """Return the order of heads in each layer that was stored in another one than the dense model's."""
     path = checkpoint.folder / HEAD_MAP
     return read_head_map(path).orders if path.is_file() else {}
 
@@ -176,7 +162,7 @@ def align(
     left = student.layers[len(done) :]
     if not left:
         return
-    _announce(teacher, student, left, windows, every, settings, max_memory, ranks, console)
+    _announce(teacher, student, left, windows, states_bytes(teacher, every, ranks), max_memory, ranks, console)
     path = files.folder / f"states-{ranks.rank}"
     streams = Streams(teacher, every, ranks, batch_tokens=TOKENS_AT_ONCE, max_memory=max_memory, path=path)
     try:
@@ -201,33 +187,28 @@ def _announce(
     student: StudentBlocks,
     left: Sequence[int],
     windows: Windows,
-    every: Windows,
-    settings: AlignSettings,
+    states: int,
     max_memory: int,
     ranks: Ranks,
     console: Console,
 ) -> None:
-    """Say time, memory and disk, and where the data are few; raises UserError where a layer has no room. left: the
-    layers to solve that are not done. every: the windows with random ones."""
-    tokens, ranks_of = windows.train.numel(), student.layout.sync_tp_size
-    weights, products = layer_bytes(teacher, ranks_of)
-    needed = f"aligning one layer ({human_bytes(weights)} of weights, {human_bytes(products)} of products)"
-    check_room(weights + products, teacher.device, needed, "choose a machine with more", processes=ranks.local_size)
-    states = states_bytes(teacher, every, ranks)
-    forward, solved = seconds_of_a_layer(teacher, ranks_of, every, settings, ranks)
-    seconds = FORWARDS * forward * (student.layers[-1] + 1) + solved * len(left)
+    """Say what is solved on what; raises UserError where a layer has no room.
+
+    left: the layers to solve that are not done. states: bytes of a process.
+    """
+    tokens, layer = windows.train.numel(), layer_bytes(teacher, student.layout.sync_tp_size)
+    needed = f"aligning one layer ({human_bytes(layer)} with its products)"
+    check_room(layer, teacher.device, needed, "choose a machine with more", processes=ranks.local_size)
     place = "in memory" if states <= max_memory else f"on disk (beyond {human_bytes(max_memory)})"
     console.note(
-        f"aligning {len(left)} layers on {tokens:,} tokens ({len(windows.train)} windows of"
-        f" {windows.train.shape[1]}), {len(windows.heldout)} windows held out: about {human_seconds(seconds)} on"
-        f" {teacher.device}; for each process {human_bytes(weights + products)} for a layer and its products,"
-        f" {human_bytes(states)} of states {place}"
+        f"aligning {len(left)} layers on {tokens:,} tokens ({len(windows.train)} windows of {windows.train.shape[1]}),"
+        f" {len(windows.heldout)} windows held out, on {ranks.words}; {human_bytes(states)} of states {place}"
     )
     warn_of_few(tokens, teacher.config, "--samples", console)
 
 
 def with_random(windows: Windows, config: Mapping[str, Any], settings: AlignSettings) -> Windows:
-    """The windows, and ``settings.random_share`` as many of random tokens in each of the two parts.
+    """Return the windows, and ``settings.random_share`` as many of random tokens in each of the two parts.
 
     Text of one kind says little about others: solved on it alone, weights go astray wherever another kind reads them.
     Random tokens say a little about everything, need no data, and cost next to nothing on the text itself.
@@ -260,8 +241,8 @@ def aligned_layers(
     settings: AlignSettings,
     known: Mapping[int, Callable[[], dict[str, Tensor]]],
 ) -> Iterator[AlignedLayer]:
-    """The student's layers up to the last of ``student.layers``, one after the other, those solved anew that are not
-    ``known``."""
+    """Yield the student's layers up to the last of ``student.layers``, one after the other, those solved anew that are
+    not ``known``."""
     dense_layout = Layout.dense(teacher.num_layers)
     first = min(*student.layers, *student.layout.converted_layers)
     alike = not teacher.ends_differ(own)  # as long as it is true both models have the same streams
@@ -291,8 +272,8 @@ def aligned_layers(
 
 
 def computed(weights: Mapping[str, Tensor], blocks: Blocks) -> dict[str, Tensor]:
-    """The same on the device that is computed on, always copies of their own: no narrower than they are stored, or
-    what is solved would be rounded twice."""
+    """Return copies of the weights on the device that is computed on: no narrower than they are stored, or what is
+    solved would be rounded twice."""
     return {
         name: tensor.to(blocks.device, torch.promote_types(tensor.dtype, blocks.dtype), copy=True)
         for name, tensor in weights.items()
@@ -300,8 +281,8 @@ def computed(weights: Mapping[str, Tensor], blocks: Blocks) -> dict[str, Tensor]
 
 
 def layer_keys(student: StudentBlocks, about: Mapping[str, Any]) -> dict[int, str]:
-    """Of each layer to solve a hash of all that its result depends on besides the models, which the folder is about:
-    itself, and every layer before it."""
+    """Return for each layer to solve a hash of all that its result depends on besides the models, which the folder is
+    about: itself, and every layer before it."""
     keys, digest = {}, hashlib.sha256(json.dumps([student.layout.to_config(), list(student.layers), about]).encode())
     for layer in student.layers:
         digest.update(student.key(layer, about).encode())

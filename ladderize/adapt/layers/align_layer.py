@@ -76,20 +76,20 @@ class Streams:
             raise
 
     def batches(self, *, heldout: bool | None = None) -> Iterator[Tensor]:
-        """Row numbers: of all windows, of those that are held out, or of the others. No batch has both kinds."""
+        """Yield row numbers: of all windows, of those that are held out, or of the others. No batch has both kinds."""
         rows = torch.arange(len(self.ids))
         for kind, part in ((False, rows[: self.trained]), (True, rows[self.trained :])):
             if heldout in (None, kind) and len(part):
                 yield from part.split(self.batch_size)
 
     def read(self, name: str, rows: Tensor) -> Tensor:
-        """[rows, tokens, width] on the device."""
+        """Return the states of these windows on the device: [rows, tokens, width]."""
         state = self.stores[name].read(rows, self.device)
         assert isinstance(state, Tensor)
         return state
 
     def write(self, name: str, rows: Tensor, state: Tensor) -> None:
-        """Raises UserError for what is no number."""
+        """Write the states of these windows; raises UserError for what is no number."""
         self.stores[name].write(int(rows[0]), state, "dense" if name == "dense" else "converted")
 
     @torch.no_grad()
@@ -106,7 +106,7 @@ class Streams:
 
 
 def heads_width(blocks: Blocks) -> int:
-    """What o_proj reads: query heads * head_dim."""
+    """Return the width of o_proj's inputs: query heads * head_dim."""
     return int(blocks.checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"].shape[1])
 
 
@@ -124,18 +124,18 @@ class Side:
         self.virtual_ranks = (layout.sync_tp_size or 1) if self.attention_sync == DROPPED else 1
 
     def projection(self, name: str) -> nn.Linear:
-        """By its name within the layer, such as ``self_attn.q_proj``."""
+        """Return a projection by its name within the layer, such as ``self_attn.q_proj``."""
         found = self.layer.get_submodule(name)
         assert isinstance(found, nn.Linear)
         return found
 
     def attention_input(self, stream: Tensor) -> Tensor:
-        """[batch, tokens, hidden] -> the same, normed."""
+        """Return the stream that attention reads, normed: [batch, tokens, hidden]."""
         normed: Tensor = self.layer.get_submodule("input_layernorm")(stream)
         return normed
 
     def heads(self, stream: Tensor) -> Tensor:
-        """What o_proj reads: [batch, tokens, heads * head_dim]."""
+        """Return the inputs of o_proj: [batch, tokens, heads * head_dim]."""
         with self._narrow():
             rope = self.blocks.position_embeddings(stream.shape[1])
             mask = self.blocks.mask(self.index, stream.shape[1])
@@ -143,8 +143,8 @@ class Side:
         return heads
 
     def after_attention(self, complete: Tensor, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the complete stream before attention and o_proj's inputs: the streams that the MLP of each virtual rank
-        reads [virtual ranks, batch, tokens, hidden], the complete stream after attention, and that without what is
+        """Return, of the complete stream before attention and o_proj's inputs, the streams that the MLP of each virtual
+        rank reads [virtual ranks, batch, tokens, hidden], the complete stream after attention, and that without what is
         only summed together with the MLP's output (dropped)."""
         with self._narrow():
             partials, bias = row_parallel(self.projection("self_attn.o_proj"), heads, self.virtual_ranks)
@@ -156,12 +156,12 @@ class Side:
         return (attended if self.attention_sync == BLOCKING else complete)[None], attended, attended
 
     def mlp_input(self, streams: Tensor) -> Tensor:
-        """[..., hidden] -> the same, normed."""
+        """Return the streams that the MLP reads, normed: [..., hidden]."""
         normed: Tensor = self.layer.get_submodule("post_attention_layernorm")(streams)
         return normed
 
     def inner(self, streams: Tensor) -> Tensor:
-        """What down_proj reads [batch, tokens, intermediate], of the streams that each virtual rank reads."""
+        """Return the inputs of down_proj [batch, tokens, intermediate], of the streams that each virtual rank reads."""
         inputs, ranks = self.mlp_input(streams), self.virtual_ranks
         with self._narrow():
             gate, up = (column_parallel(self.projection(name), inputs, ranks) for name in READS_MLP)
@@ -169,7 +169,7 @@ class Side:
         return inner
 
     def mlp_output(self, inner: Tensor) -> Tensor:
-        """[batch, tokens, intermediate] -> [batch, tokens, hidden], float32."""
+        """Return the MLP's output of down_proj's inputs: float32 [batch, tokens, hidden]."""
         with self._narrow():
             output: Tensor = self.projection("mlp.down_proj")(inner)
         return output.float() * self.scale
@@ -189,7 +189,7 @@ class LayerAlignment:
 
     @torch.no_grad()
     def run(self, *, solve: bool) -> list[ProjectionReport]:
-        """solve: False passes the streams through as the layer is."""
+        """Solve the layer's projections and pass the streams through it. solve: False leaves the layer as it is."""
         reports = self._fit(READS_ATTENTION, self._attention_reads) if solve else []
         self._attend()
         reports += self._fit(WRITES_ATTENTION, self._attention_writes) if solve else []
@@ -203,7 +203,7 @@ class LayerAlignment:
 
     @torch.no_grad()
     def pass_through(self) -> None:
-        """Where both models' streams and weights are still the same: one pass for both."""
+        """Pass both models' streams through in one pass, while their streams and weights are still equal."""
         own, streams = self.own, self.streams
         for rows in streams.batches():
             before = streams.read("dense", rows)
@@ -213,12 +213,12 @@ class LayerAlignment:
             self._write(rows, complete, without)
 
     def _write(self, rows: Tensor, complete: Tensor, without: Tensor) -> None:
-        """The converted model's streams that leave the layer."""
+        """Write the converted model's streams that leave the layer."""
         self.streams.write("complete", rows, complete)
         self.streams.write("visible", rows, complete if self.own.mlp_sync == BLOCKING else without)
 
     def _attend(self) -> None:
-        """Attention of both; then ``dense`` is the stream after it, and ``heads`` what o_proj reads."""
+        """Run the attention of both models; then ``dense`` is the stream after it, and ``heads`` what o_proj reads."""
         own, dense, streams = self.own, self.dense, self.streams
         for rows in streams.batches():
             before = streams.read("dense", rows)
@@ -227,7 +227,7 @@ class LayerAlignment:
             streams.write("dense", rows, attended)
 
     def _pass_dense_mlp(self) -> None:
-        """Then ``dense`` is the stream that leaves the layer."""
+        """Run the dense model's MLP; then ``dense`` is the stream that leaves the layer."""
         dense, streams = self.dense, self.streams
         for rows in streams.batches():
             attended = streams.read("dense", rows)

@@ -20,7 +20,8 @@ SHORT = 1 << 14  # tokens in the place of LEAST_TOKENS; eight times as many gain
 
 @dataclass(frozen=True)
 class AlignSettings(Record):
-    """What decides the result besides data and models: for the record, and for a killed run to know its work."""
+    """The options that decide the result besides data and models: for the record, and for a killed run to know its
+    work."""
 
     ridge: float | None = option(
         "align: how strongly weights are held where they are, as a share of the mean square of a projection's inputs.",
@@ -66,18 +67,14 @@ class AlignOptions(AlignSettings, WindowOptions):
         if self.random_share > MOST_RANDOM:
             raise UsageError(f"--random-share must be between 0 and {MOST_RANDOM}, not {self.random_share:g}")
 
-    @property
-    def states_limit(self) -> int:
-        return self.max_memory
-
     def settings(self) -> AlignSettings:
         return AlignSettings(self.ridge, self.seed, self.random_share)
 
 
 def layers_to_align(layout: Layout, ranges: str | None) -> tuple[int, ...]:
-    """``converted``, ranges, or None: every layer from the first converted one on. Those behind it read a changed
-    stream too, and repairing them helped on every layout that was measured (docs/results.md). Raises UserError for
-    layers that read what the dense model's read."""
+    """Return the layers to solve. ranges: ``converted``, ranges, or None: every layer from the first converted one on.
+    Layers behind it read a changed stream too, and repairing them helped on every layout that was measured
+    (docs/results.md). Raises UserError for layers that read what the dense model's read."""
     converted = tuple(layout.converted_layers)
     if ranges == CONVERTED:
         return converted
@@ -94,15 +91,15 @@ def layers_to_align(layout: Layout, ranges: str | None) -> tuple[int, ...]:
 
 
 def default_tokens(config: Mapping[str, Any]) -> int:
-    """How many tokens to align on where nothing was said."""
+    """Return the number of tokens to align on by default."""
     return max(LEAST_TOKENS, TOKENS_PER_INPUT * widest_input(config))
 
 
 def short_tokens(config: Mapping[str, Any]) -> int:
-    """The same where alignment is a step of something else, or is done many times."""
+    """Return the number of tokens to align on where alignment is a step of something else, or is done many times."""
     return max(SHORT, TOKENS_PER_INPUT * widest_input(config))
 
 
 def widest_input(config: Mapping[str, Any]) -> int:
-    """The most inputs that a projection has."""
+    """Return the most inputs of a projection."""
     return max(int(config["hidden_size"]), int(config["intermediate_size"]))

@@ -35,11 +35,11 @@ class LayerReport(Record):
     seconds: float
 
     def of_group(self, name: str) -> list[ProjectionReport]:
-        """The projections of one of ``GROUPS``."""
+        """Return the projections of one of ``GROUPS``."""
         return [entry for entry in self.projections if entry.projection in GROUPS[name]]
 
     def errors(self, name: str) -> tuple[float, float] | None:
-        """Mean errors of a group, before and after; None where the report has nothing of it."""
+        """Return the mean errors of a group, before and after; None where the report has nothing of it."""
         own = self.of_group(name)
         if not own:
             return None

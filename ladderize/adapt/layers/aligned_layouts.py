@@ -14,22 +14,15 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.layers.align import aligned_layers, computed, with_random
-from ladderize.adapt.layers.align_cost import (
-    FORWARDS,
-    TOKENS_AT_ONCE,
-    layer_bytes,
-    seconds_of_a_layer,
-    states_bytes,
-    warn_of_few,
-)
+from ladderize.adapt.layers.align_cost import TOKENS_AT_ONCE, layer_bytes, states_bytes, warn_of_few
 from ladderize.adapt.layers.align_layer import Streams
 from ladderize.adapt.layers.align_options import AlignSettings, layers_to_align, short_tokens
 from ladderize.adapt.layers.layer_files import StudentBlocks
 from ladderize.adapt.layers.layout_scores import usual_batch
 from ladderize.adapt.layers.windows import Windows, window_counts
-from ladderize.blocks import Blocks, check_finite, layer_seconds, stored_dtype, window_nlls
+from ladderize.blocks import Blocks, check_finite, stored_dtype, window_nlls
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import Console, human_bytes, human_seconds
+from ladderize.console import Console, human_bytes
 from ladderize.convert.sensitivity_file import AlignmentWindows
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.memory import check_room
@@ -41,7 +34,7 @@ HOST = torch.device("cpu")
 def windows_to_align_on(
     checkpoint: Checkpoint, others: np.ndarray, samples: int | None, heldout: int | None = None
 ) -> Windows | None:
-    """The first of ``others``, ids [windows, tokens] that nothing is scored on; None where they are too few.
+    """Return the first of ``others``, ids [windows, tokens] that nothing is scored on; None where they are too few.
 
     samples, heldout: as many as that; None: as ``adapt --align`` takes of data that are just these.
     """
@@ -54,7 +47,7 @@ def windows_to_align_on(
 
 
 def describe_alignment(windows: Windows) -> AlignmentWindows:
-    """For documents."""
+    """Return the record of these windows for documents."""
     return AlignmentWindows(len(windows.train), len(windows.heldout), windows.train.shape[1])
 
 
@@ -75,8 +68,8 @@ class AlignedLayouts:
         self.ranks = Ranks(0, 1, blocks.device)
 
     def __call__(self, layout: Layout, scored: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
-        """Summed negative log-likelihoods in nats, float64 [windows]. scored: ids [windows, tokens]. advance: is told
-        of each layer that was aligned. Raises UserError for what is no number."""
+        """Return the summed negative log-likelihood of each window in nats: float64 [windows]. scored: ids [windows,
+        tokens]. advance: is told of each layer that was aligned. Raises UserError for what is no number."""
         batch_size = usual_batch(self.batch_size, scored.numpy())
         if layout.is_dense:
             found = window_nlls(self.blocks, lambda index: self._layer(index, layout), scored, batch_size=batch_size)
@@ -113,12 +106,14 @@ class AlignedLayouts:
     def announce(
         self, what: str, layouts: Sequence[Layout], scored: np.ndarray, console: Console, ranks: Ranks | None = None
     ) -> None:
-        """Say what aligning and scoring ``layouts`` takes; raises UserError where it has no room. what: they are.
-        ranks: share the layouts."""
+        """Say what is aligned on what; raises UserError where it has no room.
+
+        what: names ``layouts``. ranks: share the layouts.
+        """
         ranks = ranks or self.ranks
         blocks, windows = self.blocks, self.windows
         most_ranks = max((layout.sync_tp_size for layout in layouts if layout.sync_tp_size is not None), default=None)
-        layer = sum(layer_bytes(self.teacher, most_ranks))
+        layer = layer_bytes(self.teacher, most_ranks)
         pairs = 2 if any(OVERLAPPED in layout.mlp_sync for layout in layouts) else 1
         states = states_bytes(self.teacher, self.all_windows, self.ranks)
         states += pairs * scored.size * int(blocks.config["hidden_size"]) * blocks.dtype.itemsize
@@ -126,24 +121,16 @@ class AlignedLayouts:
         for device, needed in ((blocks.device, layer + on_host * states), (HOST, states)):
             what_for, advice = "aligning layouts", "lower --align-samples or --samples"
             check_room(needed, device, what_for, advice, processes=ranks.local_size)
-        forward, solved = seconds_of_a_layer(self.teacher, most_ranks, self.all_windows, self.settings, self.ranks)
-        batch = torch.from_numpy(scored[: usual_batch(self.batch_size, scored)])
-        dense = self._layer(0, Layout.dense(blocks.num_layers))
-        scoring = layer_seconds(blocks, dense, batch) / len(batch) * len(scored)
-        aligned, every = layers_of(layouts), len(layouts) * blocks.num_layers
-        seconds = (FORWARDS * forward + solved) * aligned + forward * (every - aligned) + scoring * every
-        seconds /= min(ranks.size, len(layouts))
         console.note(
-            f"{what} on {len(scored)} windows of {scored.shape[1]} tokens: {aligned:,} layers are aligned on"
-            f" {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out), about"
-            f" {human_seconds(seconds)} on {ranks.words}; {human_bytes(layer)} for a layer and its products,"
-            f" {human_bytes(states)} of states in memory{' of each' if ranks.size > 1 else ''}"
+            f"{what} on {len(scored)} windows of {scored.shape[1]} tokens: {layers_of(layouts):,} layers are aligned on"
+            f" {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out), on"
+            f" {ranks.words}; {human_bytes(states)} of states in memory{' of each' if ranks.size > 1 else ''}"
         )
         warn_of_few(windows.train.numel(), blocks.config, "--align-samples", console)
 
 
 def layers_of(layouts: Sequence[Layout]) -> int:
-    """How many layers of all layouts are aligned."""
+    """Return the number of layers of all layouts that are aligned."""
     return sum(len(layers_to_align(layout, None)) for layout in layouts if not layout.is_dense)
 
 

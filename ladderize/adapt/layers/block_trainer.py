@@ -64,7 +64,7 @@ class BlockTrainer:
         self.lr = options.lr or 0.0
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Mean squared difference to the dense block's output on these windows."""
+        """Return mean squared difference to the dense block's output on these windows."""
         device = self.blocks.device
         # float32 from here on: what the block adds is small against the stream, and would drown in the rounding of
         # their sum
@@ -78,7 +78,8 @@ class BlockTrainer:
         return (output - target.float()).square().mean()
 
     def own_part(self) -> float:
-        """Mean square of what the dense block adds to the stream: a loss of this size is a block that does nothing."""
+        """Return mean square of what the dense block adds to the stream: a loss of this size is a block that does
+        nothing."""
 
         def added(rows: Tensor) -> Tensor:
             before, after = (complete(store.read(rows, self.blocks.device)) for store in (self.before, self.after))
@@ -135,7 +136,7 @@ class BlockTrainer:
         return torch.optim.AdamW(self.layer.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, optimizer: torch.optim.Optimizer, rows: Tensor) -> float:
-        """One step on these windows; returns the loss before it. NaN changes no weight."""
+        """Take one step on these windows; returns the loss before it. NaN changes no weight."""
         loss = self.loss(rows)
         value = float(loss.detach())
         if math.isfinite(value):
@@ -146,12 +147,12 @@ class BlockTrainer:
         return value
 
     def _stored(self) -> dict[str, Tensor]:
-        """The weights as they will be stored: rounded, and out of the optimizer's reach."""
+        """Return the weights as they will be stored: rounded, and out of the optimizer's reach."""
         current = self.layer.state_dict()
         return {name: current[name].detach().to(old.dtype, copy=True) for name, old in self.initial.items()}
 
     def _confirmed(self, weights: dict[str, Tensor], before: float) -> tuple[float, dict[str, Tensor]]:
-        """The held-out loss of the weights as stored; rounding may have cost more than training won."""
+        """Return the held-out loss of the weights as stored; rounding may have cost more than training won."""
         self.layer.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
         after = self._heldout_mean(self.loss)
         return (after, weights) if after < before else (before, self.initial)
@@ -166,7 +167,7 @@ class BlockTrainer:
 
 
 def _schedule(step: int, total: int) -> float:
-    """Linear warm-up, then a cosine to zero."""
+    """Return the factor of the learning rate: a linear warm-up, then a cosine to zero."""
     warmup = max(1, int(WARMUP * total))
     if step < warmup:
         return (step + 1) / warmup

@@ -14,18 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ladderize.adapt.layers.block_trainer import EVALUATIONS_PER_EPOCH, BlockReport, BlockTrainer
-from ladderize.adapt.layers.hidden_states import StateStore, needs_pair, teacher_pass
+from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer
+from ladderize.adapt.layers.hidden_states import needs_pair, teacher_pass
 from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions, DistillOptions, DistillSettings
 from ladderize.adapt.layers.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite
 from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.adapt.methods import BLOCKS
-from ladderize.blocks import Blocks, layer_seconds, timed
+from ladderize.blocks import Blocks
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import SILENT, Console, code_span, human_bytes, human_seconds
+from ladderize.console import SILENT, Console, code_span, human_bytes
 from ladderize.errors import UserError
 from ladderize.layout import Layout, format_ranges, parse_ranges
 from ladderize.memory import check_room
@@ -36,7 +34,7 @@ BLOCK_ERROR = "block error: error of the block's output on held-out windows, as 
 
 @dataclass(frozen=True)
 class Distillation(RewrittenLayers):
-    """The document; docs/files.md says what the keys mean."""
+    """The content of the document; docs/files.md says what the keys mean."""
 
     RESULT = "distilled"
     MEANING = BLOCK_ERROR
@@ -91,7 +89,7 @@ class Distilling(LayerMethod[BlockwiseOptions, Distillation]):
     advice = "train with a lower --lr or on other data"
 
     def layers(self, layout: Layout, ranges: str | None) -> tuple[int, ...]:
-        """The layers to train; raises UserError for one that computes what the dense model's does."""
+        """Return the layers to train; raises UserError for one that computes what the dense model's does."""
         able = layout.converted_layers
         chosen = parse_ranges(ranges, layout.num_layers, option="--train") if ranges is not None else able
         if rest := sorted(set(chosen) - set(able)):
@@ -106,13 +104,6 @@ class Distilling(LayerMethod[BlockwiseOptions, Distillation]):
 
     def files(self, work: BlockFolder) -> LayerFiles:
         return work.distilled
-
-    def needs(
-        self, teacher: Blocks, layout: Layout, windows: Windows, options: BlockwiseOptions, ranks: Ranks
-    ) -> tuple[dict[str, int], int]:
-        batch_size = options.distill.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1]).batch_size
-        pairs = any(needs_pair(layout, layer) for layer in self.layers(layout, options.layers))
-        return step_bytes(teacher, layout, windows, batch_size or 1), stored_states_bytes(teacher, windows, pairs)
 
     def work(self, job: LayerJob[BlockwiseOptions]) -> None:
         options = job.options.distill
@@ -156,61 +147,29 @@ def distill(
                 files.save(index, weights, report, keys[index]())
 
 
-def step_bytes(teacher: Blocks, layout: Layout, windows: Windows, batch_size: int) -> dict[str, int]:
-    """What training a block takes, by what takes it."""
-    hidden, size = int(teacher.config["hidden_size"]), teacher.dtype.itemsize
-    infos = teacher.checkpoint.tensors
-    block = sum(info.numel for name, info in infos.items() if name.startswith("model.layers.0."))
-    # numbers per token that are kept for the backward pass
-    kept = 8 * hidden * (layout.sync_tp_size or 1) + 4 * int(teacher.config["intermediate_size"])
-    return {
-        "a block in training": 16 * block,  # weights, gradients and Adam's two moments in float32
-        "activations": 4 * windows.train[:batch_size].numel() * kept,
-        "the dense block": block * size,
-        "embedding and head": 2 * int(teacher.config["vocab_size"]) * hidden * size,
-    }
-
-
-def stored_states_bytes(teacher: Blocks, windows: Windows, pairs: bool) -> int:
-    """Of the states before and behind a block, for all windows."""
-    return 2 * (1 + pairs) * windows.all.numel() * int(teacher.config["hidden_size"]) * teacher.dtype.itemsize
-
-
 def distillation_announcement(
     teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions, ranks: Ranks
 ) -> str:
-    """What the training takes, from a step timed here and now. Raises UserError where such a step has no room.
+    """Return what is trained on what. Raises UserError where a step has no room.
 
     options: resolved ones. ranks: share the blocks.
     """
-    hidden, tokens, batch_size = int(teacher.config["hidden_size"]), windows.train.shape[1], options.batch_size or 1
-    ids = windows.train[:batch_size]
-    needed = step_bytes(teacher, student.layout, windows, batch_size)
+    hidden, size, tokens = int(teacher.config["hidden_size"]), teacher.dtype.itemsize, windows.train.shape[1]
+    infos, ids = teacher.checkpoint.tensors, windows.train[: options.batch_size or 1]
+    block = sum(info.numel for name, info in infos.items() if name.startswith("model.layers.0."))
+    # numbers per token that are kept for the backward pass
+    kept = 8 * hidden * (student.layout.sync_tp_size or 1) + 4 * int(teacher.config["intermediate_size"])
+    training = 16 * block  # weights, gradients and Adam's two moments in float32
     step_of = f"a step on {len(ids):,} windows of {tokens:,} tokens"
     advice = "lower --batch-size or --seq-len"
-    check_room(needed["activations"], teacher.device, step_of, advice, processes=ranks.local_size)
-    store = StateStore((*ids.shape, hidden), teacher.dtype, True)
-    with torch.no_grad():
-        state = teacher.embed(ids)
-        store.write(0, (state, state))
-        forward = layer_seconds(teacher, teacher.layer(student.layers[0], Layout.dense(teacher.num_layers)), ids)
-    trainer = BlockTrainer(teacher, student, student.layers[0], store, store, len(ids), options)
-    optimizer, rows = trainer.optimizer(), torch.arange(len(ids))
-    step = min(timed(lambda: trainer.step(optimizer, rows), teacher.device) for _ in range(3))
-    train, heldout, every = (
-        math.ceil(len(part) / batch_size) for part in (windows.train, windows.heldout, windows.all)
-    )
-    epoch = train * step + heldout * EVALUATIONS_PER_EPOCH * forward
-    most = math.ceil(len(student.layers) / ranks.size)
-    seconds = most * options.epochs * epoch + every * forward * (max(student.layers) + 1)
+    needed = training + block * size + 4 * ids.numel() * kept
+    check_room(needed, teacher.device, step_of, advice, processes=ranks.local_size)
     pairs = any(needs_pair(student.layout, layer) for layer in student.layers)
-    states = stored_states_bytes(teacher, windows, pairs)
+    states = 2 * (1 + pairs) * windows.all.numel() * hidden * size
     place = "in memory" if states <= options.max_memory else "on disk"
-    training = needed["a block in training"]
     return (
         f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {tokens} tokens,"
-        f" {len(windows.heldout)} held out: at most about {human_seconds(seconds)} for {options.epochs}"
-        f" epoch{'s' if options.epochs > 1 else ''} on"
+        f" {len(windows.heldout)} held out, for at most {options.epochs} epoch{'s' if options.epochs > 1 else ''} on"
         f" {ranks.words}; for each process {human_bytes(states)} of states {place}, {human_bytes(training)} for one"
         " block in training"
     )

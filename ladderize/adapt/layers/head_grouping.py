@@ -12,7 +12,6 @@ only, so it decides what is lost. Two criteria, both computed from the dense mod
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -36,7 +35,7 @@ Assignment = list[list[int]]  # the units of each rank
 
 @dataclass(frozen=True)
 class Units:
-    """What moves as a whole, and where to.
+    """The units of heads that move as a whole, and the ranks that they move to.
 
     With at least as many KV heads as ranks a unit is a KV group (a head, without GQA) and may go to any rank: one
     family. With fewer, a KV head is replicated on the ranks that share it: a unit is a query head, and a family, the
@@ -64,7 +63,7 @@ class Units:
 
     @property
     def freedom(self) -> str:
-        """What there is to choose, in words."""
+        """The freedom of the choice, in words."""
         if self.ranks == 1:
             return "one rank: nothing can change"
         if self.per_rank > 1:
@@ -73,12 +72,12 @@ class Units:
         return f"one {group} per rank: only the assignment of groups to ranks can change"
 
     def identity(self) -> Assignment:
-        """The order as it is."""
+        """Return the order as it is."""
         units = [unit for family in self.families for unit in family]
         return [units[first : first + self.per_rank] for first in range(0, len(units), self.per_rank)]
 
     def order(self, assignment: Assignment) -> tuple[int, ...]:
-        """The head order that puts each rank's heads where it looks for them."""
+        """Return the head order that puts each rank's heads where it looks for them."""
         return tuple(head for members in assignment for unit in sorted(members) for head in self.heads[unit])
 
 
@@ -156,23 +155,23 @@ class Probe:
         )
 
     def slice(self, rank: int, seen: Tensor) -> Tensor:
-        """Rank's part of the MLP, without down_proj's bias, where its residual stream is ``seen``; float32, so that
-        sums are exact."""
+        """Return the rank's part of the MLP, without down_proj's bias, where its residual stream is ``seen``; float32,
+        so that sums are exact."""
         x = self.norm(seen)
         gate, up = (_rows(projection, rank, self.ranks, x) for projection in (self.mlp.gate_proj, self.mlp.up_proj))
         output = linear(self.mlp.act_fn(gate) * up, self.mlp.down_proj.weight.chunk(self.ranks, 1)[rank])
         return cast(Tensor, self.scaled(output.float()))
 
     def output(self, rank: int, members: Iterable[int]) -> Tensor:
-        """The same where the rank has the heads of ``members``."""
+        """Return the rank's part of the MLP where it has the heads of ``members``."""
         return self.slice(rank, self.residual + self.partials[sorted(members)].sum(0))
 
     def error(self, assignment: Assignment) -> float:
-        """Mean squared difference between the SPD block's output and the dense block's."""
+        """Return mean squared difference between the SPD block's output and the dense block's."""
         return _mean_square(sum((self.output(rank, members) for rank, members in enumerate(assignment)), -self.target))
 
     def norms(self, groups: Sequence[Sequence[int]]) -> np.ndarray:
-        """||MLP_m(group)||, the mean over tokens: [groups, ranks]."""
+        """Return ||MLP_m(group)||, the mean over tokens: [groups, ranks]."""
         values = [self.output(rank, group).norm(dim=-1).mean() for group in groups for rank in range(self.ranks)]
         return torch.stack(values).double().view(len(groups), self.ranks).cpu().numpy()  # a GPU is asked once
 
@@ -213,7 +212,8 @@ class Descent:
         return True
 
     def exchanges(self, rng: np.random.Generator) -> Iterator[dict[int, frozenset[int]]]:
-        """Every exchange of two units, of two ranks' groups, of two families' ranks, each from what is held by then."""
+        """Yield every exchange of two units, of two ranks' groups, of two families' ranks, each from what is held by
+        then."""
         if self.units.per_rank > 1:
             pairs = [pair for family in self.units.families for pair in itertools.combinations(family, 2)]
             for one, other in rng.permutation(pairs).tolist():
@@ -245,24 +245,6 @@ def descend(probe: Probe, units: Units, start: Assignment, *, seed: int = 0) -> 
 
 GROUPING_WINDOWS = 32  # of calibration, for the distances of attention maps
 GROUPING_TOKENS = 4096  # drawn from these windows, for everything that runs an MLP
-PASSES = 3  # of a descent, as a rule
-
-
-def grouping_seconds(units: Units, layers: int, layer_seconds_per_token: float, window_tokens: int) -> float:
-    """About what grouping takes: observing the windows, and two descents of ``PASSES`` passes each, which is mostly MLP
-    slices."""
-    exchanges = len(units.families) * (len(units.families) - 1) // 2 * units.ranks_per_family
-    for members in units.families:
-        exchanges += math.comb(len(members), 2) * (units.per_rank > 1) + math.comb(units.ranks_per_family, 2)
-    slices = 2 * (PASSES * 2 * exchanges + units.ranks) + units.ranks**2
-    return (
-        layers
-        * layer_seconds_per_token
-        * (
-            3 * GROUPING_WINDOWS * window_tokens
-            + slices / units.ranks * min(GROUPING_TOKENS, GROUPING_WINDOWS * window_tokens)
-        )
-    )
 
 
 # ---- the whole model ----
@@ -278,7 +260,8 @@ def group_heads(
     seed: int = 0,
     advance: Callable[[int], None] = lambda count: None,
 ) -> HeadMap:
-    """The head map of ``layers`` of a dense model for ``sync_tp_size`` virtual ranks; ``advance`` counts layers passed.
+    """Return the head map of ``layers`` of a dense model for ``sync_tp_size`` virtual ranks; ``advance`` counts layers
+    passed.
 
     windows: ids [windows, tokens], of which the first ``GROUPING_WINDOWS`` are read. The model passes layer by layer,
     one in memory at a time.
@@ -305,7 +288,7 @@ def group_heads(
 
 
 def permuted_weights(blocks: Blocks, orders: Mapping[int, Sequence[int]], layer: int) -> dict[str, Tensor]:
-    """A layer's weights, its heads in the order that ``orders`` says; as they are where it says none."""
+    """Return a layer's weights, its heads in the order that ``orders`` says; as they are where it says none."""
     weights, config = blocks.weights(layer), blocks.config
     if layer not in orders:
         return weights
@@ -337,7 +320,7 @@ def _group_layer(
 
 
 def papers_assignment(probe: Probe, units: Units, distance: np.ndarray, *, seed: int = 0) -> Assignment:
-    """Unlike heads together, then the matching. distance: [units, units]."""
+    """Return the paper's assignment: unlike heads together, then the matching. distance: [units, units]."""
     groups = []
     for family in units.families:
         split = spread(distance[np.ix_(family, family)], units.ranks_per_family, seed=seed)
@@ -350,7 +333,7 @@ def _total(distance: np.ndarray, assignment: Assignment) -> float:
 
 
 def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, seed: int) -> tuple[np.ndarray, Probe]:
-    """Distances between units' attention maps over all windows, and a probe of tokens drawn from them."""
+    """Return distances between units' attention maps over all windows, and a probe of tokens drawn from them."""
     between_heads = torch.zeros(())
     residuals, attended = [], []
     generator = torch.Generator().manual_seed(seed)
@@ -379,8 +362,8 @@ def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, see
 
 
 def _attention(blocks: Blocks, layer: Any, state: Tensor) -> tuple[Tensor, Tensor]:
-    """What the heads give before o_proj, [1, tokens, heads * head_dim], and their maps, [1, heads, tokens, tokens] in
-    float32."""
+    """Return the heads' output before o_proj, [1, tokens, heads * head_dim], and their maps, [1, heads, tokens, tokens]
+    in float32."""
     attention, tokens = layer.self_attn, state.shape[1]
     x, rope = layer.input_layernorm(state), blocks.position_embeddings(tokens)
     seen = blocks.mask(attention.layer_idx, tokens)

@@ -48,8 +48,8 @@ class StateStore:
         self.tensors = [tensor.view(shape) for tensor in mapped]
 
     def write(self, first: int, state: State, model: str = "dense") -> None:
-        """Rows from ``first`` on. A state that is no pair leaves the second part as it is: nothing before it was in
-        flight. model: whose it is. Raises UserError for what is no number."""
+        """Write rows from ``first`` on. A state that is no pair leaves the second part as it is: nothing before it was
+        in flight. model: whose it is. Raises UserError for what is no number."""
         if not math.isfinite(float(complete(state).sum())):
             raise UserError(f"the {model} model's states are NaN or infinite; check its weights, or compute in float32")
         parts = state if isinstance(state, tuple) else (state,)
@@ -57,7 +57,7 @@ class StateStore:
             tensor[first : first + len(part)] = part.to(tensor.device)
 
     def read(self, rows: Tensor, device: torch.device) -> State:
-        """The states of these windows, on ``device``."""
+        """Return the states of these windows, on ``device``."""
         parts = tuple(tensor[rows].to(device) for tensor in self.tensors)
         return parts if len(parts) == 2 else parts[0]
 
@@ -81,7 +81,8 @@ def _reserve(file: Path, size: int) -> None:
 
 
 def needs_pair(layout: Layout, layer: int) -> bool:
-    """Whether the layer reads the stream without the MLP before it: the sync point that enters it is overlapped."""
+    """Return whether the layer reads the stream without the MLP before it: the sync point that enters it is
+    overlapped."""
     return layout.entering(layer) == OVERLAPPED
 
 

@@ -33,7 +33,7 @@ class StudentBlocks:
     weights: Callable[[int], Mapping[str, Tensor]]
 
     def key(self, layer: int, about: Mapping[str, Any]) -> str:
-        """A hash of what a layer's result depends on: its modes, its initial weights, and ``about``."""
+        """Return a hash of what a layer's result depends on: its modes, its initial weights, and ``about``."""
         layout = self.layout
         modes = [layout.entering(layer), layout.attention_sync[layer], layout.mlp_sync[layer], layout.sync_tp_size]
         digest = hashlib.sha256(json.dumps([modes, about], sort_keys=True).encode())
@@ -53,8 +53,8 @@ class LayerFiles:
         return self.folder / f"{self.prefix}-{layer:05d}.safetensors"
 
     def has(self, layer: int, key: Callable[[], str]) -> bool:
-        """Whether this layer is done, from just what ``key()`` says (asked for only if there is something to
-        compare)."""
+        """Return whether this layer is done, made from just this ``key()``, which is asked for only if there is
+        something to compare."""
         try:
             read_header(self.folder, self.path(layer).name)  # cut off by a power failure, say
             return self._metadata(layer)["key"] == key()
@@ -62,7 +62,7 @@ class LayerFiles:
             return False
 
     def save(self, layer: int, weights: Mapping[str, Tensor], report: Record, key: str) -> None:
-        """Whole or not at all: written under another name, then renamed."""
+        """Save a layer, whole or not at all: written under another name, then renamed."""
         temporary = self.path(layer).with_suffix(".part")
         tensors = {f"model.layers.{layer}.{name}": tensor.contiguous().cpu() for name, tensor in weights.items()}
         try:
@@ -78,17 +78,17 @@ class LayerFiles:
             return file.metadata() or {}
 
     def report(self, kind: type[OwnRecord], layer: int) -> OwnRecord:
-        """What ``save`` was told about this layer."""
+        """Return the report that this layer was saved with."""
         return kind.from_dict(parse_json(self._metadata(layer)["report"].encode()), f"the report in {self.path(layer)}")
 
     def weights(self, layer: int) -> dict[str, Tensor]:
-        """By their names within the layer."""
+        """Return a layer's weights by their names within it."""
         prefix, reader = f"model.layers.{layer}.", TensorReader(self.folder)
         infos = read_header(self.folder, self.path(layer).name)
         return {name.removeprefix(prefix): reader.read(info) for name, info in infos.items()}
 
     def tensors(self, layers: Sequence[int]) -> dict[str, TensorInfo]:
-        """Where every tensor of these layers lies, for the converter."""
+        """Return the place of every tensor of these layers, for the converter."""
         return {name: info for layer in layers for name, info in locate_tensors(self.path(layer)).items()}
 
 

@@ -6,17 +6,16 @@ of five layers each costs one layer and a little.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.blocks import Blocks, State, check_finite, complete, layer_seconds, timed
+from ladderize.blocks import Blocks, State, check_finite, complete
 from ladderize.checkpoint.config import parameter_count
-from ladderize.console import Console, human_bytes, human_seconds
+from ladderize.console import Console, human_bytes
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
@@ -45,19 +44,6 @@ class LayoutTree:
             groups[layout.entering(layer), layout.attention_sync[layer]].append(number)
         return sorted(groups.items(), key=lambda group: len(group[1]))
 
-    @cached_property
-    def runs_by_mode(self) -> Counter[str]:
-        """The number of runs of a layer for one batch, by the mode of its attention sync point."""
-        runs: Counter[str] = Counter()
-        waiting = [(0, list(range(len(self.layouts))))]
-        while waiting:
-            layer, members = waiting.pop()
-            groups = self.parting(layer, members)
-            runs.update(attention for (_, attention), _ in groups)
-            if layer + 1 < self.num_layers:
-                waiting += [(layer + 1, group) for _, group in groups]
-        return runs
-
     @property
     def states(self) -> int:
         """The most states that are held at a time: a walk waits only for groups that are no larger than its own."""
@@ -79,8 +65,8 @@ class Suffixes:
         self.built: dict[tuple[int, str], torch.nn.Module] = {}
 
     def layer(self, index: int, attention: str = BLOCKING) -> torch.nn.Module:
-        """A layer with this mode of its attention sync point. It hands on its stream with and without its MLP's output
-        where a layout overlaps the MLP sync point, so that one run serves both modes."""
+        """Return a layer with this mode of its attention sync point. It hands on its stream with and without its MLP's
+        output where a layout overlaps the MLP sync point, so that one run serves both modes."""
         if (index, attention) not in self.built:
             modes, layers = [BLOCKING] * self.blocks.num_layers, self.blocks.num_layers
             modes[index] = attention
@@ -91,7 +77,7 @@ class Suffixes:
         return self.built[index, attention]
 
     def __call__(self, ids: Tensor) -> np.ndarray:
-        """ids: [batch, tokens] -> summed negative log-likelihoods in nats, float64 [batch, layouts]."""
+        """Return summed negative log-likelihoods in nats, float64 [batch, layouts], of ids [batch, tokens]."""
         with torch.no_grad():
             state = self.blocks.embed(ids)
         # copied to the host at the end: a copy would wait for all that the device was asked before it
@@ -119,7 +105,8 @@ class Suffixes:
 
 
 def suffix_memory(blocks: Blocks, tree: LayoutTree, tokens: int) -> tuple[int, int]:
-    """Bytes of the weights, and of a pass over ``tokens`` tokens: the states that are held, and one layer's work."""
+    """Return bytes of the weights, and of a pass over ``tokens`` tokens: the states that are held, and one layer's
+    work."""
     hidden, intermediate = int(blocks.config["hidden_size"]), int(blocks.config["intermediate_size"])
     pair = 2 if any(map(tree.overlaps, range(tree.num_layers))) else 1  # with and without what is in flight
     states = pair * tree.states * hidden
@@ -131,7 +118,7 @@ def suffix_memory(blocks: Blocks, tree: LayoutTree, tokens: int) -> tuple[int, i
 
 
 def usual_batch(batch_size: int | None, windows: np.ndarray) -> int:
-    """Windows per forward pass: as many as asked for, or as have 4096 tokens, and no more than there are."""
+    """Return the windows per forward pass: as many as asked for, or as have 4096 tokens, and no more than there are."""
     return min(batch_size or max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
 
 
@@ -178,7 +165,12 @@ def score_layouts(
     ranks.barrier()  # what one loads is not free for another that still checks
     with console.stage("loading the weights"):
         suffixes = Suffixes(blocks, layouts)
-    console.note(announcement(suffixes, windows, batch_size, ranks))
+    weights, states = suffix_memory(blocks, tree, batch_size * windows.shape[1])
+    console.note(
+        f"{len(windows)} windows of {windows.shape[1]} tokens, {len(layouts):,} models, on {ranks.words};"
+        f" {human_bytes(weights)} of weights and {human_bytes(states)} of states in memory"
+        + (" of each" if ranks.size > 1 else "")
+    )
     table = np.empty((len(windows), len(layouts)))
     with console.progress(what, len(windows)) as advance:
         batches = np.split(np.arange(len(windows)), range(batch_size, len(windows), batch_size))
@@ -188,22 +180,3 @@ def score_layouts(
                 table[rows] = values
                 advance(len(rows))
     return table
-
-
-def announcement(suffixes: Suffixes, windows: np.ndarray, batch_size: int, ranks: Ranks) -> str:
-    """Time and memory of what is to come: a batch takes what a layer of each mode and the LM head take here and now."""
-    blocks, tree = suffixes.blocks, suffixes.tree
-    batch = torch.from_numpy(windows[:batch_size])
-    layers = sum(
-        layer_seconds(blocks, suffixes.layer(0, mode), batch) * runs for mode, runs in tree.runs_by_mode.items()
-    )
-    with torch.no_grad():
-        state = blocks.embed(batch)
-        head = min(timed(lambda: blocks.nll(state, batch), blocks.device) for _ in range(2)) * len(tree.layouts)
-    seconds = (layers + head) * math.ceil(len(windows) / batch_size / ranks.size)
-    weights, states = suffix_memory(blocks, tree, batch.numel())
-    return (
-        f"{len(windows)} windows of {windows.shape[1]} tokens, {len(tree.layouts):,} models: about"
-        f" {human_seconds(seconds)} on {ranks.words}, {human_bytes(weights)} of weights and {human_bytes(states)} of"
-        f" states in memory{' of each' if ranks.size > 1 else ''}"
-    )

@@ -19,8 +19,8 @@ LayerAt = Callable[[int], torch.nn.Module]
 
 @dataclass(frozen=True)
 class HeldoutMeasures:
-    """Of held-out windows, by name of the step: perplexities, of the dense model too, and mean divergences KL(dense ||
-    model) in nats per token."""
+    """Measures of held-out windows, by name of the step: perplexities, of the dense model too, and mean divergences
+    KL(dense || model) in nats per token."""
 
     perplexity: dict[str, Perplexity]
     divergence: dict[str, float]
@@ -35,8 +35,8 @@ def before_and_after(
     result: str,
     ranks: Ranks,
 ) -> HeldoutMeasures:
-    """Held-out measures of the dense model, of the converted one, and, named ``result``, of that with its rewritten
-    layers."""
+    """Return held-out measures of the dense model, of the converted one, and, named ``result``, of that with its
+    rewritten layers."""
     dense, layout = Layout.dense(own.num_layers), student.layout
 
     def rewritten(layer: int) -> torch.nn.Module:
@@ -53,8 +53,8 @@ def before_and_after(
 def heldout_measures(
     variants: Mapping[str, tuple[Blocks, LayerAt]], ids: torch.Tensor, ranks: Ranks
 ) -> HeldoutMeasures:
-    """Perplexity of held-out windows under variants of a model, each given by its blocks and layers, and the divergence
-    from the first, the dense one; one layer in memory at a time.
+    """Return the perplexity of held-out windows under variants of a model, each given by its blocks and layers, and the
+    divergence from the first, the dense one; one layer in memory at a time.
 
     Ranks share the batches, which are those of one process: so are the results, bit by bit, on every rank.
     """
@@ -84,10 +84,10 @@ def heldout_measures(
 
 
 def in_order(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The values of all batches, of which each rank had every size-th."""
+    """Return the values of all batches, of which each rank had every size-th."""
     return [value for values in itertools.zip_longest(*parts) for value in values if value is not None]
 
 
 def loaded(files: LayerFiles, layer: int, blocks: Blocks) -> dict[str, torch.Tensor]:
-    """A rewritten layer's weights, to compute with."""
+    """Return a rewritten layer's weights, to compute with."""
     return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in files.weights(layer).items()}

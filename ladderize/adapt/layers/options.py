@@ -22,7 +22,7 @@ memory_limit = partial(parse_size, option="--max-memory")
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """What layers are rewritten from: windows of data. Raises UsageError for options that contradict each other."""
+    """The windows of data that layers are rewritten from. Raises UsageError for options that contradict each other."""
 
     data: str = option(
         "json, jsonl, parquet, txt, npy, npz:array, or a folder or glob of one kind.", ..., metavar="FILE"
@@ -48,20 +48,15 @@ class WindowOptions:
         (spec,) = parse_specs([self.data])
         return spec
 
-    @property
-    def states_limit(self) -> int:
-        """Bytes of states that a process keeps in memory."""
-        raise NotImplementedError
-
     def settings(self) -> Record:
-        """What decides the result besides data, models and layers: for the record, and for a killed run to know its
-        work."""
+        """Return the options that decide the result besides data, models and layers: for the record, and for a killed
+        run to know its work."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class DistillSettings(Record):
-    """What decides a block's result."""
+    """The options that decide a block's result."""
 
     epochs: int = option("blocks: most epochs per block.", 10, min=1)
     patience: int = option("blocks: stop a block after this many epochs without a better held-out loss.", 2, min=1)
@@ -72,7 +67,7 @@ class DistillSettings(Record):
 
 @dataclass(frozen=True)
 class DistillOptions(DistillSettings):
-    """The same, and what decides nothing. max_memory: in bytes."""
+    """All options of distillation. max_memory: in bytes; it decides nothing of the result."""
 
     max_memory: int = option(
         "Memory for the dense model's states, per process. What is beyond it goes to disk.",
@@ -84,7 +79,7 @@ class DistillOptions(DistillSettings):
     )
 
     def resolve(self, hidden: int, seq_len: int) -> "DistillOptions":
-        """The same with every default worked out."""
+        """Return the options with every default worked out."""
         return replace(
             self,
             lr=self.lr if self.lr is not None else PAPERS_LR * PAPERS_WIDTH / hidden,
@@ -102,10 +97,6 @@ class BlockwiseOptions(WindowOptions):
         super().__post_init__()
         check_options(self.distill)
         check_training(self.dtype, self.distill.lr)
-
-    @property
-    def states_limit(self) -> int:
-        return self.distill.max_memory
 
     def settings(self) -> DistillSettings:
         return DistillSettings(**{own.name: getattr(self.distill, own.name) for own in fields(DistillSettings)})

@@ -18,7 +18,7 @@ from ladderize.adapt.teacher import check_improved, check_pair, check_related, t
 from ladderize.blocks import Blocks, compute_dtype, open_checkpoint, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import Console, code_span, human_bytes, to_json
+from ladderize.console import Console, code_span, to_json
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
@@ -29,8 +29,6 @@ from ladderize.files.records import OwnRecord, Record
 from ladderize.files.regular import resolved
 from ladderize.files.work import FINISHED, RUN, EarlierRun, run_digest, work_folder
 from ladderize.layout import Layout, format_ranges
-from ladderize.memory import available_bytes
-from ladderize.ranks.environment import launched
 from ladderize.ranks.group import Ranks, join_ranks
 
 # ---- documents ----
@@ -49,8 +47,8 @@ class WindowData(Record):
 
 @dataclass(frozen=True)
 class MethodRecord(Record):
-    """What a result depends on besides the models: for ladderize.yaml, and for a killed run to know itself. dtype: what
-    is computed in."""
+    """The data, options and dtype that a result depends on: for ladderize.yaml, and for a killed run to know itself.
+    dtype: what is computed in."""
 
     data: WindowData
     options: Record
@@ -58,7 +56,7 @@ class MethodRecord(Record):
 
     @classmethod
     def of(cls, windows: Windows, options: WindowOptions, dtype: torch.dtype) -> "MethodRecord":
-        """Reads all data once."""
+        """Describe the run; reads all data once."""
         sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
         data = WindowData(options.data, source_sha256(options.source), *sizes)
         return cls(data, options.settings(), str(dtype).removeprefix("torch."))
@@ -66,7 +64,7 @@ class MethodRecord(Record):
 
 @dataclass(frozen=True)
 class BlockwiseRun(Record):
-    """What a run was about; the models by their fingerprints."""
+    """The subject of a run; the models by their fingerprints."""
 
     method: str
     model: str
@@ -75,7 +73,7 @@ class BlockwiseRun(Record):
 
 @dataclass(frozen=True)
 class RewrittenLayers(Record, ABC):
-    """What documents of methods that rewrite layers one by one have in common. RESULT: the method's step among the
+    """The common part of documents of methods that rewrite layers one by one. RESULT: the method's step among the
     held-out measures. MEANING: of the errors in ``rows``."""
 
     RESULT: ClassVar[str]
@@ -96,15 +94,15 @@ class RewrittenLayers(Record, ABC):
 
     @abstractmethod
     def rows(self) -> list[dict[str, str]]:
-        """A table of layers for people."""
+        """Return a table of layers for people."""
 
     @abstractmethod
     def done(self) -> str:
-        """What was done, as a paragraph of the model card."""
+        """Return the work done, as a paragraph of the model card."""
 
     @property
     def card_note(self) -> str:
-        """What was done and measured, for the model card."""
+        """The work done and the figures, for the model card."""
         return f"{self.done()}\n\n{measured_note(self.heldout_perplexity, self.data)}"
 
     @property
@@ -114,7 +112,7 @@ class RewrittenLayers(Record, ABC):
 
 
 def measured_note(perplexities: Mapping[str, Perplexity], data: WindowData) -> str:
-    """The held-out perplexities of each step as a paragraph of a model card."""
+    """Return the held-out perplexities of each step as a paragraph of a model card."""
     steps = ", ".join(f"{value.perplexity:.4f} ({name.removeprefix('+ ')})" for name, value in perplexities.items())
     return (
         f"**Measured.** Perplexity on {data.heldout} held-out windows of {data.seq_len} tokens of"
@@ -123,7 +121,7 @@ def measured_note(perplexities: Mapping[str, Perplexity], data: WindowData) -> s
 
 
 def perplexity_rows(perplexities: Mapping[str, Perplexity], divergences: Mapping[str, float]) -> list[dict[str, str]]:
-    """Held-out perplexities and divergences against the first, the dense model, for people."""
+    """Return held-out perplexities and divergences against the first, the dense model, for people."""
     dense = next(iter(perplexities.values())).perplexity
     return [
         {
@@ -135,40 +133,6 @@ def perplexity_rows(perplexities: Mapping[str, Perplexity], divergences: Mapping
         }
         for number, (name, value) in enumerate(perplexities.items())
     ]
-
-
-@dataclass(frozen=True)
-class LayerForecast(Record):
-    """What a method would take (``--dry-run``). memory_parts: of each process on its device, by what takes them.
-    states_bytes: of the models' states for all windows, in each process's memory up to ``max_memory``, else on the
-    disk."""
-
-    model: str
-    method: str
-    layers: list[int]
-    samples: int
-    heldout: int
-    seq_len: int
-    memory_bytes: int
-    memory_parts: dict[str, int]
-    states_bytes: int
-    states_on_disk: bool
-    output_bytes: int
-    device_memory_bytes: int | None
-
-    def text(self) -> str:
-        parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in self.memory_parts.items())
-        place = "on the disk" if self.states_on_disk else "in the machine's memory"
-        free = ""
-        if self.device_memory_bytes is not None:
-            fits = "fits" if self.memory_bytes <= self.device_memory_bytes else "does not fit"
-            free = f" It {fits} into {human_bytes(self.device_memory_bytes)}."
-        return (
-            f"{self.method}, layers {format_ranges(self.layers)}, one at a time, on {self.samples:,} windows of"
-            f" {self.seq_len} tokens, {self.heldout} held out. Memory of each process:"
-            f" {human_bytes(self.memory_bytes)} ({parts}); {human_bytes(self.states_bytes)} of states {place}; at most"
-            f" {human_bytes(self.output_bytes)} for OUT.{free}"
-        )
 
 
 # ---- from a command to a checkpoint ----
@@ -202,8 +166,8 @@ class CheckpointRun:
             output.check_target(Path(self.out), folder, overwrite=self.overwrite)
 
     def open_work(self, identity: Mapping[str, Any], deciding: Mapping[str, Any]) -> BlockFolder | None:
-        """The folder of work about ``identity``; None where an earlier run of the same command wrote ``out`` already.
-        deciding: what decides the result besides ``identity``."""
+        """Return the folder of work about ``identity``; None where an earlier run of the same command wrote ``out``
+        already. deciding: what decides the result besides ``identity``."""
         self.identity, self.digest = identity, run_digest({**identity, **deciding})
         if self.maybe_done:
             if self.ranks.broadcast(self.earlier.finished(self.digest)):
@@ -213,7 +177,8 @@ class CheckpointRun:
             return BlockFolder(self.folder, identity, main=self.ranks.is_main)
 
     def written(self, kind: type[OwnRecord]) -> OwnRecord | None:
-        """The document of the earlier run that wrote ``out``, on other ranks than 0 None; what it left is removed."""
+        """Return the document of the earlier run that wrote ``out``, on other ranks than 0 None; what it left is
+        removed."""
         if not self.ranks.is_main:
             return None
         return kind.from_dict(self.earlier.tidy(BlockFolder, self.identity, self.console), self.document)
@@ -251,9 +216,9 @@ Document = TypeVar("Document", bound=RewrittenLayers)
 
 @dataclass(frozen=True)
 class LayerJob(Generic[MethodOptions]):
-    """What a method works on. teacher, own: the dense and the converted model, in the dtype that is computed in.
-    student: the layers to rewrite, with weights as they are stored. about: what the result depends on besides the
-    models. files: where finished layers lie."""
+    """The work of a method. teacher, own: the dense and the converted model, in the dtype that is computed in. student:
+    the layers to rewrite, with weights as they are stored. about: what the result depends on besides the models. files:
+    where finished layers lie."""
 
     options: MethodOptions
     teacher: Blocks
@@ -280,21 +245,15 @@ class LayerMethod(ABC, Generic[MethodOptions, Document]):
 
     @abstractmethod
     def layers(self, layout: Layout, ranges: str | None) -> tuple[int, ...]:
-        """The layers to rewrite; raises UserError for one that cannot be."""
+        """Return the layers to rewrite; raises UserError for one that cannot be."""
 
     @abstractmethod
     def windows(self, teacher: Checkpoint, options: MethodOptions) -> Windows:
-        """The data."""
+        """Return the windows to learn from."""
 
     @abstractmethod
     def files(self, work: BlockFolder) -> LayerFiles:
         """Where finished layers lie."""
-
-    @abstractmethod
-    def needs(
-        self, teacher: Blocks, layout: Layout, windows: Windows, options: MethodOptions, ranks: Ranks
-    ) -> tuple[dict[str, int], int]:
-        """Of each process: bytes on its device, by what takes them, and bytes of states. Reads no weights."""
 
     @abstractmethod
     def work(self, job: LayerJob[MethodOptions]) -> None:
@@ -375,43 +334,10 @@ def rewrite(
 def layout_to_rewrite(
     method: LayerMethod[Any, Any], checkpoint: Checkpoint, dense: Checkpoint, model: str, teacher_name: str
 ) -> Layout:
-    """The layout of the pair; raises UserError where ``method`` can do nothing with it."""
+    """Return the layout of the pair; raises UserError where ``method`` can do nothing with it."""
     layout = check_pair(checkpoint, dense, model, teacher_name)
     if layout.is_dense:
         raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
     if method.needs_source:
         check_related(checkpoint, dense, model, teacher_name)
     return layout
-
-
-def forecast_layers(
-    method: LayerMethod[MethodOptions, Any],
-    model: str,
-    teacher_name: str,
-    options: MethodOptions,
-    *,
-    revision: str | None = None,
-) -> LayerForecast:
-    """Return what ``rewrite`` would take: the data and headers are read, no weights."""
-    options.source.files()
-    place, device = launched(), torch.device(options.device)
-    checkpoint, dense = open_checkpoint(model, revision), open_checkpoint(teacher_name)
-    layout = layout_to_rewrite(method, checkpoint, dense, model, teacher_name)
-    layers, windows = method.layers(layout, options.layers), method.windows(dense, options)
-    teacher = Blocks(dense, compute_dtype(options.dtype, stored_dtype(dense)), device)
-    ranks = Ranks(place.rank, place.size, device, place.local_size)
-    parts, states = method.needs(teacher, layout, windows, options, ranks)
-    return LayerForecast(
-        model=model,
-        method=method.name,
-        layers=list(layers),
-        samples=len(windows.train),
-        heldout=len(windows.heldout),
-        seq_len=windows.train.shape[1],
-        memory_bytes=sum(parts.values()),
-        memory_parts=parts,
-        states_bytes=states,
-        states_on_disk=states > options.states_limit,
-        output_bytes=checkpoint.weight_bytes,
-        device_memory_bytes=available_bytes(device),
-    )

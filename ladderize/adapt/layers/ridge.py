@@ -23,8 +23,8 @@ Batches = Iterable[tuple[Sequence[Tensor], Tensor]]
 
 
 def affine(projections: Sequence[nn.Linear], part: int = 0, parts: int = 1) -> Tensor:
-    """Weights, and as a last column biases where there are any, of the ``part``-th of ``parts`` of each projection's
-    rows, one projection after the other: float32 [outputs, width]."""
+    """Return weights, and as a last column biases where there are any, of the ``part``-th of ``parts`` of each
+    projection's rows, one projection after the other: float32 [outputs, width]."""
     blocks = []
     for projection in projections:
         columns = [projection.weight] if projection.bias is None else [projection.weight, projection.bias[:, None]]
@@ -33,7 +33,8 @@ def affine(projections: Sequence[nn.Linear], part: int = 0, parts: int = 1) -> T
 
 
 def with_ones(inputs: Tensor, projection: nn.Linear) -> Tensor:
-    """float32 [tokens, width] of [..., width], with a column of ones where the projection has a bias."""
+    """Return the inputs [..., width] as float32 [tokens, width], with a column of ones where the projection has a
+    bias."""
     flat = inputs.flatten(0, -2).float()
     return flat if projection.bias is None else torch.cat([flat, flat.new_ones(len(flat), 1)], 1)
 
@@ -50,7 +51,7 @@ class RankRows:
         self.cross = torch.zeros(len(prior) if readout is None else readout.shape[1], width, device=device)
 
     def add(self, inputs: Tensor, values: Tensor) -> None:
-        """inputs: [tokens, width], values: y of each token, float32."""
+        """Add the products of tokens. inputs: [tokens, width], values: y of each token, float32."""
         self.gram.addmm_(inputs.T, inputs)
         self.cross.addmm_(values.T, inputs)
 
@@ -58,8 +59,8 @@ class RankRows:
         return values if self.readout is None else linear(values, self.readout)
 
     def solve(self, ridge: float) -> Tensor | None:
-        """The weights [outputs, width], solved in float64 and returned in float32; None where the products are singular
-        even with the ridge."""
+        """Return the weights [outputs, width], solved in float64 and returned in float32; None where the products are
+        singular even with the ridge."""
         cross = self.cross if self.readout is None else self.readout @ self.cross
         penalty = ridge * float(self.gram.diagonal().double().mean())
         factor = self.gram.double()
@@ -77,8 +78,8 @@ class RankRows:
 
 
 def squared_errors(weights: Tensor, inputs: Tensor, targets: Tensor, sizes: list[int]) -> Tensor:
-    """Of the rows of ``weights`` [outputs, width] in parts of ``sizes``: sum |W x - y|^2 and sum |y|^2 of each part,
-    float64 [2, parts].
+    """Return for the rows of ``weights`` [outputs, width], in parts of ``sizes``, sum |W x - y|^2 and sum |y|^2 of each
+    part, float64 [2, parts].
 
     inputs: [tokens, width], targets: [tokens, outputs], float32.
     """

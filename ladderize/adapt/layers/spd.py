@@ -22,7 +22,7 @@ from ladderize.adapt.layers.align_options import AlignSettings, default_tokens, 
 from ladderize.adapt.layers.align_reports import LayerReport
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
-from ladderize.adapt.layers.head_grouping import Units, group_heads, grouping_seconds, permuted_weights
+from ladderize.adapt.layers.head_grouping import Units, group_heads, permuted_weights
 from ladderize.adapt.layers.layer_files import BlockFolder, StudentBlocks
 from ladderize.adapt.layers.measures import HeldoutMeasures, LayerAt, heldout_measures, loaded
 from ladderize.adapt.layers.options import DistillSettings
@@ -30,20 +30,20 @@ from ladderize.adapt.layers.rewrite import CheckpointRun, MethodRecord, WindowDa
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.adapt.layers.spd_options import SpdOptions
 from ladderize.adapt.layers.windows import Windows, training_windows
-from ladderize.blocks import Blocks, compute_dtype, layer_seconds, open_checkpoint, stored_dtype
+from ladderize.blocks import Blocks, compute_dtype, open_checkpoint, stored_dtype
 from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import Dtype
-from ladderize.console import SILENT, Console, human_seconds
+from ladderize.console import SILENT, Console
 from ladderize.convert.heads import HEAD_MAP, GroupingReport, HeadMap, read_head_map
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import SelectedBlock, Selection
-from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE, default_tau1
+from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE, classify, default_tau1, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import Perplexity
-from ladderize.files.documents import read_json, read_own, write_json
+from ladderize.files.documents import read_json, write_json
 from ladderize.files.records import Record
 from ladderize.layout import Layout, check_split, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
@@ -87,7 +87,7 @@ class SpdDocument(Record):
     repair: str = "blocks"  # as SpdOptions has it; before there was a choice blocks were distilled
 
     def card_note(self) -> str:
-        """What was measured, for the model card."""
+        """Return the held-out figures, for the model card."""
         return measured_note(self.perplexity, self.data)
 
 
@@ -100,7 +100,7 @@ def spd(
     verify: bool = True,
     console: Console = SILENT,
 ) -> SpdDocument | None:
-    """From the dense ``model`` to the SPD checkpoint ``out``; returns the document of spd.json, on other ranks than 0
+    """Make the SPD checkpoint ``out`` of the dense ``model``; returns the document of spd.json, on other ranks than 0
     None.
 
     Every step is kept in a work folder until OUT is there, so a killed run goes on. Of several processes (accelerate
@@ -233,11 +233,17 @@ def fill_sensitivity(
     work: BlockFolder,
     console: Console,
 ) -> None:
-    """Measure the backward sweep and write sensitivity.json, unless a killed run has."""
+    """Measure the backward sweep and write sensitivity.json; what a killed run measured is only classified anew."""
     training, path = options.training, work.folder / SENSITIVITY
-    before = read_own(path)
-    tau1 = default_tau1(before.get("parameters", 0)) if options.tau1 is None else options.tau1
-    if ranks.broadcast((before.get("tau1"), before.get("tau2")) == (tau1, options.tau2)):
+    if ranks.broadcast(path.is_file()):
+        if ranks.is_main:
+            before = read_sensitivity(path)
+            tau1 = default_tau1(before.parameters) if options.tau1 is None else options.tau1
+            costs = [
+                replace(cost, sensitivity_class=classify(cost.sensitivity, tau1, options.tau2)) for cost in before.costs
+            ]
+            write_json(path, replace(before, tau1=tau1, tau2=options.tau2, costs=costs).to_dict())
+        ranks.barrier()
         return
     measured = SensitivityOptions(
         data=training.data,
@@ -267,8 +273,8 @@ def group(
     ranks: Ranks,
     console: Console,
 ) -> HeadMap | None:
-    """The head map of the blocks that get one, which the ranks share; read if it was computed before, for the same
-    blocks by the same criterion."""
+    """Return the head map of the blocks that get one, which the ranks share; read if it was computed before, for the
+    same blocks by the same criterion."""
     layers, path = to_group(selection, options), work.folder / HEAD_MAP
     if not layers:
         return None
@@ -276,11 +282,7 @@ def group(
     if not ranks.broadcast(path.is_file() and read_json(path).get("asked") == asked):
         mine = layers[ranks.rank :: ranks.size]
         units = Units.of(teacher.config["num_attention_heads"], kv_head_count(teacher.config), options.sync_tp_size)
-        window = torch.from_numpy(calibration[:1])
-        dense = teacher.layer(0, Layout.dense(teacher.num_layers))
-        per_token = layer_seconds(teacher, dense, window) / window.shape[1]
-        seconds = grouping_seconds(units, len(mine), per_token, window.shape[1])
-        console.note(f"grouping the heads of {len(layers)} blocks: about {human_seconds(seconds)}; {units.freedom}")
+        console.note(f"grouping the heads of {len(layers)} blocks: {units.freedom}")
         with console.progress("grouping heads", max(mine, default=-1) + 1) as advance:
             part = group_heads(
                 teacher,
@@ -301,7 +303,7 @@ def group(
 
 
 def to_repair(selection: Selection, options: SpdOptions) -> list[int]:
-    """The selected blocks, all of them or those that are not insensitive."""
+    """Return the selected blocks, all of them or those that are not insensitive."""
     return [
         entry.block
         for entry in selection.blocks
@@ -310,8 +312,8 @@ def to_repair(selection: Selection, options: SpdOptions) -> list[int]:
 
 
 def to_group(selection: Selection, options: SpdOptions) -> list[int]:
-    """Blocks whose heads are grouped: all that are repaired; with the paper's criterion the extremely sensitive ones,
-    as there."""
+    """Return the blocks whose heads are grouped: all that are repaired; with the paper's criterion the extremely
+    sensitive ones, as there."""
     if options.head_grouping == "none":
         return []
     classes = CLASSES[-1:] if options.head_grouping == "paper" else CLASSES
@@ -319,7 +321,7 @@ def to_group(selection: Selection, options: SpdOptions) -> list[int]:
 
 
 def orders_of(head_map: HeadMap | None) -> Mapping[int, tuple[int, ...]]:
-    """The order of heads in each layer that has another one than the dense model's."""
+    """Return the order of heads in each layer that has another one than the dense model's."""
     return {} if head_map is None else head_map.orders
 
 
@@ -333,7 +335,7 @@ def measure_steps(
     heldout: Tensor,
     ranks: Ranks,
 ) -> HeldoutMeasures:
-    """Held-out measures of the dense model and after each step that was taken."""
+    """Return held-out measures of the dense model and after each step that was taken."""
     dense = Layout.dense(layout.num_layers)
     grouped = partial(permuted_weights, blocks, orders_of(head_map))
 
@@ -360,7 +362,7 @@ def measure_steps(
 
 
 def made_worse(measured: Mapping[str, Perplexity]) -> str | None:
-    """What to say where a step raised the held-out perplexity; None where none did, as far as it is shown."""
+    """Return a warning where a step raised the held-out perplexity; None where none did, as far as it is shown."""
     steps = list(measured.items())[1:]
     for (before, start), (name, end) in pairwise(steps):
         if not round(end.perplexity, 4) <= round(start.perplexity, 4):  # NaN is no improvement
@@ -375,7 +377,7 @@ def made_worse(measured: Mapping[str, Perplexity]) -> str | None:
 def block_table(
     selection: Selection, head_map: HeadMap | None, work: BlockFolder, start: StudentBlocks, student: StudentBlocks
 ) -> list[SpdBlock]:
-    """What each block got and why, with the figures of each step."""
+    """Return the steps that each block got and the reasons, with the figures of each step."""
     grouping = head_map.report if head_map is not None else {}
     return [
         SpdBlock(

@@ -64,10 +64,10 @@ class SpdOptions:
 
     @property
     def fraction(self) -> float | None:
-        """Of all blocks, to be dropped; None where max_ppl_increase decides."""
+        """The fraction of all blocks to drop; None where max_ppl_increase decides."""
         return DEFAULT_FRACTION if self.spd_fraction is None and self.max_ppl_increase is None else self.spd_fraction
 
     def choices(self) -> dict[str, Any]:
-        """What decides the result besides the data and the training."""
+        """Return the options that decide the result besides the data and the training."""
         names = ("spd_fraction", "max_ppl_increase", "tau1", "tau2", "distill", "repair", "head_grouping")
         return {name: getattr(self, name) for name in names}

@@ -41,8 +41,8 @@ class Windows:
 def training_windows(
     checkpoint: Checkpoint, options: WindowOptions, seed: int = 0, tokens: int | None = None
 ) -> Windows:
-    """Full windows for training and others that are held out, drawn with ``seed``. Raises UserError where the data give
-    too few.
+    """Return full windows for training and others that are held out, drawn with ``seed``. Raises UserError where the
+    data give too few.
 
     tokens: what to take where ``options`` do not say how many windows, and an eighth as many are held out, out of no
     more rows than that needs; None: 1024 and 64 windows, out of all rows. Fewer where the data give fewer.
@@ -75,8 +75,8 @@ def training_windows(
 def window_counts(
     there: int, seq_len: int, samples: int | None, heldout: int | None, tokens: int | None
 ) -> tuple[int, int]:
-    """How many of the windows that are there to learn from, and how many to hold out, where one or both are not said;
-    the first is below 1, or their sum above ``there``, where that is too few. tokens: as in ``training_windows``."""
+    """Return how many of the windows to learn from, and how many to hold out, where one or both are not said; the first
+    is below 1, or their sum above ``there``, where that is too few. tokens: as in ``training_windows``."""
     tenth = max(1, there // 10)
     if tokens is None:
         heldout = heldout or min(DEFAULT_HELDOUT, tenth)
@@ -89,7 +89,7 @@ def window_counts(
 def read_rows(
     checkpoint: Checkpoint, spec: SourceSpec, *, enough: int | None = None, seed: int = 0
 ) -> list[np.ndarray]:
-    """The ids of every row of files, int64 [tokens] each.
+    """Return the ids of every row of files, int64 [tokens] each.
 
     enough: so many tokens of rows in an order drawn with ``seed`` are enough; None: all rows, in their order. Raises
     UserError for data that cannot be used.
