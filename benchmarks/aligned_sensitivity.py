@@ -27,7 +27,6 @@ from ladderize.adapt.layers.layer_files import StudentBlocks
 from ladderize.adapt.layers.layout_scores import Suffixes
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
-from ladderize.convert.sensitivity_file import column_layouts, perplexity_increases
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
@@ -62,7 +61,7 @@ def by_shortcut(aligned: AlignedLayouts, layouts: list[Layout], scored: torch.Te
 
 
 def least(perplexities: list[float], mode: str, count: int) -> list[int]:
-    order = np.argsort(perplexity_increases(np.array(perplexities), mode), kind="stable")
+    order = np.argsort(-np.diff(np.array(perplexities)), kind="stable")
     return sorted(order[:count].tolist())
 
 
@@ -84,7 +83,10 @@ def main() -> None:
     tokens = drawn.shape[1]
     modes = {}
     for mode, ranks in (("spd", args.sync_tp_size), ("ladder", None)):
-        layouts = column_layouts(mode, layers, ranks)
+        layouts = [
+            Layout.from_layers(layers, **{mode: range(first, layers)}, sync_tp_size=ranks) for first in range(layers)
+        ]
+        layouts.append(Layout.dense(layers))
         begin = time.process_time()
         suffixes = Suffixes(blocks, layouts)
         table = np.concatenate([suffixes(batch) for batch in scored.split(BATCH)])

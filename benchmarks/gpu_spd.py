@@ -23,7 +23,7 @@ from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
 from ladderize.adapt.layers.head_grouping import group_heads
 from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
-from ladderize.adapt.layers.layout_scores import LayoutTree, Suffixes
+from ladderize.adapt.layers.layout_scores import Suffixes
 from ladderize.adapt.layers.options import DistillOptions
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
@@ -155,11 +155,11 @@ def main() -> None:
             [report.loss_before, report.loss_after] for report in (work.report(BlockReport, i) for i in layers)
         ]
         assert all(after <= before < float("inf") for before, after in results["losses"])
-    runs = LayoutTree(column_layouts("spd", args.layers, RANKS)).layer_runs
+    runs = args.layers + args.layers * (args.layers + 1) // 2
     per_layer = results["sensitivity, 2 windows"]["seconds"] / runs
     more_layers = (32 - args.layers) * 436e6  # weights
     results["projected to 32 layers of the 8b shape, 128 windows"] = {
-        "sensitivity_seconds": per_layer * LayoutTree(column_layouts("spd", 32, RANKS)).layer_runs * 128 / 2,
+        "sensitivity_seconds": per_layer * (32 + 32 * 33 // 2) * 128 / 2,
         "sensitivity_peak_memory_bytes": results["sensitivity, 2 windows"]["peak_memory_bytes"] + more_layers,
         "alignment_seconds": results["alignment"]["seconds"] * 32 / args.layers * (1 << 17) / windows.train.numel(),
         "distillation_10_epochs_seconds": (
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def sweep(blocks: Blocks, ids: torch.Tensor, results: dict) -> None:
-    suffixes = Suffixes(blocks, column_layouts("spd", blocks.num_layers, RANKS))
+    suffixes = Suffixes(blocks, [change.layout for change in layer_changes("sweep", blocks.num_layers, RANKS)])
     suffixes(ids)
     measured("sensitivity, 2 windows", lambda: suffixes(ids), results, blocks.device)
 
