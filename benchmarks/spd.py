@@ -33,8 +33,8 @@ from ladderize.adapt.layers.spd_options import SpdOptions
 from ladderize.adapt.layers.windows import training_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
-from ladderize.eval.run import evaluate
 from ladderize.eval.options import EvalOptions, SensitivityOptions
+from ladderize.eval.run import evaluate
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from ladderize.workflows import spd
 from safetensors.torch import load_file
 
 from ladderize import load

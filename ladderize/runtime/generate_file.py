@@ -427,8 +427,8 @@ class LineWriter:
         ended = new[-1] in self.task.eos
         if not self.prompts:
             ids = [*prompt, *new]
-            text = {} if self.tokenizer is None else {"text": self.tokenizer.decode(ids, skip_special_tokens=True)}
-            return {**text, "input_ids": ids, "finish_reason": "stop" if ended else "length"}
+            decoded = {} if self.tokenizer is None else {"text": self.tokenizer.decode(ids, skip_special_tokens=True)}
+            return {**decoded, "input_ids": ids, "finish_reason": "stop" if ended else "length"}
         text, stopped = answer_text(self.tokenizer, prompt, new[:-1] if ended else new, self.task.options.stop)
         asked = self.prompts[number].asked
         if isinstance(asked, str):

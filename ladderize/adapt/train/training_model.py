@@ -84,21 +84,21 @@ class TrainingModel(ABC):
         """Prepare for losses that are not trained on: no dropout, no gradients, the weights rounded to ``stored``, as a
         file will hold them. Their own values take the room of the gradients meanwhile."""
         # ZeRO 3 holds no weights between passes; in mixed precision those that it gathers are bfloat16 already
-        own = [parameter for parameter in self.parameters if not hasattr(parameter, "ds_id")]
-        rounded = [local_part(parameter) for parameter in own] if stored != torch.float32 else []
+        present = [parameter for parameter in self.parameters if not hasattr(parameter, "ds_id")]
+        rounded = [local_part(parameter) for parameter in present] if stored != torch.float32 else []
         with torch.no_grad():
-            kept = [own.clone() for own in rounded]
-            for own in rounded:
-                own.copy_(own.to(stored))
+            kept = [part.clone() for part in rounded]
+            for part in rounded:
+                part.copy_(part.to(stored))
             self.student.eval()
             try:
                 yield
             finally:
-                for own, value in zip(rounded, kept, strict=True):
-                    own.copy_(value)
-                for part in self.student.modules():
-                    if isinstance(part, FSDPModule):
-                        part.reshard()  # it keeps what it gathered for a backward pass, and would compute with it
+                for part, value in zip(rounded, kept, strict=True):
+                    part.copy_(value)
+                for module in self.student.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()  # it keeps what it gathered for a backward pass, and would compute with it
                 self.student.train()
 
     @abstractmethod
