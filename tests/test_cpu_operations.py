@@ -15,7 +15,7 @@ from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.cpu_operations import CpuOperations, choose_operations
 from ladderize.runtime.decode import rope_table
-from ladderize.runtime.kv_cache import CacheRows, KVCache, NoCache, PartsCache
+from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm
 from ladderize.runtime.native import library
 from ladderize.runtime.native.library import TYPES, kernels
@@ -118,8 +118,6 @@ def random_cache(batch, kv_heads, columns, dim):
 
 
 def copied(cache):
-    if isinstance(cache, CacheRows):
-        return CacheRows(KVCache(cache.keys.clone(), cache.values.clone()), cache.rows)
     return KVCache(cache.keys.clone(), cache.values.clone())
 
 
@@ -146,12 +144,12 @@ def test_one_token(compiled, dtype, norms, dim):
     seen[0] &= some(True, False)  # this row may see nothing
     for mask in (None, seen, seen[:1]):
         compare(compiled, case, x, Step(turns(1, 1, dim), length - 1, length, mask), cache, dtype)
-    # rows at columns of their own, as in continuous batching, and some rows of a larger cache
+    # rows at columns of their own, and a cache of more rows
     columns = torch.randint(length, (batch, 1))
     mask = (torch.arange(length) <= columns)[:, None, None]
     compare(compiled, case, x, Step(turns(batch, 1, dim), columns, length, mask), cache, dtype)
-    rows = CacheRows(random_cache(batch + 2, case[1].own_kv_heads, length, dim), torch.randperm(batch + 2)[:batch])
-    compare(compiled, case, x, Step(turns(1, 1, dim), length - 1, length), rows, dtype)
+    larger = random_cache(batch + 2, case[1].own_kv_heads, length, dim).batch_rows(1, batch + 1)
+    compare(compiled, case, x, Step(turns(1, 1, dim), length - 1, length), larger, dtype)
     # a step whose first columns are hidden from it, by more than the kernel looks at together
     mask = (torch.arange(length) >= length // 2)[None, None, None]
     compare(compiled, case, x, Step(turns(1, 1, dim), length - 1, length, mask), cache, dtype)
@@ -176,8 +174,6 @@ def test_prompts(compiled, dtype, window, dim):
         Step(turns(batch, tokens, dim), 0, 0, mask),
     ):
         compare(compiled, case, x, step.with_windows(windows, tokens), cache, dtype)
-    rows = CacheRows(random_cache(batch + 1, case[1].own_kv_heads, tokens, dim), torch.randperm(batch + 1)[:batch])
-    compare(compiled, case, x, Step(turns(1, tokens, dim), 0, 0, causal=True), rows, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -255,9 +251,6 @@ def test_what_does_not_fit_is_an_error(compiled):
             compiled.attention(weights, x, step, cache, 1, shape)
     with pytest.raises(IndexError):
         compiled.attention(weights, torch.randn(3, 1, hidden), Step(turns(1, 1, 16), 1, 2), cache, 1, shape)
-    rows = CacheRows(cache, torch.tensor([0, 2]))
-    with pytest.raises(IndexError):
-        compiled.attention(weights, x, Step(turns(1, 1, 16), 1, 2), rows, 1, shape)
     for factors in (turns(1, 1, 8), turns(3, 1, 16), turns(1, 2, 16)):
         with pytest.raises(ValueError, match="rope factors"):
             compiled.attention(weights, x, Step(factors, 1, 2), cache, 1, shape)

@@ -8,9 +8,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ladderize.checkpoint.tensors import infos_of, locate_tensors, write_tensors
+from ladderize.checkpoint.tensors import locate_tensors, write_tensors
 from ladderize.errors import UserError
 from tests.helpers import listing
+
+
+def infos_of(tensors):
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def test_tensors_of_every_kind_are_written(tmp_path):

@@ -127,11 +127,6 @@ def _shorter(path: Path) -> UserError:
     return UserError(f"{path} became shorter while it was read; nothing was written, read it again")
 
 
-def infos_of(tensors: "Mapping[str, Tensor]") -> "dict[str, tuple[torch.dtype, tuple[int, ...]]]":
-    """Return what ``write_tensors`` needs to know of tensors that are in memory: name -> (dtype, shape)."""
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
 def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
     """Return the beginning of a safetensors file: the length of its header, and the header.
 

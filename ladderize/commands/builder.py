@@ -81,7 +81,6 @@ def _as_given(parameter: Any, value: Any, where: str) -> Any:
 MODELS, LAYOUT, DATA, METHOD = "Model", "Layout", "Data", "Method"
 OPTIMISATION, MEASUREMENT, VALIDATION = "Optimisation", "Measurement", "Validation and checkpoints"
 MEMORY, OUTPUT, ADVANCED = "Memory and devices", "Output", "Advanced"
-PLAIN_OPTIONS = "Options"  # typer's own
 
 METAVARS = {int: "N", float: "X"}
 CONFIG = Option("Read options from this YAML file. The command line wins over it.", "FILE")

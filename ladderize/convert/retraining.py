@@ -56,7 +56,7 @@ class _Layer(Record):
     """One layer in a document. alignment, distillation: in spd.json, None where it got none."""
 
     KEYS: ClassVar = {"number": "layer"}
-    FORMER: ClassVar = {"number": "block"}
+    ALIASES: ClassVar = {"number": "block"}
 
     number: int
     alignment: dict[str, Any] | None = None
@@ -65,9 +65,9 @@ class _Layer(Record):
 
 @dataclass(frozen=True)
 class _Document(Record):
-    """Any of these documents, as far as it is told; ``FORMER`` has the keys by which others call the same."""
+    """Any of these documents, as far as it is told; ``ALIASES`` has the keys by which others call the same."""
 
-    FORMER: ClassVar = {
+    ALIASES: ClassVar = {
         "layers": "blocks",
         "teacher": "distill_from",
         "heldout_perplexity": "perplexity",

@@ -18,12 +18,12 @@ class Record:
     unions of these.
 
     A class whose JSON has other keys than its fields (a reserved word such as ``class``) says so in ``KEYS``: field ->
-    key. ``LEFT_OUT`` names the fields that JSON does not have while they are None; others are null there. ``FORMER``:
-    field -> the key that earlier versions wrote, which is still read.
+    key. ``LEFT_OUT`` names the fields that JSON does not have while they are None; others are null there. ``ALIASES``:
+    field -> another key by which some documents call the same.
     """
 
     KEYS: typing.ClassVar[Mapping[str, str]] = {}
-    FORMER: typing.ClassVar[Mapping[str, str]] = {}
+    ALIASES: typing.ClassVar[Mapping[str, str]] = {}
     LEFT_OUT: typing.ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -43,8 +43,8 @@ class Record:
         known, hints = {}, get_type_hints(cls)
         for field in fields(cls):  # type: ignore[arg-type]
             key = cls.KEYS.get(field.name, field.name)
-            if key not in value and cls.FORMER.get(field.name) in value:
-                key = cls.FORMER[field.name]
+            if key not in value and cls.ALIASES.get(field.name) in value:
+                key = cls.ALIASES[field.name]
             if key in value:
                 known[field.name] = read_value(hints[field.name], value[key], f"{where}: {key}")
             elif field.default is MISSING and field.default_factory is MISSING:

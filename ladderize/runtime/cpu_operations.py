@@ -110,7 +110,7 @@ def choose_operations(group: Ranks, dtype: torch.dtype, *, compile: bool = False
 
 def _layer(keys: Tensor, values: Tensor) -> Cache:
     """keys, values: [batch, heads, columns, head_dim], of which a head's columns lie side by side."""
-    return Cache(keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], None, None, 0, keys.shape[0], keys.shape[2])
+    return Cache(keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], None, 0, keys.shape[0], keys.shape[2])
 
 
 def _layer_of(cache: KVCache, layer: int, columns: int | Tensor) -> Cache | None:
@@ -118,15 +118,11 @@ def _layer_of(cache: KVCache, layer: int, columns: int | Tensor) -> Cache | None
     memory = cache.memory()
     if memory is None or memory[0].dtype != torch.float32:
         return None
-    keys, values, rows = memory
-    of_rows = columns if isinstance(columns, Tensor) else None
-    if any(numbers is not None and numbers.dtype != torch.long for numbers in (rows, of_rows)):
-        return None
+    keys, values = memory
     place = _layer(keys[layer], values[layer])
-    place.rows = address(rows)
     if isinstance(columns, int):
         place.column = columns
-    elif columns.ndim == 2 and columns.shape[1] == 1 and columns.is_contiguous():
+    elif columns.dtype == torch.long and columns.ndim == 2 and columns.shape[1] == 1 and columns.is_contiguous():
         place.columns = columns.data_ptr()
     else:
         return None

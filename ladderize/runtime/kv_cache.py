@@ -72,10 +72,10 @@ class KVCache:
         """The first ``length`` columns of keys and values."""
         return self.keys[layer, :, :, :length], self.values[layer, :, :, :length]
 
-    def memory(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Keys and values for who reads and writes them by address, and which of their rows are meant [batch]; None:
-        as they stand. None altogether where they do not lie in memory as the class says."""
-        return self.keys, self.values, None
+    def memory(self) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values, to be read and written by address; None where they do not lie in memory as the class
+        says."""
+        return self.keys, self.values
 
     def batch_rows(self, begin: int, end: int) -> "KVCache":
         """Rows ``begin`` to ``end`` of the batch: the same memory."""
@@ -85,30 +85,6 @@ class KVCache:
         """Return the cache in which the parts of one row, read one after the other, find what the earlier ones
         wrote."""
         return self
-
-
-class CacheRows(KVCache):
-    """Some rows of a cache: those numbered ``rows`` [batch], in this order."""
-
-    def __init__(self, cache: KVCache, rows: Tensor) -> None:
-        super().__init__(cache.keys, cache.values)
-        self.rows = rows
-
-    def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
-        if not isinstance(columns, int):
-            raise NotImplementedError("some rows of a cache are written from one column on")
-        stop = columns + keys.shape[2]
-        self.keys[layer][self.rows, :, columns:stop] = keys.to(self.keys.dtype)
-        self.values[layer][self.rows, :, columns:stop] = values.to(self.values.dtype)
-
-    def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        return self.keys[layer][self.rows, :, :length], self.values[layer][self.rows, :, :length]
-
-    def memory(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        return self.keys, self.values, self.rows
-
-    def batch_rows(self, begin: int, end: int) -> KVCache:
-        return CacheRows(KVCache(self.keys, self.values), self.rows[begin:end])
 
 
 class NoCache(KVCache):

@@ -109,12 +109,11 @@ void sum(const char *messages, int64_t stride, int64_t ranks, const T *residual,
 struct Cache {
     float *keys, *values;
     int64_t row, head;      // strides, in numbers
-    const int64_t *rows;    // [batch] rows of the cache, or null: as they stand
     const int64_t *columns; // [batch] the first column of a pass's tokens, or null: `column` for all rows
     int64_t column;
     int64_t all_rows, all_columns; // that there are
 
-    int64_t place(int64_t of_row, int64_t of_head) const { return (rows ? rows[of_row] : of_row) * row + of_head * head; }
+    int64_t place(int64_t of_row, int64_t of_head) const { return of_row * row + of_head * head; }
 };
 
 struct Heads {
@@ -123,11 +122,10 @@ struct Heads {
 
 // Whether a cache has the rows of a pass, the columns that it writes, and `length` columns to look at.
 inline bool has_room(const Cache &cache, const Heads &size, int64_t length) {
-    if (length > cache.all_columns || (!cache.rows && size.batch > cache.all_rows)) return false;
+    if (length > cache.all_columns || size.batch > cache.all_rows) return false;
     for (int64_t row = 0; row < size.batch; ++row) {
         const int64_t first = cache.columns ? cache.columns[row] : cache.column;
         if (first < 0 || first + size.tokens > cache.all_columns) return false;
-        if (cache.rows && (cache.rows[row] < 0 || cache.rows[row] >= cache.all_rows)) return false;
     }
     return true;
 }

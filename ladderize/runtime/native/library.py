@@ -31,7 +31,7 @@ class Cache(Structure):
 
     _fields_ = (
         *(("keys", c_void_p), ("values", c_void_p), ("row", c_int64), ("head", c_int64)),
-        *(("rows", c_void_p), ("columns", c_void_p), ("column", c_int64)),
+        *(("columns", c_void_p), ("column", c_int64)),
         *(("all_rows", c_int64), ("all_columns", c_int64)),
     )
 

@@ -17,7 +17,7 @@ from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors
 from ladderize.layout import DROPPED, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
-from ladderize.runtime.loader import Source, load_weights, pair_rope_rows, unpair_rope_rows
+from ladderize.runtime.loader import Source, load_weights, unpair_rope_rows
 from ladderize.runtime.shards import Shape, Slice
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
 
@@ -60,23 +60,6 @@ class Piece:
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         return tuple(parameter for parameter, _ in self.parts)
-
-    @torch.no_grad()
-    def assign(self, of: Pick, whole: Tensor) -> None:
-        """Copy this rank's part of a whole tensor to where it lies."""
-        targets = [of(parameter)[rows] for parameter, rows in self.parts]
-        if self.dim is None:
-            targets[0].copy_(pair_rope_rows(whole, self.head_dim) if self.head_dim else whole)
-            return
-        size = sum(target.shape[self.dim] for target in targets)
-        start = min(self.start, self.shape[self.dim])
-        own = whole.narrow(self.dim, start, min(size, self.shape[self.dim] - start))
-        if self.head_dim:
-            own = pair_rope_rows(own, self.head_dim)
-        for target in targets:  # the last rows of a padded vocabulary stand for no token
-            width = min(target.shape[self.dim], own.shape[self.dim])
-            target.narrow(self.dim, 0, width).copy_(own.narrow(self.dim, 0, width))
-            own = own.narrow(self.dim, width, own.shape[self.dim] - width)
 
 
 def share_layer(other: Any, index: int, attention: AttentionWeights, mlp: MlpWeights) -> None:
