@@ -1,1 +1,2 @@
-"""Winning the lost accuracy back. Imports leaves, convert, results of eval, and of the runtime the engine only."""
+"""Retraining and repair of converted models. Imports leaves, convert, eval's results, and of the runtime the engine
+only."""

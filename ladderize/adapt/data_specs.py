@@ -1,7 +1,7 @@
-"""What ``--data SPEC`` means: files of one kind, or a dataset on the hub; and ``=WEIGHT`` after any of them.
+"""The values of ``--data SPEC``: files of one kind, or a dataset on the hub, each with an optional ``=WEIGHT``.
 
 ``x.jsonl``, ``x.npz[:array]``, ``folder``, ``folder/*.parquet``, ``hub:OWNER/NAME[:CONFIG]:SPLIT``. No file is opened
-here; no numpy.
+here, and numpy is not imported.
 """
 
 import glob
@@ -20,8 +20,12 @@ HUB = "hub:"
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One --data. text: as it was given, without the weight. hub: name, configuration and split; None: ``text`` names
-    files. option: what it was given to, for messages."""
+    """One value of --data.
+
+    text: as given, without the weight.
+    hub: name, configuration and split; None where ``text`` names files.
+    option: the option that it was given to, for messages.
+    """
 
     text: str
     weight: float | None = None
@@ -37,8 +41,10 @@ class SourceSpec:
         return self.hub is not None
 
     def files(self) -> list[str]:
-        """The files meant, sorted; ``.npz`` with their array's name. Raises UserError if there are none, or of several
-        kinds."""
+        """Return the paths that are meant, sorted, those of ``.npz`` with their array's name.
+
+        Raises UserError if there are none, or of several kinds.
+        """
         path, key = split_name(self.text)
         if path.is_dir():  # which may hold a README too
             found = [file for file in path.iterdir() if file.suffix in SOURCE_SUFFIXES]
@@ -54,7 +60,7 @@ class SourceSpec:
 
 
 def parse_specs(texts: Sequence[str], option: str = "--data") -> tuple[SourceSpec, ...]:
-    """``option`` as given on the command line; no file is opened. Raises UsageError for what is not valid."""
+    """Parse the values of ``option``; no file is opened. Raises UsageError for an invalid one."""
     specs = tuple(_parse(text, option) for text in texts)
     unweighted = [spec for spec in specs if spec.weight is None]
     if len(specs) == 1 and not unweighted:
@@ -67,7 +73,8 @@ def parse_specs(texts: Sequence[str], option: str = "--data") -> tuple[SourceSpe
 
 
 def data_sources(*texts: str) -> tuple[SourceSpec, ...]:
-    """``data_sources("a.jsonl=2", "chat/*.parquet=1")``: the data of ``RetrainOptions``, as --data takes them."""
+    """Return the data of ``RetrainOptions`` from values of --data: ``data_sources("a.jsonl=2", "chat/*.parquet=1")``.
+    Raises UsageError for an invalid one."""
     return parse_specs(texts)
 
 

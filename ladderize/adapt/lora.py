@@ -1,4 +1,4 @@
-"""LoRA by PEFT: its options, adapters on a model, and the folder of a trained one. No torch and no peft at import."""
+"""LoRA by PEFT: its options, the adapters on a model, and an adapter's folder. Imports neither torch nor peft."""
 
 import copy
 import warnings
@@ -30,7 +30,10 @@ PEFT_PREFIX = "base_model.model."  # what PEFT puts before the names of the mode
 
 @dataclass(frozen=True)
 class AdapterBase(Record):
-    """``base`` of an adapter's adaptation.json: the checkpoint that it belongs to. model: a folder or a hub id."""
+    """The key ``base`` of an adapter's adaptation.json: the checkpoint that the adapter belongs to.
+
+    model: a folder or a hub id.
+    """
 
     model: str
     revision: str | None
@@ -43,7 +46,7 @@ class AdapterBase(Record):
 
 @dataclass(frozen=True)
 class LoraOptions(Record):
-    """The options of adapters. Raises UsageError for what fits no model."""
+    """The options of LoRA adapters. Raises UsageError for values that fit no model."""
 
     rank: int = option("lora: rank.", 16, flags="--lora-rank", min=1)
     alpha: float | None = option("lora: alpha; scales by alpha / rank.", flags="--lora-alpha", shown="twice the rank")
@@ -73,7 +76,7 @@ class LoraOptions(Record):
 def lora_config(config: Mapping[str, Any], layers: Sequence[int], options: LoraOptions) -> "LoraConfig":
     """Return PEFT's configuration of LoRA on these layers of a model with this config.json.
 
-    Raises UserError for a layer that there is not, and for a rank that is no low one.
+    Raises UserError for a layer that does not exist, and for a rank that is not low.
     """
     from peft import LoraConfig
 
@@ -99,7 +102,8 @@ def lora_config(config: Mapping[str, Any], layers: Sequence[int], options: LoraO
 
 
 def add_adapters(model: Any, config: "LoraConfig", seed: int) -> "PeftModel":
-    """Return ``model`` wrapped by PEFT: its own parameters frozen, adapters in float32, drawn alike on every rank."""
+    """Return ``model`` wrapped by PEFT: its parameters frozen, the adapters in float32, initialised alike on every
+    rank."""
     import torch
     from peft import get_peft_model
 
@@ -110,7 +114,7 @@ def add_adapters(model: Any, config: "LoraConfig", seed: int) -> "PeftModel":
 
 
 def not_an_adapter(folder: Path) -> str | None:
-    """Return what tells ``folder`` from the adapters that --overwrite may replace; None if it is one."""
+    """Return why --overwrite may not replace ``folder``; None if it is an adapter."""
     is_whole = all((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_TENSORS))
     return None if is_whole and not (folder / "config.json").exists() else "is not an adapter, or a whole checkpoint"
 
@@ -121,7 +125,10 @@ def check_adapter_target(out: Path, base: Checkpoint, *, overwrite: bool) -> Pat
 
 
 def adapter_base(base: Checkpoint, name: str, revision: str | None) -> AdapterBase:
-    """Return what an adapter belongs to. name, revision: where people get ``base`` from, a folder or a hub id."""
+    """Return the description of an adapter's base.
+
+    name, revision: where others get ``base``: a folder or a hub id.
+    """
     if Path(name).expanduser().is_dir():
         name = str(Path(name).expanduser().resolve())  # wherever the next command is started
     layout = Layout.from_config(base.config)
@@ -140,11 +147,14 @@ def write_adapter(
     extra_files: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the adapter folder ``out``, whole or not at all: PEFT's own files and adaptation.json.
+    """Write the adapter folder ``out``, whole or not at all: PEFT's files and adaptation.json.
 
     tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names, with or without its prefix and
-    ``.default``. base_name, revision: where people get ``base`` from, a folder or a hub id. document: what
-    adaptation.json says besides ``base``. extra_files: name -> text. Raises UserError where it cannot be written.
+    ``.default``.
+    base_name, revision: where others get ``base``: a folder or a hub id.
+    document: the content of adaptation.json besides ``base``.
+    extra_files: name -> text.
+    Raises UserError where it cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -171,7 +181,7 @@ def write_adapter(
 
 
 def adapter_card(name: str, base: AdapterBase, rank: int) -> str:
-    """Return the README.md of an adapter of this rank; the hub takes no folder for a model's base."""
+    """Return the README.md of an adapter of this rank. It names no local folder as the base, which the hub refuses."""
     from ladderize import __version__
     from ladderize.convert.card import TAGS  # the command line starts without all that a card is made of
 

@@ -1,5 +1,7 @@
-"""The words that options of ``ladderize adapt`` and ``ladderize spd`` take, and the descriptions of those that their
-methods share. No torch and no numpy here, so that the command line is instant."""
+"""The words and descriptions that options of ``ladderize adapt`` and ``ladderize spd`` share.
+
+Imports neither torch nor numpy, so that the command line starts at once.
+"""
 
 from typing import Final, Literal
 
@@ -32,7 +34,7 @@ WORK_DIR = Option("Folder of unfinished work, which the same command goes on wit
 
 
 def check_training(dtype: Dtype, lr: float | None) -> None:
-    """Raise UsageError for a dtype or a learning rate that nothing is trained with."""
+    """Raise UsageError for a dtype or a learning rate that cannot be trained with."""
     if dtype == "float16":
         raise UsageError("--dtype float16 has too small a range for training; use bfloat16 or float32")
     if lr is not None and not 0 < lr <= MAX_LR:

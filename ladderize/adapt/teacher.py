@@ -1,5 +1,7 @@
-"""A checkpoint to train and its teacher: the dense one that it was converted from, or, for a dense student, another;
-and whether training brought the student closer to it."""
+"""Checks on a pair of student and dense teacher, and on whether training brought the student closer to it.
+
+The teacher is the model that the student was converted from, or, for a dense student, another one.
+"""
 
 import math
 from pathlib import Path
@@ -36,10 +38,9 @@ def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_nam
 
 
 def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:
-    """Raise UserError where the weights of a pair (``check_pair``) have nothing to do with each other.
+    """Raise UserError where the weights of a pair (``check_pair``) are unrelated.
 
-    Compared are the embedding, and the MLP of the first layer that still is as in the dense model, which an order of
-    heads moves nothing in.
+    Compared are the embedding, and the MLP of the first unconverted layer, in which a head order moves nothing.
     """
     layout = Layout.from_config(student.config)
     same = sorted(set(range(layout.num_layers)) - set(layout.converted_layers))
@@ -53,7 +54,7 @@ def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_
 
 
 def relative_distance(one: Checkpoint, other: Checkpoint, name: str) -> float:
-    """Return |a - b| / |b| of the rows in the middle of a tensor in both."""
+    """Return |a - b| / |b| over the middle rows of a tensor in both checkpoints."""
     rows = []
     for checkpoint in (one, other):
         info = checkpoint.tensors[name]
@@ -69,7 +70,8 @@ def relative_distance(one: Checkpoint, other: Checkpoint, name: str) -> float:
 def share_won_back(before: float, after: float, dense: float) -> float | None:
     """Return the share of the conversion's loss that training won back (1: all of it; below 0: it got worse).
 
-    All three are held-out perplexities, compared by their logarithms. None where the conversion cost nothing.
+    before, after, dense: held-out perplexities, compared by their logarithms.
+    None where the conversion cost nothing.
     """
     if not all(math.isfinite(value) and value > 0 for value in (before, after, dense)) or before <= dense:
         return None
@@ -81,8 +83,10 @@ def check_improved(
 ) -> None:
     """Raise UserError unless the held-out ``criterion``, such as KL, is lower after training than before.
 
-    before, after: in nats per token; after: of the weights that would be written. work: the folder that keeps what was
-    done. what: was done. advice: what else to try.
+    before, after: nats per token, after: with the weights that would be written.
+    work: the folder that keeps the work.
+    advice: what else to try.
+    what: the name of what was done.
     """
     if not after < before:
         raise UserError(
@@ -93,11 +97,11 @@ def check_improved(
 
 
 def target_text(before: float, after: float, dense: float) -> str:
-    """Return the dense model's perplexity as the target, and the share won back, for people."""
+    """Return the dense model's perplexity as the target, and the share won back, in words."""
     target, share = f"dense model (target) {dense:.4f}", share_won_back(before, after, dense)
     if share is None:
         return target
     if 0 <= share <= 1:
         return f"{target}: {share:.0%} of the loss recovered"
-    # the loss that it is a share of may be next to nothing
+    # The loss may be next to nothing, and the share then a meaningless number.
     return f"{target}: {'none of the loss recovered' if share < 0 else 'all of the loss recovered, and more'}"

@@ -1,12 +1,12 @@
-"""Rows -> examples: token ids, and which of them the loss counts as targets.
+"""Rows become examples: token ids, and a mask of those that the loss counts.
 
-* ``input_ids``: as they are; ``loss_mask`` says what is scored, without it everything.
-* ``messages``, ``conversations``: through the chat template; the assistant's tokens are scored.
-* ``prompt`` and ``completion``: the completion is scored, and the EOS appended to it. BOS comes before the prompt.
-* ``text``: with the tokenizer's special tokens, and EOS appended. Everything is scored.
+* ``input_ids``: taken as they are. ``loss_mask`` says which are scored; without it all are.
+* ``messages``, ``conversations``: rendered by the chat template. The assistant's tokens are scored.
+* ``prompt`` and ``completion``: BOS comes before the prompt, EOS after the completion, which is scored.
+* ``text``: tokenised with the special tokens, and EOS appended. Everything is scored.
 
-What is longer than ``seq_len`` is cut: ids and texts into pieces, each an example of its own; conversations and
-completions are cut off, and dropped if nothing is left to score.
+An example longer than ``seq_len`` is cut: ids and texts into pieces, each an example; conversations and completions at
+``seq_len``, and they are dropped if nothing scored is left.
 """
 
 import re
@@ -24,15 +24,20 @@ from ladderize.rows import BadRow, Row, check_row, read_ids, read_messages
 
 Span = tuple[int, int]  # of characters, from and to
 Scored = tuple[np.ndarray, np.ndarray]  # int64 ids, and bool, which of them are scored: [tokens] each
-# of an example. conversation: its row's number, where others of this row have the same turns; else -1
+# Columns of an example. conversation: the number of its row where the row has several examples, which share turns; else
+# -1.
 COLUMNS = ("input_ids", "scored", "length", "truncated", "conversation")
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns batches of rows into examples of at most ``seq_len`` tokens. tokenizer: transformers'; None, if all rows
-    are ids. name: of the source, for messages. Raises UserError for a row that cannot be used, and where the model has
-    no tokenizer, no chat template, or fewer ids."""
+    """Turns batches of rows into examples of at most ``seq_len`` tokens.
+
+    tokenizer: of transformers; None if all rows are ids.
+    name: the source's, for messages.
+    Raises UserError for a row that cannot be used, and where the model has no tokenizer, no chat template, or fewer
+    ids.
+    """
 
     tokenizer: Any
     seq_len: int
@@ -40,7 +45,8 @@ class Encoder:
     name: str
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """The examples of the rows ``numbers``, by ``COLUMNS``. One that lost all that is scored has no tokens."""
+        """Return the examples of the rows ``numbers``, by ``COLUMNS``. One that lost all that is scored has no
+        tokens."""
         found = []
         for number, (in_pieces, parts) in zip(numbers, self.encode(batch, numbers), strict=True):
             for ids, scored in parts:
@@ -54,8 +60,10 @@ class Encoder:
         return dict(zip(COLUMNS, map(list, zip(*found, strict=True)), strict=True))
 
     def encode(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> list[tuple[bool, list[Scored]]]:
-        """Return for each row whether its examples may be cut into pieces, and the whole examples. Together is
-        faster."""
+        """Return for each row whether its examples may be cut into pieces, and the whole examples.
+
+        A batch is tokenised together, which is faster.
+        """
         values = zip(numbers, zip(*batch.values(), strict=True), strict=True)
         rows = [Row(dict(zip(batch, own, strict=True)), f"{self.name}, row {number + 1}") for number, own in values]
         formats = [check_row(row) for row in rows]
@@ -85,8 +93,11 @@ class Encoder:
         return [[(ids, np.ones(len(ids), dtype=bool))] for ids in every]
 
     def _completions(self, rows: list[Row]) -> list[list[Scored]]:
-        """Prompts as they are tokenised when the model is asked, and their completions, whose ids come from both
-        together where the prompt's are a prefix of that: alone they may get a space put before them."""
+        """Tokenise prompts as when the model is asked, and their completions.
+
+        The ids come from both texts together where those of the prompt are a prefix of them: a completion tokenised
+        alone may get a space put before it.
+        """
         tokenizer, found = need_tokenizer(self.tokenizer, rows[0].origin), []
         prompts, completions = ([row.values[key] for row in rows] for key in ("prompt", "completion"))
         joined = text_ids(tokenizer, [prompt + rest for prompt, rest in zip(prompts, completions, strict=True)])
@@ -99,7 +110,7 @@ class Encoder:
         return found
 
     def _chats(self, rows: list[Row], column: str) -> list[list[Scored]]:
-        """Conversations. Every text is tokenised as a whole, and only the template gives it a BOS."""
+        """Tokenise conversations. Each text is tokenised as a whole, and only the template gives it a BOS."""
         tokenizer, origin = need_tokenizer(self.tokenizer, rows[0].origin), rows[0].origin
         try:
             template = tokenizer.get_chat_template()
@@ -123,7 +134,10 @@ def _with_eos(tokenizer: Any, ids: list[int]) -> np.ndarray:
 
 
 def _scored(ids: list[int], offsets: list[tuple[int, int]], spans: list[Span]) -> Scored:
-    """Every token that begins in one of the ``spans`` is scored. offsets: the characters of each token."""
+    """Score every token that begins in one of the ``spans``.
+
+    offsets: the characters of each token.
+    """
     # transformers' own ``return_assistant_tokens_mask`` scores nothing or all the rest where a turn begins or ends in a
     # space, and the tokenizer's offsets leave spaces out (Llama 3's do)
     begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
@@ -137,12 +151,13 @@ def _scored(ids: list[int], offsets: list[tuple[int, int]], spans: list[Span]) -
 def marked_texts(
     template: str, messages: list[dict[str, Any]], origin: str, **given: Any
 ) -> list[tuple[str, list[Span]]]:
-    """The text of each example of a conversation, and the characters in it that the assistant wrote.
+    """Return the text of each example of a conversation, and the characters in it that the assistant wrote.
 
-    Where the template has ``{% generation %}`` markers, a conversation is one example. Else this is what the template
-    adds to the prompt for a turn of the assistant. A turn goes on with the example of the turn before it if the
-    template left that as it was; where it writes earlier turns anew (Qwen3's drops thoughts), it is one of its own.
-    Raises BadRow if the template refuses the conversation, or does not show where a turn is."""
+    Where the template has ``{% generation %}`` markers, a conversation is one example. Elsewhere an assistant's turn is
+    what the template adds to the prompt. A turn continues the example of the turn before it if the template left that
+    text unchanged. Where the template rewrites earlier turns (Qwen3's drops thoughts), the turn begins its own example.
+    Raises BadRow if the template refuses the conversation, or does not show where a turn is.
+    """
     from transformers.utils import chat_template_utils as templates
 
     to_text: Any = templates.render_jinja_template  # annotated as returning a string

@@ -1,10 +1,9 @@
-"""Several examples side by side in a row of at most ``seq_len`` tokens, and a batch as a person can read it.
+"""Packed rows, which hold several examples side by side in at most ``seq_len`` tokens, and batches shown as text.
 
-A packed row is a row of a dataset: ``input_ids``; ``targets``, of each position the NEXT token of the same example
-where the loss counts it, else -100, so that no shift is needed later; and the ``lengths`` of its examples.
-
-What keeps examples apart: position ids that begin at 0 with every example. transformers makes a block-diagonal mask of
-them, but only if the model is called with ``use_cache=False`` and without an attention mask
+A packed row has three columns. ``input_ids``. ``targets``: at each position the NEXT token of the same example where
+the loss counts it, else -100, so no shift is needed later. ``lengths``: the tokens of each example. Examples are kept
+apart by position ids that begin at 0 with every example. transformers makes a block-diagonal mask of them, but only if
+the model is called with ``use_cache=False`` and without an attention mask
 (transformers.masking_utils.find_packed_sequence_indices).
 """
 
@@ -21,8 +20,11 @@ IGNORED_TARGET, PADDING_TARGET = -100, -101
 
 
 def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
-    """The examples (by number) of each row, best-fit decreasing: the longest first, each into the fullest row that has
-    room for it. Rows in the order they were begun; of examples or rows alike the earlier comes first."""
+    """Return the numbers of the examples in each row, by best-fit decreasing.
+
+    The longest example comes first, and each goes into the fullest row that has room for it. Rows stay in the order
+    they were begun; among equal examples or rows the earlier comes first.
+    """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -39,8 +41,11 @@ def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
 
 
 def pack(ids: Sequence[Any], scored: Sequence[Any], seq_len: int | None) -> dict[str, list[list[int]]]:
-    """Packed rows, by column. ids, scored: of each example, of at most ``seq_len`` tokens. seq_len: None leaves each in
-    a row of its own."""
+    """Return packed rows, by column.
+
+    ids, scored: of each example, which has at most ``seq_len`` tokens.
+    seq_len: the most tokens of a row; None gives each example its own row.
+    """
     ids = [np.asarray(values, dtype=np.int64) for values in ids]
     scored = [np.asarray(values, dtype=bool) for values in scored]
     lengths = [len(values) for values in ids]
@@ -56,10 +61,11 @@ def pack(ids: Sequence[Any], scored: Sequence[Any], seq_len: int | None) -> dict
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """input_ids, position_ids and targets, int64 [rows, tokens of the longest] each, padded on the right.
+    """Return input_ids, position_ids and targets, int64 [rows, tokens of the longest] each, padded on the right.
 
-    Padding has the id 0, the target -101, and positions that go on from the row's last example, whose tokens do not see
-    it: so a row of one example needs no mask. No rows become one padded token: a rank without rows adds nothing."""
+    Padding has the id 0, the target -101, and positions that continue the row's last example. Its tokens do not see the
+    padding, so a row of one example needs no mask. No rows become one padded token: a rank without rows adds nothing.
+    """
     longest = max((len(row["input_ids"]) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)
     ids, targets = np.zeros(shape, dtype=np.int64), np.full(shape, PADDING_TARGET, dtype=np.int64)
@@ -73,8 +79,11 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def show_batch(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
-    """The text of every row's examples, for --show-data. Tokens that the loss counts stand in double brackets, control
-    characters are escaped. tokenizer: None shows ids."""
+    """Return the text of every row's examples, for --show-data.
+
+    Scored tokens stand in double brackets; control characters are escaped.
+    tokenizer: None shows ids.
+    """
 
     def decode(ids: list[int]) -> str:
         if tokenizer is None:

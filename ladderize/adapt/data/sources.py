@@ -1,5 +1,7 @@
-"""The rows that a ``--data SPEC`` (data_specs.py) names, through ``datasets``: files as a ``Dataset``, mapped from its
-cache, and the hub's as an ``IterableDataset``, which is streamed."""
+"""The rows that a ``--data SPEC`` (data_specs.py) names, read by ``datasets``.
+
+Files become a ``Dataset`` that is mapped from the cache; a dataset of the hub is streamed as an ``IterableDataset``.
+"""
 
 import glob
 import hashlib
@@ -21,8 +23,11 @@ END_BYTES = 1 << 20  # hashed of a file's beginning and of its end
 
 @quiet_datasets()
 def open_rows(spec: SourceSpec) -> Any:
-    """The rows of a source: ``datasets.Dataset``, or ``IterableDataset`` of one on the hub. A text is one row. Raises
-    UserError for what cannot be read, holds no rows, or has none of the columns that training reads."""
+    """Return the rows of a source: a ``datasets.Dataset``, or an ``IterableDataset`` of one on the hub.
+
+    A text file is one row. Raises UserError for a source that cannot be read, holds no rows, or has none of the columns
+    that training reads.
+    """
     import datasets
 
     files = [] if spec.hub is not None else [split_name(file) for file in spec.files()]
@@ -57,7 +62,7 @@ def open_rows(spec: SourceSpec) -> Any:
 
 
 def row_of_ids(specs: Sequence[SourceSpec]) -> int | None:
-    """Return the number of ids in each row, where these sources are arrays of rows of one length; else None."""
+    """Return the number of ids in each row where all sources are arrays with rows of one length; else None."""
     if any(spec.is_streamed for spec in specs):
         return None
     files = [split_name(file) for spec in specs for file in spec.files()]
@@ -67,8 +72,8 @@ def row_of_ids(specs: Sequence[SourceSpec]) -> int | None:
 
 
 def source_identity(spec: SourceSpec) -> dict[str, Any]:
-    """Return what a run that goes on must find again: the spec, its weight, and of every file its size and a hash of
-    its first and last MiB."""
+    """Return what must not change when a run resumes: the spec, its weight, and the size and a hash of the first and
+    last MiB of every file."""
     found = {}
     for file in () if spec.is_streamed else spec.files():
         with open_regular(split_name(file)[0]) as stream:
@@ -81,6 +86,6 @@ def source_identity(spec: SourceSpec) -> dict[str, Any]:
 
 
 def source_sha256(spec: SourceSpec) -> str:
-    """A hash of the whole content: of the one file (and the array chosen in it), or of all files' hashes."""
+    """Return a hash of the whole content: of the one file (and the array chosen in it), or of all files' hashes."""
     hashes = [file_sha256(file) for file in spec.files()]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""What a retraining reads: packed rows of all sources, and others that are held out.
+"""The data of a retraining: packed rows of all sources, and held-out ones.
 
-Each source becomes examples, then rows, by ``Dataset.map``, in whose cache the next run of the same command finds them.
-Sources are packed by themselves, and then joined, or mixed by their weights.
+``Dataset.map`` turns each source into examples, then into rows; the next run of the same command finds both in its
+cache. Each source is packed separately; the rows are then joined, or mixed by the sources' weights.
 """
 
 import hashlib
@@ -19,14 +19,19 @@ from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.rows import quiet_datasets
 
-ORDER = 4  # counts the ways in which rows were ever cut and packed: what another one left in the cache is not taken
+ORDER = 4  # the version of how rows are cut and packed; rows that another version left in the cache are not used
 ROWS_AT_ONCE, EXAMPLES_AT_ONCE, SHUFFLED_AT_ONCE = 128, 1000, 1000  # tokenised; packed; packed rows of a stream
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """seq_len: the most tokens of a row. packing: several examples a row. heldout: examples of each source to set
-    aside, never trained on (None: a hundredth, at least 8 or a tenth of fewer, at most 256; of a stream 64)."""
+    """The options that decide which rows a retraining reads.
+
+    seq_len: the most tokens of a row.
+    packing: several examples share a row.
+    heldout: examples of each source to hold out of training; None: a hundredth, at least 8 or a tenth of fewer, at most
+    256; of a stream 64.
+    """
 
     seq_len: int
     vocab_size: int
@@ -40,7 +45,10 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class SourceCounts(Record):
-    """The training part of one source; None where it is streamed. data: as it was given, without the weight."""
+    """The size of one source's training part; None where it is streamed.
+
+    data: as given, without the weight.
+    """
 
     data: str
     weight: float | None
@@ -50,8 +58,11 @@ class SourceCounts(Record):
 
 @dataclass(frozen=True)
 class DataCounts(Record):
-    """The training part of all sources, each once; None where one is streamed. dropped_examples: those of which
-    nothing scored was left. padding_share: of the places in rows of ``seq_len``."""
+    """The size of the training part of all sources, each counted once; None where one is streamed.
+
+    dropped_examples: those with nothing scored left.
+    padding_share: of the places in rows of ``seq_len``.
+    """
 
     examples: int | None
     rows: int | None
@@ -64,8 +75,12 @@ class DataCounts(Record):
 
 @dataclass(frozen=True)
 class TrainingData:
-    """train: ``datasets.Dataset`` of packed rows (packing.py), in no order to train in, or, where a source is streamed,
-    an endless ``IterableDataset`` of them, shuffled. heldout: packed rows."""
+    """The rows to train on and those held out.
+
+    train: a ``datasets.Dataset`` of packed rows (packing.py), not yet shuffled; where a source is streamed, an endless,
+    shuffled ``IterableDataset``.
+    heldout: packed rows.
+    """
 
     train: Any
     heldout: list[dict[str, Any]]
@@ -76,9 +91,12 @@ class TrainingData:
 def open_data(
     specs: Sequence[SourceSpec], tokenizer: Any, options: DataOptions, eval_specs: Sequence[SourceSpec] = ()
 ) -> TrainingData:
-    """All sources, ready to be trained on. tokenizer: transformers'; None, if all rows are ids. eval_specs: files that
-    are held out, in the place of a part of ``specs``. Raises UserError for what cannot be read or used, for a row that
-    cannot, and where nothing is left to train on."""
+    """Return all sources, ready to be trained on.
+
+    tokenizer: of transformers; None if all rows are ids.
+    eval_specs: files that are held out instead of a part of ``specs``.
+    Raises UserError for a source or a row that cannot be used, and where nothing is left to train on.
+    """
     from datasets import concatenate_datasets, interleave_datasets
 
     if streamed := next((spec for spec in eval_specs if spec.is_streamed), None):
@@ -104,7 +122,8 @@ def open_data(
 
 
 def _examples(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, int]:
-    """The examples of a source that have something to score, and how many have not (of a stream 0)."""
+    """Return the examples of a source that have something to score, and the number of those that have not (0 for a
+    stream)."""
     rows = open_rows(spec)
     columns = rows.column_names or list(next(iter(rows)))  # a stream may not know
     encoder = Encoder(tokenizer, options.seq_len, options.vocab_size, spec.name)
@@ -135,8 +154,11 @@ def _packed(examples: Any, options: DataOptions, **given: Any) -> Any:
 
 
 def _map(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, Any, float, tuple[int, ...]]:
-    """Return of a source of files the packed rows, the held-out examples by columns, tokens of a row, and the first
-    five of ``DataCounts``. Held-out examples are drawn, and with each come the others of the same conversation."""
+    """Return the packed rows of a source of files, its held-out examples by column, the tokens of a row, and the first
+    five of ``DataCounts``.
+
+    Held-out examples are drawn; the other examples of the same conversation are held out with them.
+    """
     examples, dropped = _examples(spec, tokenizer, options)
     total = len(examples)
     count = min(256, max(total // 100, min(8, total // 10), 1)) if options.heldout is None else options.heldout
@@ -153,7 +175,8 @@ def _map(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, A
 
 
 def _stream(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, Any, float, tuple[()]]:
-    """Return what ``_map`` does of a source on the hub. Nothing of it is counted; its first examples are held out."""
+    """Return the same as ``_map`` for a source on the hub. Nothing of it is counted; its first examples are held
+    out."""
     examples, _ = _examples(spec, tokenizer, options)
     count = 64 if options.heldout is None else options.heldout
     first = list(examples.take(count + 1))

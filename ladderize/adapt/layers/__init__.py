@@ -1,1 +1,1 @@
-"""What is made or measured layer by layer: alignment, block distillation, SPD, sensitivity."""
+"""Methods and measures that work layer by layer: alignment, block distillation, SPD, sensitivity."""

@@ -1,5 +1,7 @@
-"""``ladderize adapt --method align``: solve a converted model's projections anew, layer by layer, with calibration
-windows through the dense and the converted model side by side."""
+"""``ladderize adapt --method align``: solve a converted model's projections anew, layer by layer.
+
+Calibration windows pass through the dense and the converted model side by side.
+"""
 
 import hashlib
 import json
@@ -37,7 +39,7 @@ LayerWeights = Callable[[int], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Alignment(RewrittenLayers):
-    """The content of the document; docs/files.md says what the keys mean."""
+    """The content of alignment.json; docs/files.md explains the keys."""
 
     RESULT = "aligned"
     MEANING = (
@@ -79,25 +81,25 @@ def align_checkpoint(
     revision: str | None = None,
     console: Console = SILENT,
 ) -> Alignment | None:
-    """Align ``model`` with the dense ``teacher_name`` that it was converted from and write the result to ``out``;
-    returns the document of alignment.json, on other ranks than 0 None.
+    """Align ``model`` with the dense ``teacher_name`` that it was converted from, and write the result to ``out``.
 
-    Several processes (accelerate launch, torchrun) share the windows out; rank 0 writes. A killed run goes on where it
-    was.
+    Returns the document of alignment.json; None on other ranks than 0. Several processes (accelerate launch, torchrun)
+    share the windows; rank 0 writes. A killed run resumes.
+    Raises UserError.
     """
     how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision, "console": console}
     return rewrite(Aligning(), model, out, teacher_name, options, **how)
 
 
 class Aligning(LayerMethod[AlignOptions, Alignment]):
-    """Least squares, without gradients."""
+    """Alignment: least squares, without gradients."""
 
     name, key, kind, reports = ALIGN, "alignment", Alignment, ("layers", LayerReport)
     advice = "align on more data, or on data like those that the model is for"
     needs_source = True
 
     def layers(self, layout: Layout, ranges: str | None) -> tuple[int, ...]:
-        """Return the layers to solve: all whose input differs from the dense model's, if nothing was said."""
+        """Return the layers to solve; without ``ranges`` all whose input differs from the dense model's."""
         return layers_to_align(layout, ranges)
 
     def windows(self, teacher: Checkpoint, options: AlignOptions) -> Windows:
@@ -126,7 +128,7 @@ class Aligning(LayerMethod[AlignOptions, Alignment]):
 
 
 def heads_of(checkpoint: Checkpoint) -> dict[int, tuple[int, ...]]:
-    """Return the order of heads in each layer that was stored in another one than the dense model's."""
+    """Return the head order of each layer that is stored in another order than the dense model's."""
     path = checkpoint.folder / HEAD_MAP
     return read_head_map(path).orders if path.is_file() else {}
 
@@ -145,17 +147,20 @@ def align(
     about: Mapping[str, Any],
     max_memory: int,
 ) -> None:
-    """Solve the projections of every layer of ``student.layers`` that ``files`` does not hold yet, in order. All ranks
-    call it; each has a part of the windows.
+    """Solve the projections of every layer of ``student.layers`` that ``files`` does not hold yet, in order.
 
-    own: the student's embedding. dense_weights: the dense model's layers as they are stored, their heads in the
-    student's order. about: what the result depends on besides the student. Raises UserError where states are no
-    numbers, or a layer has no room; finished layers stay in ``files``.
+    All ranks call it; each has a part of the windows.
+    own: the student's embedding.
+    dense_weights: returns the dense model's stored weights of a layer, their heads in the student's order.
+    about: everything that the result depends on besides the student.
+    max_memory: bytes of states; more lie on disk.
+    Raises UserError where states are NaN or infinite, or a layer does not fit in memory; finished layers stay in
+    ``files``.
     """
     every = with_random(windows, teacher.config, settings)
     keys = layer_keys(student, about)
     done = ranks.broadcast([layer for layer in student.layers if files.has(layer, partial(keys.__getitem__, layer))])
-    # a layer is solved on what the layers before it write
+    # A layer is solved on the outputs of the layers before it.
     done = [layer for layer in done if all(before in done for before in student.layers if before < layer)]
     if done:
         console.note(f"layers up to {done[-1]} are already aligned")
@@ -168,7 +173,7 @@ def align(
     try:
         known = {layer: partial(files.weights, layer) for layer in done}
         layers = aligned_layers(teacher, own, dense_weights, student, streams, settings, known)
-        # what is solved takes several times as long as what windows only pass through: each has a time left of its own
+        # Solving takes several times as long as passing through, so each has its own progress and time estimate.
         with console.progress("passing the windows through the layers before", left[0]) as advance:
             for _ in islice(layers, left[0]):
                 advance(1)
@@ -192,9 +197,11 @@ def _announce(
     ranks: Ranks,
     console: Console,
 ) -> None:
-    """Say what is solved on what; raises UserError where a layer has no room.
+    """Say which layers are solved on which data.
 
-    left: the layers to solve that are not done. states: bytes of a process.
+    left: the unfinished layers.
+    states: bytes of states per process.
+    Raises UserError where a layer does not fit in memory.
     """
     tokens, layer = windows.train.numel(), layer_bytes(teacher, student.layout.sync_tp_size)
     needed = f"aligning one layer ({human_bytes(layer)} with its products)"
@@ -208,9 +215,9 @@ def _announce(
 
 
 def with_random(windows: Windows, config: Mapping[str, Any], settings: AlignSettings) -> Windows:
-    """Return the windows, and ``settings.random_share`` as many of random tokens in each of the two parts.
+    """Return the windows with added windows of random tokens: ``settings.random_share`` as many in each part.
 
-    Text of one kind says little about others: solved on it alone, weights go astray wherever another kind reads them.
+    Text of one kind says little about others: weights solved on it alone go astray wherever another kind reads them.
     Random tokens say a little about everything, need no data, and cost next to nothing on the text itself.
     """
     generator = torch.Generator().manual_seed(settings.seed)
@@ -224,7 +231,11 @@ def with_random(windows: Windows, config: Mapping[str, Any], settings: AlignSett
 
 @dataclass(frozen=True)
 class AlignedLayer:
-    """weights: as they will be stored. reports: empty where nothing was solved."""
+    """One layer of the aligned model.
+
+    weights: as they will be stored.
+    reports: empty where nothing was solved.
+    """
 
     index: int
     weights: dict[str, Tensor]
@@ -241,11 +252,13 @@ def aligned_layers(
     settings: AlignSettings,
     known: Mapping[int, Callable[[], dict[str, Tensor]]],
 ) -> Iterator[AlignedLayer]:
-    """Yield the student's layers up to the last of ``student.layers``, one after the other, those solved anew that are
-    not ``known``."""
+    """Yield the student's layers in order, up to the last of ``student.layers``.
+
+    Those of ``student.layers`` that are not ``known`` are solved anew.
+    """
     dense_layout = Layout.dense(teacher.num_layers)
     first = min(*student.layers, *student.layout.converted_layers)
-    alike = not teacher.ends_differ(own)  # as long as it is true both models have the same streams
+    alike = not teacher.ends_differ(own)  # while this is true both models have the same streams
     streams.embed(teacher, own)
     for index in range(student.layers[-1] + 1):
         begin = time.perf_counter()
@@ -261,7 +274,7 @@ def aligned_layers(
             layer.pass_through()
         else:
             reports = layer.run(solve=index in student.layers and index not in known)
-        # what was not solved stays as it was, bit by bit
+        # Unsolved projections keep their stored bits.
         solved = {report.projection for report in reports if report.ridge is not None}
         current = side.layer.state_dict()
         made = {
@@ -272,8 +285,8 @@ def aligned_layers(
 
 
 def computed(weights: Mapping[str, Tensor], blocks: Blocks) -> dict[str, Tensor]:
-    """Return copies of the weights on the device that is computed on: no narrower than they are stored, or what is
-    solved would be rounded twice."""
+    """Return copies of the weights on the computing device, in a dtype no narrower than the stored one: a narrower one
+    would round the solution twice."""
     return {
         name: tensor.to(blocks.device, torch.promote_types(tensor.dtype, blocks.dtype), copy=True)
         for name, tensor in weights.items()
@@ -281,8 +294,11 @@ def computed(weights: Mapping[str, Tensor], blocks: Blocks) -> dict[str, Tensor]
 
 
 def layer_keys(student: StudentBlocks, about: Mapping[str, Any]) -> dict[int, str]:
-    """Return for each layer to solve a hash of all that its result depends on besides the models, which the folder is
-    about: itself, and every layer before it."""
+    """Return for each layer to solve a hash of everything that its result depends on, except the models.
+
+    A layer depends on itself and on every layer before it. The models are not hashed: the work folder belongs to one
+    pair.
+    """
     keys, digest = {}, hashlib.sha256(json.dumps([student.layout.to_config(), list(student.layers), about]).encode())
     for layer in student.layers:
         digest.update(student.key(layer, about).encode())

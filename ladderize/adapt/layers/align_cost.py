@@ -1,4 +1,4 @@
-"""The memory of an alignment, and whether its data are enough."""
+"""The memory that an alignment takes, and a warning where its data are few."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,10 @@ FLOAT, DOUBLE = 4, 8
 
 
 def warn_of_few(tokens: int, config: Mapping[str, Any], option: str, console: Console) -> None:
-    """Warn where there are fewer tokens than a projection has inputs. option: gives more."""
+    """Warn where there are fewer tokens than a projection has inputs.
+
+    option: the one that gives more.
+    """
     if tokens < widest_input(config):
         console.warn(
             f"{tokens:,} tokens are fewer than the {widest_input(config):,} inputs of the widest projection: where"
@@ -25,14 +28,14 @@ def warn_of_few(tokens: int, config: Mapping[str, Any], option: str, console: Co
 
 
 def layer_bytes(teacher: Blocks, sync_tp_size: int | None) -> int:
-    """Return the bytes of one layer: both models' weights, and the most that products and solving take."""
+    """Return the bytes that one layer takes: both models' weights, and the peak of products and solving."""
     infos, hidden = teacher.checkpoint.tensors, int(teacher.config["hidden_size"])
     numbers = sum(info.numel for name, info in infos.items() if name.startswith("model.layers.0."))
     inner, parts = int(teacher.config["intermediate_size"]), sync_tp_size or 1
-    # inputs, outputs and number of systems that are solved together: q, k, v; o; gate and up of each rank; down
+    # Inputs, outputs and number of the systems that are solved together: q, k, v; o; gate and up of each rank; down.
     systems = (hidden, 3 * hidden, 1), (hidden, hidden, 1), (hidden, 2 * inner // parts, parts), (inner, hidden, 1)
-    # gram, cross, and weights as they were, as solved and as rounded in float32; the factor and sides of the system in
-    # float64
+    # gram, cross, and the old, solved and rounded weights in float32; the factor and both sides of the system in
+    # float64.
     most = max(
         count * FLOAT * width * (width + hidden + 3 * outputs)
         + DOUBLE * width * (width + 3 * min(outputs, OUTPUTS_AT_ONCE))

@@ -40,13 +40,17 @@ STREAMS = ("dense", "complete", "visible", "heads")
 
 
 class Streams:
-    """States [windows, tokens, ...] between two sub-modules, of this rank's windows: those to align on first, then the
+    """States [windows, tokens, width] between two sub-modules, of this rank's windows: training ones first, then
     held-out ones.
 
-    dense: the dense model's stream. complete: the converted model's. visible: what its next attention reads, which
-    lacks an MLP output that is still in flight. heads: the inputs of its o_proj, between attention and MLP. Streams are
-    float32: what a sub-module adds is small against them. What exceeds ``max_memory`` bytes lies in files named after
+    dense: the dense model's stream.
+    complete: the converted model's stream.
+    visible: the stream that its next attention reads, without an MLP output that is still in flight.
+    heads: the inputs of its o_proj, between attention and MLP.
+
+    Streams are float32, since a sub-module adds little to them. More than ``max_memory`` bytes lie in files named after
     ``path``.
+    Raises UserError where the files cannot be allocated.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class Streams:
             raise
 
     def batches(self, *, heldout: bool | None = None) -> Iterator[Tensor]:
-        """Yield row numbers: of all windows, of those that are held out, or of the others. No batch has both kinds."""
+        """Yield window numbers: of all windows, of the held-out ones, or of the others. No batch mixes the two."""
         rows = torch.arange(len(self.ids))
         for kind, part in ((False, rows[: self.trained]), (True, rows[self.trained :])):
             if heldout in (None, kind) and len(part):
@@ -89,12 +93,12 @@ class Streams:
         return state
 
     def write(self, name: str, rows: Tensor, state: Tensor) -> None:
-        """Write the states of these windows; raises UserError for what is no number."""
+        """Write the states of these windows; raises UserError for NaN or infinite ones."""
         self.stores[name].write(int(rows[0]), state, "dense" if name == "dense" else "converted")
 
     @torch.no_grad()
     def embed(self, teacher: Blocks, own: Blocks) -> None:
-        """Write what enters the first layer of the dense model and of the converted one."""
+        """Write the input of the first layer, of the dense model and of the converted one."""
         for name, model in (("dense", teacher), ("complete", own), ("visible", own)):
             for rows in self.batches():
                 self.write(name, rows, model.embed(self.ids[rows]).float())
@@ -111,12 +115,14 @@ def heads_width(blocks: Blocks) -> int:
 
 
 class Side:
-    """Layer ``index`` of ``layout`` with ``weights``, cut where it reads and writes the residual stream. Streams are
-    float32, weights may be; products are computed in the dtype of ``blocks``. ``virtual_ranks``: how many inputs its
-    MLP has."""
+    """Layer ``index`` of ``layout`` with ``weights``, cut where it reads and writes the residual stream.
+
+    Streams are float32, and weights may be; products are computed in the dtype of ``blocks``. ``virtual_ranks`` is the
+    number of inputs that its MLP has.
+    """
 
     def __init__(self, blocks: Blocks, index: int, layout: Layout, weights: Mapping[str, Tensor]) -> None:
-        # of a layer whose sum is dropped, attention ends before o_proj: here that of every layer does
+        # A layer with a dropped sum ends its attention before o_proj; here every layer does.
         apart = Layout((DROPPED,) * blocks.num_layers, (BLOCKING,) * blocks.num_layers, 1)
         self.layer = blocks.layer(index, apart, weights)
         self.blocks, self.index, self.scale = blocks, index, blocks.decoder.residual_scale
@@ -143,9 +149,11 @@ class Side:
         return heads
 
     def after_attention(self, complete: Tensor, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, of the complete stream before attention and o_proj's inputs, the streams that the MLP of each virtual
-        rank reads [virtual ranks, batch, tokens, hidden], the complete stream after attention, and that without what is
-        only summed together with the MLP's output (dropped)."""
+        """Return three streams from the complete stream before attention and o_proj's inputs.
+
+        The stream that the MLP of each virtual rank reads [virtual ranks, batch, tokens, hidden]; the complete stream
+        after attention; and the latter without what is only summed together with the MLP's output (dropped).
+        """
         with self._narrow():
             partials, bias = row_parallel(self.projection("self_attn.o_proj"), heads, self.virtual_ranks)
         partials = partials.float() * self.scale
@@ -161,7 +169,7 @@ class Side:
         return normed
 
     def inner(self, streams: Tensor) -> Tensor:
-        """Return the inputs of down_proj [batch, tokens, intermediate], of the streams that each virtual rank reads."""
+        """Return down_proj's inputs [batch, tokens, intermediate] from the streams that each virtual rank reads."""
         inputs, ranks = self.mlp_input(streams), self.virtual_ranks
         with self._narrow():
             gate, up = (column_parallel(self.projection(name), inputs, ranks) for name in READS_MLP)
@@ -169,7 +177,7 @@ class Side:
         return inner
 
     def mlp_output(self, inner: Tensor) -> Tensor:
-        """Return the MLP's output of down_proj's inputs: float32 [batch, tokens, hidden]."""
+        """Return the MLP's output from down_proj's inputs: float32 [batch, tokens, hidden]."""
         with self._narrow():
             output: Tensor = self.projection("mlp.down_proj")(inner)
         return output.float() * self.scale
@@ -180,7 +188,7 @@ class Side:
 
 
 class LayerAlignment:
-    """A layer of both models, and the streams that enter it. ``run`` leaves in the streams what leaves it."""
+    """One layer of both models, with the streams that enter it. ``run`` replaces these by the streams that leave it."""
 
     def __init__(
         self, dense: Side, own: Side, streams: Streams, *, ridges: Sequence[float], stored: torch.dtype
@@ -189,7 +197,11 @@ class LayerAlignment:
 
     @torch.no_grad()
     def run(self, *, solve: bool) -> list[ProjectionReport]:
-        """Solve the layer's projections and pass the streams through it. solve: False leaves the layer as it is."""
+        """Solve the layer's projections and pass the streams through it.
+
+        solve: False leaves the layer as it is.
+        Raises UserError for weights or inputs that are NaN or infinite.
+        """
         reports = self._fit(READS_ATTENTION, self._attention_reads) if solve else []
         self._attend()
         reports += self._fit(WRITES_ATTENTION, self._attention_writes) if solve else []
@@ -203,7 +215,7 @@ class LayerAlignment:
 
     @torch.no_grad()
     def pass_through(self) -> None:
-        """Pass both models' streams through in one pass, while their streams and weights are still equal."""
+        """Pass the streams of both models through at once, while their streams and weights are still equal."""
         own, streams = self.own, self.streams
         for rows in streams.batches():
             before = streams.read("dense", rows)
@@ -218,7 +230,8 @@ class LayerAlignment:
         self.streams.write("visible", rows, complete if self.own.mlp_sync == BLOCKING else without)
 
     def _attend(self) -> None:
-        """Run the attention of both models; then ``dense`` is the stream after it, and ``heads`` what o_proj reads."""
+        """Run the attention of both models. Afterwards ``dense`` is the stream after it, and ``heads`` are o_proj's
+        inputs."""
         own, dense, streams = self.own, self.dense, self.streams
         for rows in streams.batches():
             before = streams.read("dense", rows)
@@ -227,7 +240,7 @@ class LayerAlignment:
             streams.write("dense", rows, attended)
 
     def _pass_dense_mlp(self) -> None:
-        """Run the dense model's MLP; then ``dense`` is the stream that leaves the layer."""
+        """Run the dense model's MLP. Afterwards ``dense`` is the stream that leaves the layer."""
         dense, streams = self.dense, self.streams
         for rows in streams.batches():
             attended = streams.read("dense", rows)
@@ -236,8 +249,8 @@ class LayerAlignment:
     def _after_attention(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.own.after_attention(self.streams.read("complete", rows), self.streams.read("heads", rows))
 
-    # What a group of projections reads in each virtual rank, and its targets: of those that read the stream, what the
-    # dense model's read.
+    # Each of these returns a projection group's inputs in each virtual rank, and its targets. The targets of
+    # projections that read the stream are the inputs of the dense model's projections.
 
     def _attention_reads(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         x = self.own.attention_input(self.streams.read("visible", rows))
@@ -259,8 +272,11 @@ class LayerAlignment:
     def _fit(
         self, names: Sequence[str], tokens: Callable[[Tensor], tuple[Sequence[Tensor], Tensor]]
     ) -> list[ProjectionReport]:
-        """Sum the products of each virtual rank and solve the projections. Raises UserError where they are no
-        numbers."""
+        """Sum the products of each virtual rank and solve the projections.
+
+        tokens: returns inputs and targets of a batch.
+        Raises UserError where they are NaN or infinite.
+        """
         projections = [self.own.projection(name) for name in names]
         parts = self.own.virtual_ranks if names == READS_MLP else 1
         reads = names in (READS_ATTENTION, READS_MLP)

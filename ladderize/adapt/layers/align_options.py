@@ -1,4 +1,4 @@
-"""What an alignment is asked to do, and which layers it solves. Imports no torch."""
+"""The options of an alignment, and the layers that it solves. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ SHORT = 1 << 14  # tokens in the place of LEAST_TOKENS; eight times as many gain
 
 @dataclass(frozen=True)
 class AlignSettings(Record):
-    """The options that decide the result besides data and models: for the record, and for a killed run to know its
-    work."""
+    """The options that decide the result besides data and models. They are recorded, and identify the work of a killed
+    run."""
 
     ridge: float | None = option(
         "align: how strongly weights are held where they are, as a share of the mean square of a projection's inputs.",
@@ -41,7 +41,11 @@ class AlignSettings(Record):
 
 @dataclass(frozen=True)
 class AlignOptions(AlignSettings, WindowOptions):
-    """See ``ladderize adapt --help``. layers: None: every layer from the first converted one on."""
+    """The options of ``ladderize adapt --method align``; see its --help.
+
+    layers: None: every layer from the first converted one on.
+    Raises UsageError for values that contradict each other.
+    """
 
     samples: int | None = option(
         "blocks, align: windows to train on.",
@@ -72,9 +76,13 @@ class AlignOptions(AlignSettings, WindowOptions):
 
 
 def layers_to_align(layout: Layout, ranges: str | None) -> tuple[int, ...]:
-    """Return the layers to solve. ranges: ``converted``, ranges, or None: every layer from the first converted one on.
-    Layers behind it read a changed stream too, and repairing them helped on every layout that was measured
-    (docs/results.md). Raises UserError for layers that read what the dense model's read."""
+    """Return the layers to solve.
+
+    Layers behind the first converted one read a changed stream too, and repairing them helped on every layout that was
+    measured (docs/results.md).
+    ranges: ``converted``, ranges, or None: every layer from the first converted one on.
+    Raises UserError for layers whose input is the dense model's.
+    """
     converted = tuple(layout.converted_layers)
     if ranges == CONVERTED:
         return converted
@@ -96,10 +104,10 @@ def default_tokens(config: Mapping[str, Any]) -> int:
 
 
 def short_tokens(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens to align on where alignment is a step of something else, or is done many times."""
+    """Return the number of tokens to align on where alignment is only a step, or is repeated often."""
     return max(SHORT, TOKENS_PER_INPUT * widest_input(config))
 
 
 def widest_input(config: Mapping[str, Any]) -> int:
-    """Return the most inputs of a projection."""
+    """Return the number of inputs of the widest projection."""
     return max(int(config["hidden_size"]), int(config["intermediate_size"]))

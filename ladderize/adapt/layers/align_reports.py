@@ -1,4 +1,4 @@
-"""What error alignment left of each projection. Imports no torch."""
+"""The errors that alignment left in each projection. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -18,17 +18,17 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class ProjectionReport(Record):
-    """One projection. Errors: squared, on held-out tokens, as a share of the squared targets."""
+    """The result for one projection. Errors are squared, on held-out tokens, as a share of the squared targets."""
 
     projection: str  # such as self_attn.q_proj
-    ridge: float | None  # that was chosen; None: it kept its weights, since no other lowered the error
+    ridge: float | None  # the one chosen; None: the old weights were kept, since no ridge lowered the error
     error_before: float
     error_after: float
 
 
 @dataclass(frozen=True)
 class LayerReport(Record):
-    """One layer, its projections in the order in which they were solved."""
+    """The result for one layer, its projections in the order in which they were solved."""
 
     layer: int
     projections: list[ProjectionReport]
@@ -39,7 +39,7 @@ class LayerReport(Record):
         return [entry for entry in self.projections if entry.projection in GROUPS[name]]
 
     def errors(self, name: str) -> tuple[float, float] | None:
-        """Return the mean errors of a group, before and after; None where the report has nothing of it."""
+        """Return the mean errors of a group, before and after; None where the report has none of it."""
         own = self.of_group(name)
         if not own:
             return None

@@ -34,9 +34,10 @@ HOST = torch.device("cpu")
 def windows_to_align_on(
     checkpoint: Checkpoint, others: np.ndarray, samples: int | None, heldout: int | None = None
 ) -> Windows | None:
-    """Return the first of ``others``, ids [windows, tokens] that nothing is scored on; None where they are too few.
+    """Return the first of ``others`` to align on; None where they are too few.
 
-    samples, heldout: as many as that; None: as ``adapt --align`` takes of data that are just these.
+    others: ids [windows, tokens] that are not scored.
+    samples, heldout: numbers of windows; None: as ``adapt --align`` chooses for such data.
     """
     tokens = short_tokens(checkpoint.config)
     samples, heldout = window_counts(len(others), others.shape[1], samples, heldout, tokens)
@@ -52,15 +53,15 @@ def describe_alignment(windows: Windows) -> AlignmentWindows:
 
 
 class AlignedLayouts:
-    """Scores layouts of the dense model of ``blocks``, which were aligned on ``windows``. A dense layout is scored as
-    it is."""
+    """Scores layouts of the dense model of ``blocks`` after alignment on ``windows``. A dense layout is scored as it
+    is."""
 
     def __init__(self, blocks: Blocks, windows: Windows, batch_size: int | None) -> None:
         checkpoint = blocks.checkpoint
         self.blocks, self.windows, self.batch_size = blocks, windows, batch_size
         self.settings = AlignSettings()
         self.all_windows = with_random(windows, checkpoint.config, self.settings)
-        # as adapt computes: float16 has too small a range
+        # float16 has too small a range to align in; adapt does the same
         half = blocks.dtype == torch.float16
         self.teacher = Blocks(checkpoint, torch.bfloat16, blocks.device) if half else blocks
         stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), blocks.device)
@@ -68,8 +69,12 @@ class AlignedLayouts:
         self.ranks = Ranks(0, 1, blocks.device)
 
     def __call__(self, layout: Layout, scored: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
-        """Return the summed negative log-likelihood of each window in nats: float64 [windows]. scored: ids [windows,
-        tokens]. advance: is told of each layer that was aligned. Raises UserError for what is no number."""
+        """Return the summed negative log-likelihood of each window in nats: float64 [windows].
+
+        scored: ids [windows, tokens].
+        advance: is called for each aligned layer.
+        Raises UserError for a result that is NaN or infinite.
+        """
         batch_size = usual_batch(self.batch_size, scored.numpy())
         if layout.is_dense:
             found = window_nlls(self.blocks, lambda index: self._layer(index, layout), scored, batch_size=batch_size)
@@ -106,9 +111,11 @@ class AlignedLayouts:
     def announce(
         self, what: str, layouts: Sequence[Layout], scored: np.ndarray, console: Console, ranks: Ranks | None = None
     ) -> None:
-        """Say what is aligned on what; raises UserError where it has no room.
+        """Say which layouts are aligned on which data.
 
-        what: names ``layouts``. ranks: share the layouts.
+        what: the name of ``layouts`` in messages.
+        ranks: those that share the layouts.
+        Raises UserError where memory is too small.
         """
         ranks = ranks or self.ranks
         blocks, windows = self.blocks, self.windows
@@ -130,7 +137,7 @@ class AlignedLayouts:
 
 
 def layers_of(layouts: Sequence[Layout]) -> int:
-    """Return the number of layers of all layouts that are aligned."""
+    """Return the number of aligned layers in all layouts."""
     return sum(len(layers_to_align(layout, None)) for layout in layouts if not layout.is_dense)
 
 
@@ -147,9 +154,12 @@ def score_aligned(
 ) -> np.ndarray:
     """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts].
 
-    Layouts that take the least come first. ranks: share them, side by side those that take about as long, and all get
-    all. known: rows of windows by layout that are there already. keep: is given all of them after each round. what: of
-    the messages.
+    Layouts with the fewest layers to align come first, so that ranks work on equally long ones side by side. All ranks
+    return the same.
+    known: rows of windows, by layout, that were measured before.
+    keep: is given all rows after each round.
+    what: the name of the work in messages.
+    Raises UserError where memory is too small, or a result is NaN or infinite.
     """
     nlls = dict(known)
     left = {str(layout): layout for layout in layouts if str(layout) not in nlls}

@@ -1,4 +1,4 @@
-"""One block learns to answer as the dense block does."""
+"""The training of one block on the dense block's output."""
 
 import math
 import time
@@ -21,8 +21,13 @@ MAX_GRADIENT = 1.0
 
 @dataclass(frozen=True)
 class BlockReport(Record):
-    """A block's training. loss: held-out mean squared difference to the dense block's output; share_lost: of what the
-    dense block adds to the stream. after: of the weights as they are stored. curve: [step, held-out loss]."""
+    """The training of one block.
+
+    loss_before, loss_after: held-out mean squared difference to the dense block's output, after: with the weights as
+    stored.
+    share_lost_before, share_lost_after: the loss as a share of what the dense block adds to the stream.
+    curve: (step, held-out loss).
+    """
 
     block: int
     loss_before: float
@@ -37,8 +42,9 @@ class BlockReport(Record):
 
 
 class BlockTrainer:
-    """One block, its teacher's states, and the loop. Windows from number ``trained`` on are held out.
+    """One block, its teacher's states, and the training loop. Windows from number ``trained`` on are held out.
 
+    before, after: the dense model's states that enter and leave the block.
     options: resolved ones.
     """
 
@@ -57,17 +63,16 @@ class BlockTrainer:
         self.trained, self.heldout = torch.arange(trained), torch.arange(trained, before.windows)
         self.pair = needs_pair(student.layout, index)
         self.initial = {name: tensor.clone() for name, tensor in student.weights(index).items()}
-        # float32 to learn in; what the block computes in is autocast's business
+        # Weights are float32 to learn in; autocast decides the dtype of products.
         wide = {name: tensor.float().clone() for name, tensor in self.initial.items()}
         self.layer = teacher.layer(index, student.layout, wide)
         self.batch_size = options.batch_size or 1
         self.lr = options.lr or 0.0
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Return mean squared difference to the dense block's output on these windows."""
+        """Return the mean squared difference to the dense block's output on these windows."""
         device = self.blocks.device
-        # float32 from here on: what the block adds is small against the stream, and would drown in the rounding of
-        # their sum
+        # float32 from here on: a block adds little to the stream, and rounding of the sum would hide it.
         state = self.before.read(rows, device)
         target = complete(self.after.read(rows, device))
         entering: State = complete(state).float()
@@ -78,8 +83,8 @@ class BlockTrainer:
         return (output - target.float()).square().mean()
 
     def own_part(self) -> float:
-        """Return mean square of what the dense block adds to the stream: a loss of this size is a block that does
-        nothing."""
+        """Return the mean square of what the dense block adds to the stream. A block that does nothing has a loss of
+        this size."""
 
         def added(rows: Tensor) -> Tensor:
             before, after = (complete(store.read(rows, self.blocks.device)) for store in (self.before, self.after))
@@ -93,15 +98,18 @@ class BlockTrainer:
         return total / len(self.heldout)
 
     def train(self, advance: Callable[[int], None]) -> tuple[dict[str, Tensor], BlockReport]:
-        """Returns the best weights seen, in the dtype that is stored, and a report. Never worse on held-out windows
-        than before. Raises UserError for a loss that is no number."""
+        """Return the best weights seen, in the stored dtype, and a report.
+
+        They are never worse on held-out windows than the initial ones.
+        Raises UserError for a loss that is NaN or infinite.
+        """
         options, begin = self.options, time.perf_counter()
         before = self._checked(self._heldout_mean(self.loss), 0)
         per_epoch = math.ceil(len(self.trained) / self.batch_size)
         total, every = options.epochs * per_epoch, max(1, per_epoch // EVALUATIONS_PER_EPOCH)
         optimizer = self.optimizer()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, total))
-        # the same whatever was trained before
+        # The order must not depend on which blocks were trained before.
         generator = torch.Generator().manual_seed(options.seed * 10_007 + self.index)
         best, best_weights, best_step, step, curve = before, self.initial, 0, 0, [(0, before)]
         while step < total and step - best_step <= options.patience * per_epoch:
@@ -136,7 +144,7 @@ class BlockTrainer:
         return torch.optim.AdamW(self.layer.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, optimizer: torch.optim.Optimizer, rows: Tensor) -> float:
-        """Take one step on these windows; returns the loss before it. NaN changes no weight."""
+        """Take one step on these windows; returns the loss before it. A NaN or infinite loss changes no weight."""
         loss = self.loss(rows)
         value = float(loss.detach())
         if math.isfinite(value):
@@ -147,12 +155,13 @@ class BlockTrainer:
         return value
 
     def _stored(self) -> dict[str, Tensor]:
-        """Return the weights as they will be stored: rounded, and out of the optimizer's reach."""
+        """Return copies of the weights as they will be stored, rounded."""
         current = self.layer.state_dict()
         return {name: current[name].detach().to(old.dtype, copy=True) for name, old in self.initial.items()}
 
     def _confirmed(self, weights: dict[str, Tensor], before: float) -> tuple[float, dict[str, Tensor]]:
-        """Return the held-out loss of the weights as stored; rounding may have cost more than training won."""
+        """Return the held-out loss and the weights as stored, or the initial ones where rounding cost more than
+        training won."""
         self.layer.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
         after = self._heldout_mean(self.loss)
         return (after, weights) if after < before else (before, self.initial)

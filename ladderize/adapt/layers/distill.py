@@ -1,10 +1,9 @@
-"""``ladderize adapt --method blocks``: block-to-block distillation (SPD, arXiv 2502.20727, section 4.2), in which every
-converted block learns to answer as the dense block does.
+"""``ladderize adapt --method blocks``: block-to-block distillation (SPD, arXiv 2502.20727, section 4.2).
 
-Block i reads what the dense model's block i reads, and the loss is the mean squared difference between their outputs,
-so every block is trained alone: one in memory at a time, in any order, on any rank, and each resumes by itself. An SPD
-block reads the dense residual stream. A ladder block reads the pair that a ladder layer reads: the dense stream after
-attention i-1, and the complete one.
+Every converted block learns the output of the dense block. Block i reads the input of the dense model's block i, and
+the loss is the mean squared difference between their outputs. So each block is trained alone: one in memory at a time,
+in any order, on any rank, and each resumes separately. An SPD block reads the dense residual stream. A ladder block
+reads the pair of streams that a ladder layer reads: the dense stream after attention i-1, and the complete one.
 """
 
 import math
@@ -34,7 +33,7 @@ BLOCK_ERROR = "block error: error of the block's output on held-out windows, as 
 
 @dataclass(frozen=True)
 class Distillation(RewrittenLayers):
-    """The content of the document; docs/files.md says what the keys mean."""
+    """The content of distillation.json; docs/files.md explains the keys."""
 
     RESULT = "distilled"
     MEANING = BLOCK_ERROR
@@ -72,11 +71,11 @@ def adapt_blocks(
     revision: str | None = None,
     console: Console = SILENT,
 ) -> Distillation | None:
-    """Distil ``model``'s blocks against the dense ``teacher_name`` and write the result to ``out``; returns the
-    document of distillation.json, on other ranks than 0 None.
+    """Distil ``model``'s blocks from the dense ``teacher_name`` and write the result to ``out``.
 
-    Several processes (accelerate launch, torchrun) share the blocks out; rank 0 writes. A killed run goes on where it
-    was.
+    Returns the document of distillation.json; None on other ranks than 0. Several processes (accelerate launch,
+    torchrun) share the blocks; rank 0 writes. A killed run resumes.
+    Raises UserError.
     """
     how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision, "console": console}
     return rewrite(Distilling(), model, out, teacher_name, options, **how)
@@ -89,7 +88,7 @@ class Distilling(LayerMethod[BlockwiseOptions, Distillation]):
     advice = "train with a lower --lr or on other data"
 
     def layers(self, layout: Layout, ranges: str | None) -> tuple[int, ...]:
-        """Return the layers to train; raises UserError for one that computes what the dense model's does."""
+        """Return the layers to train; raises UserError for one that is the same as in the dense model."""
         able = layout.converted_layers
         chosen = parse_ranges(ranges, layout.num_layers, option="--train") if ranges is not None else able
         if rest := sorted(set(chosen) - set(able)):
@@ -123,8 +122,8 @@ def distill(
 ) -> None:
     """Train every block of ``student.layers`` that ``files`` does not hold yet; the ranks take them in turn.
 
-    about: what the result depends on besides the student; a block in ``files`` that was trained from anything else is
-    trained anew. Raises UserError if a loss becomes NaN; what was trained before is kept in ``files``.
+    about: everything that the result depends on besides the student; a block trained with another one is trained anew.
+    Raises UserError for a loss that is NaN or infinite; finished blocks stay in ``files``.
     """
     options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
     console.note(distillation_announcement(teacher, student, windows, options, ranks))
@@ -150,9 +149,11 @@ def distill(
 def distillation_announcement(
     teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions, ranks: Ranks
 ) -> str:
-    """Return what is trained on what. Raises UserError where a step has no room.
+    """Return the announcement of which blocks are trained on which data.
 
-    options: resolved ones. ranks: share the blocks.
+    options: resolved ones.
+    ranks: those that share the blocks.
+    Raises UserError where a step does not fit in memory.
     """
     hidden, size, tokens = int(teacher.config["hidden_size"]), teacher.dtype.itemsize, windows.train.shape[1]
     infos, ids = teacher.checkpoint.tensors, windows.train[: options.batch_size or 1]

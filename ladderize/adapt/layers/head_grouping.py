@@ -1,14 +1,13 @@
-"""Head grouping: which attention heads should work on one rank, and with which slice of the MLP, where their sum is
+"""Head grouping: the choice of which attention heads, and which slice of the MLP, share a rank where their sum is
 dropped.
 
-A permutation of heads changes nothing in a dense model. In an SPD block rank m's MLP slice sees the heads of rank m
-only, so it decides what is lost. Two criteria, both computed from the dense model's inputs on calibration data:
-
-* ``error``: the mean squared difference between the block's output and the dense block's, which is what is to be small.
-  Descent by exchanging heads, and whole groups, between ranks, from the order as it is and from the paper's.
-* ``paper`` (arXiv 2502.20727, section 4.3): heads with unlike attention maps together (the sum of pairwise distances
-  within groups is maximal), then groups matched to MLP slices by a linear assignment that maximises the sum of
-  ||MLP_m(group)||.
+A permutation of heads changes nothing in a dense model. In an SPD block the MLP slice of rank m sees the heads of rank
+m only, so the permutation decides what is lost. There are two criteria, both computed from the dense model's inputs on
+calibration data:
+* ``error``: the mean squared difference between the block's output and the dense block's is minimised. Descent
+  exchanges heads, and whole groups, between ranks; it starts from the given order and from the paper's.
+* ``paper`` (arXiv 2502.20727, section 4.3): heads with unlike attention maps are grouped (the sum of pairwise distances
+  within groups is maximal), then a linear assignment of groups to MLP slices maximises the sum of ||MLP_m(group)||.
 """
 
 import itertools
@@ -37,9 +36,9 @@ Assignment = list[list[int]]  # the units of each rank
 class Units:
     """The units of heads that move as a whole, and the ranks that they move to.
 
-    With at least as many KV heads as ranks a unit is a KV group (a head, without GQA) and may go to any rank: one
-    family. With fewer, a KV head is replicated on the ranks that share it: a unit is a query head, and a family, the
-    heads of one KV head, fills neighbouring ranks.
+    With at least as many KV heads as ranks, a unit is a KV group (one head without GQA) and may go to any rank: one
+    family. With fewer, ranks share a replicated KV head: a unit is a query head, and a family, the query heads of one
+    KV head, fills neighbouring ranks.
     """
 
     heads: list[list[int]]  # of each unit
@@ -72,7 +71,7 @@ class Units:
         return f"one {group} per rank: only the assignment of groups to ranks can change"
 
     def identity(self) -> Assignment:
-        """Return the order as it is."""
+        """Return the assignment that changes nothing."""
         units = [unit for family in self.families for unit in family]
         return [units[first : first + self.per_rank] for first in range(0, len(units), self.per_rank)]
 
@@ -84,8 +83,9 @@ class Units:
 def spread(distance: np.ndarray, groups: int, *, seed: int = 0) -> list[list[int]]:
     """Split units into ``groups`` of equal size so that the sum of pairwise distances within groups is large.
 
-    distance: [units, units], symmetric. A local search that exchanges the best pair until none helps, from the order as
-    it is and from ``RESTARTS`` random ones; never worse than the order as it is.
+    A local search exchanges the best pair until none helps. It starts from the given order and from ``RESTARTS`` random
+    ones, so the result is never worse than the given order.
+    distance: [units, units], symmetric.
     """
     size = len(distance) // groups
     start = np.repeat(np.arange(groups), size)
@@ -117,10 +117,10 @@ def _exchange(distance: np.ndarray, labels: np.ndarray, groups: int) -> np.ndarr
 
 
 def match(units: Units, groups: Sequence[Sequence[Sequence[int]]], values: np.ndarray) -> Assignment:
-    """Give every group a rank so that the sum of ``values`` is the largest possible, families staying on neighbouring
-    ranks.
+    """Assign every group to a rank so that the sum of ``values`` is maximal; families stay on neighbouring ranks.
 
-    groups: of each family. values: [groups in order, ranks].
+    groups: the groups of each family.
+    values: [groups in order, ranks].
     """
     from scipy.optimize import linear_sum_assignment  # here, so that the rest runs where there is no scipy
 
@@ -142,8 +142,8 @@ def match(units: Units, groups: Sequence[Sequence[Sequence[int]]], values: np.nd
 class Probe:
     """The MLP half of one SPD block on tokens of the dense model.
 
-    residual: [tokens, hidden], with o_proj's bias. partials: [units, tokens, hidden], what each unit adds through
-    o_proj.
+    residual: [tokens, hidden], with o_proj's bias.
+    partials: [units, tokens, hidden], the part that each unit adds through o_proj.
     """
 
     def __init__(self, layer: Any, residual: Tensor, partials: Tensor, ranks: int) -> None:
@@ -155,23 +155,23 @@ class Probe:
         )
 
     def slice(self, rank: int, seen: Tensor) -> Tensor:
-        """Return the rank's part of the MLP, without down_proj's bias, where its residual stream is ``seen``; float32,
-        so that sums are exact."""
+        """Return the rank's part of the MLP without down_proj's bias, where its residual stream is ``seen``: float32
+        [tokens, hidden], so that sums are exact."""
         x = self.norm(seen)
         gate, up = (_rows(projection, rank, self.ranks, x) for projection in (self.mlp.gate_proj, self.mlp.up_proj))
         output = linear(self.mlp.act_fn(gate) * up, self.mlp.down_proj.weight.chunk(self.ranks, 1)[rank])
         return cast(Tensor, self.scaled(output.float()))
 
     def output(self, rank: int, members: Iterable[int]) -> Tensor:
-        """Return the rank's part of the MLP where it has the heads of ``members``."""
+        """Return the rank's part of the MLP when it has the heads of ``members``."""
         return self.slice(rank, self.residual + self.partials[sorted(members)].sum(0))
 
     def error(self, assignment: Assignment) -> float:
-        """Return mean squared difference between the SPD block's output and the dense block's."""
+        """Return the mean squared difference between the SPD block's output and the dense block's."""
         return _mean_square(sum((self.output(rank, members) for rank, members in enumerate(assignment)), -self.target))
 
     def norms(self, groups: Sequence[Sequence[int]]) -> np.ndarray:
-        """Return ||MLP_m(group)||, the mean over tokens: [groups, ranks]."""
+        """Return ||MLP_m(group)||, averaged over tokens: [groups, ranks]."""
         values = [self.output(rank, group).norm(dim=-1).mean() for group in groups for rank in range(self.ranks)]
         return torch.stack(values).double().view(len(groups), self.ranks).cpu().numpy()  # a GPU is asked once
 
@@ -187,7 +187,7 @@ def _mean_square(x: Tensor | float) -> float:
 
 
 class Descent:
-    """An assignment on its way to a smaller error."""
+    """An assignment whose error is lowered step by step."""
 
     def __init__(self, probe: Probe, units: Units, start: Assignment) -> None:
         self.probe, self.units = probe, units
@@ -197,7 +197,7 @@ class Descent:
         self.error = _mean_square(self.difference)
 
     def attempt(self, change: Mapping[int, frozenset[int]]) -> bool:
-        """Give some ranks other units if that lowers the error; says whether it did."""
+        """Give some ranks other units if that lowers the error; return whether it did."""
         outputs = {rank: self.probe.output(rank, members) for rank, members in change.items()}
         difference = self.difference + sum(
             (output - self.outputs[rank] for rank, output in outputs.items()),
@@ -212,8 +212,8 @@ class Descent:
         return True
 
     def exchanges(self, rng: np.random.Generator) -> Iterator[dict[int, frozenset[int]]]:
-        """Yield every exchange of two units, of two ranks' groups, of two families' ranks, each from what is held by
-        then."""
+        """Yield every exchange of two units, of two ranks' groups, and of two families' ranks, each made from the
+        current assignment."""
         if self.units.per_rank > 1:
             pairs = [pair for family in self.units.families for pair in itertools.combinations(family, 2)]
             for one, other in rng.permutation(pairs).tolist():
@@ -232,7 +232,7 @@ class Descent:
 
 
 def descend(probe: Probe, units: Units, start: Assignment, *, seed: int = 0) -> Assignment:
-    """Exchange units and groups between ranks until no exchange lowers the block's error any more.
+    """Exchange units and groups between ranks until no exchange lowers the block's error.
 
     An exchange computes two slices of the MLP, so a pass over U units costs about as much as U^2 / N forward passes of
     the MLP.
@@ -260,11 +260,12 @@ def group_heads(
     seed: int = 0,
     advance: Callable[[int], None] = lambda count: None,
 ) -> HeadMap:
-    """Return the head map of ``layers`` of a dense model for ``sync_tp_size`` virtual ranks; ``advance`` counts layers
-    passed.
+    """Return the head map of ``layers`` of a dense model for ``sync_tp_size`` virtual ranks.
 
-    windows: ids [windows, tokens], of which the first ``GROUPING_WINDOWS`` are read. The model passes layer by layer,
-    one in memory at a time.
+    One layer is in memory at a time.
+    windows: ids [windows, tokens], of which the first ``GROUPING_WINDOWS`` are read.
+    advance: is called for each layer passed.
+    Raises UserError where the heads cannot be split among the ranks.
     """
     config, dense = blocks.config, Layout.dense(blocks.num_layers)
     check_split(config, sync_tp_size, name="--sync-tp-size")
@@ -288,7 +289,7 @@ def group_heads(
 
 
 def permuted_weights(blocks: Blocks, orders: Mapping[int, Sequence[int]], layer: int) -> dict[str, Tensor]:
-    """Return a layer's weights, its heads in the order that ``orders`` says; as they are where it says none."""
+    """Return a layer's weights with its heads in the order that ``orders`` gives, unchanged where it gives none."""
     weights, config = blocks.weights(layer), blocks.config
     if layer not in orders:
         return weights
@@ -320,7 +321,10 @@ def _group_layer(
 
 
 def papers_assignment(probe: Probe, units: Units, distance: np.ndarray, *, seed: int = 0) -> Assignment:
-    """Return the paper's assignment: unlike heads together, then the matching. distance: [units, units]."""
+    """Return the paper's assignment: unlike heads together, then the matching.
+
+    distance: [units, units].
+    """
     groups = []
     for family in units.families:
         split = spread(distance[np.ix_(family, family)], units.ranks_per_family, seed=seed)
@@ -333,7 +337,8 @@ def _total(distance: np.ndarray, assignment: Assignment) -> float:
 
 
 def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, seed: int) -> tuple[np.ndarray, Probe]:
-    """Return distances between units' attention maps over all windows, and a probe of tokens drawn from them."""
+    """Return the distances between units' attention maps over all windows [units, units], and a probe of tokens drawn
+    from them."""
     between_heads = torch.zeros(())
     residuals, attended = [], []
     generator = torch.Generator().manual_seed(seed)
@@ -362,8 +367,8 @@ def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, see
 
 
 def _attention(blocks: Blocks, layer: Any, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the heads' output before o_proj, [1, tokens, heads * head_dim], and their maps, [1, heads, tokens, tokens]
-    in float32."""
+    """Return the heads' outputs before o_proj, [1, tokens, heads * head_dim], and their maps, [1, heads, tokens,
+    tokens] in float32."""
     attention, tokens = layer.self_attn, state.shape[1]
     x, rope = layer.input_layernorm(state), blocks.position_embeddings(tokens)
     seen = blocks.mask(attention.layer_idx, tokens)

@@ -1,4 +1,4 @@
-"""The states between two layers for all windows: in memory, or in files that the system pages in and out."""
+"""The states between two layers for all windows: in memory, or in mapped files."""
 
 import math
 import os
@@ -16,10 +16,10 @@ from ladderize.layout import BLOCKING, OVERLAPPED, Layout
 
 
 class StateStore:
-    """States [windows, tokens, hidden] that are written and read by rows; with ``pairs``, (complete, visible) of each.
+    """States [windows, tokens, width] that are written and read by rows; with ``pairs``, (complete, visible) of each.
 
-    They lie in memory, or, where they exceed ``max_memory`` bytes, in files named after ``path``, which ``close``
-    removes.
+    They lie in memory; more than ``max_memory`` bytes lie in files named after ``path``, which ``close`` removes.
+    Raises UserError where the files cannot be allocated.
     """
 
     def __init__(
@@ -48,8 +48,12 @@ class StateStore:
         self.tensors = [tensor.view(shape) for tensor in mapped]
 
     def write(self, first: int, state: State, model: str = "dense") -> None:
-        """Write rows from ``first`` on. A state that is no pair leaves the second part as it is: nothing before it was
-        in flight. model: whose it is. Raises UserError for what is no number."""
+        """Write the rows from ``first`` on.
+
+        A state that is no pair leaves the second part as it is: nothing was in flight before it.
+        model: the one that it belongs to, for messages.
+        Raises UserError for NaN or infinite states.
+        """
         if not math.isfinite(float(complete(state).sum())):
             raise UserError(f"the {model} model's states are NaN or infinite; check its weights, or compute in float32")
         parts = state if isinstance(state, tuple) else (state,)
@@ -69,7 +73,10 @@ class StateStore:
 
 
 def _reserve(file: Path, size: int) -> None:
-    """Take the disk space now: writing to a mapped file for which there is none kills the process without a word."""
+    """Allocate the disk space now: writing to a mapped file on a full disk kills the process without a message.
+
+    Raises UserError where it cannot be allocated.
+    """
     with file.open("wb") as opened:
         try:
             os.posix_fallocate(opened.fileno(), 0, size)
@@ -81,7 +88,7 @@ def _reserve(file: Path, size: int) -> None:
 
 
 def needs_pair(layout: Layout, layer: int) -> bool:
-    """Return whether the layer reads the stream without the MLP before it: the sync point that enters it is
+    """Return whether the layer reads the stream without the MLP before it, since the sync point that enters it is
     overlapped."""
     return layout.entering(layer) == OVERLAPPED
 
@@ -89,11 +96,12 @@ def needs_pair(layout: Layout, layer: int) -> bool:
 def teacher_pass(
     blocks: Blocks, windows: Tensor, layers: Sequence[int], pairs: bool, *, max_memory: int, path: Path
 ) -> Iterator[tuple[int, StateStore, StateStore]]:
-    """Run the dense model layer by layer; yields (i, states that enter block i, states that leave it) for i up to the
-    last of ``layers``.
+    """Run the dense model layer by layer; yields (i, states that enter block i, states that leave it).
 
-    pairs: states hold the stream without the last MLP's output too. Stores beyond ``max_memory`` bytes lie in files
-    named after ``path``. Raises UserError for states that are no numbers.
+    layers: the last of them ends the pass.
+    pairs: states also hold the stream without the last MLP's output.
+    max_memory: bytes of states; more lie in files named after ``path``.
+    Raises UserError for NaN or infinite states.
     """
     shape = (*windows.shape, int(blocks.config["hidden_size"]))
     count = blocks.num_layers
@@ -119,7 +127,8 @@ def _run_layer(blocks: Blocks, layer: torch.nn.Module, before: StateStore, after
 
 @torch.no_grad()
 def _fill(store: StateStore, states: Callable[[Tensor], State]) -> None:
-    """Compute every window's state; in a function, since a generator would leave no_grad on while its caller trains."""
+    """Compute every window's state. This is a function, since a generator would leave no_grad on while its caller
+    trains."""
     batch = max(1, 4 * TOKENS_PER_STEP // store.tensors[0].shape[1])
     for rows in torch.arange(store.windows).split(batch):
         store.write(int(rows[0]), states(rows))

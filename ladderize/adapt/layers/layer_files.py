@@ -1,5 +1,4 @@
-"""Layers that a method rewrites one by one, and the folder that holds the finished ones, so that a killed run goes
-on."""
+"""The files of finished layers, from which a killed run resumes."""
 
 import hashlib
 import json
@@ -25,15 +24,18 @@ from ladderize.layout import Layout
 
 @dataclass(frozen=True)
 class StudentBlocks:
-    """The layers of a model of ``layout`` that are to be rewritten. weights: what each starts from; their dtype is what
-    is stored."""
+    """The layers of a model of ``layout`` that are to be rewritten.
+
+    weights: returns the initial weights of a layer, in the dtype that is stored.
+    """
 
     layout: Layout
     layers: tuple[int, ...]
     weights: Callable[[int], Mapping[str, Tensor]]
 
     def key(self, layer: int, about: Mapping[str, Any]) -> str:
-        """Return a hash of what a layer's result depends on: its modes, its initial weights, and ``about``."""
+        """Return a hash of everything that a layer's result depends on: its modes, its initial weights, and
+        ``about``."""
         layout = self.layout
         modes = [layout.entering(layer), layout.attention_sync[layer], layout.mlp_sync[layer], layout.sync_tp_size]
         digest = hashlib.sha256(json.dumps([modes, about], sort_keys=True).encode())
@@ -53,8 +55,10 @@ class LayerFiles:
         return self.folder / f"{self.prefix}-{layer:05d}.safetensors"
 
     def has(self, layer: int, key: Callable[[], str]) -> bool:
-        """Return whether this layer is done, made from just this ``key()``, which is asked for only if there is
-        something to compare."""
+        """Return whether this layer was finished from inputs with this key.
+
+        key: is only called where there is a file to compare.
+        """
         try:
             read_header(self.folder, self.path(layer).name)  # cut off by a power failure, say
             return self._metadata(layer)["key"] == key()
@@ -62,7 +66,10 @@ class LayerFiles:
             return False
 
     def save(self, layer: int, weights: Mapping[str, Tensor], report: Record, key: str) -> None:
-        """Save a layer, whole or not at all: written under another name, then renamed."""
+        """Save a layer, whole or not at all: it is written under another name, then renamed.
+
+        Raises UserError where it cannot be written.
+        """
         temporary = self.path(layer).with_suffix(".part")
         tensors = {f"model.layers.{layer}.{name}": tensor.contiguous().cpu() for name, tensor in weights.items()}
         try:
@@ -93,7 +100,7 @@ class LayerFiles:
 
 
 class BlockFolder(WorkFolder):
-    """Distilled and aligned layers; and of ``ladderize spd`` what else it has finished."""
+    """The work folder of finished layers: distilled and aligned ones, and the other results of ``ladderize spd``."""
 
     COMMAND = "adapt --method align or blocks, or spd"
     CONTENT = (
@@ -113,5 +120,5 @@ class BlockFolder(WorkFolder):
 
     @property
     def aligned(self) -> LayerFiles:
-        """Layers that were aligned, of which blocks may then be distilled."""
+        """The aligned layers, which may then be distilled."""
         return LayerFiles(self.folder, "aligned")

@@ -1,8 +1,8 @@
 """The likelihood of windows under many layouts of one model, with all of its weights in memory once.
 
-Layouts that agree in their first layers compute the same there: each layer is run once for each different beginning of
-a layout. One dense pass then serves all that differ from the dense model in later layers only, and of the 3,888 layouts
-of five layers each costs one layer and a little.
+Layouts that agree in their first layers compute the same there, so each layer runs once for each distinct beginning of
+a layout. One dense pass serves all layouts that differ from the dense model in later layers only. Each of the 3,888
+layouts of five layers then costs little more than one layer.
 """
 
 import math
@@ -26,7 +26,10 @@ LayerStep = tuple[str, str]
 
 
 class LayoutTree:
-    """Layouts of as many layers each, and where their ways part."""
+    """Layouts with the same number of layers, and the layers in which they part.
+
+    Raises ValueError for layouts of different lengths or sync_tp_size.
+    """
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self.layouts = list(layouts)
@@ -37,7 +40,7 @@ class LayoutTree:
         self.sync_tp_size = min(ranks, default=None)
 
     def parting(self, layer: int, members: Sequence[int]) -> list[tuple[LayerStep, list[int]]]:
-        """Group layouts, by their number, by what they do in a layer; the largest group comes last."""
+        """Return groups of layouts, by their number, that do the same in a layer; the largest group comes last."""
         groups: dict[LayerStep, list[int]] = defaultdict(list)
         for number in members:
             layout = self.layouts[number]
@@ -55,7 +58,10 @@ class LayoutTree:
 
 
 class Suffixes:
-    """The likelihood of a batch of windows under each of ``layouts``. weights: of the layers, where they were read."""
+    """The likelihood of a batch of windows under each of ``layouts``.
+
+    weights: of the layers, where they were read before.
+    """
 
     def __init__(
         self, blocks: Blocks, layouts: Sequence[Layout], weights: Sequence[Mapping[str, Tensor]] | None = None
@@ -65,8 +71,11 @@ class Suffixes:
         self.built: dict[tuple[int, str], torch.nn.Module] = {}
 
     def layer(self, index: int, attention: str = BLOCKING) -> torch.nn.Module:
-        """Return a layer with this mode of its attention sync point. It hands on its stream with and without its MLP's
-        output where a layout overlaps the MLP sync point, so that one run serves both modes."""
+        """Return a layer with this mode of its attention sync point.
+
+        Where a layout overlaps its MLP sync point, the layer returns its stream with and without its MLP's output, so
+        that one run serves both modes.
+        """
         if (index, attention) not in self.built:
             modes, layers = [BLOCKING] * self.blocks.num_layers, self.blocks.num_layers
             modes[index] = attention
@@ -77,10 +86,10 @@ class Suffixes:
         return self.built[index, attention]
 
     def __call__(self, ids: Tensor) -> np.ndarray:
-        """Return summed negative log-likelihoods in nats, float64 [batch, layouts], of ids [batch, tokens]."""
+        """Return the summed negative log-likelihoods of ids [batch, tokens] in nats: float64 [batch, layouts]."""
         with torch.no_grad():
             state = self.blocks.embed(ids)
-        # copied to the host at the end: a copy would wait for all that the device was asked before it
+        # Copied to the host once, at the end: each copy waits for all the device's work before it.
         groups = [*self._walk(0, state, list(range(len(self.tree.layouts))), ids)]
         nlls = torch.stack([nll for _, nll in groups]).cpu().numpy()
         table = np.empty((len(ids), len(self.tree.layouts)))
@@ -90,8 +99,11 @@ class Suffixes:
 
     @torch.no_grad()
     def _walk(self, first: int, state: State, members: list[int], ids: Tensor) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield groups of equal layouts among ``members``, which agree before layer ``first``, and the summed negative
-        log-likelihood [batch] of each, on the device. state: it enters layer ``first``."""
+        """Yield groups of equal layouts, and the summed negative log-likelihood [batch] of each on the device.
+
+        state: the one that enters layer ``first``.
+        members: layouts, by their number, that agree before layer ``first``.
+        """
         for layer in range(first, self.blocks.num_layers):
             *others, (step, members) = self.tree.parting(layer, members)
             for other, apart in others:
@@ -105,8 +117,7 @@ class Suffixes:
 
 
 def suffix_memory(blocks: Blocks, tree: LayoutTree, tokens: int) -> tuple[int, int]:
-    """Return bytes of the weights, and of a pass over ``tokens`` tokens: the states that are held, and one layer's
-    work."""
+    """Return the bytes of the weights, and of a pass over ``tokens`` tokens: the held states and one layer's work."""
     hidden, intermediate = int(blocks.config["hidden_size"]), int(blocks.config["intermediate_size"])
     pair = 2 if any(map(tree.overlaps, range(tree.num_layers))) else 1  # with and without what is in flight
     states = pair * tree.states * hidden
@@ -118,7 +129,8 @@ def suffix_memory(blocks: Blocks, tree: LayoutTree, tokens: int) -> tuple[int, i
 
 
 def usual_batch(batch_size: int | None, windows: np.ndarray) -> int:
-    """Return the windows per forward pass: as many as asked for, or as have 4096 tokens, and no more than there are."""
+    """Return the number of windows per forward pass: as asked for, or 4096 tokens' worth, and no more than there
+    are."""
     return min(batch_size or max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
 
 
@@ -132,8 +144,12 @@ def check_table_memory(
     loaded: bool = False,
     processes: int = 1,
 ) -> None:
-    """Raise UserError unless the weights and a pass over so many windows of ``seq_len`` tokens have room, in each of so
-    many processes of this machine. loaded: the weights have theirs already."""
+    """Raise UserError unless the weights and a pass over ``batch_size`` windows of ``seq_len`` tokens fit in memory.
+
+    what: the name of the work in messages.
+    loaded: the weights are in memory already.
+    processes: those of this machine that share its memory.
+    """
     weights, work = suffix_memory(blocks, tree, batch_size * seq_len)
     check_room(
         work if loaded else weights + work,
@@ -156,13 +172,15 @@ def score_layouts(
 ) -> np.ndarray:
     """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts].
 
-    windows: ids [windows, tokens], which the ranks share; all get all. what: of the messages. Raises UserError for what
-    is no number, and where there is no room.
+    All ranks return the same.
+    windows: ids [windows, tokens], which the ranks share.
+    what: the name of the work in messages.
+    Raises UserError where memory is too small, or a result is NaN or infinite.
     """
     batch_size = min(usual_batch(batch_size, windows), math.ceil(len(windows) / ranks.size))
     tree = LayoutTree(layouts)
     check_table_memory(blocks, tree, batch_size, windows.shape[1], what, processes=ranks.local_size)
-    ranks.barrier()  # what one loads is not free for another that still checks
+    ranks.barrier()  # Memory that one process loads is not free for another that still checks.
     with console.stage("loading the weights"):
         suffixes = Suffixes(blocks, layouts)
     weights, states = suffix_memory(blocks, tree, batch_size * windows.shape[1])

@@ -1,4 +1,5 @@
-"""Held-out perplexities and divergences of a model before and after its layers were rewritten, layer by layer."""
+"""Held-out perplexities and divergences of a model before and after its layers were rewritten, computed layer by
+layer."""
 
 import itertools
 import time
@@ -19,8 +20,11 @@ LayerAt = Callable[[int], torch.nn.Module]
 
 @dataclass(frozen=True)
 class HeldoutMeasures:
-    """Measures of held-out windows, by name of the step: perplexities, of the dense model too, and mean divergences
-    KL(dense || model) in nats per token."""
+    """Measures of held-out windows, by the name of the step.
+
+    perplexity: of each step and of the dense model.
+    divergence: mean KL(dense || model) in nats per token.
+    """
 
     perplexity: dict[str, Perplexity]
     divergence: dict[str, float]
@@ -35,8 +39,10 @@ def before_and_after(
     result: str,
     ranks: Ranks,
 ) -> HeldoutMeasures:
-    """Return held-out measures of the dense model, of the converted one, and, named ``result``, of that with its
-    rewritten layers."""
+    """Return held-out measures of the dense model, of the converted one, and of the latter with rewritten layers.
+
+    result: the name of the last.
+    """
     dense, layout = Layout.dense(own.num_layers), student.layout
 
     def rewritten(layer: int) -> torch.nn.Module:
@@ -53,10 +59,13 @@ def before_and_after(
 def heldout_measures(
     variants: Mapping[str, tuple[Blocks, LayerAt]], ids: torch.Tensor, ranks: Ranks
 ) -> HeldoutMeasures:
-    """Return the perplexity of held-out windows under variants of a model, each given by its blocks and layers, and the
-    divergence from the first, the dense one; one layer in memory at a time.
+    """Return the perplexity of held-out windows under variants of a model, and their divergence from the first, dense
+    one.
 
-    Ranks share the batches, which are those of one process: so are the results, bit by bit, on every rank.
+    One layer is in memory at a time. Ranks share the batches of one process, so the results are equal, bit by bit, on
+    every rank and for every number of ranks.
+    variants: blocks and layers, by name.
+    ids: [windows, tokens].
     """
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
     batches = ids.split(batch_size)
@@ -84,10 +93,10 @@ def heldout_measures(
 
 
 def in_order(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the values of all batches, of which each rank had every size-th."""
+    """Return the values of all batches in order, from ranks that each had every size-th batch."""
     return [value for values in itertools.zip_longest(*parts) for value in values if value is not None]
 
 
 def loaded(files: LayerFiles, layer: int, blocks: Blocks) -> dict[str, torch.Tensor]:
-    """Return a rewritten layer's weights, to compute with."""
+    """Return a rewritten layer's weights on the device and in the dtype of ``blocks``."""
     return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in files.weights(layer).items()}

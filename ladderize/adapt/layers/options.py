@@ -1,4 +1,4 @@
-"""What methods that rewrite layers one by one are asked to do. Imports no torch and no numpy."""
+"""The options of methods that rewrite layers one by one. Imports no torch and no numpy."""
 
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -22,7 +22,11 @@ memory_limit = partial(parse_size, option="--max-memory")
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """The windows of data that layers are rewritten from. Raises UsageError for options that contradict each other."""
+    """The windows of data that layers are rewritten from.
+
+    write: best: nothing where the held-out KL did not fall; last: always.
+    Raises UsageError for options that contradict each other.
+    """
 
     data: str = option(
         "json, jsonl, parquet, txt, npy, npz:array, or a folder or glob of one kind.", ..., metavar="FILE"
@@ -49,8 +53,8 @@ class WindowOptions:
         return spec
 
     def settings(self) -> Record:
-        """Return the options that decide the result besides data, models and layers: for the record, and for a killed
-        run to know its work."""
+        """Return the options that decide the result besides data, models and layers. They are recorded, and identify
+        the work of a killed run."""
         raise NotImplementedError
 
 
@@ -67,7 +71,10 @@ class DistillSettings(Record):
 
 @dataclass(frozen=True)
 class DistillOptions(DistillSettings):
-    """All options of distillation. max_memory: in bytes; it decides nothing of the result."""
+    """All options of distillation.
+
+    max_memory: bytes; it does not change the result.
+    """
 
     max_memory: int = option(
         "Memory for the dense model's states, per process. What is beyond it goes to disk.",
@@ -89,7 +96,11 @@ class DistillOptions(DistillSettings):
 
 @dataclass(frozen=True)
 class BlockwiseOptions(WindowOptions):
-    """See ``ladderize adapt --help``. layers: None: every layer that computes something else than the teacher's."""
+    """The options of ``ladderize adapt --method blocks``; see its --help.
+
+    layers: None: every layer that differs from the teacher's.
+    Raises UsageError for values that contradict each other.
+    """
 
     distill: DistillOptions = field(default_factory=DistillOptions)
 

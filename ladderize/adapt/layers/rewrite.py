@@ -1,5 +1,5 @@
-"""What methods that rewrite a checkpoint layer by layer have in common: from the two checkpoints and the data to the
-new checkpoint with its document, with work that a killed run goes on from."""
+"""The frame of methods that rewrite a checkpoint layer by layer: from two checkpoints and data to a new checkpoint with
+its document. A killed run resumes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -36,7 +36,12 @@ from ladderize.ranks.group import Ranks, join_ranks
 
 @dataclass(frozen=True)
 class WindowData(Record):
-    """The data and its windows. samples: to learn from. seq_len: tokens of each."""
+    """The data and its windows.
+
+    samples: windows to learn from.
+    heldout: windows held out.
+    seq_len: tokens of each.
+    """
 
     file: str
     sha256: str
@@ -47,8 +52,11 @@ class WindowData(Record):
 
 @dataclass(frozen=True)
 class MethodRecord(Record):
-    """The data, options and dtype that a result depends on: for ladderize.yaml, and for a killed run to know itself.
-    dtype: what is computed in."""
+    """The data, options and dtype that a result depends on, for ladderize.yaml and to recognise the work of a killed
+    run.
+
+    dtype: the one of the computation.
+    """
 
     data: WindowData
     options: Record
@@ -56,7 +64,7 @@ class MethodRecord(Record):
 
     @classmethod
     def of(cls, windows: Windows, options: WindowOptions, dtype: torch.dtype) -> "MethodRecord":
-        """Describe the run; reads all data once."""
+        """Return the record of a run; reads all data once."""
         sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
         data = WindowData(options.data, source_sha256(options.source), *sizes)
         return cls(data, options.settings(), str(dtype).removeprefix("torch."))
@@ -64,7 +72,7 @@ class MethodRecord(Record):
 
 @dataclass(frozen=True)
 class BlockwiseRun(Record):
-    """The subject of a run; the models by their fingerprints."""
+    """The method and the fingerprints of the models that a run is about."""
 
     method: str
     model: str
@@ -73,8 +81,11 @@ class BlockwiseRun(Record):
 
 @dataclass(frozen=True)
 class RewrittenLayers(Record, ABC):
-    """The common part of documents of methods that rewrite layers one by one. RESULT: the method's step among the
-    held-out measures. MEANING: of the errors in ``rows``."""
+    """The common part of the documents of methods that rewrite layers one by one.
+
+    RESULT: the name of the method's step among the held-out measures.
+    MEANING: the explanation of the errors in ``rows``.
+    """
 
     RESULT: ClassVar[str]
     MEANING: ClassVar[str]
@@ -98,21 +109,21 @@ class RewrittenLayers(Record, ABC):
 
     @abstractmethod
     def done(self) -> str:
-        """Return the work done, as a paragraph of the model card."""
+        """Return a paragraph for the model card that says what was done."""
 
     @property
     def card_note(self) -> str:
-        """The work done and the figures, for the model card."""
+        """The paragraphs for the model card: what was done, and the figures."""
         return f"{self.done()}\n\n{measured_note(self.heldout_perplexity, self.data)}"
 
     @property
     def target(self) -> str:
-        """The dense model's perplexity and the share of the loss recovered, in words."""
+        """The dense model's perplexity and the recovered share of the loss, in words."""
         return target_text(*(self.heldout_perplexity[name].perplexity for name in ("before", self.RESULT, "dense")))
 
 
 def measured_note(perplexities: Mapping[str, Perplexity], data: WindowData) -> str:
-    """Return the held-out perplexities of each step as a paragraph of a model card."""
+    """Return a paragraph for a model card with the held-out perplexities of each step."""
     steps = ", ".join(f"{value.perplexity:.4f} ({name.removeprefix('+ ')})" for name, value in perplexities.items())
     return (
         f"**Measured.** Perplexity on {data.heldout} held-out windows of {data.seq_len} tokens of"
@@ -121,7 +132,7 @@ def measured_note(perplexities: Mapping[str, Perplexity], data: WindowData) -> s
 
 
 def perplexity_rows(perplexities: Mapping[str, Perplexity], divergences: Mapping[str, float]) -> list[dict[str, str]]:
-    """Return held-out perplexities and divergences against the first, the dense model, for people."""
+    """Return a table, for people, of held-out perplexities and of divergences from the first, dense model."""
     dense = next(iter(perplexities.values())).perplexity
     return [
         {
@@ -139,8 +150,11 @@ def perplexity_rows(perplexities: Mapping[str, Perplexity], divergences: Mapping
 
 
 class CheckpointRun:
-    """A command that makes the checkpoint ``out`` with its ``document`` in work that a killed run goes on from. All
-    ranks make one. Raises UserError unless ``out`` may be written, and is none of ``sources``."""
+    """A command that makes the checkpoint ``out`` with its ``document``, from work that a killed run resumes.
+
+    All ranks make one.
+    Raises UserError unless ``out`` may be written, and is none of ``sources``.
+    """
 
     def __init__(
         self,
@@ -166,8 +180,11 @@ class CheckpointRun:
             output.check_target(Path(self.out), folder, overwrite=self.overwrite)
 
     def open_work(self, identity: Mapping[str, Any], deciding: Mapping[str, Any]) -> BlockFolder | None:
-        """Return the folder of work about ``identity``; None where an earlier run of the same command wrote ``out``
-        already. deciding: what decides the result besides ``identity``."""
+        """Return the work folder for ``identity``; None where an earlier run of the same command already wrote ``out``.
+
+        deciding: everything that decides the result besides ``identity``.
+        Raises UserError unless ``out`` may be written.
+        """
         self.identity, self.digest = identity, run_digest({**identity, **deciding})
         if self.maybe_done:
             if self.ranks.broadcast(self.earlier.finished(self.digest)):
@@ -177,8 +194,8 @@ class CheckpointRun:
             return BlockFolder(self.folder, identity, main=self.ranks.is_main)
 
     def written(self, kind: type[OwnRecord]) -> OwnRecord | None:
-        """Return the document of the earlier run that wrote ``out``, on other ranks than 0 None; what it left is
-        removed."""
+        """Return the document of the earlier run that wrote ``out``, and remove what it left; None on other ranks than
+        0."""
         if not self.ranks.is_main:
             return None
         return kind.from_dict(self.earlier.tidy(BlockFolder, self.identity, self.console), self.document)
@@ -194,7 +211,7 @@ class CheckpointRun:
         revision: str | None,
         verify: bool,
     ) -> None:
-        """Write ``out``, whole or not at all, and remove the work."""
+        """Write ``out``, whole or not at all, and remove the work. Raises UserError where it cannot be written."""
         work.write_about(**{FINISHED: self.digest})  # a run that is killed from here on may find OUT complete
         text = to_json({**document.to_dict(), RUN: self.digest}) + "\n"
         convert_checkpoint(
@@ -216,9 +233,13 @@ Document = TypeVar("Document", bound=RewrittenLayers)
 
 @dataclass(frozen=True)
 class LayerJob(Generic[MethodOptions]):
-    """The work of a method. teacher, own: the dense and the converted model, in the dtype that is computed in. student:
-    the layers to rewrite, with weights as they are stored. about: what the result depends on besides the models. files:
-    where finished layers lie."""
+    """The work of a method.
+
+    teacher, own: the dense and the converted model, in the dtype of the computation.
+    student: the layers to rewrite, with weights as stored.
+    about: everything that the result depends on besides the models.
+    files: the folder of finished layers.
+    """
 
     options: MethodOptions
     teacher: Blocks
@@ -232,9 +253,14 @@ class LayerJob(Generic[MethodOptions]):
 
 
 class LayerMethod(ABC, Generic[MethodOptions, Document]):
-    """A method. name: of ``--method``. key: of its record in ladderize.yaml, and what it is called in messages; its
-    document is the file of that name. reports: the document's field of them, and their kind. advice: what to try where
-    it did not help. needs_source: whether the dense model has to be the converted one's source or a relative of it."""
+    """A method that rewrites layers.
+
+    name: of ``--method``.
+    key: names its record in ladderize.yaml, its document's file, and the method in messages.
+    reports: the document's field of reports, and their class.
+    advice: what to try where it did not help.
+    needs_source: the dense model must be the converted one's source or a relative of it.
+    """
 
     name: str
     key: str
@@ -253,11 +279,11 @@ class LayerMethod(ABC, Generic[MethodOptions, Document]):
 
     @abstractmethod
     def files(self, work: BlockFolder) -> LayerFiles:
-        """Where finished layers lie."""
+        """Return the files of finished layers."""
 
     @abstractmethod
     def work(self, job: LayerJob[MethodOptions]) -> None:
-        """Make every layer that ``job.files`` does not hold yet. All ranks call it."""
+        """Rewrite every layer that ``job.files`` does not hold yet. All ranks call it."""
 
 
 def rewrite(
@@ -272,13 +298,14 @@ def rewrite(
     revision: str | None,
     console: Console,
 ) -> Document | None:
-    """Rewrite ``model``'s layers with the dense ``teacher_name`` at hand and write the result to ``out``; returns the
-    document, on other ranks than 0 None.
+    """Rewrite ``model``'s layers after the dense ``teacher_name``, and write the result to ``out``.
 
-    Several processes (accelerate launch, torchrun) share the work; rank 0 writes. A killed run goes on where it was.
+    Returns the document; None on other ranks than 0. Several processes (accelerate launch, torchrun) share the work;
+    rank 0 writes. A killed run resumes.
+    Raises UserError.
     """
     model, out, teacher_name = str(model), str(out), str(teacher_name)
-    options.source.files()  # that they are there
+    options.source.files()  # raises UserError where they are missing
     ranks = join_ranks(options.device)
     checkpoint, dense = open_checkpoint(model, revision), open_checkpoint(teacher_name)
     layout = layout_to_rewrite(method, checkpoint, dense, model, teacher_name)
@@ -334,7 +361,7 @@ def rewrite(
 def layout_to_rewrite(
     method: LayerMethod[Any, Any], checkpoint: Checkpoint, dense: Checkpoint, model: str, teacher_name: str
 ) -> Layout:
-    """Return the layout of the pair; raises UserError where ``method`` can do nothing with it."""
+    """Return the layout of ``checkpoint``; raises UserError where ``method`` cannot be applied to the pair."""
     layout = check_pair(checkpoint, dense, model, teacher_name)
     if layout.is_dense:
         raise UserError(f"{model} is dense; there is nothing to distil; convert it first")

@@ -1,7 +1,7 @@
-"""Ridge regression from sums of products: how every projection is solved anew.
+"""Ridge regression from sums of products, by which every projection is solved anew.
 
-W = argmin sum |W x - y|^2 + l |W - W_0|^2 with l = ridge * mean diagonal of sum x x^T has the closed form
-W = (sum y x^T + l W_0) (sum x x^T + l I)^-1. What the data do not say stays as in W_0.
+W = argmin sum |W x - y|^2 + l |W - W_0|^2 with l = ridge * mean diagonal of sum x x^T has the closed form W = (sum y
+x^T + l W_0) (sum x x^T + l I)^-1. Directions that the data do not determine stay as in W_0.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +13,9 @@ from torch.nn.functional import linear
 from ladderize.adapt.layers.align_reports import ProjectionReport
 from ladderize.ranks.group import Ranks
 
-OUTPUTS_AT_ONCE = 4096  # that are solved for together, in float64
-# Of the error that a stronger ridge takes away, what a weaker one must take away besides: weights nearer to the dense
-# ones come out better in the whole model, and train better (docs/results.md)
+OUTPUTS_AT_ONCE = 4096  # solved for together, in float64
+# A weaker ridge must take away this share more of the error than a stronger one: weights nearer to the dense ones come
+# out better in the whole model, and train better (docs/results.md).
 WORTH_LESS_RIDGE = 0.02
 
 # Batches of tokens: the inputs [tokens, width] of each virtual rank, and the targets [tokens, outputs] of all of them
@@ -23,8 +23,11 @@ Batches = Iterable[tuple[Sequence[Tensor], Tensor]]
 
 
 def affine(projections: Sequence[nn.Linear], part: int = 0, parts: int = 1) -> Tensor:
-    """Return weights, and as a last column biases where there are any, of the ``part``-th of ``parts`` of each
-    projection's rows, one projection after the other: float32 [outputs, width]."""
+    """Return the weights, with biases as a last column where there are any, of part ``part`` of ``parts`` of each
+    projection's rows.
+
+    Projections follow one another: float32 [outputs, width].
+    """
     blocks = []
     for projection in projections:
         columns = [projection.weight] if projection.bias is None else [projection.weight, projection.bias[:, None]]
@@ -40,9 +43,15 @@ def with_ones(inputs: Tensor, projection: nn.Linear) -> Tensor:
 
 
 class RankRows:
-    """The rows [outputs, width] that one virtual rank has of some projections: as they were (``prior``), and sums over
-    tokens in float32, ``gram`` = sum x x^T [width, width] and ``cross`` = sum y x^T. readout: targets are ``readout``
-    times the y that are given, as inputs of the dense model's projections; None: these themselves."""
+    """The rows [outputs, width] that one virtual rank has of some projections, with sums of products over tokens in
+    float32.
+
+    prior: the rows as they were.
+    gram: sum x x^T [width, width].
+    cross: sum y x^T.
+    readout: targets are ``readout`` times the y that are added, as inputs of the dense model's projections; None:
+    targets are the y.
+    """
 
     def __init__(self, prior: Tensor, readout: Tensor | None = None) -> None:
         self.prior, self.readout = prior, readout
@@ -51,7 +60,11 @@ class RankRows:
         self.cross = torch.zeros(len(prior) if readout is None else readout.shape[1], width, device=device)
 
     def add(self, inputs: Tensor, values: Tensor) -> None:
-        """Add the products of tokens. inputs: [tokens, width], values: y of each token, float32."""
+        """Add the products of tokens.
+
+        inputs: x, [tokens, width], float32.
+        values: y of each token, float32.
+        """
         self.gram.addmm_(inputs.T, inputs)
         self.cross.addmm_(values.T, inputs)
 
@@ -59,7 +72,7 @@ class RankRows:
         return values if self.readout is None else linear(values, self.readout)
 
     def solve(self, ridge: float) -> Tensor | None:
-        """Return the weights [outputs, width], solved in float64 and returned in float32; None where the products are
+        """Return the weights [outputs, width], solved in float64 and rounded to float32; None where the products are
         singular even with the ridge."""
         cross = self.cross if self.readout is None else self.readout @ self.cross
         penalty = ridge * float(self.gram.diagonal().double().mean())
@@ -78,10 +91,12 @@ class RankRows:
 
 
 def squared_errors(weights: Tensor, inputs: Tensor, targets: Tensor, sizes: list[int]) -> Tensor:
-    """Return for the rows of ``weights`` [outputs, width], in parts of ``sizes``, sum |W x - y|^2 and sum |y|^2 of each
-    part, float64 [2, parts].
+    """Return sum |W x - y|^2 and sum |y|^2 for each part of the rows of ``weights`` [outputs, width]: float64 [2,
+    parts].
 
-    inputs: [tokens, width], targets: [tokens, outputs], float32.
+    inputs: x, [tokens, width], float32.
+    targets: y, [tokens, outputs], float32.
+    sizes: rows of each part.
     """
     both = (linear(inputs, weights) - targets, targets)
     return torch.stack(
@@ -98,10 +113,12 @@ def refit(
     ranks: Ranks,
     stored: torch.dtype,
 ) -> list[ProjectionReport]:
-    """Solve the projections anew in place; each keeps what it had unless that lowers its error on held-out tokens.
+    """Solve the projections anew in place; each keeps its old weights unless its error on held-out tokens falls.
 
-    parts: of the virtual ranks. heldout: makes the held-out batches; the ranks hold different tokens. ridges: the
-    strongest first; a weaker one must gain more by ``WORTH_LESS_RIDGE``. stored: the dtype that weights are rounded to.
+    parts: of the virtual ranks.
+    heldout: returns the held-out batches; the ranks hold different tokens.
+    ridges: the strongest first; a weaker one must gain ``WORTH_LESS_RIDGE`` more.
+    stored: the dtype that weights are rounded to.
     """
     for part in parts:
         ranks.sum(part.gram)

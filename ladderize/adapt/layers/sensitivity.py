@@ -1,8 +1,8 @@
-"""``ladderize sensitivity``: the cost of changed layers of a dense model, as they are or after alignment.
+"""``ladderize sensitivity``: the cost of changed layers of a dense model, as converted or after alignment.
 
-All models that are measured agree with the dense one before their first changed layer, so for each batch of windows
-there is one dense pass, and what is changed branches off it. Aligned models have weights of their own, and are made one
-after the other.
+All measured models agree with the dense one before their first changed layer, so for each batch of windows there is one
+dense pass, from which the changed ones branch off. Aligned models have their own weights, and are made one after the
+other.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks, join_ranks
 
 UNFINISHED = (
-    ".unfinished"  # ends the name of the file beside OUT that keeps aligned models' likelihoods until it is there
+    ".unfinished"  # ends the name of a file beside OUT that keeps aligned models' likelihoods until OUT is written
 )
 
 
@@ -54,11 +54,11 @@ def write_sensitivity(
     overwrite: bool = False,
     console: Console = SILENT,
 ) -> SensitivityDocument:
-    """Measure what changed layers of a dense ``model`` cost, and write the JSON file ``out``.
+    """Measure the cost of changed layers of a dense ``model``, and write the JSON file ``out``.
 
     Several processes (torchrun, accelerate launch) share the windows or, with ``options.align``, the models; rank 0
-    writes, and all return the same. Aligned models that a killed run has measured are not measured again. Raises
-    UserError, also where ``out`` is there and ``overwrite`` is not said.
+    writes, and all return the same. Aligned models that a killed run measured are not measured again.
+    Raises UserError, also where ``out`` exists and ``overwrite`` is False.
     """
     ranks = join_ranks(options.device)
     out = Path(out).expanduser()
@@ -84,11 +84,13 @@ def measure_sensitivity(
     ranks: Ranks | None = None,
     unfinished: Path | None = None,
 ) -> SensitivityDocument:
-    """Return what changed layers of a dense ``model`` cost.
+    """Return the cost of changed layers of a dense ``model``.
 
-    windows: ids [windows, seq_len] that were drawn from the data before. sha256: of those data, if they are no single
-    file. ranks: share the work, and all return the same; None: this process alone. unfinished: a file that keeps what
-    was measured of aligned models.
+    windows: ids [windows, seq_len] that were drawn from the data before.
+    sha256: of the data, if they are no single file.
+    ranks: those that share the work, all of which return the same; None: this process alone.
+    unfinished: a file that keeps the measurements of aligned models.
+    Raises UserError for a model or data that cannot be measured.
     """
     checkpoint = open_dense(str(model), options)
     layers = int(checkpoint.config["num_hidden_layers"])
@@ -140,7 +142,7 @@ def measure_sensitivity(
 
 
 def open_dense(model: str, options: SensitivityOptions) -> Checkpoint:
-    """Open the checkpoint; raises UserError unless it is a dense model."""
+    """Return the checkpoint; raises UserError unless it is a dense model."""
     check_device(options.device)
     checkpoint = open_checkpoint(model, options.revision)
     layout = Layout.from_config(checkpoint.config)
@@ -152,10 +154,11 @@ def open_dense(model: str, options: SensitivityOptions) -> Checkpoint:
 def drawn_windows(
     checkpoint: Checkpoint, options: SensitivityOptions, drawn: np.ndarray | None, console: Console
 ) -> tuple[np.ndarray, Windows | None]:
-    """Return the windows to score, ids [samples, seq_len], and those after them to align models on; None where models
-    are scored as they are.
+    """Return the windows to score, ids [samples, seq_len], and those after them to align on; None where models are
+    scored as converted.
 
-    drawn: all windows, in an order drawn with the seed, if they were read before.
+    drawn: all windows in random order, if they were read before.
+    Raises UserError where there are too few.
     """
     if drawn is None:
         drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=None, seed=options.seed)
@@ -178,8 +181,8 @@ def drawn_windows(
 
 
 def _measured_before(path: Path | None, identity: Mapping[str, str]) -> dict[str, list[float]]:
-    """Return what a killed run has kept: the nats of each window, by layout. Raises UserError where it measured
-    something else."""
+    """Return the nats of each window that a killed run kept, by layout. Raises UserError where it measured something
+    else."""
     kept = read_own(path) if path is not None else {}
     if not kept:
         return {}

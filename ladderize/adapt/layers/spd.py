@@ -1,9 +1,9 @@
-"""``ladderize spd``: sensitivity, classes, head grouping, repair, conversion, and what each step won, in one command.
+"""``ladderize spd``: sensitivity, classes, head grouping, repair and conversion in one command, with the gain of each
+step.
 
 The paper's recipe (arXiv 2502.20727, section 4): blocks with S <= tau1 are dropped as they are; those up to tau2 are
 distilled; those above have their heads grouped first. With the criterion ``error`` heads are grouped for every block
-that is repaired: it costs nothing at inference. Repair is alignment (least squares), distillation, or the one and then
-the other.
+that is repaired, since grouping costs nothing at inference. Repair is alignment (least squares), distillation, or both.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,7 +60,7 @@ SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
 
 @dataclass(frozen=True)
 class SpdBlock(SelectedBlock):
-    """A block of the selection with what it got; None where it got none."""
+    """A block of the selection with the steps that it got; None where it got none."""
 
     grouping: GroupingReport | None
     distillation: BlockReport | None
@@ -69,7 +69,8 @@ class SpdBlock(SelectedBlock):
 
 @dataclass(frozen=True)
 class SpdDocument(Record):
-    """spd.json: what each block got and why, with the figures of each step; docs/files.md says what the keys mean."""
+    """The content of spd.json: the steps that each block got and why, with their figures; docs/files.md explains the
+    keys."""
 
     model: str
     out: str
@@ -100,14 +101,14 @@ def spd(
     verify: bool = True,
     console: Console = SILENT,
 ) -> SpdDocument | None:
-    """Make the SPD checkpoint ``out`` of the dense ``model``; returns the document of spd.json, on other ranks than 0
-    None.
+    """Make the SPD checkpoint ``out`` of the dense ``model``.
 
-    Every step is kept in a work folder until OUT is there, so a killed run goes on. Of several processes (accelerate
-    launch, torchrun) all share the work, and rank 0 writes.
+    Returns the document of spd.json; None on other ranks than 0. A work folder keeps every step until OUT is written,
+    so a killed run resumes. Several processes (accelerate launch, torchrun) share the work, and rank 0 writes.
+    Raises UserError.
     """
     model, out, training = str(model), str(out), options.training
-    training.source.files()  # that they are there
+    training.source.files()  # raises UserError where they are missing
     ranks = join_ranks(training.device)
     checkpoint = open_checkpoint(model, options.revision)
     dense = Layout.from_config(checkpoint.config)
@@ -143,9 +144,7 @@ def spd(
     if opened is None:
         return run.written(SpdDocument)
     with opened as work:
-        # sensitivity
         fill_sensitivity(model, options, calibration, record, ranks, work, console)
-        # what to convert
         chosen, selection = recipe.resolve(dense)
         assert selection is not None
         # the work folder will be gone, and OUT has the file
@@ -233,7 +232,7 @@ def fill_sensitivity(
     work: BlockFolder,
     console: Console,
 ) -> None:
-    """Measure the backward sweep and write sensitivity.json; what a killed run measured is only classified anew."""
+    """Measure the backward sweep and write sensitivity.json. An earlier measurement is only classified anew."""
     training, path = options.training, work.folder / SENSITIVITY
     if ranks.broadcast(path.is_file()):
         if ranks.is_main:
@@ -273,8 +272,10 @@ def group(
     ranks: Ranks,
     console: Console,
 ) -> HeadMap | None:
-    """Return the head map of the blocks that get one, which the ranks share; read if it was computed before, for the
-    same blocks by the same criterion."""
+    """Return the head map of the blocks whose heads are grouped; None where there are none.
+
+    The ranks share the blocks. A map that was computed for the same blocks by the same criterion is read.
+    """
     layers, path = to_group(selection, options), work.folder / HEAD_MAP
     if not layers:
         return None
@@ -303,7 +304,7 @@ def group(
 
 
 def to_repair(selection: Selection, options: SpdOptions) -> list[int]:
-    """Return the selected blocks, all of them or those that are not insensitive."""
+    """Return the selected blocks that are repaired: all of them, or those that are not insensitive."""
     return [
         entry.block
         for entry in selection.blocks
@@ -312,8 +313,8 @@ def to_repair(selection: Selection, options: SpdOptions) -> list[int]:
 
 
 def to_group(selection: Selection, options: SpdOptions) -> list[int]:
-    """Return the blocks whose heads are grouped: all that are repaired; with the paper's criterion the extremely
-    sensitive ones, as there."""
+    """Return the blocks whose heads are grouped: all that are repaired; with the paper's criterion only the extremely
+    sensitive ones."""
     if options.head_grouping == "none":
         return []
     classes = CLASSES[-1:] if options.head_grouping == "paper" else CLASSES
@@ -321,7 +322,7 @@ def to_group(selection: Selection, options: SpdOptions) -> list[int]:
 
 
 def orders_of(head_map: HeadMap | None) -> Mapping[int, tuple[int, ...]]:
-    """Return the order of heads in each layer that has another one than the dense model's."""
+    """Return the head order of each layer whose order differs from the dense model's."""
     return {} if head_map is None else head_map.orders
 
 
@@ -335,7 +336,7 @@ def measure_steps(
     heldout: Tensor,
     ranks: Ranks,
 ) -> HeldoutMeasures:
-    """Return held-out measures of the dense model and after each step that was taken."""
+    """Return held-out measures of the dense model and of the model after each step."""
     dense = Layout.dense(layout.num_layers)
     grouped = partial(permuted_weights, blocks, orders_of(head_map))
 
@@ -362,7 +363,7 @@ def measure_steps(
 
 
 def made_worse(measured: Mapping[str, Perplexity]) -> str | None:
-    """Return a warning where a step raised the held-out perplexity; None where none did, as far as it is shown."""
+    """Return a warning where a step raised the held-out perplexity by as much as is shown; else None."""
     steps = list(measured.items())[1:]
     for (before, start), (name, end) in pairwise(steps):
         if not round(end.perplexity, 4) <= round(start.perplexity, 4):  # NaN is no improvement
@@ -377,7 +378,7 @@ def made_worse(measured: Mapping[str, Perplexity]) -> str | None:
 def block_table(
     selection: Selection, head_map: HeadMap | None, work: BlockFolder, start: StudentBlocks, student: StudentBlocks
 ) -> list[SpdBlock]:
-    """Return the steps that each block got and the reasons, with the figures of each step."""
+    """Return each block of the selection with the reports of the steps that it got."""
     grouping = head_map.report if head_map is not None else {}
     return [
         SpdBlock(

@@ -1,4 +1,4 @@
-"""What ``ladderize spd`` is asked to do. Imports no torch and no numpy."""
+"""The options of ``ladderize spd``. Imports no torch and no numpy."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,9 +13,10 @@ DEFAULT_FRACTION = 0.7
 
 @dataclass(frozen=True)
 class SpdOptions:
-    """See ``ladderize spd --help``. Raises UsageError for values that do not go together.
+    """The options of ``ladderize spd``; see its --help.
 
     training: the data, its windows, and the distillation. Alignment solves every layer from the first dropped one on.
+    Raises UsageError for values that contradict each other.
     """
 
     sync_tp_size: int = option(

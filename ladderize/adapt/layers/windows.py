@@ -1,8 +1,8 @@
-"""Windows of token ids to distil on, from the rows that retraining reads, by the same rules.
+"""Windows of token ids, made from the rows that retraining reads.
 
-Every row becomes ids as in retraining (chat templates, EOS after each text), but whole; the ids of all rows are joined
-in order and cut into windows of ``seq_len``, and windows drawn at random train or are held out. Every token counts:
-what a loss mask says is about the loss on the text, which is not taken here.
+Rows become ids as in retraining (chat templates, EOS after each text), but whole. The ids of all rows are joined in
+order and cut into windows of ``seq_len``; windows drawn at random train or are held out. Every token counts: a loss
+mask is about the loss on the text, which is not taken here.
 """
 
 import sys
@@ -28,7 +28,11 @@ LEAST_WINDOWS_HELDOUT = 8
 
 @dataclass(frozen=True)
 class Windows:
-    """Token ids for training, and others for the held-out loss and the perplexities: [windows, tokens] each."""
+    """Token ids [windows, tokens].
+
+    train: to learn from.
+    heldout: for the held-out loss and the perplexities.
+    """
 
     train: Tensor
     heldout: Tensor
@@ -41,11 +45,12 @@ class Windows:
 def training_windows(
     checkpoint: Checkpoint, options: WindowOptions, seed: int = 0, tokens: int | None = None
 ) -> Windows:
-    """Return full windows for training and others that are held out, drawn with ``seed``. Raises UserError where the
-    data give too few.
+    """Return full windows for training and others that are held out, drawn with ``seed``.
 
-    tokens: what to take where ``options`` do not say how many windows, and an eighth as many are held out, out of no
-    more rows than that needs; None: 1024 and 64 windows, out of all rows. Fewer where the data give fewer.
+    There are fewer where the data give fewer.
+    tokens: how many to train on where ``options.samples`` is None; an eighth as many windows are held out, and no more
+    rows are read than that needs. None: 1024 and 64 windows, out of all rows.
+    Raises UserError where the data give too few.
     """
     both = options.samples is not None and options.heldout is not None
     positions = most_positions(checkpoint.config)
@@ -75,8 +80,12 @@ def training_windows(
 def window_counts(
     there: int, seq_len: int, samples: int | None, heldout: int | None, tokens: int | None
 ) -> tuple[int, int]:
-    """Return how many of the windows to learn from, and how many to hold out, where one or both are not said; the first
-    is below 1, or their sum above ``there``, where that is too few. tokens: as in ``training_windows``."""
+    """Return the number of windows to learn from, and of those to hold out.
+
+    Where ``there`` are too few, the first is below 1, or their sum is above ``there``.
+    samples, heldout: the numbers asked for; None: the default.
+    tokens: as in ``training_windows``.
+    """
     tenth = max(1, there // 10)
     if tokens is None:
         heldout = heldout or min(DEFAULT_HELDOUT, tenth)
@@ -91,8 +100,8 @@ def read_rows(
 ) -> list[np.ndarray]:
     """Return the ids of every row of files, int64 [tokens] each.
 
-    enough: so many tokens of rows in an order drawn with ``seed`` are enough; None: all rows, in their order. Raises
-    UserError for data that cannot be used.
+    enough: stop after so many tokens, in an order drawn with ``seed``; None: all rows, in their order.
+    Raises UserError for data that cannot be used.
     """
     tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(spec.text) else None
     encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"], spec.name)

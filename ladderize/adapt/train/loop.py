@@ -1,9 +1,9 @@
 """The training loop, on ``accelerate.Accelerator``.
 
-One step: ``batch_size`` packed rows, the same for any number of ranks; each rank takes its part in micro-batches; sums
-of losses are divided by the tokens that count in the whole step, so a step is the same however it is cut. Random
-numbers (LoRA's dropout) are seeded by step and rank, and rows are read in an order that the seed decides. So a run that
-goes on from a state makes the steps that the uninterrupted run makes, bit for bit on a CPU.
+A step reads ``batch_size`` packed rows, the same for any number of ranks. Each rank computes its part in micro-batches.
+Sums of losses are divided by the scored tokens of the whole step, so a step is the same however it is split. Step and
+rank seed the random numbers (LoRA's dropout), and the seed decides the order of rows. So a resumed run makes the steps
+of the uninterrupted run, bit for bit on a CPU.
 """
 
 import itertools
@@ -36,18 +36,19 @@ from ladderize.memory import peak_bytes
 from ladderize.runtime.training.batch import Batch
 
 HEARD = b"\nstopping after the step under way, whose state is then saved (Ctrl-C again stops at once)\n"
-FEW_SCORED = 0.05  # a share of the tokens that is worth a word
+FEW_SCORED = 0.05  # the share of scored tokens below which a warning is given
 RECENT, EXPLOSIONS = 50, 3  # steps that a loss is compared with; so many in a row far above them end the run
 HostBatch = Mapping[str, Tensor]  # of ``collate``
 
 
 @contextmanager
 def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
-    """Let SIGTERM and the first Ctrl-C ask to stop after the step under way; yields whether one came. A second Ctrl-C
-    interrupts. announce: say on stderr that the signal was understood.
+    """Let SIGTERM and the first Ctrl-C ask to stop after the current step; yields a function that says whether one
+    came.
 
-    A rank that ladderize has started leaves Ctrl-C, which a terminal sends to all processes, to the one that started
-    it: that one hands it on as SIGTERM.
+    A second Ctrl-C interrupts. A terminal sends Ctrl-C to all processes: a rank that ladderize has started leaves it to
+    the process that started it, which passes it on as SIGTERM.
+    announce: say on stderr that the signal was understood.
     """
     received: list[int] = []
 
@@ -73,7 +74,7 @@ def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
 
 
 class Order(Sampler[int]):
-    """Yields the numbers of ``rows`` rows without end, in a fresh order every epoch, from the ``first``-th on."""
+    """Yields row numbers below ``rows`` endlessly, in a new order every epoch, from position ``first`` on."""
 
     def __init__(self, rows: int, seed: int, first: int) -> None:
         self.rows, self.seed, self.first = rows, seed, first
@@ -86,21 +87,23 @@ class Order(Sampler[int]):
 
 
 def micro_batches(rows: Any, options: TrainOptions, model: TrainingModel, first: int) -> Iterator[HostBatch]:
-    """Yield this rank's micro-batches, from the ``first``-th row of the training on. rows: as ``open_data`` gives them;
-    a stream is read anew up to there."""
+    """Yield this rank's micro-batches, from row ``first`` of the training on.
+
+    rows: as ``open_data`` returns them; a stream is read again up to ``first``.
+    """
     how: dict[str, Any] = {"batch_size": options.micro_batch_size, "collate_fn": collate, "drop_last": True}
     if hasattr(rows, "__len__"):
         loader = DataLoader(rows, sampler=Order(len(rows), options.seed, first), **how)
     else:
         loader = DataLoader(rows.skip(first) if first else rows, **how)
-    # of tensor-parallel ranks, which Accelerate does not know, a group reads the same rows
+    # A group of tensor-parallel ranks, which Accelerate does not know of, reads the same rows.
     prepared = prepare_data_loader(loader, num_processes=model.data_size, process_index=model.data_rank)
     return iter(prepared)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Means per scored token, in nats; the hidden error is a mean over all tokens."""
+    """Means per scored token in nats. The hidden error is a mean over all tokens."""
 
     cross_entropy: float
     divergence: float
@@ -112,19 +115,24 @@ class Scores:
         return math.exp(self.cross_entropy) if self.cross_entropy < 700 else math.inf
 
     def criterion(self, objective: Objective) -> float:
-        """Return what decides which weights are best, the lower the better; infinite where it is no number."""
+        """Return the value by which the best weights are chosen: the lower the better, infinite where it is not a
+        number."""
         value: float = objective.criterion.total(self.cross_entropy, self.divergence, 0.0)
         return value if math.isfinite(value) else math.inf
 
     def text(self, objective: Objective) -> str:
-        """Return it in words: the criterion, where that is more than the perplexity tells, and the perplexity."""
+        """Return the scores in words: the perplexity, and the criterion where it is another value."""
         known = f"{objective.criterion.label} {self.criterion(objective):.4g}, " if objective.distill_weight else ""
         return f"held-out {known}perplexity {self.perplexity:.4f}"
 
 
 class Loop:
-    """Joins the parts; ``run`` trains until the budget is spent. rows: to train on (``open_data``). heldout: rows to
-    validate on. stored: the dtype in which OUT holds what is trained."""
+    """The training of a model: ``run`` trains until the budget is spent.
+
+    rows: to train on (``open_data``).
+    heldout: rows to validate on.
+    stored: the dtype in which OUT holds trained weights.
+    """
 
     def __init__(
         self,
@@ -144,8 +152,10 @@ class Loop:
         self.progress = Progress()
 
     def run(self) -> Progress:
-        """Train until the budget is spent. Raises UserError where the loss is no number or explodes, or on SIGTERM
-        (after saving)."""
+        """Train until the budget is spent.
+
+        Raises UserError where the loss is NaN or infinite or explodes, and, after saving, on SIGTERM or Ctrl-C.
+        """
         progress, options = self.progress, self.options
         spent = options.budget.share(progress.step, progress.tokens)
         if progress.step == 0 and self.heldout:
@@ -185,16 +195,21 @@ class Loop:
         return progress
 
     def step(self, batches: Iterator[HostBatch], spent: float, stopped: Callable[[], bool]) -> dict[str, float]:
-        """Make one update; returns its metrics."""
+        """Make one update and return its metrics.
+
+        spent: the share of the budget spent before.
+        stopped: returns whether a signal asked to stop.
+        Raises UserError as ``check`` does.
+        """
         options, model, progress, accelerator = self.options, self.model, self.progress, self.accelerator
         begin = time.perf_counter()
         micros = list(itertools.islice(batches, accelerator.gradient_accumulation_steps))
-        # ranks of different rows draw different numbers, the same ones when a step is made again
+        # Data-parallel ranks draw different numbers, and a repeated step the same ones.
         torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + model.data_rank)
         rate = options.schedule.rate(progress.step, spent)
         for group in model.optimizer.param_groups:  # DeepSpeed updates within the last backward pass
             group["lr"] = rate
-        # targets that count, and those that are no padding
+        # scored targets, and all that are not padding
         counts = [[(micro["targets"] >= least).sum() for least in (0, IGNORED_TARGET)] for micro in micros]
         scored, tokens = model.sum(torch.tensor(counts, dtype=torch.float64).sum(0).to(accelerator.device))
         sums = torch.zeros(4, device=accelerator.device, dtype=torch.float64)
@@ -204,12 +219,13 @@ class Loop:
             with accelerator.accumulate(model.student):
                 losses = model.losses(batch)
                 means = (losses[0] / scored, losses[1] / scored, losses[2] / tokens)
-                # gradients are averaged over ranks and micro-batches, and the mean over the step's tokens is meant
+                # Gradients are averaged over ranks and micro-batches; multiplied so, they are those of the mean over
+                # the step's tokens.
                 scale = model.data_size * len(micros)
                 accelerator.backward((options.objective.total(*means) * scale).float())
             sums[:3] += losses.detach()
         length = model.clip(options.max_grad_norm).double().to(sums.device)
-        # here alone in a step the host waits for the device
+        # The only place in a step where the host waits for the device.
         together = torch.cat((model.sum(sums), length.reshape(1), scored[None], tokens[None]))
         entropy, divergence, hidden, stop, norm, scored, tokens = together.tolist()
         entropy, divergence, hidden = entropy / scored, divergence / scored, hidden / tokens
@@ -218,7 +234,7 @@ class Loop:
             self.folder.save(progress, model)  # the weights are still those of the step before
         self.check(loss, norm)
         model.optimizer.step()
-        # DDP's gradients stay where they are, in its buckets: others beside them would be made anew
+        # DDP keeps gradients in its buckets: set to None, they would be allocated again beside these.
         model.optimizer.zero_grad(set_to_none=not hasattr(model.student, "no_sync"))
         seconds = time.perf_counter() - begin
         progress.step += 1
@@ -243,8 +259,8 @@ class Loop:
         }
 
     def check(self, loss: float, norm: float) -> None:
-        """Raise UserError, before the update, where the loss or its gradient is no number, or for some steps far above
-        what it was."""
+        """Raise UserError, before the update, where the loss or its gradient is NaN or infinite, or the loss has
+        exploded."""
         step, recent = self.progress.step + 1, self.progress.recent
         if math.isfinite(loss) and math.isfinite(norm):
             last, before = [*recent, loss][-EXPLOSIONS:], recent[:-EXPLOSIONS]
@@ -266,7 +282,7 @@ class Loop:
     # ---- validation ----
 
     def validate_first(self) -> None:
-        """Score the held-out rows before the first step, under the teacher, too."""
+        """Score the held-out rows before the first step, also under the teacher."""
         progress, has_teacher = self.progress, self.model.teacher is not None
         passes = 2 if has_teacher else 1
         with self.console.progress("validating before the first step", passes * len(self.heldout)) as advance:
@@ -284,8 +300,11 @@ class Loop:
         self.console.note(f"before training: {scores.text(self.options.objective)}{target}")
 
     def validate(self, advance: Callable[[int], None]) -> Scores:
-        """Score the held-out rows with the weights as OUT would hold them, write the result down, and keep the weights
-        if they are the best. advance: is told of the rows that were scored."""
+        """Score the held-out rows with the weights as OUT would hold them, record the scores, and keep the best
+        weights.
+
+        advance: is called with the number of rows scored.
+        """
         progress, model = self.progress, self.model
         with model.evaluating(self.stored):
             scores = self.score(advance)
@@ -312,7 +331,7 @@ class Loop:
         return scores
 
     def score(self, advance: Callable[[int], None]) -> Scores:
-        """Return the losses of the held-out rows under the weights as they are; every rank takes its part of them."""
+        """Return the losses of the held-out rows under the current weights; every rank scores a part."""
         sums = torch.zeros(5, device=self.accelerator.device, dtype=torch.float64)
         for batch in self.heldout_batches(advance):
             sums[:3] += self.model.losses(batch)
@@ -321,8 +340,10 @@ class Loop:
         return Scores(entropy / scored, divergence / scored, round(scored), hidden / tokens)
 
     def heldout_batches(self, advance: Callable[[int], None]) -> Iterator[Batch]:
-        """Yield a rank's part of the held-out rows in micro-batches, as many on every rank: FSDP gathers parameters in
-        every forward pass, so a rank that has no rows left takes part with an empty one."""
+        """Yield a rank's part of the held-out rows in micro-batches, the same number on every rank.
+
+        FSDP gathers parameters in every forward pass, so a rank with no rows left takes part with an empty micro-batch.
+        """
         size, model = self.options.micro_batch_size, self.model
         for start in range(0, len(self.heldout), size * model.data_size):
             begin = start + model.data_rank * size
@@ -332,7 +353,7 @@ class Loop:
     # ---- what is said ----
 
     def write(self, values: Mapping[str, float]) -> None:
-        """Add a line to metrics.jsonl, and tell the trackers."""
+        """Add a line to metrics.jsonl, and pass it on to the trackers."""
         if self.accelerator.is_main_process:
             # JSON has no infinity
             line = {key: value if math.isfinite(value) else None for key, value in values.items()}
@@ -342,7 +363,7 @@ class Loop:
         self.accelerator.log({key: value for key, value in values.items() if key != "step"}, step=step)
 
     def countdown(self, advance: Advance, detail: str) -> Callable[[int], None]:
-        """Return what shows how many held-out rows are done behind the ``detail`` of the progress."""
+        """Return a function that shows, behind ``detail``, how many held-out rows are scored."""
         done = 0
 
         def show(rows: int) -> None:
@@ -353,14 +374,14 @@ class Loop:
         return show
 
     def warn_of_few(self, scored: int, tokens: int) -> None:
-        """Say where hardly anything of the first step's rows counts: a mask, or a template, may be meant otherwise."""
+        """Warn where hardly any token of the first step is scored: the mask, or the chat template, may be wrong."""
         if scored < FEW_SCORED * tokens:
             self.console.warn(
                 f"only {scored:,} of the {tokens:,} tokens of the first step count in the loss; --show-data shows which"
             )
 
     def bar_detail(self, metrics: Mapping[str, float]) -> str:
-        """Return the moving part of the progress: the step where tokens are counted, the loss and the speed."""
+        """Return the changing part of the progress: the step, if tokens are counted, the loss and the speed."""
         step = "" if self.options.budget.steps else f"step {self.progress.step}, "
         memory = f", {human_bytes(metrics['peak_memory_bytes'])}" if metrics["peak_memory_bytes"] else ""
         loss = f"loss ({self.options.objective.label}) {metrics['loss']:.4f}"
@@ -368,8 +389,10 @@ class Loop:
 
 
 def explosion_bound(recent: Sequence[float]) -> float:
-    """Return the loss above which a step is far from ``recent`` ones: thrice their median, and never less than 4 nats
-    above it; infinite where they are too few."""
+    """Return the loss above which a step is far from ``recent`` ones; infinite where they are too few.
+
+    It is three times their median, and at least 4 nats above it.
+    """
     if len(recent) < 10:
         return math.inf
     median = statistics.median(recent)

@@ -1,5 +1,5 @@
-"""The memory and the disk that a training takes: one formula, counted from headers, before anything is loaded. Tests
-compare it with the peaks of real steps."""
+"""The memory and disk space that a training takes, by one formula from headers alone. Tests compare it with measured
+peaks."""
 
 import math
 import shutil
@@ -27,11 +27,11 @@ from ladderize.memory import available_bytes
 from ladderize.ranks.environment import launched
 
 FP32 = 4
-OTHER_BYTES = 500_000_000  # of the interpreter and the libraries, roughly
+OTHER_BYTES = 500_000_000  # for the interpreter and the libraries, roughly
 
 
 def trained_numbers(config: Mapping[str, Any], layout: Layout, options: RetrainOptions) -> int:
-    """Return how many numbers ``full`` or ``lora`` trains of a model of this layout."""
+    """Return the number of parameters that ``full`` or ``lora`` trains in a model of this layout."""
     layers, shapes = layers_to_train(layout, options.train), expected_tensors(config)
     if options.method == LORA:
         matrices = [name for name in trained_tensors(shapes, layers, False) if name.endswith(".weight")]
@@ -41,14 +41,20 @@ def trained_numbers(config: Mapping[str, Any], layout: Layout, options: RetrainO
 
 
 def saved_bytes(trained: int) -> int:
-    """Return the disk that unfinished work takes: the states kept and the one being written, and the best weights."""
+    """Return the disk space of unfinished work in bytes: the kept states, the one being written, and the best
+    weights."""
     return trained * (STATE_BYTES * (STATES_KEPT + 1) + WEIGHT_BYTES)
 
 
 @dataclass(frozen=True)
 class TrainingEstimate(Record):
-    """The document of --dry-run. memory_bytes: of each process, about, and its parts by name. state_bytes: most that
-    unfinished work takes on the disk; output_bytes: most that OUT does."""
+    """The document of --dry-run.
+
+    memory_bytes: of each process, approximately.
+    memory_parts: its parts, by name.
+    state_bytes: the most that unfinished work takes on disk.
+    output_bytes: the most that OUT takes on disk.
+    """
 
     model: str
     method: str
@@ -67,7 +73,7 @@ class TrainingEstimate(Record):
     output_bytes: int
 
     def text(self) -> str:
-        """Return it in words."""
+        """Return the estimate in words."""
         parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in self.memory_parts.items() if value)
         return (
             f"{self.method}, layers {format_ranges(self.layers)}: {human_count(self.trained_parameters)} of"
@@ -79,7 +85,10 @@ class TrainingEstimate(Record):
         )
 
     def warn_where_short(self, device: torch.device, processes: int, console: Console) -> None:
-        """Say where less memory is free than this; ``processes`` of a machine share a CPU's."""
+        """Warn where less memory is free than this.
+
+        processes: those of this machine, which share a CPU's memory.
+        """
         free = available_bytes(device)
         if free is not None and self.memory_bytes > (own := free // (processes if device.type == "cpu" else 1)):
             console.warn(
@@ -90,14 +99,14 @@ class TrainingEstimate(Record):
 
 
 def estimate(task: Task) -> TrainingEstimate:
-    """Return what each process takes, from weights, gradients, moments, activations and the teacher."""
+    """Return the memory of each process: weights, gradients, moments, activations and the teacher."""
     config, options, training, layout = task.checkpoint.config, task.options, task.training, task.layout
     tp_size, compute = options.tp_size, task.compute.itemsize
     parameters, trained = parameter_count(config), trained_numbers(config, layout, options)
     hidden, vocab, inner = (int(config[key]) for key in ("hidden_size", "vocab_size", "intermediate_size"))
     tokens = training.micro_batch_size * training.seq_len
     frozen = parameters if task.is_lora else parameters - trained
-    # norms, and KV heads beyond their number, are on every rank: left out
+    # Left out: norms and replicated KV heads are on every rank.
     held = task.launch.processes if task.launch.sharded else tp_size
     shared = 0 if task.launch.sharded else frozen  # held once for both models
     if task.is_lora and shared and read_retrainings(task.checkpoint.folder):  # then the base is not the teacher's
@@ -106,7 +115,8 @@ def estimate(task: Task) -> TrainingEstimate:
     per_layer, width = parameters // layout.num_layers, FP32 if compute == FP32 else 3  # streams are wide, products not
 
     def kept(layer: int) -> int:
-        """Numbers of a token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's width."""
+        """Return the numbers kept per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's
+        width."""
         ranks = (layout.sync_tp_size or 1) // tp_size if layout.attention_sync[layer] == DROPPED else 1
         heads = 3 * int(config["num_attention_heads"]) // tp_size + 4 * max(1, kv_head_count(config) // tp_size)
         return 3 * hidden + heads * head_dim(config) + 4 * hidden * ranks + 4 * inner // tp_size
@@ -123,14 +133,14 @@ def estimate(task: Task) -> TrainingEstimate:
         "gradients": trained * FP32 // held,
         "moments": 2 * trained * FP32 // held,
         "teacher": (parameters - shared) * compute // held if teacher else 0,
-        # of two layers and the ends, with a layer's gradients; without sharding the narrow copies of a pass
+        # two layers and the ends, and a layer's gradients; without sharding, the narrow copies of a pass
         "gathered": (2 + 2 * teacher) * (per_layer + vocab * hidden) * compute + per_layer * FP32
         if task.launch.sharded
         else trained * compute // held * (compute < FP32),
         "activations": activations,
-        # bool, once more on the way to it, and what is added to the scores
+        # the mask, a copy made on the way, and the values added to the scores
         "masks": tokens * training.seq_len * (2 + compute) if options.attention not in (FLASH, FLEX) else 0,
-        # with their gradient, the teacher's, and fp32 copies of a part of them
+        # logits with their gradient, the teacher's, and fp32 copies of a part of them
         "logits": logits * compute * (2 + teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (3 + 2 * teacher),
         "compared outputs": tokens * hidden * (4 * len(task.compared) * compute + 3 * FP32) * bool(task.compared),
         "other": OTHER_BYTES,
@@ -155,8 +165,10 @@ def estimate(task: Task) -> TrainingEstimate:
 
 
 def estimate_training(model: str, options: RetrainOptions, *, revision: str | None = None) -> TrainingEstimate:
-    """Return what ``adapt_checkpoint`` would take with these options; of the models only headers are read. Raises what
-    it does for models and options that do not go together."""
+    """Return what ``adapt_checkpoint`` would take with these options; of the models only headers are read.
+
+    Raises UserError, UsageError or LayoutError for models and options that do not go together.
+    """
     options.check()
     options.budget.check()
     options.check_data()

@@ -1,4 +1,4 @@
-"""``ladderize merge``: a LoRA adapter and the checkpoint that it was trained on become one ordinary checkpoint."""
+"""``ladderize merge``: make an ordinary checkpoint of a LoRA adapter and the checkpoint that it was trained on."""
 
 import contextlib
 import warnings
@@ -34,7 +34,7 @@ LOGIT_TOLERANCE = 1e-4  # of the largest logit: two orders of summation in float
 
 @dataclass(frozen=True, kw_only=True)
 class MergeReport(ConversionReport):
-    """The document of ``ladderize merge --json``; docs/files.md says what the keys mean."""
+    """The document of ``ladderize merge --json``; docs/files.md explains the keys."""
 
     adapter: str
     max_abs_logit: float
@@ -52,11 +52,13 @@ def merge(
     verify: bool = True,
     revision: str | None = None,
 ) -> MergeReport:
-    """Write ``out``: the adapter's base with the adapter merged into it by PEFT; returns what was done.
+    """Write ``out``: the adapter's base with the adapter merged into it by PEFT. Returns a report.
 
-    base, revision: where the base is now, if not where the adapter says. The whole model is in memory, in float32 (or
-    float64, if stored so); what changes is rounded once, to its stored dtype. The logits of ``out`` are compared with
-    PEFT's before it appears; verify: it is loaded in plain transformers too. Raises UserError.
+    The whole model is in memory, in float32 (or float64, if stored so). Changed weights are rounded once, to their
+    stored dtype. The logits of ``out`` are compared with PEFT's before it appears.
+    base, revision: the base, where it is not where the adapter says.
+    verify: load ``out`` in plain transformers too.
+    Raises UserError.
     """
     folder, out = Path(adapter).expanduser(), resolved(out, "OUT ")
     output.clean_up(out)
@@ -77,7 +79,7 @@ def merge(
         )
     digest = file_sha256(str(folder / ADAPTER_TENSORS))
     record = {"merged_adapter": {"adapter": str(folder), "sha256": digest, "base_fingerprint": found}}
-    # a run may be killed after OUT appeared: then OUT is looked at instead of written
+    # A run may be killed after OUT appeared; then OUT is checked instead of written.
     told = read_yaml(out / RECORD) if (out / RECORD).is_file() else None
     is_there = isinstance(told, dict) and record.items() <= told.items()
     for source in (folder, checkpoint.folder):
@@ -101,7 +103,8 @@ def merge(
 
 
 def check_adapter(folder: Path) -> dict[str, Any]:
-    """Return an adapter's adaptation.json, or {}; raises UserError for what PEFT cannot read safely as it is meant."""
+    """Return an adapter's adaptation.json, or {}. Raises UserError for an adapter that PEFT cannot read safely or
+    correctly."""
     from peft import LoraConfig
 
     if not (path := folder / ADAPTER_CONFIG).is_file():
@@ -110,7 +113,7 @@ def check_adapter(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA can be merged here")
-    # PEFT would leave out what it does not know, and import whatever module goes with a megatron_config
+    # PEFT would ignore keys that it does not know, and import any module that a megatron_config names.
     known = {field.name for field in fields(LoraConfig)} - {"megatron_config"}
     if other := [key for key, value in config.items() if value and key not in known]:
         raise UserError(f"{path}: {other[0]} is set, which the PEFT installed here cannot merge; upgrade peft")
@@ -125,9 +128,11 @@ def check_adapter(folder: Path) -> dict[str, Any]:
 def merge_tensors(
     folder: Path, checkpoint: Checkpoint, name: str, file: Path, console: Console
 ) -> Callable[[Path], Mapping[str, float | int]]:
-    """Write the tensors that merging changes into ``file``, in the dtype that the base ``name`` has them in.
+    """Write the tensors that merging changes into ``file``, in their stored dtype.
 
-    Returns the comparison of a written checkpoint's logits with PEFT's, which raises UserError where it fails.
+    Returns a function that compares a written checkpoint's logits with PEFT's and raises UserError where they differ.
+    name: the base's, for messages.
+    Raises UserError where PEFT cannot merge.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -135,14 +140,14 @@ def merge_tensors(
     size = (4, min(32, most_positions(checkpoint.config)))
     ids = torch.randint(checkpoint.config["vocab_size"], size, generator=torch.Generator().manual_seed(0))
     logits_of = torch.no_grad()(lambda model: model(input_ids=ids, use_cache=False).logits)
-    locate_tensors(folder / ADAPTER_TENSORS)  # which says in a sentence where the file is broken
+    locate_tensors(folder / ADAPTER_TENSORS)  # raises UserError where the file is broken
     with console.contained():
         model: Any = load(checkpoint.folder, dtype=dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             model = get_peft_model(model, LoraConfig.from_pretrained(str(folder)))
-            # what PeftModel.from_pretrained does, but it does not say which tensors are left over
+            # The same as PeftModel.from_pretrained, which does not say which tensors are left over.
             loaded = model.load_adapter(str(folder), "default", torch_device="cpu")
             peft = logits_of(model)
             model = model.merge_and_unload(safe_merge=True)
@@ -186,7 +191,7 @@ def merge_tensors(
 
 
 def story_of(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an adapter of ours hands on of its training, as fields of ``Changes``."""
+    """Return the record of an adapter's training, as fields of ``Changes``."""
     from ladderize.adapt.train.outcome import Adaptation
 
     files = [folder / name for name in (ADAPTATION, METRICS) if document and (folder / name).is_file()]

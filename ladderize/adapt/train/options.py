@@ -1,4 +1,4 @@
-"""What a retraining is asked to do, and the defaults for a model: the loss, how long to train, the learning rate."""
+"""The options of a retraining, and the defaults that depend on the model: loss, budget, learning rate."""
 
 import math
 import re
@@ -32,9 +32,9 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
-# Where weights were aligned: the steps to warm up over at least, up to this share of all; of the peak at least; the
-# divergence in nats per token from which on the whole peak suits. Sooner and higher rates throw away what alignment
-# won, and a longer warm-up is training lost (docs/results.md).
+# After alignment: the fewest steps of warm-up, the largest share of all steps that these may be, the least peak, and
+# the divergence in nats per token from which on the whole peak suits. Sooner and higher rates undo the alignment, and a
+# longer warm-up is training lost (docs/results.md).
 ALIGNED_WARMUP, ALIGNED_SHARE, LEAST_PEAK, WHOLE_PEAK_FROM = 10, 0.2, 0.2, 0.6
 SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
@@ -42,7 +42,7 @@ SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 LEAST_PER_STEP, MOST_PER_STEP = 2048, 65536
 PER_STEP = 16384  # where the budget is of steps
 MICRO_BATCH_TOKENS = 8192
-DECAY = 0.2  # wsd: of the training, at its end
+DECAY = 0.2  # wsd: the last part of the training
 MOST_TOKENS = 10**18  # more than any data have
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 TRACKERS = ("tensorboard", "wandb", "trackio")  # also the names of their packages
@@ -50,11 +50,11 @@ TRACKERS = ("tensorboard", "wandb", "trackio")  # also the names of their packag
 
 @dataclass(frozen=True)
 class Objective(Record):
-    """loss = (1 - w) * cross-entropy + w * temperature^2 * KL(teacher || student) + hidden_weight * hidden error, w
-    being distill_weight. Without a weight above 0 there is no teacher.
+    """The loss: (1 - w) * cross-entropy + w * temperature^2 * KL(teacher || student) + hidden_weight * hidden error.
 
-    The hidden error is the mean squared error of what attention and MLP of each converted layer add to the residual
-    stream, relative to what the teacher's add (runtime/training/outputs.py).
+    w is distill_weight. Without a weight above 0 there is no teacher. The hidden error is the mean squared error of
+    what attention and MLP of each converted layer add to the residual stream, relative to what the teacher's add
+    (runtime/training/outputs.py).
     """
 
     distill_weight: float = option(
@@ -77,8 +77,7 @@ class Objective(Record):
 
     @property
     def criterion(self) -> "Objective":
-        """The loss without the hidden error, which is only a way there: of held-out rows it decides which weights are
-        best, in nats per token."""
+        """The loss without the hidden error, in nats per token. On held-out rows it decides which weights are best."""
         return replace(self, hidden_weight=0.0)
 
     @property
@@ -92,8 +91,10 @@ class Objective(Record):
             raise UsageError(f"the temperature must be above 0, not {self.temperature:g}")
 
     def total(self, cross_entropy: Any, divergence: Any, hidden: Any) -> Any:
-        """Return the one to minimise of three means, numbers or tensors. The square keeps the gradient's scale at every
-        temperature."""
+        """Return the loss from three means, which are numbers or tensors.
+
+        The squared temperature keeps the gradient's scale at every temperature.
+        """
         loss = cross_entropy
         if self.distill_weight:
             loss = (1 - self.distill_weight) * cross_entropy + self.distill_weight * self.temperature**2 * divergence
@@ -101,7 +102,7 @@ class Objective(Record):
 
 
 def parse_count(text: str, *, option: str = "--max-tokens") -> int:
-    """Read ``3B``, ``20M``, ``500k`` or a plain number; raises UsageError."""
+    """Return the number in ``3B``, ``20M``, ``500k`` or a plain number; raises UsageError for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)", text.strip())
     value = float(match[1]) * COUNTS[match[2].upper()] if match else 0.0
     if not 1 <= round(min(value, MOST_TOKENS)) < MOST_TOKENS:
@@ -112,7 +113,7 @@ def parse_count(text: str, *, option: str = "--max-tokens") -> int:
 
 @dataclass(frozen=True)
 class Budget(Record):
-    """The length of a training: tokens (padding not counted) or steps; one of them is None."""
+    """The length of a training: tokens (padding not counted) or steps. The other is None."""
 
     tokens: int | None = option(
         "How many tokens to train on, such as 20M or 3B.",
@@ -123,7 +124,7 @@ class Budget(Record):
     steps: int | None = option("How many steps to train, instead of --max-tokens.", flags="--max-steps", min=1)
 
     def check(self) -> None:
-        """Raise UsageError unless one of them is given, and is positive."""
+        """Raise UsageError unless exactly one of them is given, and is positive."""
         if self.steps is not None and self.tokens is not None:
             raise UsageError("--max-tokens and --max-steps both say how long to train; give one of them")
         if self.steps is None and self.tokens is None:
@@ -132,18 +133,18 @@ class Budget(Record):
             raise UsageError(f"the budget must be at least 1, not {self.steps or self.tokens or 0}")
 
     def share(self, step: int, tokens: int) -> float:
-        """Return how much of it is spent, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
+        """Return the spent share of the budget, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
         spent = step / self.steps if self.steps is not None else tokens / (self.tokens or 1)
         return min(1.0, spent)
 
     def about_steps(self, tokens_per_step: float) -> int:
-        """Return how many steps it buys, exactly or about."""
+        """Return the number of steps, exact for a budget of steps."""
         return self.steps if self.steps is not None else max(1, math.ceil((self.tokens or 1) / tokens_per_step))
 
 
 @dataclass(frozen=True)
 class RateSchedule(Record):
-    """Linear warm-up over ``warmup_steps``, then ``kind`` down to 0.
+    """A learning-rate schedule: linear warm-up over ``warmup_steps``, then ``kind`` down to 0.
 
     cosine: half a wave over the whole budget. wsd (warm-up, stable, decay; Hu et al., arXiv 2404.06395): constant, and
     linear over the last fifth. constant: no decay.
@@ -154,8 +155,10 @@ class RateSchedule(Record):
     warmup_steps: int = 0
 
     def rate(self, step: int, share: float) -> float:
-        """Return the learning rate of step number ``step`` (from 0), of which ``share`` of the budget was spent
-        before."""
+        """Return the learning rate of step ``step`` (from 0).
+
+        share: the share of the budget spent before it.
+        """
         decayed = {
             "cosine": 0.5 * (1 + math.cos(math.pi * share)),
             "wsd": min(1.0, (1 - share) / DECAY),
@@ -164,15 +167,15 @@ class RateSchedule(Record):
         return self.peak * min(1.0, (step + 1) / (self.warmup_steps + 1)) * decayed
 
 
-# Of the options that decide the result, what may be changed when a run goes on: say, after the loss exploded.
+# Options that decide the result but may change when a run resumes, for example after the loss exploded.
 CHANGEABLE = ("budget", "schedule", "max_grad_norm")
-# What decides no result.
+# Options that do not change the result.
 IDLE = ("micro_batch_size", "eval_every")
 
 
 @dataclass(frozen=True)
 class TrainOptions(Record):
-    """Every option that training heeds, its default worked out."""
+    """All options of a training, with defaults resolved."""
 
     method: str
     train: str
@@ -191,20 +194,20 @@ class TrainOptions(Record):
 
     @property
     def about_steps(self) -> int:
-        """The number of steps that the budget buys, exactly or about."""
+        """The number of steps in the budget, exact for a budget of steps."""
         return self.budget.about_steps(self.batch_size * self.seq_len)
 
     def fixed(self) -> dict[str, Any]:
-        """Return what must not change when a run goes on."""
+        """Return the options that must not change when a run resumes."""
         return {name: value for name, value in self.to_dict().items() if name not in (*CHANGEABLE, *IDLE)}
 
     def settings(self) -> dict[str, Any]:
-        """Return what may."""
+        """Return the options that may change when a run resumes."""
         return {name: value for name, value in self.to_dict().items() if name in CHANGEABLE}
 
 
 def tracker_names(text: str) -> tuple[str, ...]:
-    """Read the value of --log-with; raises UsageError."""
+    """Return the names in the value of --log-with; raises UsageError for an unknown one."""
     names = split_names(text)
     for name in names or ("",):
         if name not in TRACKERS:
@@ -214,10 +217,13 @@ def tracker_names(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RetrainOptions:
-    """See ``ladderize adapt --help``. None: the default that ``resolve`` works out for the model.
+    """The options of ``ladderize adapt --method full`` and ``lora``; see its --help. None: ``resolve`` chooses for the
+    model.
 
-    align: before training, towards ``distill_from``; the aligned checkpoint stays beside OUT.
-    schedule: of the sub-modules of a model that ``tp_size`` ranks share. work_dir: of unfinished work.
+    align: align with ``distill_from`` before training; the aligned checkpoint stays beside OUT.
+    schedule: the order of sub-modules and all-reduces in a model that ``tp_size`` ranks share.
+    work_dir: the folder of unfinished work.
+    Raises UsageError for a value out of its range.
     """
 
     data: tuple[SourceSpec, ...] = option(
@@ -330,7 +336,7 @@ class RetrainOptions:
         check_options(self)
 
     def check(self) -> None:
-        """Raise UsageError for values that no retraining can have, and for options that take no effect together."""
+        """Raise UsageError for impossible values, and for options that have no effect together."""
         if self.method not in (FULL, LORA):
             raise UsageError(f"--method {self.method} has options of its own")
         check_training(self.dtype, self.lr)
@@ -364,7 +370,7 @@ class RetrainOptions:
             )
 
     def check_data(self) -> None:
-        """Raise UserError for files that are not there."""
+        """Raise UserError for missing files."""
         for spec in (*self.data, *self.eval_data):
             if not spec.is_streamed:
                 spec.files()
@@ -372,12 +378,13 @@ class RetrainOptions:
     def resolve(
         self, config: Mapping[str, Any], ranks: int, *, accumulation: int = 1, left_by_alignment: float | None = None
     ) -> TrainOptions:
-        """Return every default worked out for a model and a number of ranks that read different data (all processes /
-        ``tp_size``).
+        """Return all options with the defaults resolved for a model.
 
-        accumulation: accelerate's gradient accumulation steps, where the launcher was told of more than one.
-        left_by_alignment: where weights were aligned last, the held-out divergence from the dense model after it, in
-        nats per token. Raises UserError for what does not go together.
+        ranks: the ranks that read different data: all processes / ``tp_size``.
+        accumulation: accelerate's gradient accumulation steps, where the launcher was given more than one.
+        left_by_alignment: the held-out divergence from the dense model, in nats per token, where weights were aligned
+        last.
+        Raises UserError for options that do not go together.
         """
         from ladderize.adapt.data.sources import row_of_ids  # it needs numpy, and the command line does not
 
@@ -438,8 +445,11 @@ class RetrainOptions:
         )
 
     def _micro_batch(self, own: int, seq_len: int, accumulation: int) -> int:
-        """Return the rows at once of a process's ``own`` rows of a step: as the launcher cuts them, or the most of at
-        most ``MICRO_BATCH_TOKENS`` that divide them."""
+        """Return the rows that a process computes at once.
+
+        They are as the launcher splits the ``own`` rows of a step, or the largest divisor of these within
+        ``MICRO_BATCH_TOKENS``.
+        """
         if accumulation > 1:
             return own // accumulation
         most = min(own, max(1, MICRO_BATCH_TOKENS // seq_len))
@@ -447,7 +457,9 @@ class RetrainOptions:
 
 
 def peak_after_alignment(left: float) -> float:
-    """Return the share of the default peak learning rate that suits aligned weights, whose divergence from the dense
-    model is ``left`` nats per token. A divergence grows with the square of the distance to go, and Adam's rate is the
-    length of its steps."""
+    """Return the share of the default peak learning rate that suits aligned weights.
+
+    A divergence grows with the square of the distance to go, and Adam's rate is the length of its steps.
+    left: the divergence from the dense model in nats per token.
+    """
     return min(1.0, max(LEAST_PEAK, math.sqrt(left / WHOLE_PEAK_FROM)))

@@ -1,4 +1,4 @@
-"""A retraining's result: a checkpoint or an adapter, with adaptation.json, the record of how it came about."""
+"""The result of a retraining: a checkpoint or an adapter, with its record, adaptation.json."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from ladderize.files.records import Record
 from ladderize.files.work import FINISHED, RUN
 from ladderize.layout import format_ranges
 
-# what ladderize.yaml says of it
+# The keys of the document that ladderize.yaml repeats.
 RECORDED = (
     *("method", "distill_from", "data", "steps", "tokens", "scored_tokens", "loss"),
     *("heldout_perplexity", "options"),
@@ -44,10 +44,11 @@ class LossRange(Record):
 
 @dataclass(frozen=True)
 class HeldoutPerplexity(Record):
-    """Held-out perplexity of ``tokens`` scored tokens; after: with the weights as they are stored. dense: the
-    teacher's, if there is one.
+    """Held-out perplexity over ``tokens`` scored tokens.
 
-    won_back: of the loss (the logarithm) that the conversion cost, the share that training won back.
+    after: with the weights as stored.
+    dense: the teacher's, if there is one.
+    won_back: the share of the conversion's loss (in logarithms) that training won back.
     """
 
     before: float
@@ -59,8 +60,11 @@ class HeldoutPerplexity(Record):
 
 @dataclass(frozen=True)
 class HeldoutCriterion(Record):
-    """The measure that decides which weights are best (``Objective.criterion``), in nats per token; after: with the
-    weights as they are stored. name: such as KL."""
+    """The measure that decides which weights are best (``Objective.criterion``), in nats per token.
+
+    name: such as KL.
+    after: with the weights as stored.
+    """
 
     name: str
     before: float
@@ -77,7 +81,7 @@ class ModelFingerprints(Record):
 
 @dataclass(frozen=True)
 class Adaptation(Record):
-    """The document; docs/files.md says what the keys mean."""
+    """The content of adaptation.json; docs/files.md explains the keys."""
 
     model: str
     out: str
@@ -103,7 +107,7 @@ class Adaptation(Record):
     criterion: HeldoutCriterion | None  # None: nothing was held out
 
     def summary(self) -> list[str]:
-        """Return what was reached, for people, in a few lines."""
+        """Return the results in a few lines, for people."""
         objective, criterion, heldout = self.options.objective, self.criterion, self.heldout_perplexity
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.training_seconds)}; loss"
@@ -119,7 +123,7 @@ class Adaptation(Record):
         return lines
 
     def card_note(self) -> str:
-        """Return how the weights came about, for the model card."""
+        """Return a paragraph for the model card that says how the weights were made."""
         taught = f", taught by {code_span(self.distill_from)}" if self.distill_from else ""
         return (
             f"**Retraining.** Layers {format_ranges(self.layers)} were retrained (`{self.method}`) on"
@@ -130,13 +134,13 @@ class Adaptation(Record):
 
 @dataclass(frozen=True)
 class AdapterAdaptation(Adaptation):
-    """The document of an adapter, which says what it belongs to."""
+    """The content of an adapter's adaptation.json, which names its base."""
 
     base: AdapterBase
 
 
 def check_out(job: RetrainJob, sources: Iterable[Checkpoint]) -> None:
-    """Raise UserError unless what the job makes may be written to its ``out``, which is none of its sources."""
+    """Raise UserError unless the job may write its ``out``, which must be none of its sources."""
     for source in sources:
         if job.options.method == LORA:
             check_adapter_target(Path(job.out), source, overwrite=job.overwrite)
@@ -146,7 +150,7 @@ def check_out(job: RetrainJob, sources: Iterable[Checkpoint]) -> None:
 
 def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
     """Return the step whose weights become OUT. Raises UserError where training never lowered the held-out criterion,
-    unless the last weights are wanted all the same."""
+    unless the last weights were asked for."""
     before, last = progress.before_loss, progress.last_loss
     if task.options.write == "last" or before is None or last is None:
         return progress.step
@@ -167,7 +171,11 @@ def write_outcome(
     identity: Mapping[str, Any],
     console: Console,
 ) -> Adaptation:
-    """Write the weights of the ``chosen`` step; returns the document. The main process calls it."""
+    """Write the weights of the ``chosen`` step and return the document. Only the main process calls it.
+
+    identity: as ``run_identity`` returns it.
+    Raises UserError where the model has changed since the training began, or OUT cannot be written.
+    """
     objective, heldout, criterion, losses = task.training.objective, None, None, read_metrics(work.metrics, "loss")
     is_best = chosen == progress.kept_step
     after = progress.best_perplexity if is_best else progress.last_perplexity

@@ -1,5 +1,4 @@
-"""``ladderize adapt --method full`` and ``lora``: retrain a checkpoint as a whole, and write a checkpoint or an
-adapter."""
+"""``ladderize adapt --method full`` and ``lora``: retrain a whole checkpoint, and write a checkpoint or an adapter."""
 
 import importlib.util
 import itertools
@@ -55,14 +54,14 @@ def adapt_checkpoint(
     revision: str | None = None,
     console: Console = SILENT,
 ) -> Adaptation | None:
-    """Retrain ``model`` as a whole and write ``out``: a checkpoint, or with method ``lora`` an adapter; returns the
-    document of adaptation.json, on other ranks than 0 None.
+    """Retrain ``model`` as a whole and write ``out``: a checkpoint, or with method ``lora`` an adapter.
 
-    model: a folder or a hub id, of a converted checkpoint, or, with ``options.train`` naming layers, of a dense one (a
-    control). One process, or those of accelerate launch or torchrun; without such a launcher, an
-    ``options.tp_size`` above 1 starts that many processes on this host, which end with this one, and SIGTERM and Ctrl-C
-    let them save first. A killed run goes on where its last state was saved. Raises UserError, UsageError for options
-    that do not go together.
+    Returns the document of adaptation.json; None on other ranks than 0. The processes are those of accelerate launch or
+    torchrun. Without such a launcher, an ``options.tp_size`` above 1 starts that many on this host; they end with this
+    one, and SIGTERM and Ctrl-C let them save first. A killed run resumes from its last saved state.
+    model: a folder or a hub id of a converted checkpoint, or, with layers named by ``options.train``, of a dense one (a
+    control).
+    Raises UserError; UsageError for options that do not go together.
     """
     job = RetrainJob(str(model), str(out), options, overwrite, verify, revision)
     options.check()
@@ -73,7 +72,7 @@ def adapt_checkpoint(
         job = start_aligned(job, console)
     if options.tp_size > 1 and not already_started():
         check_group_size(options.tp_size, options.device)
-        # what is wrong with the task is said before ranks are started
+        # errors of the task are raised before ranks are started
         open_task(job.model, options, Launch(options.device, options.tp_size), job.revision)
         console.note(f"starting {options.tp_size} ranks")
         document: Adaptation | None = run(
@@ -90,21 +89,25 @@ def adapt_checkpoint(
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker that is not installed: Accelerate would leave it out."""
+    """Raise UserError for a tracker that is not installed: Accelerate would ignore it."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"--log-with {name} needs the package {name}, which is not installed (pip install {name})")
 
 
 def aligned_path(out: str) -> str:
-    """Return the checkpoint beside OUT that retraining starts from."""
+    """Return the path of the aligned checkpoint beside OUT that retraining starts from."""
     out = out if Path(out).name not in ("", "..") else str(resolved(out))  # beside ``.`` and not in it
     return f"{out.rstrip('/')}-aligned"
 
 
 def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
-    """Align the job's model on the first data of the retraining, unless an earlier run of the same command did; returns
-    the job from there on, with the aligned checkpoint beside OUT as its model. That stays: an adapter belongs to it."""
+    """Align the job's model on the first data of the retraining, unless an earlier run of the same command did.
+
+    Returns the job with the aligned checkpoint beside OUT as its model. That checkpoint stays: an adapter belongs to
+    it.
+    Raises UserError where there is nothing to align, or the training would fail.
+    """
     model, out, options = job.model, job.out, job.options
     assert options.distill_from is not None  # options.check()
     checkpoint = open_checkpoint(model, job.revision)
@@ -129,7 +132,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
     folder = work_folder(out, options.work_dir, checkpoint.folder)
     if not EarlierRun(resolved(out), ADAPTATION, folder, overwrite=job.overwrite).may_have_finished():
         check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
-        place = launched()  # what is wrong with the training is said now, and not after the alignment
+        place = launched()  # errors of the training are raised before the alignment
         open_task(model, options, Launch(options.device, max(place.size, options.tp_size)), job.revision)
     beside = aligned_path(out)
     console.note(f"aligning first; the result stays in {beside}")
@@ -149,8 +152,12 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
 
 
 def open_accelerator(options: RetrainOptions, logs: Path, precision: str | None = None) -> Accelerator:
-    """Return the Accelerator that the launcher's words make, on the device of the options. logs: of trackers.
-    precision: where the launcher was told of none."""
+    """Return an Accelerator as the launcher's environment configures it, on the device of the options.
+
+    logs: the folder of trackers.
+    precision: the mixed precision where the launcher was given none.
+    Raises UserError where DeepSpeed is asked for but not installed.
+    """
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
         raise UserError("accelerate launch asks for DeepSpeed, which is not installed (pip install deepspeed)")
     accelerator = Accelerator(
@@ -165,13 +172,13 @@ def open_accelerator(options: RetrainOptions, logs: Path, precision: str | None 
 
 
 def reset_accelerate() -> None:
-    """Let the next training of this process choose another precision: Accelerate keeps one for all of a process."""
+    """Let the next training in this process choose another precision: Accelerate keeps one per process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
-    """Do one rank's part; returns the document on the main rank, None on the others."""
+    """Do one rank's part of the job; returns the document on the main rank, None on the others."""
     logs = Path(f"{resolved(job.out)}-logs")
     reset_accelerate()
     try:
@@ -195,7 +202,10 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
 
 
 def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
-    """Train, and write OUT, unless this very run has written it already."""
+    """Train and write OUT, unless this run wrote it before; returns the document, None on other ranks than 0.
+
+    Raises UserError.
+    """
     options = task.options
     folder = work_folder(job.out, options.work_dir, *(source.folder for source in task.sources))
     earlier = EarlierRun(resolved(job.out), ADAPTATION, folder, overwrite=job.overwrite)
@@ -243,7 +253,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
 
 
 def start_trackers(accelerator: Accelerator, training: TrainOptions) -> None:
-    """Let Accelerate's trackers begin, if there are any, with the options as they are worked out."""
+    """Start Accelerate's trackers, if there are any, with the resolved options."""
     if not accelerator.log_with:
         return
     folder = Path(accelerator.project_dir)
@@ -263,14 +273,14 @@ def read_data(checkpoint: Checkpoint, options: RetrainOptions, training: TrainOp
 def make_loop(
     task: Task, accelerator: Accelerator, ranks: Ranks, data: Any, work: TrainingFolder, console: Console
 ) -> Loop:
-    """Build the models, and go on from a state if there is one."""
+    """Return the training loop, with the models built and the last state, if there is one, loaded."""
     training = task.training
     if ranks.is_main:
         memory = estimate(task)
         memory.warn_where_short(ranks.device, ranks.local_size, console)
     model = make_model(task, accelerator, ranks, console)
     loop = Loop(model, data.train, data.heldout, training, work, console, task.stored)
-    # the main process chooses: another machine may see the folder as it was
+    # Only the main process looks: another machine may see an older state of the folder.
     step: int = ranks.broadcast((work.latest() if ranks.is_main else None) or 0)
     if not step:
         if ranks.is_main:
@@ -292,7 +302,7 @@ def make_loop(
 
 
 def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) -> TrainingModel:
-    """Read the models, and make the optimizer."""
+    """Return the model in training: its weights, its teacher, and the optimizer."""
     options, training = task.options, task.training
     if options.tp_size > 1:
         return build_tensor_parallel(task, accelerator, ranks, console)
@@ -327,7 +337,7 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
 
 
 def announce(task: Task, model: TrainingModel, console: Console) -> None:
-    """Say what is trained."""
+    """Say which parameters are trained, on how many processes, for how long."""
     training, processes, tp_size = task.training, task.launch.processes, task.options.tp_size
     numbers = sum(math.prod(shape) for shape in model.shapes.values())
     shared = f", {tp_size} for each copy of the model, schedule {task.options.schedule.name}" if tp_size > 1 else ""
@@ -344,7 +354,7 @@ def announce(task: Task, model: TrainingModel, console: Console) -> None:
 
 
 def show_data_of(model: str, options: RetrainOptions, revision: str | None, rows: int) -> tuple[str, dict[str, Any]]:
-    """Return the first ``rows`` rows of the training as text and as a document; nothing is trained."""
+    """Return the first ``rows`` rows of the training, as text and as a document. Nothing is trained."""
     from ladderize.adapt.data.packing import show_batch
 
     checkpoint = open_checkpoint(model, revision)

@@ -32,11 +32,18 @@ STEP, STEP_WEIGHTS = f"step-{DIGITS}", f"weights-{DIGITS}.safetensors"
 
 @dataclass
 class Progress(Record):
-    """The progress of a training. recent: losses of the last steps. seconds: spent in steps, over all runs.
-    before_loss, best_loss, last_loss: the criterion (``Objective.criterion``) of the held-out rows before the first
-    step, at the best one and at the last validation; the perplexities likewise, and under the teacher, where there are
-    such, of ``scored_heldout`` tokens. kept_step: the best one whose weights were saved. settings: what may be changed
-    on the way, such as the learning rate."""
+    """The progress of a training.
+
+    seconds: spent in steps, over all runs.
+    before_loss, best_loss, last_loss: the criterion (``Objective.criterion``) on held-out rows before the first step,
+    at the best one and at the last validation.
+    before_perplexity, best_perplexity, last_perplexity: the perplexity at the same steps.
+    dense_perplexity: the teacher's.
+    scored_heldout: the tokens that these are of.
+    kept_step: the best step whose weights were saved.
+    settings: the options that may change between runs, such as the learning rate.
+    recent: losses of the last steps.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -57,7 +64,7 @@ class Progress(Record):
 
 
 class TrainingFolder(WorkFolder):
-    """Unfinished training: states named by their step, weights, and metrics.jsonl."""
+    """The work folder of a training: states named by their step, weights, and metrics.jsonl."""
 
     COMMAND = "adapt --method full or lora"
     CONTENT = (*WorkFolder.CONTENT, STEP, f"{STEP}.part", STEP_WEIGHTS, f"{STEP_WEIGHTS}.part", METRICS)
@@ -82,19 +89,21 @@ class TrainingFolder(WorkFolder):
         return self.folder / f"step-{step:08d}"
 
     def weights(self, step: int) -> Path:
-        """Return the file of a step's trained tensors, as OUT would hold them."""
+        """Return the path of a step's trained tensors, stored as in OUT."""
         return self.folder / f"weights-{step:08d}.safetensors"
 
     def latest(self) -> int | None:
-        """Return the last step that can be gone on from; None where there is none."""
+        """Return the last step from which training can resume; None where there is none."""
         steps = [int(path.name[5:]) for path in self.folder.glob(STEP) if (path / STATE).is_file()]
         return max(steps, default=None)
 
     def save(self, progress: Progress, model: TrainingModel) -> None:
-        """Write this step's state beside the others, and rename it when it is whole; the last ones stay, and the best
-        weights. All ranks call it."""
+        """Write this step's state, whole or not at all. All ranks call it.
+
+        The last ``STATES_KEPT`` states and the best weights are kept.
+        """
         if self.at == progress.step:
-            return  # without it a run that is killed while it is written anew would have none
+            return  # while it is written again a killed run would lose it
         accelerator, path = model.accelerator, self.state_path(progress.step)
         part = path.with_suffix(".part")
         if accelerator.is_main_process:
@@ -109,7 +118,7 @@ class TrainingFolder(WorkFolder):
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             if self.metrics.is_file():
-                fsync(self.metrics)  # what it says of the steps up to here must not be lost before the state is
+                fsync(self.metrics)  # the metrics of the saved steps must be on disk before the state is
             (part / STATE).write_text(to_json(progress.to_dict()) + "\n")
             fsync_tree(part)
             shutil.rmtree(path, ignore_errors=True)
@@ -123,7 +132,7 @@ class TrainingFolder(WorkFolder):
         self.at = progress.step
 
     def load(self, step: int, model: TrainingModel) -> Progress:
-        """Go on from a state; raises UserError for one that is damaged."""
+        """Load the state of a step and return its progress; raises UserError for a damaged one."""
         path = self.state_path(step)
         try:
             progress = Progress.from_dict(read_json(path / STATE), STATE)
@@ -139,8 +148,11 @@ class TrainingFolder(WorkFolder):
         return progress
 
     def save_weights(self, step: int, model: TrainingModel, dtype: torch.dtype) -> None:
-        """Write the trained tensors as ``dtype``, one after the other, gathered from the ranks; those other than the
-        main one only take part in that."""
+        """Write the trained tensors as ``dtype``, one after the other.
+
+        They are gathered from the ranks, so all ranks call it; the main one writes.
+        Raises UserError where the disk is full.
+        """
         path = self.weights(step)
         if not model.accelerator.is_main_process:
             for name in model.shapes:
@@ -153,7 +165,7 @@ class TrainingFolder(WorkFolder):
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Drop what was written after the state that training goes on from."""
+    """Drop the lines written after the state from which training resumes."""
     if not path.is_file():
         return
     kept = []

@@ -1,9 +1,9 @@
 """The Hugging Face model in training with its losses, and its dense teacher.
 
-Trained parameters are fp32 (the optimizer adds steps that bfloat16 would round away); frozen ones have the dtype that
-is computed in. The losses are the cross-entropy on the text, the divergence from the dense teacher's predictions
-(Hinton et al., arXiv 1503.02531), and how far sub-modules are from the teacher's. The first two are sums over the
-tokens that count, the third over all; the loop divides by how many those are in the whole step, on all ranks.
+Trained parameters are fp32, since the optimizer's steps are lost in bfloat16's rounding; frozen ones have the compute
+dtype. There are three losses: the cross-entropy on the text, the divergence from the dense teacher's predictions
+(Hinton et al., arXiv 1503.02531), and the error of sub-module outputs against the teacher's. The first two are sums
+over scored tokens, the third over all tokens; the loop divides by their number in the whole step on all ranks.
 """
 
 import importlib.util
@@ -29,7 +29,8 @@ from ladderize.modeling import ladderized_class
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 
-# transformers' sdpa under a name for which it makes no mask, and so does not ask the device whether texts are packed
+# transformers' sdpa under a name for which it makes no mask, and so never waits for the device to see if texts are
+# packed.
 SDPA_AS_TOLD = "sdpa_as_told"
 
 
@@ -39,12 +40,13 @@ SDPA_AS_TOLD = "sdpa_as_told"
 def token_losses(
     logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy and KL(teacher || student) in nats, computed in fp32: two scalars (the second 0
-    without a teacher).
+    """Return the summed cross-entropy and KL(teacher || student) in nats, computed in fp32: two scalars.
 
-    logits, teacher_logits: [tokens, vocab] of any float dtype; targets: [tokens]. Many tokens are taken part by part,
-    and their fp32 copies made anew for the backward pass instead of kept: with a vocabulary of 128k they would be most
-    of the memory.
+    Without a teacher the second is 0. Many tokens are computed in parts, whose fp32 copies are recomputed for the
+    backward
+    pass: with a vocabulary of 128k they would be most of the memory.
+    logits, teacher_logits: [tokens, vocab], any float dtype.
+    targets: [tokens].
     """
     at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
     if len(logits) <= at_once:
@@ -69,10 +71,10 @@ def _losses(
 
 
 class ScoredLogits(nn.Module):
-    """A causal language model whose logits are computed only where a target counts.
+    """A causal language model that computes logits only where a target is scored.
 
-    Accelerate wraps (DDP, FSDP2, DeepSpeed, autocast) this module, so everything that reads parameters lies within its
-    ``forward``. What Accelerate asks of a transformers model, so as to shard it, is answered here.
+    Accelerate wraps this module (DDP, FSDP2, DeepSpeed, autocast), so everything that reads parameters is within its
+    ``forward``. It has the methods that Accelerate asks of a transformers model in order to shard it.
     """
 
     def __init__(self, model: Any, compute: torch.dtype) -> None:
@@ -92,11 +94,12 @@ class ScoredLogits(nn.Module):
         self.model.tie_weights()
 
     def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
-        """Return the logits [tokens that count, vocab]. outputs: is given what the sub-modules add to the stream, by
-        layers that are ``CollectingLayer``.
+        """Return the logits [scored tokens, vocab].
 
-        ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins.
-        It looks by waiting for the device, with FlashAttention in every layer; so we say it where that is possible.
+        ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins. It
+        looks by waiting for the device, with FlashAttention in every layer, so it is told where that is
+        possible.
+        outputs: receives what the sub-modules add to the stream; needs layers that are ``CollectingLayer``.
         """
         rows: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         attention = self.model.config._attn_implementation
@@ -116,7 +119,8 @@ class ScoredLogits(nn.Module):
 
 
 class Student(ScoredLogits):
-    """The model in training with its losses: what is wrapped, so that gradients and parameters are in one place."""
+    """The model in training with its losses. It is wrapped as a whole, so that gradients and parameters are in one
+    place."""
 
     def __init__(self, model: Any, compute: torch.dtype, temperature: float = 1.0) -> None:
         super().__init__(model, compute)
@@ -128,8 +132,10 @@ class Student(ScoredLogits):
         teacher_logits: Tensor | None = None,
         teacher_outputs: SubModuleOutputs | None = None,
     ) -> Tensor:
-        """Return the sums of cross-entropy, divergence and hidden error: [3], fp32. teacher_logits: [tokens that count,
-        vocab]."""
+        """Return the sums of cross-entropy, divergence and hidden error: [3], fp32.
+
+        teacher_logits: [scored tokens, vocab].
+        """
         outputs = None if teacher_outputs is None else teacher_outputs.again()
         logits = self.scored_logits(batch, outputs)
         sums = token_losses(logits, batch.scored_targets, teacher_logits, self.temperature)
@@ -143,11 +149,10 @@ class Student(ScoredLogits):
 
 
 class CollectingLayer:
-    """Stands before a layer's class among the bases of another: the same layer, which also hands on what its
-    sub-modules add to the stream.
+    """A base to put before a layer's class: the layer then also returns what its sub-modules add to the stream.
 
-    They leave ``forward`` as its results: so they are kept once where a layer is computed again for its backward pass
-    (activation checkpointing), and FSDP2 knows that gradients come through them.
+    These are results of ``forward``, so they are kept once where activation checkpointing computes a layer again, and
+    FSDP2 knows that gradients come through them.
     """
 
     self_attn: Any
@@ -172,8 +177,11 @@ class CollectingLayer:
 
 
 def open_model(checkpoint: Checkpoint, layout: Layout, attention: str, *, collecting: bool, device: Any) -> Any:
-    """Return the model of a checkpoint as it is stored, of our own class also where it is dense. collecting: layers can
-    tell what their sub-modules add to the stream. device: None leaves the weights to Accelerate, which shards them."""
+    """Return the model of a checkpoint as it is stored, of our own class even where it is dense.
+
+    collecting: layers can return what their sub-modules add to the stream.
+    device: None leaves the weights to Accelerate, which shards them.
+    """
     blocks = Blocks(checkpoint, torch.float32, torch.device("cpu"))
     kind, had_bars = ladderized_class(blocks.family, "ForCausalLM"), logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -201,7 +209,7 @@ def open_model(checkpoint: Checkpoint, layout: Layout, attention: str, *, collec
 
 
 def trained_tensors(names: Iterable[str], layers: Sequence[int], everything: bool) -> frozenset[str]:
-    """Return the tensors of a checkpoint that full retraining changes: those of ``layers``, or really all."""
+    """Return the names of the tensors that full retraining changes: those of ``layers``, or with ``everything`` all."""
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)
     return frozenset(name for name in names if everything or name.startswith(prefixes))
 
@@ -216,8 +224,11 @@ def make_student(
     temperature: float = 1.0,
     gradient_checkpointing: bool = False,
 ) -> Student:
-    """Return the model in training. trained: tensors that change. lora: a ``peft.LoraConfig`` instead, whose adapters
-    change."""
+    """Return the model in training.
+
+    trained: tensors that change.
+    lora: a ``peft.LoraConfig``, whose adapters change instead.
+    """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
         parameter.data = parameter.data.to(torch.float32 if name in trained else compute)
@@ -232,7 +243,10 @@ def make_student(
 
 
 def make_teacher(model: Any, compute: torch.dtype, student: Student | None) -> ScoredLogits:
-    """Return the dense model, frozen. student: whose frozen parameters are held once where both have the same."""
+    """Return the dense model, frozen.
+
+    student: shares its frozen parameters where both have equal ones.
+    """
     own = {}
     if student is not None:
         named = student.model.named_parameters()
@@ -246,7 +260,7 @@ def make_teacher(model: Any, compute: torch.dtype, student: Student | None) -> S
 
 
 def check_attention(name: str, device: str, compute: torch.dtype) -> None:
-    """Raise UserError where this attention cannot run."""
+    """Raise UserError where this attention implementation cannot run."""
     if name == FLASH and importlib.util.find_spec("flash_attn") is None:
         raise UserError(
             f"--attention {FLASH} needs the package flash-attn, which is not installed; take sdpa, or install it"

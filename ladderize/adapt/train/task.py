@@ -1,4 +1,4 @@
-"""What a retraining is about: models, layers and options, checked against each other before anything is loaded."""
+"""The subject of a retraining: models, layers and options, checked against each other before anything is loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from ladderize.runtime.training.model import check_trainable
 
 @dataclass(frozen=True)
 class RetrainJob:
-    """The arguments of ``adapt_checkpoint``, which every rank is given."""
+    """The arguments of ``adapt_checkpoint``, which every rank receives."""
 
     model: str
     out: str
@@ -40,8 +40,14 @@ class RetrainJob:
 
 @dataclass(frozen=True)
 class Launch:
-    """The launcher's decisions. device: its type. processes: all of them. precision: Accelerate's mixed precision.
-    accumulation: Accelerate's gradient accumulation steps; 1: it was told of none. sharded: by FSDP or DeepSpeed."""
+    """The launcher's decisions.
+
+    device: its type.
+    processes: the number of all of them.
+    precision: Accelerate's mixed precision.
+    accumulation: Accelerate's gradient accumulation steps; 1: none were asked for.
+    sharded: by FSDP or DeepSpeed.
+    """
 
     device: str
     processes: int = 1
@@ -52,8 +58,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Task:
-    """A retraining, opened and checked; nothing is loaded yet. everything: embedding, norm and LM head
-    too."""
+    """A retraining, checked but not loaded yet.
+
+    everything: train embedding, norm and LM head too.
+    """
 
     model: str
     checkpoint: Checkpoint
@@ -72,7 +80,7 @@ class Task:
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype in which OUT holds what is trained; an adapter is float32."""
+        """The dtype in which OUT holds trained weights; float32 for an adapter."""
         dtype: torch.dtype = torch.float32 if self.is_lora else getattr(torch, stored_dtype(self.checkpoint))
         return dtype
 
@@ -82,12 +90,12 @@ class Task:
 
     @property
     def compared(self) -> tuple[int, ...]:
-        """Layers whose sub-modules are compared with the teacher's."""
+        """The layers whose sub-modules are compared with the teacher's."""
         return tuple(self.layout.converted_layers) if self.options.objective.hidden_weight else ()
 
     @property
     def trained(self) -> frozenset[str]:
-        """Tensors that full retraining changes."""
+        """The tensors that full retraining changes."""
         return frozenset() if self.is_lora else trained_tensors(self.checkpoint.tensors, self.layers, self.everything)
 
     @property
@@ -96,12 +104,12 @@ class Task:
 
 
 def sharding_asked() -> bool:
-    """Return True if ``accelerate launch`` was told to shard the model, by FSDP or DeepSpeed."""
+    """Return whether ``accelerate launch`` was told to shard the model, by FSDP or DeepSpeed."""
     return any(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")))
 
 
 def open_task(model: str, options: RetrainOptions, launch: Launch, revision: str | None) -> Task:
-    """Check models and options against each other; raises UserError or LayoutError."""
+    """Return the task of these options; raises UserError or LayoutError where models and options do not go together."""
     checkpoint = open_checkpoint(model, revision)
     layout = Layout.from_config(checkpoint.config)
     if layout.is_dense:
@@ -156,7 +164,7 @@ def open_task(model: str, options: RetrainOptions, launch: Launch, revision: str
 
 
 def check_control(model: str, options: RetrainOptions) -> None:
-    """Raise UserError where a dense model, which is trained as a control, is to be trained like a converted one."""
+    """Raise UserError where a dense model, which is trained as a control, is given options for a converted one."""
     if options.train == CONVERTED:
         raise UserError(
             f"{model} is dense and has no converted layers to train; convert it first, or, to train the dense model"
@@ -167,8 +175,8 @@ def check_control(model: str, options: RetrainOptions) -> None:
 
 
 def check_teaches(student: Checkpoint, teacher: Checkpoint, model: str, options: RetrainOptions) -> None:
-    """Raise UserError where nothing would be learnt: the loss of a dense model is at its minimum where its only target
-    is its own predictions."""
+    """Raise UserError where nothing would be learnt: a dense model whose only target is its own predictions has its
+    minimal loss."""
     if options.objective.distill_weight == 1 and fingerprint(student) == fingerprint(teacher):
         raise UserError(
             f"{model} and --distill-from {options.distill_from} are the same dense model, whose divergence from itself"
@@ -178,7 +186,7 @@ def check_teaches(student: Checkpoint, teacher: Checkpoint, model: str, options:
 
 
 def left_by_alignment(folder: Path) -> float | None:
-    """Return the held-out divergence that alignment left, if that was the last thing done to the weights."""
+    """Return the held-out divergence that alignment left; None if the weights were changed after it."""
     found = read_retrainings(folder)
     return found[-1].left_by_alignment if found else None
 
@@ -191,7 +199,7 @@ def layers_to_train(layout: Layout, train: str) -> tuple[int, ...]:
 
 
 def run_identity(task: Task) -> dict[str, Any]:
-    """Return what a run has to have in common with the one that it goes on with."""
+    """Return everything that a run must have in common with the one it resumes."""
     return {
         "model": fingerprint(task.checkpoint),
         "layout": task.layout.to_config(),
@@ -206,6 +214,7 @@ def run_identity(task: Task) -> dict[str, Any]:
 
 
 def result_digest(task: Task, identity: Mapping[str, Any]) -> str:
-    """Return a digest of everything that decides the result: of ``run_identity`` and of what may change on the way."""
+    """Return a digest of everything that decides the result: ``run_identity``, and the options that may change between
+    runs."""
     asked = {"write": task.options.write, "eval_every": task.training.eval_every}
     return run_digest({**identity, **task.training.settings(), **asked})

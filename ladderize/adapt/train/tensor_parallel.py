@@ -1,6 +1,8 @@
-"""Training on the runtime's tensor-parallel model: every rank holds its slices of the weights, their gradients and
-their optimizer state, and the ranks of one group work on the same rows. Groups beside each other are data parallel
-(DDP)."""
+"""Training on the runtime's tensor-parallel model.
+
+Every rank holds its slices of the weights, their gradients and their optimizer state. The ranks of one group work on
+the same rows; groups are data parallel (DDP).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,14 @@ from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
 from ladderize.runtime.training.weights import TrainedWeights, build_weights
 
-STATISTICS_BYTES = 28  # of a token, that vocabulary-parallel losses send
+STATISTICS_BYTES = 28  # per token, sent by vocabulary-parallel losses
 
 
 class TensorParallelTraining(TrainingModel):
-    """One rank of a student, which the runtime computes, and of its teacher. Accelerate prepares the loader alone:
-    every rank has parameters and moments of its own."""
+    """One rank of a student and its teacher, both computed by the runtime.
+
+    Accelerate prepares only the loader: every rank has its own parameters and moments.
+    """
 
     def __init__(
         self,
@@ -58,8 +62,8 @@ class TensorParallelTraining(TrainingModel):
         scored = None if teacher is None else teacher.scored_logits
         super().__init__(accelerator, wrapped, scored, compared, tp_size=tensor.size)
         self.optimizer = make_optimizer(self.parameters, weight_decay, fused=True)
-        # Of each parameter's rows, how much of their squares this rank counts, so that what several ranks of a group
-        # hold counts once: [rows that it holds].
+        # The share of each row's squares that this rank counts, so that rows held by several ranks count once: [rows it
+        # holds].
         shares: dict[Tensor, Tensor] = {parameter: torch.ones(len(parameter)) for parameter in self.parameters}
         for piece in self.pieces.values():
             for parameter, rows in piece.parts:
@@ -68,7 +72,7 @@ class TensorParallelTraining(TrainingModel):
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """Sum the gradients that each rank of a group knows a part of, then clip."""
+        """Sum the gradients of which each rank of a group has a part, then clip; returns the norm before."""
         self.weights.sum_partial_gradients(self.tensor)
         squares = torch.zeros((), dtype=torch.float64, device=self.tensor.device)
         gradients = [parameter.grad for parameter in self.parameters]
@@ -77,7 +81,7 @@ class TensorParallelTraining(TrainingModel):
                 rows = gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None]
                 squares += (torch.linalg.vector_norm(rows, dim=1).square() * share).sum()
         norm = self.tensor.sum(squares).sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1)  # nobody asks the device whether it is less
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1)  # clamped on the device, so the host does not wait
         for gradient in gradients:
             if gradient is not None:
                 gradient.mul_(scale)
@@ -133,7 +137,7 @@ def build_tensor_parallel(
 
 
 def open_collectives(task: Task, tensor: Ranks, console: Console) -> Collectives:
-    """Return what the ranks of a model send each other their sums with: one object for student and teacher."""
+    """Return the collectives by which the ranks of a model sum: one object for student and teacher."""
     tokens, schedule = task.training.micro_batch_size * task.training.seq_len, task.options.schedule
     stream = tokens * int(task.checkpoint.config["hidden_size"]) * task.compute.itemsize
     most = max(stream, tokens * STATISTICS_BYTES)
@@ -153,8 +157,10 @@ def _model(
     *,
     frozen: bool = False,
 ) -> TPTraining:
-    """Return the student, or with ``frozen`` its teacher, which takes frozen tensors from ``shared`` where they are
-    equal."""
+    """Return the student, or with ``frozen`` its teacher.
+
+    shared: the student's weights, whose frozen tensors the teacher shares where they are equal.
+    """
     shape = Shape.from_config(checkpoint.config, tp_size=tensor.size, rank=tensor.rank)
     weights = build_weights(
         lambda dtype: CheckpointSource(checkpoint, dtype, tensor.device),

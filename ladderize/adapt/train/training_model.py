@@ -1,8 +1,8 @@
-"""A student with its teacher and its optimizer, as the loop uses them: losses, clipping, states, and the trained
-tensors whole and by name.
+"""A student with its teacher and its optimizer, as the loop uses them: losses, clipping, states, and whole trained
+tensors.
 
-Here they are the Hugging Face model's, which Accelerate prepares: plain, DDP, FSDP2 or DeepSpeed, as its launcher was
-told. ``tensor_parallel`` computes the same with the runtime's model.
+Here it is the Hugging Face model, which Accelerate prepares as its launcher was told: plain, DDP, FSDP2 or DeepSpeed.
+``tensor_parallel`` computes the same with the runtime's model.
 """
 
 import contextlib
@@ -29,12 +29,14 @@ BETAS, EPSILON = (0.9, 0.95), 1e-8
 
 
 class TrainingModel(ABC):
-    """All ranks call the same methods in the same order.
+    """The interface of a model in training. All ranks call the same methods in the same order.
 
-    student: gives the losses of a micro-batch. teacher: gives the dense model's logits where targets count, None
-    without one. compared: layers of which ``losses`` compares what each sub-module adds to the stream, too. data_rank,
-    data_size: this rank among those that share the rows of a step; tp_size: ranks that work on the same rows. shapes:
-    of every trained tensor, whole, by the name that a file gives it.
+    student: returns the losses of a micro-batch.
+    teacher: returns the dense model's logits where targets are scored; None without one.
+    compared: the layers whose sub-module outputs ``losses`` compares.
+    data_rank, data_size: this rank among those that share the rows of a step.
+    tp_size: ranks that work on the same rows.
+    shapes: of every whole trained tensor, by its name in a file.
     """
 
     optimizer: Any
@@ -58,8 +60,10 @@ class TrainingModel(ABC):
         return [parameter for parameter in self.student.parameters() if parameter.requires_grad]
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return [3]: cross-entropy and divergence, summed over the tokens that count, and hidden error, summed over
-        all tokens, of one micro-batch (on the device); equal on ranks of the same rows."""
+        """Return the losses of one micro-batch: [3], on the device, equal on ranks of the same rows.
+
+        Cross-entropy and divergence are summed over scored tokens, the hidden error over all tokens.
+        """
         scores = None
         outputs = SubModuleOutputs(self.compared, batch.targets != PADDING_TARGET) if self.compared else None
         if self.teacher is not None:
@@ -81,9 +85,12 @@ class TrainingModel(ABC):
 
     @contextlib.contextmanager
     def evaluating(self, stored: torch.dtype) -> Iterator[None]:
-        """Prepare for losses that are not trained on: no dropout, no gradients, the weights rounded to ``stored``, as a
-        file will hold them. Their own values take the room of the gradients meanwhile."""
-        # ZeRO 3 holds no weights between passes; in mixed precision those that it gathers are bfloat16 already
+        """Prepare for evaluation: no dropout, no gradients, and weights rounded to ``stored``, as a file will hold
+        them.
+
+        Copies of the unrounded values take the memory of the gradients meanwhile.
+        """
+        # ZeRO 3 holds no weights between passes; in mixed precision those it gathers are bfloat16 already.
         present = [parameter for parameter in self.parameters if not hasattr(parameter, "ds_id")]
         rounded = [local_part(parameter) for parameter in present] if stored != torch.float32 else []
         with torch.no_grad():
@@ -103,43 +110,49 @@ class TrainingModel(ABC):
 
     @abstractmethod
     def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed cross-entropy of what the teacher gives: a scalar."""
+        """Return the summed cross-entropy of the teacher's logits: a scalar."""
 
     @abstractmethod
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to ``max_norm``; returns their norm before, over all of the model: one number, equal
-        on all ranks. Called once, after a step's last micro-batch."""
+        """Scale the gradients down to ``max_norm``; returns the whole model's norm before, equal on all ranks.
+
+        It is called once, after a step's last micro-batch.
+        """
 
     @abstractmethod
     def whole(self, name: str) -> Tensor:
-        """Return a trained tensor whole, on all ranks, which must all ask for it."""
+        """Return a whole trained tensor on all ranks, all of which must call it."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write what training needs to go on; every rank its part."""
+        """Write the state of training; every rank writes its part."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Go on from what ``save`` wrote."""
+        """Load the state that ``save`` wrote."""
 
     def close(self) -> None:  # noqa: B027 - where Accelerate communicates nothing is to be closed
-        """Finish all communication: after the last use, by all ranks; not after an error, when others may be gone."""
+        """End all communication. All ranks call it after the last use, but not after an error, when others may be
+        gone."""
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], weight_decay: float, *, fused: bool) -> torch.optim.AdamW:
-    """Return AdamW, which decays matrices only. Its learning rate is set at every step."""
+    """Return AdamW, which decays matrices only. The loop sets its learning rate at every step."""
     matrices, others = ([p for p in parameters if (p.ndim > 1) == wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor that may be sharded."""
+    """Return this rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class HFTraining(TrainingModel):
-    """The Hugging Face model. micro_batch_size, max_grad_norm: DeepSpeed, which clips by itself, is told of them."""
+    """The Hugging Face model in training.
+
+    micro_batch_size, max_grad_norm: passed to DeepSpeed, which clips by itself.
+    """
 
     def __init__(
         self,
@@ -158,14 +171,14 @@ class HFTraining(TrainingModel):
         if plugin is not None:
             told = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_clipping": max_grad_norm}
             plugin.deepspeed_config.update(told)
-        # of FSDP2: a ladder layer hands on the stream that it was given; nothing writes into it
+        # FSDP2 warns of views: a ladder layer returns the stream that it was given, and nothing writes into it.
         warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
         prepared, self.optimizer = accelerator.prepare(student, optimizer)
         placed = None if teacher is None else place_teacher(teacher, accelerator)
         super().__init__(accelerator, prepared, placed, compared)
         named = accelerator.unwrap_model(prepared).model.named_parameters()
         self.named = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
-        # of a tensor that ZeRO 3 has shared out only DeepSpeed knows the shape
+        # Only DeepSpeed knows the shape of a tensor that ZeRO 3 has sharded.
         self.shapes = {name: tuple(getattr(own, "ds_shape", own.shape)) for name, own in self.named.items()}
         accelerator.register_save_state_pre_hook(self._leave_out_frozen)
 
@@ -193,7 +206,7 @@ class HFTraining(TrainingModel):
         self.accelerator.load_state(str(folder), **({} if sharded else {"strict": False}))
 
     def _leave_out_frozen(self, models: Any, weights: list[dict[str, Tensor]], folder: str) -> None:
-        """Save of the model what is trained: the rest is in the checkpoint. What is sharded Accelerate saves itself."""
+        """Remove frozen tensors from a saved state: the checkpoint has them. Accelerate saves sharded models itself."""
         trained = {name for name, parameter in self.student.named_parameters() if parameter.requires_grad}
         for state in weights:
             for name in state.keys() - trained:
@@ -201,13 +214,14 @@ class HFTraining(TrainingModel):
 
 
 def file_name(name: str) -> str:
-    """Return the name that a file gives a parameter: a checkpoint's tensor, or PEFT's for an adapter."""
+    """Return the name of a parameter in a file: a checkpoint's tensor, or PEFT's name for an adapter."""
     name = name.removeprefix("module.")
     return f"{PEFT_PREFIX}{name.replace('.default.', '.')}" if ".lora_" in name else name
 
 
 def place_teacher(teacher: ScoredLogits, accelerator: Accelerator) -> Callable[..., Tensor]:
-    """Put the frozen teacher on the device, sharded as the student is; Accelerate prepares one model only."""
+    """Return the frozen teacher as a function, on the device and sharded as the student is; Accelerate prepares one
+    model only."""
     if accelerator.is_fsdp2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
