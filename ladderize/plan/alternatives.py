@@ -77,8 +77,10 @@ def _may_be_nvlink(interconnect: Interconnect | None) -> bool:
 def _dense_ms(
     model: ModelToPlan, group: PlannedGroup, workload: Workload, interconnect: Interconnect | None, *, fused: bool
 ) -> Ms:
-    """Return the times of the dense model. interconnect: the one with the errors, so that cases are the same ones for a
-    group and its replicas."""
+    """Return the times of the dense model.
+
+    interconnect: the one with the errors, so that cases are the same ones for a group and its replicas.
+    """
     layout = Layout.dense(model.layout.num_layers)
     cases = band_cases(group.parts(model, workload, None), group.device, interconnect)
     times: Ms = {}
@@ -104,8 +106,11 @@ def _stack(
     *,
     runs: int,
 ) -> ExactStack:
-    """Return the row. serving, part: each of the groups that serve, and its part of the workload. runs: of ``band_of``,
-    for the speed-up."""
+    """Return the row.
+
+    serving, part: each of the groups that serve, and its part of the workload.
+    runs: of ``band_of``, for the speed-up.
+    """
     tokens_per_s = [1e3 * workload.batch_size * workload.output_len / whole for whole in ms[END_TO_END]]
     speedups = [a / b for a, b in zip(dense[END_TO_END], ms[END_TO_END], strict=True)]
     need = sum(serving.memory_need(model, part))

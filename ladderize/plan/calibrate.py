@@ -50,7 +50,9 @@ class CalibrationDocument(Record):
 
 
 def calibrate(options: CalibrateOptions, *, out: Path | None = None, console: Console = SILENT) -> CalibrationDocument:
-    """Time products and messages, and fit a device and a link; return the document. out: the file to write.
+    """Time products and messages, and fit a device and a link; return the document.
+
+    out: the file to write.
 
     Raises UsageError or UserError for what cannot be timed.
     """
@@ -80,7 +82,10 @@ def calibrate(options: CalibrateOptions, *, out: Path | None = None, console: Co
 def fit_groups(
     options: CalibrateOptions, groups: Sequence[TimedGroup], known: DeviceSpec | None = None
 ) -> CalibrationDocument:
-    """Return the document of what groups of ranks have timed. known: a device whose data sheet is kept."""
+    """Return the document of what groups of ranks have timed.
+
+    known: a device whose data sheet is kept.
+    """
     device, launch = _fitted_device(options, groups, known), statistics.fmean(one.launch_us for one in groups)
     device = replace(device, launch_us=launch)
     dtype = groups[0].dtype

@@ -80,7 +80,10 @@ class LayerTables:
         return Layout.from_layers(len(chosen), **named, sync_tp_size=self.sync_tp_size if named["spd"] else None)
 
     def described(self, chosen: Sequence[int], costs: Mapping[bool, LayoutNll] | None = None) -> PlannedLayout:
-        """Return the layout with its time and its costs. costs: measured ones; True: on held-out windows."""
+        """Return the layout with its time and its costs.
+
+        costs: measured ones; True: on held-out windows.
+        """
         layout = self.layout(chosen)
         return PlannedLayout(
             layout=str(layout),
@@ -119,7 +122,9 @@ def solve(
 ) -> tuple[int, ...] | None:
     """Return the layout of the least sum over ``least``, of those whose sum over ``bounded`` is at most ``bound``.
 
-    least, bounded: [L, kinds], finite. offered: booleans [L, kinds]. cuts: layouts that are left out.
+    least, bounded: [L, kinds], finite.
+    offered: booleans [L, kinds].
+    cuts: layouts that are left out.
     Return None where there is none.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -149,10 +154,11 @@ def solve(
 
 
 def refitted(nats: np.ndarray, measured: Mapping[tuple[int, ...], float]) -> np.ndarray:
-    """Return the costs of layers that are nearest to the estimates and add up to what was measured: ridge regression
-    on the kinds of layers, whose costs may be off by SPREAD each, and by SPREAD all together.
+    """Return the costs of layers that are nearest to the estimates and add up to what was measured: ridge regression on
+    the kinds of layers, whose costs may be off by SPREAD each, and by SPREAD all together.
 
-    nats: [L, kinds], finite. measured: the real costs of layouts.
+    nats: [L, kinds], finite.
+    measured: the real costs of layouts.
     """
     if not measured:
         return nats

@@ -117,7 +117,8 @@ class PlannedLayout(Record):
     ms: of the part that is to be fast: prefill and all decode steps, the prefill, or one decode step.
     speedup: over the dense layout.
     estimated_nats: the sum of the costs of its layers.
-    measured: on the windows that it was chosen on. held_out: on others.
+    measured: on the windows that it was chosen on.
+    held_out: on others.
     """
 
     layout: str
@@ -140,7 +141,8 @@ class MeasuredCheck(Record):
     """The layouts that were measured, in order.
 
     verified: the choice is within the budget on held-out windows, too.
-    limit: the most measurements that were allowed. made: those that were made.
+    limit: the most measurements that were allowed.
+    made: those that were made.
     notes: a sentence each, such as of a choice that was over budget on held-out windows.
     borderline: the choice is within the budget there by less than a standard error.
     """
@@ -184,11 +186,14 @@ class PlanChoice(Record):
 
 @dataclass(frozen=True)
 class PlanResult(Record):
-    """All of plan.json but the schema in front. model: as it was asked for.
+    """All of plan.json but the schema in front.
+
+    model: as it was asked for.
 
     link, links: None and empty where only one rank was asked for.
     vllm_links: the names of vLLM's all-reduce over the link's wires, by ranks.
-    exact: rivals of the layouts that change no result. no_replicas: why some are not there, by ranks.
+    exact: rivals of the layouts that change no result.
+    no_replicas: why some are not there, by ranks.
     choice: the layout that was chosen, if one was to be.
     remark: where the model is of another family.
     """

@@ -52,8 +52,9 @@ class LayoutMeasurer:
     model_fingerprint, data: of the sensitivity file.
     kept_beside: the path that the file's name begins with; its end is a hash of model, windows and dtype.
     data_file: the data to measure on; None: the sensitivity's.
-    align: each layout is aligned before it is measured. align_counts: windows to solve with and to hold out; None: as
-    many as alignment takes by default, and no more than half of those that are left.
+    align: each layout is aligned before it is measured.
+    align_counts: windows to solve with and to hold out; None: as many as alignment takes by default, and no more than
+    half of those that are left.
 
     Raises UserError for another model, and for data that are too few.
     """
@@ -119,7 +120,10 @@ class LayoutMeasurer:
         return describe_alignment(self.aligner.windows) if self.aligner is not None else None
 
     def measure(self, layout: Layout, held_out: bool) -> LayoutNll:
-        """Return the cost of a layout. held_out: on the windows that nothing was chosen by."""
+        """Return the cost of a layout.
+
+        held_out: on the windows that nothing was chosen by.
+        """
         tokens = self.windows[held_out].shape[1] - 1
         nll, dense = (self._nll(one, held_out) / tokens for one in (layout, Layout.dense(self.blocks.num_layers)))
         increase = nll - dense
@@ -173,7 +177,10 @@ def _rows(table: object) -> dict[str, list[float]]:
 
 
 def _stderr(nll: np.ndarray) -> float | None:
-    """Return the standard error of the mean. nll: nats per token of each window."""
+    """Return the standard error of the mean.
+
+    nll: nats per token of each window.
+    """
     return float(nll.std(ddof=1) / math.sqrt(len(nll))) if len(nll) > 1 else None
 
 

@@ -143,7 +143,9 @@ class ChoiceTarget(Record):
     min_speedup: float | None = None
 
     def in_nats(self, dense_nll: float) -> "ChoiceTarget":
-        """Return this target with its budget in nats per token. dense_nll: of the dense model, in nats per token.
+        """Return this target with its budget in nats per token.
+
+        dense_nll: of the dense model, in nats per token.
 
         Raises UsageError unless there is one of the two, and it makes sense.
         """

@@ -78,7 +78,10 @@ class PassParts:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The seconds of a pass, or of several: ``total`` = ``compute`` + ``exposed``. hidden: of communication."""
+    """The seconds of a pass, or of several: ``total`` = ``compute`` + ``exposed``.
+
+    hidden: of communication.
+    """
 
     compute: float
     communication: float
@@ -204,7 +207,10 @@ class _Pass:
     # ---- parts of a pass ----
 
     def parts(self, link: Link, contention: float, sync_tp_size: int | None, launch_s: float) -> PassParts:
-        """Return the parts of this pass. launch_s: the host's time for each operation that it starts by itself."""
+        """Return the parts of this pass.
+
+        launch_s: the host's time for each operation that it starts by itself.
+        """
         shape, engine = self.shape, self.engine
         virtual = 1 if sync_tp_size is None else sync_tp_size // shape.tp_size
         host = launch_s * (engine.attention_launches + engine.mlp_launches)
@@ -244,7 +250,10 @@ class _Pass:
         return virtual * self.product(self.rows, self.shape.hidden, 2 * self.shape.own_inner / virtual)
 
     def attention(self, virtual: int) -> float:
-        """Return the time of the sub-module. virtual: the ranks whose sums are computed apart."""
+        """Return the time of the sub-module.
+
+        virtual: the ranks whose sums are computed apart.
+        """
         engine = self.engine
         output = virtual * self.product(self.rows, self.own_query / virtual, self.shape.hidden)
         elsewhere = engine.stream_passes * self.stream + engine.head_passes * self.rows * self.own_qkv * self.width

@@ -91,7 +91,11 @@ class ModelToPlan:
 
 @dataclass(frozen=True)
 class RowVariant:
-    """One row of each table. own: the checkpoint as it is. bound: one of BOUNDS, where it is no layout."""
+    """One row of each table.
+
+    own: the checkpoint as it is.
+    bound: one of BOUNDS, where it is no layout.
+    """
 
     name: str
     layout: Layout
@@ -193,7 +197,9 @@ def row_variants(
 def band_cases(parts: Parts, device: DeviceSpec, interconnect: Interconnect | None) -> list[Parts]:
     """Return the parts as they are, then pairs: one error more and less by a standard deviation, and all others 0.
 
-    The errors are of all compute, of all messages, and of contention. interconnect: None where nothing is sent.
+    The errors are of all compute, of all messages, and of contention.
+
+    interconnect: None where nothing is sent.
     """
 
     def scaled(names: Sequence[str], factor: float) -> Parts:

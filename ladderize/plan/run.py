@@ -46,7 +46,8 @@ def plan_layouts(
     """Predict how fast layouts of a model are on hardware that need not be there, and choose one.
 
     goal: what to choose by, for one group and one workload; None: nothing is chosen.
-    out: a JSON file. recipe_out: a recipe for ``convert``, of a choice.
+    out: a JSON file.
+    recipe_out: a recipe for ``convert``, of a choice.
     explain: ``console`` shows times, too, and all that the figures rest on.
 
     Raises UsageError, UserError or LayoutError for what cannot be predicted: unknown names, sizes that the ranks do not
@@ -187,8 +188,9 @@ def _choose(
     out: Path | None,
     console: Console,
 ) -> "tuple[PlanChoice, LayoutMeasurer | None]":
-    """Return the layout that meets the goal best on this group. out: of the plan, beside which lies what was measured
-    so far, until the measurer is tidied.
+    """Return the layout that meets the goal best on this group.
+
+    out: of the plan, beside which lies what was measured so far, until the measurer is tidied.
 
     Raises UserError for costs of another model or of a number of virtual ranks that the group cannot run, and where
     nothing meets the goal.

@@ -33,8 +33,10 @@ NOTES = {  # on rows that are no layouts
 
 
 def show_plan(result: PlanResult, console: Console, *, explain: bool = False) -> None:
-    """Print the result of ``ladderize plan``, and warn of what makes it doubtful. explain: with times, and all that the
-    figures rest on."""
+    """Print the result of ``ladderize plan``, and warn of what makes it doubtful.
+
+    explain: with times, and all that the figures rest on.
+    """
     options = result.options
     weights = ", FP8 weights" if result.model.weights == FP8 else ""
     console.prose(

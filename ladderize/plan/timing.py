@@ -27,9 +27,11 @@ from ladderize.runtime.layers import Linear
 class TimedSizes:
     """The products and messages that are timed.
 
-    widths: of square weights. rows: of a step of one text, of some, of 64, and of a prompt.
+    widths: of square weights.
+    rows: of a step of one text, of some, of 64, and of a prompt.
     pool_bytes: of all weights of one width.
-    message_bytes: all that are timed. overlapped_bytes: of those that products run beside.
+    message_bytes: all that are timed.
+    overlapped_bytes: of those that products run beside.
     """
 
     widths: tuple[int, ...]
@@ -126,7 +128,10 @@ class _Timer:
         self.group, self.repeat = group, repeat
 
     def __call__(self, run: Callable[[], object], count: int, *, graph: bool = True) -> float:
-        """Return the seconds of one of ``count`` parts. graph: on a GPU, one graph starts them all."""
+        """Return the seconds of one of ``count`` parts.
+
+        graph: on a GPU, one graph starts them all.
+        """
         if graph and self.group.device.type == "cuda":
             run = capture(run, self.group.device, warm_ups=1)[0].replay
         samples = []

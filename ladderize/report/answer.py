@@ -15,7 +15,10 @@ MEASURE_SPEED = "ladderize bench DENSE MODEL... --tp-size N --out bench.json"
 
 @dataclass(frozen=True)
 class Answer:
-    """headline: one sentence or two. best: the model that is recommended. setting: where its speed-up holds."""
+    """headline: one sentence or two.
+    best: the model that is recommended.
+    setting: where its speed-up holds.
+    """
 
     headline: str
     sentences: list[str]

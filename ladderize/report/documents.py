@@ -43,7 +43,10 @@ AnyDocument = TypeVar("AnyDocument")
 
 @dataclass(frozen=True)
 class FoundDocument(Generic[AnyDocument]):
-    """One document. version: of ladderize, which wrote it."""
+    """One document.
+
+    version: of ladderize, which wrote it.
+    """
 
     path: Path
     document: AnyDocument
@@ -52,7 +55,10 @@ class FoundDocument(Generic[AnyDocument]):
 
 @dataclass(frozen=True)
 class MetricsLine(Record):
-    """A line of metrics.jsonl: of a step, or of a validation. tokens: read so far."""
+    """A line of metrics.jsonl: of a step, or of a validation.
+
+    tokens: read so far.
+    """
 
     step: int
     tokens: int | None = None
@@ -68,7 +74,11 @@ class MetricsLine(Record):
 
 @dataclass(frozen=True)
 class RetrainingRun:
-    """One retraining. name: of the sweep's point, else of its folder. validations: with the tokens read by then."""
+    """One retraining.
+
+    name: of the sweep's point, else of its folder.
+    validations: with the tokens read by then.
+    """
 
     folder: Path
     name: str

@@ -35,8 +35,9 @@ FROM_POINT = ("adapted", "tokens", "failure", "not_promoted", "control")  # what
 class ReportContent:
     """All that a report shows.
 
-    subjects: the reference first. settings: measured ones first, then by ranks (most first) and batch size. remarks:
-    what a reader must know about how the numbers came about.
+    subjects: the reference first.
+    settings: measured ones first, then by ranks (most first) and batch size.
+    remarks: what a reader must know about how the numbers came about.
     """
 
     margin: float

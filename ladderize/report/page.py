@@ -38,7 +38,10 @@ RETRAIN = "ladderize adapt MODEL OUT --distill-from DENSE --data FILE --max-toke
 
 @dataclass(frozen=True)
 class PageSection:
-    """Some plots. missing: where there are none, why, and which command makes their data."""
+    """Some plots.
+
+    missing: where there are none, why, and which command makes their data.
+    """
 
     name: str
     title: str
@@ -68,7 +71,11 @@ class ReportPage:
 
 @dataclass(frozen=True)
 class ReportSummary(Record):
-    """The answer, and what was written. best: the model that is recommended. files: page, Markdown, pictures."""
+    """The answer, and what was written.
+
+    best: the model that is recommended.
+    files: page, Markdown, pictures.
+    """
 
     out: str
     headline: str
@@ -212,7 +219,10 @@ def html_page(page: ReportPage) -> str:
 
 
 def markdown_page(page: ReportPage, pictures: dict[str, list[str]]) -> str:
-    """Return text for a README or a model card. pictures: name of a plot -> links to its pictures."""
+    """Return text for a README or a model card.
+
+    pictures: name of a plot -> links to its pictures.
+    """
     return _render("report.md.j2", page=page, pictures=pictures)
 
 

@@ -29,7 +29,8 @@ WIDE_RATIO = 4  # of the largest value to the least: beyond, a scale is logarith
 class PlotChoice:
     """Something that a reader selects in a plot.
 
-    parameter: of the specification. options: value and text of each.
+    parameter: of the specification.
+    options: value and text of each.
     """
 
     parameter: str
@@ -41,8 +42,10 @@ class PlotChoice:
 class ReportPlot:
     """A plot with its data.
 
-    name: of its figure and its pictures. summary: what it shows, for those who do not see it. legend: what a swatch
-    shows, its colour, its shape. interactive: whether its marks take the focus.
+    name: of its figure and its pictures.
+    summary: what it shows, for those who do not see it.
+    legend: what a swatch shows, its colour, its shape.
+    interactive: whether its marks take the focus.
     """
 
     name: str
@@ -58,7 +61,10 @@ class ReportPlot:
 
 @dataclass(frozen=True)
 class Measure:
-    """A way to say how good a model is. is_more_better: else less is."""
+    """A way to say how good a model is.
+
+    is_more_better: else less is.
+    """
 
     title: str
     is_more_better: bool
@@ -90,7 +96,10 @@ def row_height(rows: PlotRows) -> int:
 
 
 def dots(summary: str, rows: PlotRows, x: Spec, levels: list[Spec], *, kinds: bool = False, **more: Any) -> Spec:
-    """Draw a row for each model, with a mark and its interval. kinds: marks tell measured from predicted."""
+    """Draw a row for each model, with a mark and its interval.
+
+    kinds: marks tell measured from predicted.
+    """
     encoding = {"x": x, "y": MODEL_ROWS, "color": family_colour(rows)}
     points = marks({**encoding, "shape": kind_shape(rows)} if kinds else encoding, 90)
     return make_spec(summary, row_height(rows), rows, [*levels, intervals("x", encoding, width=3), points], **more)

@@ -22,7 +22,10 @@ MINUS = "\u2212"
 
 
 def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
-    """Return a number with a true minus sign. sign: write a plus as well. A number that rounds to 0 has no sign."""
+    """Return a number with a true minus sign.
+
+    sign: write a plus as well. A number that rounds to 0 has no sign.
+    """
     text = f"{abs(value):,.{digits}f}"
     if not float(text.replace(",", "")):
         return text
@@ -78,8 +81,9 @@ def points_of(overall: PooledComparison) -> WithInterval:
 class Setting:
     """Where a model was timed, or where its times were predicted.
 
-    medium: how ranks communicate, or the emulated or assumed link. source: the number of the document. note: follows
-    the words, such as that weights are random.
+    medium: how ranks communicate, or the emulated or assumed link.
+    source: the number of the document.
+    note: follows the words, such as that weights are random.
     """
 
     kind: TimingKind
@@ -113,8 +117,9 @@ class Setting:
 class Spent:
     """The milliseconds of one pass.
 
-    compute: without communication. waited: what communication adds. hidden: what of it ran under compute; None for a
-    layout that overlaps nothing.
+    compute: without communication.
+    waited: what communication adds.
+    hidden: what of it ran under compute; None for a layout that overlaps nothing.
     """
 
     compute: float
@@ -126,7 +131,10 @@ class Spent:
 class Timing:
     """One model in one setting.
 
-    row: of bench.json or plan.json. is_first: speed-ups are over this row. speedup: by phase. spent: by phase, without
+    row: of bench.json or plan.json.
+    is_first: speed-ups are over this row.
+    speedup: by phase.
+    spent: by phase, without
     ``end_to_end``.
     """
 
@@ -151,8 +159,10 @@ class Timing:
 class Subject:
     """A model, or something that was timed only, with all that is known of it.
 
-    is_model: False for a baseline, a shape, or random weights. accuracy: the mean over tasks, 0 to 1. comparison: with
-    the reference, in pairs. control: the dense model after the same training; over_control: points of accuracy from it.
+    is_model: False for a baseline, a shape, or random weights.
+    accuracy: the mean over tasks, 0 to 1.
+    comparison: with the reference, in pairs.
+    control: the dense model after the same training; over_control: points of accuracy from it.
     timed_as: the model whose times it has, where it was not timed itself.
     """
 

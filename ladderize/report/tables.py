@@ -25,7 +25,10 @@ from ladderize.runtime.collectives.links import Interconnect, Link
 
 @dataclass(frozen=True)
 class TableCell:
-    """The text that is shown. value: what it is sorted by, where that is a number."""
+    """The text that is shown.
+
+    value: what it is sorted by, where that is a number.
+    """
 
     text: str
     value: float | None = None
@@ -33,7 +36,10 @@ class TableCell:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Each row has a cell for every column; the first cell of a row is its header. note: stands below."""
+    """Each row has a cell for every column; the first cell of a row is its header.
+
+    note: stands below.
+    """
 
     caption: str
     columns: list[str]
@@ -76,7 +82,10 @@ def interval_cell(estimate: WithInterval, digits: int, *, sign: bool = False) ->
 
 
 def models_table(content: ReportContent, setting: Setting | None) -> ReportTable:
-    """Return a row for each model; columns without any value are left out. setting: of the times."""
+    """Return a row for each model; columns without any value are left out.
+
+    setting: of the times.
+    """
     rows = [_model_row(one, setting, content.margin) for one in content.models]
     empty = {name for name in (rows[0] if rows else ()) if all(row[name] in ("", TableCell("")) for row in rows)}
     empty -= {"model", "layout"}

@@ -30,7 +30,10 @@ BEYOND = 2  # points from dense, beyond which a wide scale is logarithmic
 
 
 def tradeoff_plots(content: ReportContent, first: Setting | None) -> list[ReportPlot]:
-    """Return a plot for each measure that was taken; none without times of checkpoints. first: shown at first."""
+    """Return a plot for each measure that was taken; none without times of checkpoints.
+
+    first: shown at first.
+    """
     plots = []
     for measure in (BY_ACCURACY, BY_PERPLEXITY):
         places = itertools.product(range(len(content.real_settings)), PHASE_WORDS)
@@ -41,7 +44,10 @@ def tradeoff_plots(content: ReportContent, first: Setting | None) -> list[Report
 
 
 def _rows(content: ReportContent, measure: Measure, number: int, phase: str) -> list[dict[str, Any]]:
-    """Return a row for each model that was timed in a setting, for a phase. number: of the setting."""
+    """Return a row for each model that was timed in a setting, for a phase.
+
+    number: of the setting.
+    """
     setting = content.real_settings[number]
     placed = [
         (subject, timing.speedup[phase], score)
@@ -102,6 +108,7 @@ def name_sides(places: list[tuple[float, float]], front: list[bool]) -> list[int
 
     Marks of the front come first, the fastest of them before the others. No name lies on another one or on a mark; one
     of the front may lie on a mark that is not.
+
     places: of each mark, to the right and up, as shares of the axes.
     """
     sides = [0] * len(places)

@@ -42,7 +42,11 @@ SIGNED_LABEL = "(datum.value > 0 ? '+' : datum.value < 0 ? '\u2212' : '') + form
 
 @dataclass(frozen=True)
 class PlotPanel:
-    """One drawing. title: above it, where a plot has several. picture_title: of a picture, where that is another."""
+    """One drawing.
+
+    title: above it, where a plot has several.
+    picture_title: of a picture, where that is another.
+    """
 
     spec: Spec
     title: str = ""
@@ -53,7 +57,10 @@ class PlotPanel:
 
 
 def make_spec(summary: str, height: int, rows: Sequence[Mapping[str, Any]], layers: list[Spec], **more: Any) -> Spec:
-    """Return a layered specification as wide as its container. rows: the data of its layers."""
+    """Return a layered specification as wide as its container.
+
+    rows: the data of its layers.
+    """
     return {
         "$schema": SCHEMA,
         "description": summary,
@@ -96,7 +103,10 @@ def quantitative(field: str, title: str, **more: Any) -> Spec:
 
 
 def nominal(field: str, scale: Mapping[str, str] | None = None, *, colours: bool = False) -> Spec:
-    """Return an encoding by names. scale: value -> a shape, or (``colours``) a name of PALETTE."""
+    """Return an encoding by names.
+
+    scale: value -> a shape, or (``colours``) a name of PALETTE.
+    """
     if scale is None:
         return {"field": field, "type": "nominal"}
     ends = [f"var(--{end})" if colours else end for end in scale.values()]
@@ -104,7 +114,10 @@ def nominal(field: str, scale: Mapping[str, str] | None = None, *, colours: bool
 
 
 def looks(field: str, table: Mapping[str, tuple[str, str]]) -> Spec:
-    """Return colour and shape by one field. table: value -> a name of PALETTE, and a shape."""
+    """Return colour and shape by one field.
+
+    table: value -> a name of PALETTE, and a shape.
+    """
     return {
         "color": nominal(field, {value: colour for value, (colour, _) in table.items()}, colours=True),
         "shape": nominal(field, {value: shape for value, (_, shape) in table.items()}),
@@ -117,13 +130,18 @@ def rule(encoding: Spec, **mark: Any) -> Spec:
 
 
 def level(axis: str, value: float, *, dashed: bool = False, **mark: Any) -> Spec:
-    """Draw a line across the whole plot. axis: ``x`` or ``y``, on which the value is."""
+    """Draw a line across the whole plot.
+
+    axis: ``x`` or ``y``, on which the value is.
+    """
     return rule({axis: {"datum": value}}, color="var(--muted)", **({"strokeDash": DASHES} if dashed else {}), **mark)
 
 
 def intervals(axis: str, encoding: Spec, *, width: float = 1.5) -> Spec:
-    """Draw a bar for each row that has both ends. axis: ``x`` or ``y``, whose field has its ends in the fields of the
-    same name with 1 and 2 behind it."""
+    """Draw a bar for each row that has both ends.
+
+    axis: ``x`` or ``y``, whose field has its ends in the fields of the same name with 1 and 2 behind it.
+    """
     field = encoding[axis]["field"]
     ends = {**encoding, axis: {**encoding[axis], "field": f"{field}1"}, f"{axis}2": {"field": f"{field}2"}}
     known = [{"filter": f"isValid(datum.{field}1) && isValid(datum.{field}2)"}]

@@ -16,8 +16,10 @@ from ladderize.runtime.step import Step
 
 
 class CpuOperations(Operations):
-    """Operations by our own CPU kernels: the numbers of ``Operations``, up to rounding, in float32 and bfloat16. own:
-    of ``kernels``."""
+    """Operations by our own CPU kernels: the numbers of ``Operations``, up to rounding, in float32 and bfloat16.
+
+    own: of ``kernels``.
+    """
 
     name = "compiled"
 
@@ -130,7 +132,9 @@ def _layer_of(cache: KVCache, layer: int, columns: int | Tensor) -> Cache | None
 
 
 def _seen(mask: Tensor | None, causal: bool, size: tuple[int, int, int]) -> Seen:
-    """mask: bool [batch or 1, 1, tokens, columns in view]. size: the three."""
+    """mask: bool [batch or 1, 1, tokens, columns in view].
+    size: the three.
+    """
     if mask is None:
         return Seen(None, 0, 0, causal)
     row, _, token, column = mask.stride()

@@ -69,8 +69,8 @@ def check_mask(rows: int, tokens: int, device: torch.device) -> None:
 
 
 def view_length(columns: int, cache: KVCache) -> int:
-    """The columns of a cache to have in view where ``columns`` are used: on a GPU a multiple of BUCKET, since cuDNN
-    plans anew for every other shape."""
+    """Return the columns of a cache to have in view where ``columns`` are used: on a GPU a multiple of BUCKET, since
+    cuDNN plans anew for every other shape."""
     if cache.keys.device.type == "cpu":
         return columns
     return min(cache.columns, -(-columns // BUCKET) * BUCKET)
@@ -82,7 +82,10 @@ def are_sound(logits: Tensor) -> Tensor:
 
 
 def unsound_logits(done: str) -> UserError:
-    """For logits that are NaN or infinite. done: what was not done with them."""
+    """For logits that are NaN or infinite.
+
+    done: what was not done with them.
+    """
     return UserError(
         f"the model's logits are NaN or infinite, so nothing was {done} them; check its weights, or compute in float32"
     )
@@ -120,7 +123,7 @@ class GrowingRope:
         self.table = rope_table(config, 1, device)
 
     def __call__(self, positions: int) -> Tensor:
-        """The factors of this many positions, and perhaps of more."""
+        """Return the factors of this many positions, and perhaps of more."""
         if len(self.table) < min(positions, self.most):
             grown = min(1 << (positions - 1).bit_length(), self.most)  # so that it grows few times
             self.table = rope_table(self.config, grown, self.table.device)
@@ -213,8 +216,9 @@ class Generator:
         """Append ``tokens`` [batch] and as many more as ``draws`` [batch, n] has columns; returns the new ones [batch,
         n].
 
-        On a GPU nothing here waits for the device. sound: a bool [] that becomes false where logits are NaN or
-        infinite.
+        On a GPU nothing here waits for the device.
+
+        sound: a bool [] that becomes false where logits are NaN or infinite.
         """
         new = []
         for draw in draws.unbind(1):

@@ -43,7 +43,8 @@ def tokenizer_of(spec: ModelSpec) -> Any:
 class PromptEncoder:
     """Makes token ids of prompts, and checks them against the model's vocabulary and length.
 
-    max_new_tokens: tokens that have to fit behind them. date: today, for a chat template; None: the truth.
+    max_new_tokens: tokens that have to fit behind them.
+    date: today, for a chat template; None: the truth.
     """
 
     def __init__(self, spec: ModelSpec, max_new_tokens: int, *, date: datetime | None = None) -> None:
@@ -99,7 +100,10 @@ class PromptEncoder:
 
 @dataclass(frozen=True)
 class GeneratedText(Record):
-    """A prompt and what followed. finish_reason: eos or length."""
+    """A prompt and what followed.
+
+    finish_reason: eos or length.
+    """
 
     prompt: str
     text: str
@@ -110,7 +114,10 @@ class GeneratedText(Record):
 
 @dataclass(frozen=True)
 class GenerateDocument(Record):
-    """``ladderize generate --json``. decode_ms_per_token: None if one step was made."""
+    """``ladderize generate --json``.
+
+    decode_ms_per_token: None if one step was made.
+    """
 
     model: str
     layout: str

@@ -57,8 +57,12 @@ PROMPT_FORMATS = Formats(
 
 @dataclass(frozen=True)
 class FilePrompt:
-    """A row of a file. asked: the messages of a conversation, none of them the last answer, or a text to continue.
-    origin: its place, for people. was_answered: the row had an answer, which was left out."""
+    """A row of a file.
+
+    asked: the messages of a conversation, none of them the last answer, or a text to continue.
+    origin: its place, for people.
+    was_answered: the row had an answer, which was left out.
+    """
 
     origin: str
     asked: list[dict[str, Any]] | str
@@ -66,7 +70,9 @@ class FilePrompt:
 
 
 def read_prompts(path: Path, *, chat: bool, samples: int | None) -> list[FilePrompt]:
-    """Return the first ``samples`` prompts of a file, or all. chat: a text is what a user says, not one to continue.
+    """Return the first ``samples`` prompts of a file, or all.
+
+    chat: a text is what a user says, not one to continue.
 
     Raises UserError that names the line for a row that cannot be used, and for fewer prompts than are asked for.
     """
@@ -135,7 +141,8 @@ class FileTask:
 
     bos: the token that every text begins with; None: texts begin with prompts.
     prompts: token ids of each, int32 [tokens].
-    total: texts. batch_size: texts at a time.
+    total: texts.
+    batch_size: texts at a time.
     """
 
     spec: ModelSpec
@@ -171,7 +178,9 @@ Engine = Callable[[FileTask, int, Report, Console], object]
 
 @dataclass(frozen=True)
 class GenerateFileDocument(Record):
-    """``ladderize generate --out --json``. ended_samples: those that EOS or a stop text ended, not their length.
+    """``ladderize generate --out --json``.
+
+    ended_samples: those that EOS or a stop text ended, not their length.
 
     resumed_samples, output_tokens, seconds and output_tokens_per_s are of this run. backend and output_tokens_per_s are
     None where nothing was left to do.
@@ -438,7 +447,10 @@ class LineWriter:
         return {**row, "finish_reason": "stop" if ended or stopped else "length"}
 
     def document(self, out: Path, prompt_file: Path | None, done: int) -> GenerateFileDocument:
-        """Return the outcome, and show it. done: how many lines were there before this run."""
+        """Return the outcome, and show it.
+
+        done: how many lines were there before this run.
+        """
         assert self.part is not None
         seconds, spec = self.end - self.begin, self.task.spec
         document = GenerateFileDocument(

@@ -11,8 +11,10 @@ _Output = TypeVar("_Output")
 def capture(
     run: Callable[[], _Output], device: torch.device, *, pool: Any = None, warm_ups: int = 2
 ) -> tuple[Any, _Output]:
-    """A graph of ``run``, and what ``run`` returned: memory that each replay fills anew. pool: of memory that graphs
-    share; each one's output is then read before the next is replayed."""
+    """A graph of ``run``, and what ``run`` returned: memory that each replay fills anew.
+
+    pool: of memory that graphs share; each one's output is then read before the next is replayed.
+    """
     side = torch.cuda.Stream(device)  # for the warm-up, as capturing asks for
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

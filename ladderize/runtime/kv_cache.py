@@ -69,7 +69,7 @@ class KVCache:
             self.values[layer].index_copy_(2, columns, values.to(self.values.dtype))
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """The first ``length`` columns of keys and values."""
+        """Return the first ``length`` columns of keys and values."""
         return self.keys[layer, :, :, :length], self.values[layer, :, :, :length]
 
     def memory(self) -> tuple[Tensor, Tensor] | None:

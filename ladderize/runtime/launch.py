@@ -111,7 +111,9 @@ def joined(
 ) -> Iterator[Ranks]:
     """Make this process one of the ranks that ``place`` speaks of, until the end of the block.
 
-    A group that it has joined before, for several models in turn, is used and stays. meeting: torch's init_method.
+    A group that it has joined before, for several models in turn, is used and stays.
+
+    meeting: torch's init_method.
     """
     set_threads(threads, place.local_size)
     stays = dist.is_initialized()

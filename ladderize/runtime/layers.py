@@ -36,7 +36,7 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
-        """The product in ``columns`` parts of its output, one after the other."""
+        """Return the product in ``columns`` parts of its output, one after the other."""
         if columns == 1:
             yield self(x)
             return
@@ -151,7 +151,10 @@ def _bytes(norm: RMSNorm, linears: list[Linear], bias: Tensor | None) -> int:
 
 @dataclass
 class Weights:
-    """One rank's part of a Llama. embed: [own_vocab, hidden]; head: [own_vocab, hidden] as a Linear."""
+    """One rank's part of a Llama.
+
+    embed: [own_vocab, hidden]; head: [own_vocab, hidden] as a Linear.
+    """
 
     embed: Tensor
     layers: list[tuple[AttentionWeights, MlpWeights]]

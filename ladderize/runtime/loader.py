@@ -70,8 +70,12 @@ def load_weights(
     advance: Callable[[int], None] = lambda count: None,
     made: Callable[[int, AttentionWeights, MlpWeights], None] = lambda index, attention, mlp: None,
 ) -> Weights:
-    """One rank's weights for ``layout``. pack: see Linear. columns: parts of the products that are sent (see Schedule).
-    ``advance(1)`` is called after each layer, and before it ``made`` with the layer, whose tensors it may replace."""
+    """One rank's weights for ``layout``.
+
+    pack: see Linear.
+    columns: parts of the products that are sent (see Schedule).
+    ``advance(1)`` is called after each layer, and before it ``made`` with the layer, whose tensors it may replace.
+    """
 
     def read(name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
         return source.read(Slice(name, dim, start, stop))
@@ -101,7 +105,7 @@ def _layer(
         return Linear(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None, pack=pack)
 
     def split(bounds: tuple[int, int]) -> list[tuple[int, int]]:
-        """The blocks of the virtual ranks that this process computes apart."""
+        """Return the blocks of the virtual ranks that this process computes apart."""
         width = (bounds[1] - bounds[0]) // virtual
         return [(bounds[0] + k * width, bounds[0] + (k + 1) * width) for k in range(virtual)]
 
@@ -159,7 +163,7 @@ def pair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def unpair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
-    """The reverse: rows as a checkpoint orders them."""
+    """Return the reverse: rows as a checkpoint orders them."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(rows.shape)
 
 

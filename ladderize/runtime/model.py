@@ -77,8 +77,10 @@ class TPLlama:
         return join_parts(run_walks(walks), ids.shape[0])
 
     def walk(self, ids: Tensor, step: Step, cache: KVCache, columns: int = 1) -> Generator[None, None, Tensor]:
-        """The one forward: it yields after each sum that it has sent, so that others may compute meanwhile, and returns
-        what ``forward`` does. columns: parts in which sums are sent.
+        """Return the one forward: it yields after each sum that it has sent, so that others may compute meanwhile, and
+        returns what ``forward`` does.
+
+        columns: parts in which sums are sent.
 
         A sub-module's weights are taken before the sum that it reads is waited for. In training that puts the products
         of its weights' gradients behind the start of its input's gradient (see training/linear.py).
@@ -144,12 +146,13 @@ class TPLlama:
         return None
 
     def upcoming(self, index: int) -> tuple[AttentionWeights, MlpWeights | None]:
-        """The weights up to the next sum: those of attention, and where its sum is dropped also those of the MLP."""
+        """Return the weights up to the next sum: those of attention, and where its sum is dropped also those of the
+        MLP."""
         dropped = self.layout.attention_sync[index] == DROPPED
         return self.weights.attention(index), self.weights.mlp(index) if dropped else None
 
     def add_bias(self, residual: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The bias of a dropped sum. All ranks add it to the stream alike, so there its gradient counts once."""
+        """Return the bias of a dropped sum. All ranks add it to the stream alike, so there its gradient counts once."""
         if bias is None:
             return residual, x
         if residual is x:

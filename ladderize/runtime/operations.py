@@ -14,8 +14,10 @@ from ladderize.runtime.step import Step
 
 
 class Operations:
-    """A rank's share of a layer but for the products that are sent. name: as benchmarks note it. note: what a user
-    should know of it, if anything."""
+    """A rank's share of a layer but for the products that are sent. name: as benchmarks note it.
+
+    note: what a user should know of it, if anything.
+    """
 
     name = "torch"
 
@@ -31,7 +33,10 @@ class Operations:
         weights: AttentionWeights, x: Tensor, rope_factors: Tensor | None, shape: Shape
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [batch, own heads, tokens, head_dim], float32, of the residual stream [batch,
-        tokens, hidden]. rope_factors: None in a layer without rope."""
+        tokens, hidden].
+
+        rope_factors: None in a layer without rope.
+        """
         fused = weights.qkv(weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))
         query_key, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
         if weights.head_norms is not None:
@@ -98,8 +103,11 @@ def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, *, scale: float | None = None
 ) -> Tensor:
-    """Grouped-query attention. query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads * head_dim].
-    scale: of the scores; None: head_dim ** -0.5."""
+    """Grouped-query attention.
+
+    query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads * head_dim].
+    scale: of the scores; None: head_dim ** -0.5.
+    """
     batch, heads, tokens, dim = query.shape
     groups = keys.shape[1]
     if tokens == 1:

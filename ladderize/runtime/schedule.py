@@ -18,8 +18,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Schedule(Record):
-    """chunks: parts that domino cuts the batch into. columns: parts of a sub-module's last product, by its output
-    columns, each of which is sent as soon as it is computed (the paper's column split)."""
+    """chunks: parts that domino cuts the batch into.
+    columns: parts of a sub-module's last product, by its output columns, each of which is sent as soon as it is
+    computed (the paper's column split).
+    """
 
     name: ScheduleName = "sequential"
     chunks: int = 2

@@ -168,27 +168,30 @@ SHAPES = Path(__file__).parent / "shapes.json"
 
 
 def known_shapes() -> dict[str, dict[str, Any]]:
-    """The bundled configs of models' sizes: facts from the published config.json files."""
+    """Return the bundled configs of models' sizes: facts from the published config.json files."""
     shapes: dict[str, dict[str, Any]] = json.loads(SHAPES.read_text(encoding="utf-8"))
     return shapes
 
 
 def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of its family's own dense model of the same sizes."""
+    """Return the config of its family's own dense model of the same sizes."""
     return {key: value for key, value in config.items() if key not in CONFIG_KEYS} | {
         "model_type": known_family(config).model_type
     }
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The config of its first layers; what it lists layer by layer is cut as well."""
+    """Return the config of its first layers; what it lists layer by layer is cut as well."""
     whole = config["num_hidden_layers"]
     cut = {key: value[:layers] for key, value in config.items() if isinstance(value, list) and len(value) == whole}
     return {**config, **cut, "num_hidden_layers": layers}
 
 
 def read_shape(name: str, option: str = "--random-weights") -> dict[str, Any]:
-    """A config by a bundled size's name, a config.json, or a folder that holds one. option: that named it."""
+    """A config by a bundled size's name, a config.json, or a folder that holds one.
+
+    option: that named it.
+    """
     shapes = known_shapes()
     if name in shapes:
         return shapes[name]

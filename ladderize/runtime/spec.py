@@ -29,7 +29,11 @@ RUN_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model to run. folder: of a checkpoint; None: random weights of this config. dtype: that it computes in."""
+    """One model to run.
+
+    folder: of a checkpoint; None: random weights of this config.
+    dtype: that it computes in.
+    """
 
     name: str
     folder: Path | None

@@ -15,12 +15,15 @@ from ladderize.runtime.schedule import Schedule
 class Step:
     """The positions of one forward pass's tokens.
 
-    rope_factors: complex [batch or 1, tokens, 1, head_dim / 2]. columns: the first cache column of the tokens, or a
-    tensor of their columns: [tokens], or [batch, tokens] where rows differ. length: the columns of the cache that
-    attention sees; 0: a prompt, which sees itself alone. mask: bool [batch or 1, 1, tokens, columns in view], True
-    where a token may look; None: everything, or with ``causal`` everything up to itself. depths: [batch, tokens], where
-    the tokens of a prompt stand in their texts, if their columns do not tell how far apart they are. near: the masks of
-    layers with sliding windows, by window; see ``with_windows``.
+    rope_factors: complex [batch or 1, tokens, 1, head_dim / 2].
+    columns: the first cache column of the tokens, or a tensor of their columns: [tokens], or [batch, tokens] where rows
+    differ.
+    length: the columns of the cache that attention sees; 0: a prompt, which sees itself alone.
+    mask: bool [batch or 1, 1, tokens, columns in view], True where a token may look; None: everything, or with
+    ``causal`` everything up to itself.
+    depths: [batch, tokens], where the tokens of a prompt stand in their texts, if their columns do not tell how far
+    apart they are.
+    near: the masks of layers with sliding windows, by window; see ``with_windows``.
     """
 
     rope_factors: Tensor
@@ -33,7 +36,10 @@ class Step:
 
     def with_windows(self, windows: Iterable[int], tokens: int) -> "Step":
         """Return ``step`` with a mask for each of ``windows`` that leaves out something: a token sees itself and window
-        - 1 before it. tokens: of this pass, in each row."""
+        - 1 before it.
+
+        tokens: of this pass, in each row.
+        """
         view, device = self.length or tokens, self.rope_factors.device
         own = [window for window in windows if window < view]
         if not own:
@@ -67,7 +73,10 @@ class Part:
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what is added to the scores in place of a bool mask: PyTorch's attention would make that of it once more
-    in every layer, and for a backward pass keep each. dtype: of keys."""
+    in every layer, and for a backward pass keep each.
+
+    dtype: of keys.
+    """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
@@ -99,7 +108,10 @@ def split_parts(ids: Tensor, step: Step, cache: KVCache, schedule: Schedule) -> 
 
 
 def join_parts(results: Sequence[Tensor], rows: int) -> Tensor:
-    """Join what the parts' walks returned, [rows, tokens, hidden] each. rows: of the whole batch."""
+    """Join what the parts' walks returned, [rows, tokens, hidden] each.
+
+    rows: of the whole batch.
+    """
     return results[0] if len(results) == 1 else torch.cat(list(results), 0 if rows > 1 else 1)
 
 

@@ -121,7 +121,9 @@ def _digest(value: Any) -> str:
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """model: the dense one as stages name it; digest: the hash of its content. gpus: their number."""
+    """model: the dense one as stages name it; digest: the hash of its content.
+    gpus: their number.
+    """
 
     spec: SweepSpec
     inputs: Inputs
@@ -191,7 +193,9 @@ class StageBuilder:
         )
 
     def evaluation(self, model: str, name: str, made_by: Stage | None, reference: Stage | None) -> Stage:
-        """made_by: the stage that writes the model, None for the dense one. reference: the dense model's evaluation."""
+        """made_by: the stage that writes the model, None for the dense one.
+        reference: the dense model's evaluation.
+        """
         options = self.spec.evaluation or {}
         content: dict[str, Any] = {}
         has_text = "perplexity" in options  # predictions are those of its text

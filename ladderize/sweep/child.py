@@ -53,7 +53,10 @@ def run_stage(stage: Stage, root: Path) -> str | None:
 
 
 def _work(stage: Stage, root: Path, environment: Mapping[str, str], pipe: Connection) -> None:
-    """Send an error, or None. environment: of the sweep, which may not be that of the server that forks."""
+    """Send an error, or None.
+
+    environment: of the sweep, which may not be that of the server that forks.
+    """
     os.setsid()  # Ctrl-C goes to the sweep, which stops this process by SIGTERM
     signal.signal(signal.SIGTERM, _interrupt)
     end_with_parent()

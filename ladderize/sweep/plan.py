@@ -116,7 +116,10 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """points: dense first. benches: of the models that can be timed. notes: remarks on the file for the user."""
+    """points: dense first.
+    benches: of the models that can be timed.
+    notes: remarks on the file for the user.
+    """
 
     points: list[Point]
     sensitivities: list[Stage]
@@ -215,8 +218,11 @@ def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any], folder: Pa
 
 @dataclass(frozen=True)
 class Way:
-    """One way of adapting. stops: by the layouts that it is for, the number of stages that each gets and why no more;
-    None: it gets all. control: the dense model, adapted in the same way."""
+    """One way of adapting.
+
+    stops: by the layouts that it is for, the number of stages that each gets and why no more; None: it gets all.
+    control: the dense model, adapted in the same way.
+    """
 
     choice: AdaptChoice
     stops: Mapping[int, tuple[int, Hold] | None]
@@ -225,7 +231,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes the plan anew whenever something was measured. root: the sweep's folder."""
+    """Makes the plan anew whenever something was measured.
+
+    root: the sweep's folder.
+    """
 
     spec: SweepSpec
     builder: StageBuilder
@@ -241,7 +250,10 @@ class Planner:
         return cls(spec, builder, config, root)
 
     def plan(self, lost: Collection[str] = ()) -> SweepPlan:
-        """Return all that is known by now. lost: keys of stages that failed, or need one that did."""
+        """Return all that is known by now.
+
+        lost: keys of stages that failed, or need one that did.
+        """
         sensitivities = {
             wanted: self.builder.sensitivity(self.spec.sensitivity_mode(wanted[0]), wanted[1])
             for wanted in self._sensitivities()
@@ -298,7 +310,10 @@ class Planner:
         return [self._labelled(group, names[group.choices[0].name]) for group in groups.values()]
 
     def _chosen(self, choice: LayoutChoice, needed: Mapping[str, Stage]) -> Layout:
-        """Return the layout of an entry. needed: the sensitivity of each kind of layers that is chosen."""
+        """Return the layout of an entry.
+
+        needed: the sensitivity of each kind of layers that is chosen.
+        """
         dense, chosen = Layout.from_config(self.config), {}
         for kind, stage in needed.items():
             _, selection = choice.selecting(kind, str(self.root / stage.output / SENSITIVITY_JSON)).resolve(dense)
@@ -307,7 +322,10 @@ class Planner:
         return choice.recipe(chosen).layout(dense)
 
     def _labelled(self, group: LayoutGroup, alike: int) -> LayoutGroup:
-        """Return a group with its name and the stage that makes it. alike: the number of groups with its name."""
+        """Return a group with its name and the stage that makes it.
+
+        alike: the number of groups with its name.
+        """
         name, text = group.choices[0].name, group.text
         says_all = group.layout is not None and alike == 1
         label = text if name is None else name if says_all else f"{name}: {text}"
@@ -329,7 +347,10 @@ class Planner:
         bench: Stage | None,
         lost: Collection[str],
     ) -> Way:
-        """Return a way of adapting, with all that is decided so far. bench: times every layout."""
+        """Return a way of adapting, with all that is decided so far.
+
+        bench: times every layout.
+        """
         stops: dict[int, tuple[int, Hold] | None] = {
             number: (0, group.hold) if group.hold is not None else None
             for number, group in enumerate(groups)
@@ -350,7 +371,10 @@ class Planner:
     def _holds(
         self, before: Sequence[Point], dense: Point, bench: Stage | None, count: int, lost: Collection[str]
     ) -> list[Hold | None]:
-        """Return for each layout None where it is promoted, else why it is not. before: the models before the stage."""
+        """Return for each layout None where it is promoted, else why it is not.
+
+        before: the models before the stage.
+        """
         if bench is not None and bench.key in lost:
             return [Hold("skipped", "the benchmark that decides it failed")] * len(before)
 
@@ -392,8 +416,11 @@ class Planner:
         reference: Stage | None,
         stop: tuple[int, Hold] | None = None,
     ) -> Point:
-        """Return a layout adapted in one way. reference: the dense model's evaluation. stop: the number of stages that
-        it gets, and why no more."""
+        """Return a layout adapted in one way.
+
+        reference: the dense model's evaluation.
+        stop: the number of stages that it gets, and why no more.
+        """
         name = point_name(group.label, asked)
         if group.layout is None:
             return Point(name, group, asked, hold=group.hold)

@@ -16,7 +16,10 @@ from ladderize.runtime.bench.document import BenchDocument
 
 @dataclass(frozen=True)
 class Entrant:
-    """A layout before the stage. accuracy, speed: more is better."""
+    """A layout before the stage.
+
+    accuracy, speed: more is better.
+    """
 
     name: str
     accuracy: float
@@ -60,7 +63,10 @@ def promoted(entrants: Sequence[Entrant], dense: Entrant | None, count: int) -> 
 
 
 def entrant(name: str, results: Path, bench: Path | None, layout: Layout | None, timed: str | None) -> Entrant:
-    """Return what was measured of a layout. bench: its times; None: the fewer blocking sync points, the faster."""
+    """Return what was measured of a layout.
+
+    bench: its times; None: the fewer blocking sync points, the faster.
+    """
     assert layout is not None
     if bench is None:
         return Entrant(name, accuracy_in(results), -(layout.attention_sync + layout.mlp_sync).count(BLOCKING))

@@ -145,8 +145,11 @@ def _locked(root: Path) -> Iterator[None]:
 
 @dataclass
 class SweepProgress:
-    """The results of this run so far. failures: key of a stage -> why it failed; new: keys of those that this run has
-    completed; running: the key of the one that runs."""
+    """The results of this run so far.
+
+    failures: key of a stage -> why it failed; new: keys of those that this run has completed; running: the key of the
+    one that runs.
+    """
 
     planner: Planner
     command: str
@@ -227,7 +230,10 @@ def _run(stage: Stage, progress: SweepProgress) -> None:
 
 
 def sweep_document(plan: SweepPlan, states: Mapping[str, StageState], planner: Planner, command: str) -> SweepDocument:
-    """Return sweep.json. states: of each stage, by its key."""
+    """Return sweep.json.
+
+    states: of each stage, by its key.
+    """
 
     def outputs(stages: Iterable[Stage], name: str) -> list[str]:
         return [f"{stage.output}/{name}" for stage in stages if states[stage.key].status == "done"]
@@ -295,8 +301,10 @@ def _folder(method: Method) -> str:
 
 
 def _tokens(folder: Path, method: Method) -> int | None:
-    """Return the number of tokens that a stage says that it read. folder: the stage's; the checkpoint in it has the
-    documents of earlier stages too."""
+    """Return the number of tokens that a stage says that it read.
+
+    folder: the stage's; the checkpoint in it has the documents of earlier stages too.
+    """
     place = folder / _folder(method)
     if method in (FULL, LORA):
         tokens = read_own(place / "adaptation.json").get("tokens")

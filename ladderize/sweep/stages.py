@@ -71,7 +71,9 @@ def errors_begin_with(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StageLaunch:
-    """processes: the number that share the work. fsdp: True if they shard weights, gradients and the optimizer."""
+    """processes: the number that share the work.
+    fsdp: True if they shard weights, gradients and the optimizer.
+    """
 
     processes: int = 1
     fsdp: bool = False
@@ -79,7 +81,10 @@ class StageLaunch:
     @classmethod
     def of(cls, options: Given, method: str, gpus: int) -> "StageLaunch":
         """Return what a section asks for; without ``processes`` as many as there are GPUs and its batch is divisible
-        by. method: of adapt, or the name of another section's command."""
+        by.
+
+        method: of adapt, or the name of another section's command.
+        """
         tp_size, batch = int(options.get("tp_size", 1)), options.get("batch_size") if method in SHARDS else None
         shared = options.get(PROCESSES, 1)
         if PROCESSES not in options and tp_size == 1 and options.get("device") != "cpu":
@@ -126,7 +131,9 @@ def check_launch(options: Given, where: str, method: str) -> None:
 
 
 def words_of(command: str, arguments: Sequence[str], own: Given, given: Given, where: str = "") -> Words:
-    """Return the command line of a command. own: options that the sweep gives, given: those of the file.
+    """Return the command line of a command.
+
+    own: options that the sweep gives, given: those of the file.
 
     Raises UserError, which begins with ``where``, for an option that the command does not have, or that is not for the
     file to give.
@@ -170,8 +177,10 @@ def convert_words(model: str, output: str, recipe: Given, revision: str | None, 
 def adapt_words(
     model: str, output: str, method: Method, dense: str, options: Given, verify: bool, where: str = ""
 ) -> tuple[Words, ...]:
-    """Return the commands of a stage: an adapter is merged right away. dense: the teacher, unless distill_weight and
-    hidden_weight are 0."""
+    """Return the commands of a stage: an adapter is merged right away.
+
+    dense: the teacher, unless distill_weight and hidden_weight are 0.
+    """
     weights = {"distill_weight": 1, "hidden_weight": 0}
     is_taught = method not in SHARDS or any(options.get(name, value) for name, value in weights.items())
     kept = {key: value for key, value in options.items() if is_taught or key not in weights}
@@ -271,7 +280,10 @@ def make_stage(
     needs: tuple[str, ...] = (),
     launch: StageLaunch = IN_ONE,
 ) -> Stage:
-    """Return a stage under its hash. commands: called with the folder for its output."""
+    """Return a stage under its hash.
+
+    commands: called with the folder for its output.
+    """
     key = run_digest({"stage": kind, "version": STAGE_VERSIONS[kind], **identity})[:KEY_DIGITS]
     return Stage(kind, title, identity, key, commands(f"{STAGES}/{kind}-{key}"), needs, launch)
 

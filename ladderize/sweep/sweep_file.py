@@ -69,7 +69,10 @@ class LayoutChoice:
         return Recipe(**options, sensitivity=sensitivity, max_ppl_increase=self.max_ppl_increase)
 
     def recipe(self, chosen: Mapping[str, str] | None = None) -> Recipe:
-        """Return the whole recipe. chosen: the layers of each kind that is auto; None: all of them."""
+        """Return the whole recipe.
+
+        chosen: the layers of each kind that is auto; None: all of them.
+        """
         layers = {LADDER: self.ladder, SPD: self.spd, **(dict.fromkeys(self.auto, "all") if chosen is None else chosen)}
         return Recipe(ladder=layers[LADDER], spd=layers[SPD], sync_tp_size=self.sync_tp_size, head_map=self.head_map)
 
@@ -117,7 +120,10 @@ class AdaptChoice:
 
 @dataclass(frozen=True)
 class BenchChoice:
-    """One benchmark. options, link: of ``ladderize bench``; given: the same as the file has them."""
+    """One benchmark.
+
+    options, link: of ``ladderize bench``; given: the same as the file has them.
+    """
 
     where: str
     options: BenchOptions
@@ -168,7 +174,10 @@ def read_sweep(path: Path) -> SweepSpec:
 
 
 def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
-    """Check the mapping that a sweep.yaml holds. where: precedes every message."""
+    """Check the mapping that a sweep.yaml holds.
+
+    where: precedes every message.
+    """
     given = mapping(document, where, KEYS)
     if "model" not in given:
         raise UserError(f"{where}: model is missing; name the dense checkpoint, a folder or a hub id")
@@ -219,7 +228,10 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
 
 
 def mapping(given: object, where: str, known: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return ``given`` as a mapping without nulls. known: its keys; None: the section's command knows them."""
+    """Return ``given`` as a mapping without nulls.
+
+    known: its keys; None: the section's command knows them.
+    """
     if not isinstance(given, Mapping):
         raise UserError(f"{where} is {'empty' if given is None else repr(given)}, but must hold options: 'key: value'")
     values = {str(key).replace("-", "_"): value for key, value in given.items() if value is not None}
@@ -322,7 +334,9 @@ def _layout(options: dict[str, Any], at: str, has_sensitivity: bool) -> LayoutCh
 
 
 def _ways(entries: list[Any], where: str, data: Given) -> Iterator[AdaptChoice]:
-    """Yield a way of adapting for each combination of the values that are lists. data: of stages that name none.
+    """Yield a way of adapting for each combination of the values that are lists.
+
+    data: of stages that name none.
 
     An entry is ``none``; one stage, which is a method's name or a mapping with ``method`` and its options; or a chain,
     which is a list of stages or a mapping with ``stages``.

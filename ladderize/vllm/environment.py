@@ -37,17 +37,17 @@ STOCK_ALIASES = (
 
 
 def stock(family: Family) -> str:
-    """The name of vLLM's own model of a family."""
+    """Return the name of vLLM's own model of a family."""
     return f"{family.class_prefix}ForCausalLM"
 
 
 def architecture(family: Family) -> str:
-    """The name of ladderize's, which converted checkpoints have in their config."""
+    """Return the name of ladderize's, which converted checkpoints have in their config."""
     return f"Ladderized{stock(family)}"
 
 
 def installed_version() -> str | None:
-    """The version of vLLM in this environment, or None."""
+    """Return the version of vLLM in this environment, or None."""
     for name in DISTRIBUTIONS:
         try:
             return version(name)

@@ -30,7 +30,10 @@ WINDOWS_AT_ONCE = 16
 
 
 class LimitedVLLM(LimitedChats, VLLM):
-    """lm-eval's vLLM model, which renders chat templates in a process with limits. name: of the model."""
+    """lm-eval's vLLM model, which renders chat templates in a process with limits.
+
+    name: of the model.
+    """
 
     def __init__(self, name: str, **given: Any) -> None:
         super().__init__(**given)
@@ -38,8 +41,10 @@ class LimitedVLLM(LimitedChats, VLLM):
 
 
 def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VLLMModel":
-    """Open a checked model, dense or converted, for ``ladderize.evaluate``. name: as the user gave it. more: arguments
-    of vLLM's ``LLM``.
+    """Open a checked model, dense or converted, for ``ladderize.evaluate``.
+
+    name: as the user gave it.
+    more: arguments of vLLM's ``LLM``.
 
     Raises UserError or LayoutError where vLLM cannot run it.
     """

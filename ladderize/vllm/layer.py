@@ -56,7 +56,10 @@ class VirtualRanks:
 
     def column_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
         """Each virtual rank's gate and up, side by side, of its own ``inputs`` [count, tokens, hidden]:
-        [count, tokens, 2 * intermediate / count]. projection: vLLM's merged gate_up_proj."""
+        [count, tokens, 2 * intermediate / count].
+
+        projection: vLLM's merged gate_up_proj.
+        """
         base = unwrapped(projection)
         parts = []
         biases = (None, None) if base.bias is None else base.bias.chunk(2)
@@ -71,7 +74,7 @@ class VirtualRanks:
         return output
 
     def down(self, projection: nn.Module, heads: Tensor) -> Tensor:
-        """The sum of the virtual ranks' products of ``heads`` [count, tokens, inner / count] with down_proj."""
+        """Return the sum of the virtual ranks' products of ``heads`` [count, tokens, inner / count] with down_proj."""
         # it reads their slices side by side, so its product is their sum
         output: Tensor = projection(heads.transpose(0, 1).flatten(1))[0]
         return output
@@ -115,21 +118,29 @@ def lora_product(projection: BaseLayerWithLoRA, inputs: Tensor, size: int) -> Te
 
 
 class Pending(NamedTuple):
-    """A message [tokens, hidden]. value: the partial that was sent, or the sum where it has ``arrived``."""
+    """A message [tokens, hidden].
+
+    value: the partial that was sent, or the sum where it has ``arrived``.
+    """
 
     value: Tensor
     arrived: bool = False
 
 
 def total_of(messages: Messages, pending: Pending, made: Tensor) -> Tensor:
-    """The sum of a message. made: what has been computed since it was sent."""
+    """Return the sum of a message.
+
+    made: what has been computed since it was sent.
+    """
     return pending.value if pending.arrived else messages.wait(pending.value, made)
 
 
 class FamilyAttention(LlamaAttention):
     """vLLM's attention of a Llama with what ``decoder`` adds: norms of heads, a layer without rope, a factor of the
-    scores. vLLM itself finds the windows in the config. heads_only: without o_proj, by whose slices the layer
-    multiplies."""
+    scores. vLLM itself finds the windows in the config.
+
+    heads_only: without o_proj, by whose slices the layer multiplies.
+    """
 
     def __init__(
         self, decoder: Decoder, heads_only: bool, *, bias: bool, bias_o_proj: bool, prefix: str, **arguments: Any
@@ -218,7 +229,10 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
     def sync(
         self, mode: str, summed: bool, partial: Tensor, residual: Tensor, pending: Pending | None
     ) -> tuple[Tensor | None, Tensor, Pending | None]:
-        """A sync point: wait for what is in flight, then sum ``partial`` or send it. summed: it is a sum already."""
+        """A sync point: wait for what is in flight, then sum ``partial`` or send it.
+
+        summed: it is a sum already.
+        """
         total = None if pending is None else total_of(self.messages, pending, partial)
         if mode == OVERLAPPED:
             self.messages.start(partial, residual)

@@ -60,13 +60,17 @@ class Messages:
         contexts[name] = self
 
     def start(self, partial: Tensor, reads: Tensor) -> None:
-        """Begin to sum ``partial`` [tokens, hidden] over the ranks; the caller keeps it until ``wait``. reads: what the
-        sub-module that hides it reads."""
+        """Begin to sum ``partial`` [tokens, hidden] over the ranks; the caller keeps it until ``wait``.
+
+        reads: what the sub-module that hides it reads.
+        """
         if not self.alone:
             torch.ops.ladderize.start(partial, reads, self.name)
 
     def wait(self, partial: Tensor, made: Tensor) -> Tensor:
-        """The sum [tokens, hidden] of ``partial``, which was started. made: what the sub-module that hid it has made.
+        """Return the sum [tokens, hidden] of ``partial``, which was started.
+
+        made: what the sub-module that hid it has made.
 
         One rank waits, too: without an operator here, Inductor (torch 2.13, CPUs) puts who reads ``partial``
         later into one kernel with an earlier norm, ahead of the product that fills it.
@@ -77,8 +81,8 @@ class Messages:
         return partial
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks at once. Two ranks over a network swap their partials, which is one step where gloo's
-        all-reduce takes two; otherwise it is vLLM's own."""
+        """Return the sum over the ranks at once. Two ranks over a network swap their partials, which is one step where
+        gloo's all-reduce takes two; otherwise it is vLLM's own."""
         if self.emulated or (self.collectives.name == "gloo" and self.collectives.ranks == 2):
             reads = torch.empty_like(partial)  # nothing hides it
             self.start(partial, reads)
@@ -108,7 +112,7 @@ def _nothing(*arguments: Any) -> None:
 
 
 def _like_first(partial: Tensor, *arguments: Any) -> Tensor:
-    """The shape of a sum."""
+    """Return the shape of a sum."""
     return torch.empty_like(partial)
 
 

@@ -63,7 +63,8 @@ class VerifyStock(VerifyAndUpdateConfig):
 
 
 def layout_of(vllm_config: "VllmConfig") -> Layout:
-    """The layout that a checkpoint's config names. Raises ValueError where the sync points do not fit the model."""
+    """Return the layout that a checkpoint's config names. Raises ValueError where the sync points do not fit the model.
+    """
     config = _config(vllm_config)
     try:
         check_config(config)
@@ -150,7 +151,7 @@ def _problems(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend
 
 
 def _problems_of_sync_points(vllm_config: "VllmConfig") -> dict[str, bool]:
-    """The same, of layouts with overlapped or dropped sync points."""
+    """Return the same, of layouts with overlapped or dropped sync points."""
     from vllm.config import CompilationMode
     from vllm.platforms import current_platform
 

@@ -1,4 +1,5 @@
-"""bench.json (docs/files.md): its rows, and what they were measured on. No torch here: predictions have such rows too.
+"""The document bench.json (docs/files.md): its rows, and the machine they were measured on. Imports no torch, since
+predictions have such rows too.
 
 The intervals of its figures are 95 % intervals of a paired bootstrap: rounds are drawn with replacement, and a round's
 times of both variants stay together, since a slow moment of the machine hits both.
@@ -31,15 +32,15 @@ ENOUGH_ROUNDS = 5  # below, an interval is too narrow
 DRAWN_ROUNDS = 2000
 
 
-# ---- what it was measured on ----
+# ---- the machine ----
 
 
 @dataclass(frozen=True)
 class Environment(Record):
     """Machine, versions and settings.
 
-    operations: what computes between products, of inference.
-    settings: variables of the environment that change times.
+    operations: the name of the operations between the products, of inference.
+    settings: environment variables that change times.
     """
 
     LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "cuda", "nccl", "link", "vllm")
@@ -66,7 +67,7 @@ class Environment(Record):
 def environment(group: "Ranks", *, settings: tuple[str, ...] = (), **more: Any) -> Environment:
     """Describe the machine; all ranks call it.
 
-    settings: beginnings of further variables' names that are noted.
+    settings: prefixes of further environment variables to note.
     """
     import torch
     import transformers
@@ -113,8 +114,9 @@ class PhaseCommunication(Record):
     """The communication of one pass: a prefill, a decode step, or one of the two passes of a training step.
 
     all_reduces, bytes: of the layers.
-    alone_ms: all collectives with nothing beside them; vocabulary_alone_ms: those of the vocabulary among them.
-    exposed_ms: waited for, a difference of two medians, which may come out below 0.
+    alone_ms: time of all collectives with nothing beside them.
+    vocabulary_alone_ms: the vocabulary's share of alone_ms.
+    exposed_ms: time waited for them. It is a difference of two medians, so it may come out below 0.
     hidden_ms: alone_ms - exposed_ms.
     """
 
@@ -132,7 +134,7 @@ class PhaseCommunication(Record):
 class Overlap(Record):
     """The milliseconds in flight of one traced pass, and those under compute among them.
 
-    proven: that is any overlap at all; None where nothing promises any.
+    proven: True where there is any overlap at all; None where nothing promises any.
     """
 
     LEFT_OUT: ClassVar = ("proven",)
@@ -145,7 +147,10 @@ class Overlap(Record):
 
 @dataclass(frozen=True)
 class VariantRow(Record):
-    """A model at one batch size. tp_size: ranks, real or emulated."""
+    """A model at one batch size.
+
+    tp_size: ranks, real or emulated.
+    """
 
     model: str
     layout: str
@@ -163,7 +168,7 @@ class VariantRow(Record):
 
     @property
     def is_random(self) -> bool:
-        """No checkpoint: only its times mean something."""
+        """True without a checkpoint: only the times mean something."""
         return self.weights == "random"
 
 
@@ -190,20 +195,20 @@ class SpeedRow(VariantRow):
 
     @property
     def is_model(self) -> bool:
-        """False: a baseline."""
+        """True for a model, False for a baseline."""
         return self.kind == MODEL_ROW
 
     @property
     def has_overlap(self) -> bool:
-        """The layout lets a sum run under compute."""
+        """True where the layout lets a sum run under compute."""
         return self.is_model and OVERLAPPED in (*self.attention_sync, *self.mlp_sync)
 
     def total_ms(self, phase: str) -> float:
-        """The time of one pass: the prefill, or a decode step."""
+        """Return the time of one pass: the prefill, or a decode step."""
         return self.prefill_ms if phase == "prefill" else self.decode_ms_per_token
 
     def speedup(self, phase: str) -> float:
-        """The speed-up of one pass over the first model's."""
+        """Return the speed-up of one pass over the first model's."""
         return self.speedup_prefill if phase == "prefill" else self.speedup_decode
 
     def speedup_interval(self, phase: str) -> list[float]:
@@ -212,13 +217,13 @@ class SpeedRow(VariantRow):
 
 @dataclass(frozen=True)
 class BenchRow(SpeedRow):
-    """A measured row; samples are of every counted round.
+    """A measured row. Samples are of every counted round.
 
-    schedule: of the prefill.
+    schedule: the schedule of the prefill.
     communication, no_communication_samples_ms: by phase; None in the row of the no-comm baseline, and in vLLM.
     overlap: by phase, with --profile.
-    architecture: vLLM's model class. fused_norm: vLLM was configured to fuse norms into all-reduces. Both are None on
-    ladderize's runtime.
+    architecture: vLLM's model class.
+    fused_norm: vLLM was configured to fuse norms into all-reduces. Both are None on ladderize's runtime.
     """
 
     LEFT_OUT: ClassVar = (
@@ -234,7 +239,7 @@ class BenchRow(SpeedRow):
     fused_norm: bool | None = None
 
     def overlaps(self, phase: str) -> bool:
-        """The layout lets a sum run under compute, or the schedule does, which is that of the prefill alone."""
+        """Return True if the layout or, in the prefill, the schedule lets a sum run under compute."""
         return self.has_overlap or (self.is_model and phase == "prefill" and self.schedule == "domino")
 
 
@@ -243,12 +248,14 @@ class BenchRow(SpeedRow):
 
 @dataclass(frozen=True)
 class TimedDocument(Record):
-    """The document of every benchmark, but the schema in front.
+    """The fields that the documents of all benchmarks share.
 
-    complete: False in what is written before all is done; it stays so where the rest failed.
-    backend: what carries all-reduces. emulated: they are delays. link: of an emulated group.
-    alone_ms: each collective with nothing beside it, by name and size.
-    failed: why a variant has no row, by its name.
+    complete: False until all is done, and for good where the rest failed.
+    backend: the backend of the all-reduces.
+    emulated: True where all-reduces are delays.
+    link: the link of an emulated group.
+    alone_ms: time of each collective with nothing beside it, by name and size.
+    failed: the reason why a variant has no row, by its name.
     """
 
     complete: bool
@@ -263,16 +270,19 @@ class TimedDocument(Record):
     failed: dict[str, str]
 
     def has_interval(self, row: VariantRow) -> bool:
-        """The rounds say how far a row is off the first of its batch size; that one is not off itself."""
+        """Return True if a row has an interval: there are enough rounds, and the row is not the first of its batch
+        size."""
         first = next(one for one in self.rows if one.batch_size == row.batch_size)
         return self.options.repeat >= LEAST_ROUNDS and row is not first
 
 
 @dataclass(frozen=True)
 class ReferenceAgreement(Record):
-    """How far a model is off transformers in float32: its largest difference of a logit, the root mean square of all
-    differences, and how many of the decoded tokens were the reference's.
+    """The differences of a model from transformers in float32.
 
+    logit_difference: the largest difference of a logit.
+    rms_difference: the root mean square of all differences.
+    equal_greedy_tokens: decoded tokens that were the reference's.
     prompt_tokens: of the two prompts, padded to one length where they differ.
     """
 
@@ -290,9 +300,9 @@ class ReferenceAgreement(Record):
 class BenchDocument(TimedDocument):
     """bench.json of inference, on ladderize's runtime or in vLLM.
 
-    checks: by checkpoint that passed the reference check.
-    engine: ``vllm``, or None for ladderize's runtime. messages: what carries messages in flight in vLLM; None where no
-    row is in the plugin's class.
+    checks: by name of a checkpoint that passed the reference check.
+    engine: ``vllm``, or None for ladderize's runtime.
+    messages: the backend of messages in flight in vLLM; None where no row is in the plugin's class.
     """
 
     LEFT_OUT: ClassVar = ("engine", "messages")
@@ -320,7 +330,10 @@ Seconds = Mapping[str, Sequence[float]]  # of each counted round, by part
 
 
 def inference_figures(seconds: Seconds, first: Seconds, decode_steps: int, batch: int) -> dict[str, Any]:
-    """Return the times, rates and speed-ups of a ``SpeedRow``. first: of what speed-ups are over."""
+    """Return the times, rates and speed-ups of a ``SpeedRow``.
+
+    first: the samples that speed-ups are over.
+    """
 
     def times(prefill: Any, decode: Any) -> dict[str, Any]:
         return {"prefill": prefill, "decode": decode, END_TO_END: prefill + decode_steps * decode}
@@ -341,13 +354,13 @@ def inference_figures(seconds: Seconds, first: Seconds, decode_steps: int, batch
 
 
 def speedup_interval(reference: Sequence[float], times: Sequence[float]) -> list[float]:
-    """The interval [low, high] of median(reference) / median(times); both have one time for each round."""
+    """Return the interval [low, high] of median(reference) / median(times); both have one time for each round."""
     before, after = _drawn_medians(reference, times)
     return percentiles(before / after)
 
 
 def difference_interval(times: Sequence[float], less: Sequence[float]) -> list[float]:
-    """The interval [low, high] of median(times) - median(less), in their unit."""
+    """Return the interval [low, high] of median(times) - median(less), in their unit."""
     more, fewer = _drawn_medians(times, less)
     return percentiles(more - fewer)
 
@@ -359,17 +372,17 @@ def percentiles(values: Iterable[float], points: tuple[float, float] = (2.5, 97.
 
 
 def _drawn_medians(*series: Sequence[float]) -> Any:
-    """[series, resamples]: the median of each series in each resample of the rounds."""
+    """Return the median of each series in each resample of the rounds: [series, resamples]."""
     import numpy as np
 
     values = np.asarray(series, dtype=float)
-    # always the same draws, so that the same samples give the same interval
+    # a fixed seed, so that the same samples give the same interval
     rounds = np.random.default_rng(0).integers(0, values.shape[1], (DRAWN_ROUNDS, values.shape[1]))
     return np.median(values[:, rounds], axis=-1)
 
 
 def few_rounds(repeat: int) -> str:
-    """Return what is to be known of intervals of so few rounds; empty where they are enough."""
+    """Return a warning about intervals of so few rounds; empty where there are enough."""
     if repeat < LEAST_ROUNDS:
         return f"with fewer than {LEAST_ROUNDS} rounds their scatter is unknown: no intervals; raise --repeat"
     if repeat < ENOUGH_ROUNDS:  # at the widest they reach from the smallest to the largest, around the true median

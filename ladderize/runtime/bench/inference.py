@@ -77,13 +77,13 @@ def bench(
     out: Path | None = None,
     console: Console = SILENT,
 ) -> BenchDocument:
-    """Check and time the chosen models against each other; returns the result, and shows it where the console speaks.
+    """Check the chosen models, time them against each other, and return the result; a console that speaks shows it.
 
-    Raises UsageError or UserError for what cannot be measured, where a model fails the reference check, and where a
-    trace disproves an overlap; what was measured is kept in ``out`` and shown.
+    Raises UsageError or UserError if something cannot be measured, a model fails the reference check, or a trace
+    disproves an overlap. What was measured by then is kept in ``out`` and shown.
 
     link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it.
-    out: a JSON file, which is written after each batch size, and before traces are made.
+    out: a JSON file, written after each batch size, and before traces are made.
     """
     check_device(options.device)
     plan = plan_bench(choice, options, link)
@@ -98,7 +98,7 @@ def bench(
 
 @torch.inference_mode()
 def measure_inference(group: Ranks, plan: BenchPlan[BenchOptions], console: Console) -> BenchDocument:
-    """Check the models and time those that are what they should be; each rank's part.
+    """Check the models and time those that pass. All ranks call it.
 
     Raises UserError if none is, or if they do not fit into memory.
     """
@@ -119,7 +119,7 @@ def measure_inference(group: Ranks, plan: BenchPlan[BenchOptions], console: Cons
     specs = [spec for spec in plan.specs if spec.name not in failed]
     if not specs:
         raise UserError(f"{next(iter(failed.values()))}, so nothing was timed")
-    # they are of the first model that was named: where that is not timed, there are none
+    # baselines are of the first model that was named: where that is not timed, there are none
     baselines = options.baselines if specs[0] is plan.specs[0] else ()
     rows: list[BenchRow] = []
 
@@ -154,10 +154,10 @@ def _weight_cache(run: BenchRun[BenchOptions], *, replicate_vocab: bool) -> Weig
 
 
 class ParallelLlama(TPLlama):
-    """A Llama whose attention and MLP read the same input, and one blocking all-reduce sums both (GPT-J's and PaLM's
-    block).
+    """A Llama with GPT-J's and PaLM's block: attention and MLP read the same input, and one blocking all-reduce sums
+    both.
 
-    With a Llama's weights its output means nothing: it was trained for something else. For timing only.
+    For timing only: with a Llama's weights its output means nothing.
     """
 
     def walk(self, ids: Tensor, step: Step, cache: KVCache, columns: int = 1) -> Walk[None, None, Tensor]:
@@ -184,7 +184,7 @@ def random_prompts(vocab: int, batch: int, prompt_len: int, seed: int) -> list[l
 
 
 class TimedGenerator(Timed):
-    """A sample is a prefill of random prompts, and a decode step: of one token of each row."""
+    """The timing of a prefill of random prompts and of decode steps, of one token of each row."""
 
     parts = PHASES
 
@@ -216,8 +216,11 @@ class TimedGenerator(Timed):
 def _open_variants(
     run: BenchRun[BenchOptions], specs: Sequence[ModelSpec], baselines: Sequence[str], weights: WeightCache, batch: int
 ) -> list[TimedVariant]:
-    """Open the models, then the baselines of the first; models of one shape share a cache, since only one runs at a
-    time. Raises UserError if one sends other messages than its layout asks for."""
+    """Open the models, then the baselines of the first.
+
+    Models of one shape share a cache, since only one runs at a time. Raises UserError if one sends other messages than
+    its layout asks for.
+    """
     options, columns = run.options, run.options.prompt_len + run.options.output_len
     planned = [(spec.name, spec, MODEL_ROW) for spec in specs]
     for baseline, name in (("parallel", PARALLEL), ("sequential", UNSCHEDULED)):

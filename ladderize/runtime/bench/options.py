@@ -1,7 +1,4 @@
-"""The options of ``ladderize bench``, and all that its arguments alone decide.
-
-No torch here: the command line takes its defaults from these classes, and ``--help`` is instant.
-"""
+"""The options of ``ladderize bench``, and all that its arguments alone decide."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +65,7 @@ COUNTED_ROUNDS = Option("Rounds that are counted. Medians are reported.", min=1)
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The models to time: checkpoints, or one shape with random weights in several layouts. None was not given."""
+    """The models to time: checkpoints, or one shape with random weights in several layouts. None: not given."""
 
     models: tuple[str, ...] = argument("[MODEL]...", "Checkpoints. The first is the reference.", ())
     random_weights: str | None = option(f"Time a shape instead of checkpoints: {SHAPE_NAMES}.", metavar="CONFIG")
@@ -90,7 +87,7 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class GroupOptions(Record):
-    """How every benchmark is run: over which ranks, and how often. None was not given."""
+    """The options that all benchmarks share. None: not given."""
 
     tp_size: int = option(TP_SIZE, 1)
     batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1,))
@@ -131,11 +128,11 @@ class GroupOptions(Record):
 
     @property
     def ranks_option(self) -> str:
-        """The option that gave their number."""
+        """The option that gave the number of ranks."""
         return "--tp-size" if self.emulate_tp is None else "--emulate-tp"
 
     def scheduled(self, name: str) -> Schedule:
-        """Return the schedule of this name, domino with the chunks and columns that were asked for."""
+        """Return the schedule of this name: domino with the chunks and columns that were asked for."""
         if name != "domino":
             return SEQUENTIAL
         given = {"chunks": self.domino_chunks, "columns": self.domino_columns}
@@ -144,7 +141,7 @@ class GroupOptions(Record):
 
 @dataclass(frozen=True)
 class BenchOptions(GroupOptions):
-    """How to time inference: ``options`` of bench.json. vLLM heeds a part of them (``VLLM_OPTIONS``)."""
+    """The options for timing inference: ``options`` of bench.json. vLLM heeds a part of them (``VLLM_OPTIONS``)."""
 
     prompt_len: int = option(PROMPT_LEN, 128)
     output_len: int = option(OUTPUT_LEN, 33)
@@ -180,7 +177,7 @@ VLLM_OPTIONS = {"tp_size", "batch_size", "warmup", "repeat", "profile", "threads
 
 
 def parse_schedules(text: str) -> tuple[str, ...]:
-    """Read ``sequential,domino``, in this order however they are named."""
+    """Read ``sequential,domino``; return them in this order, however they are named."""
     known = get_args(ScheduleName)
     names = [name.strip() for name in text.split(",")]
     if not set(names) <= set(known):
@@ -190,8 +187,10 @@ def parse_schedules(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TrainingBenchOptions(GroupOptions):
-    """How to time training steps: ``options`` of its document. Each schedule is timed with each model; the first with
-    the first model is the reference."""
+    """The options for timing training steps: ``options`` of its document.
+
+    Each schedule is timed with each model. The first schedule with the first model is the reference.
+    """
 
     batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (2,))  # rows of a step
     seq_len: int = option("With --train: tokens per row.", 128, min=2)
@@ -209,7 +208,10 @@ class TrainingBenchOptions(GroupOptions):
 
 
 def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | None) -> None:
-    """Raise UsageError for arguments that do not go together or take no effect. link: of ``--link``."""
+    """Raise UsageError for arguments that do not go together or take no effect.
+
+    link: of ``--link``.
+    """
     _check_group_usage(choice, options, link, (options.schedule,), "--schedule")
     _check_baselines(options, BASELINES)
     if "parallel" in options.baselines and options.schedule != "sequential":
@@ -239,8 +241,10 @@ def check_training_usage(choice: ModelChoice, options: TrainingBenchOptions, lin
 
 
 def _check_models_usage(choice: ModelChoice, options: GroupOptions) -> None:
-    """Raise UsageError for models that do not go together, and for numbers that are none. The command line checks most
-    of them by itself; from Python anything can come."""
+    """Raise UsageError for models that do not go together, and for numbers out of range.
+
+    The command line checks most of them by itself; from Python anything can come.
+    """
     if bool(choice.models) == (choice.random_weights is not None):
         raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
     for name in ("layout", "num_layers", "sync_tp_size"):

@@ -1,7 +1,5 @@
-"""From the options of ``ladderize bench`` to checked models, and to the messages that each of them must send.
-
-All that can be wrong is found before any process starts.
-"""
+"""The step from the options of ``ladderize bench`` to checked models, and to the messages that each of them must send.
+All that can be wrong is found before any process starts."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -37,7 +35,7 @@ SomeOptions = TypeVar("SomeOptions", bound=GroupOptions)
 
 @dataclass(frozen=True)
 class BenchPlan(Generic[SomeOptions]):
-    """Checked models, how to time them, and the link that stands for the others of an emulated group.
+    """Checked models, the options for timing them, and the link of an emulated group.
 
     longest_message: bytes of the longest message that is sent.
     in_flight: messages that a rank may have sent before it waits for the first of them.
@@ -51,7 +49,11 @@ class BenchPlan(Generic[SomeOptions]):
 
 
 def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -> BenchPlan[BenchOptions]:
-    """Raise UsageError for what argv alone decides, UserError or LayoutError for the rest. link: as --link has it."""
+    """Return the checked plan. Raises UsageError for faults of the arguments alone, UserError or LayoutError for
+    others.
+
+    link: as --link has it.
+    """
     check_bench_usage(choice, options, link)
     parsed = parsed_link(options, link)
     specs, schedule, batch = chosen_models(choice, options), options.prefill_schedule, max(options.batch_sizes)
@@ -98,8 +100,7 @@ def chosen_models(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]
 
 
 def parsed_link(options: GroupOptions, link: str | None) -> Link | None:
-    """Return the link of an emulated group. Raises UsageError or UserError for what is none, and for ranks that are not
-    there."""
+    """Return the link of an emulated group. Raises UsageError or UserError for a bad link, or for too few devices."""
     if link is not None:
         return parse_link(link, options.ranks)
     check_group_size(options.tp_size, options.device)
@@ -107,13 +108,16 @@ def parsed_link(options: GroupOptions, link: str | None) -> Link | None:
 
 
 def check_cuts(spec: ModelSpec, schedule: Schedule, options: GroupOptions, tokens: int, tokens_name: str) -> None:
-    """Raise UserError unless the schedule can cut every batch. tokens_name: the option that gives a row's tokens."""
+    """Raise UserError unless the schedule can cut every batch.
+
+    tokens_name: the option that gives a row's tokens.
+    """
     for rows in options.batch_sizes:
         schedule.check(rows, tokens, int(spec.config["hidden_size"]), rows_name="--batch-size", tokens_name=tokens_name)
 
 
 def check_positions(spec: ModelSpec, options: BenchOptions) -> None:
-    """Raise UserError for more tokens than the model handles."""
+    """Raise UserError if prompt and output have more tokens than the model handles."""
     tokens = options.prompt_len + options.output_len
     if tokens > spec.positions:
         raise UserError(
@@ -129,7 +133,7 @@ def check_dense(baseline: str, spec: ModelSpec) -> None:
 
 
 def make_profile_folder(folder: Path | None) -> None:
-    """Make the folder that ``--profile`` writes to, if it was given; raise UserError for what is no folder."""
+    """Make the folder that ``--profile`` names, if it was given. Raises UserError if it is a file."""
     if folder is not None:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--profile {folder} is not a folder")
@@ -137,8 +141,10 @@ def make_profile_folder(folder: Path | None) -> None:
 
 
 def needed_bytes(specs: Sequence[ModelSpec], options: BenchOptions, device: torch.device) -> tuple[int, int]:
-    """Return the bytes of one rank's weights, those that layouts share counted once, and of the largest batch's KV
-    cache, which one model has at a time."""
+    """Return the bytes of one rank's weights and of the largest batch's KV cache.
+
+    Weights that layouts share count once. One model has a cache at a time.
+    """
     weights, caches = {}, []
     for spec in specs:
         shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0, replicate_vocab=options.replicate_vocab)
@@ -150,8 +156,10 @@ def needed_bytes(specs: Sequence[ModelSpec], options: BenchOptions, device: torc
 
 
 def check_bench_memory(needed: int, group: Ranks) -> None:
-    """Raise UserError if the ranks of this machine cannot hold so much each: the system would start to kill
-    processes. All ranks call it."""
+    """Raise UserError if the ranks of this machine cannot hold ``needed`` bytes each. All ranks call it.
+
+    Otherwise the system would start to kill processes.
+    """
     advice = "choose fewer or smaller models, fewer layers, a smaller --batch-size, or more ranks"
     check_room(needed, group.device, "what is timed", advice, processes=group.local_size)
 
@@ -160,12 +168,12 @@ def check_bench_memory(needed: int, group: Ranks) -> None:
 
 
 def sent_sums(layout: Layout) -> int:
-    """The number of sync points at which something is sent."""
+    """Return the number of sync points at which something is sent."""
     return sum(mode != DROPPED for mode in (*layout.attention_sync, *layout.mlp_sync))
 
 
 def read_sums(layout: Layout) -> int:
-    """The number of sync points after whose sum a sub-module reads the stream, so that a gradient comes back for it.
+    """Return the number of sums that a backward pass sends: of sync points after which a sub-module reads the stream.
 
     An overlapped sum is there when the next sub-module has computed; if that one's own sum then blocks, the sub-module
     after it reads the stream with both.
@@ -177,12 +185,12 @@ def read_sums(layout: Layout) -> int:
 def expected_messages(
     shape: Shape, sums: int, itemsize: int, schedule: Schedule, rows: int, tokens: int
 ) -> Counter[int]:
-    """Return how many messages of how many bytes one forward pass over ``rows`` x ``tokens`` sends.
+    """Return the messages that one forward pass over ``rows`` x ``tokens`` sends, as counts by bytes.
 
     The embedding's are among them where ranks share it. Each part of the schedule sends its own, a layer's in column
     parts.
 
-    sums: of the layers.
+    sums: the number of sums of the layers.
     itemsize: bytes of a number of the stream.
     """
     sent: Counter[int] = Counter()

@@ -1,10 +1,10 @@
-"""The check before any timing: is this really the model? Logits and tokens against transformers in float32.
+"""The check before any timing that this is really the model: logits and tokens against transformers in float32.
 
 A fast wrong model is worth nothing. So a benchmark of a checkpoint first compares logits with an fp32 forward of the
 Hugging Face model: of two texts that are read at once, and of the same texts decoded token by token after prompts of
 equal and of different length. The texts are as long as the prompts that are timed, up to a limit. The forward holds one
-layer at a time: the whole model in float32 need not fit. How far rounding takes a model depends on the model, so the
-same layers compute in its own dtype, too: what transformers is then off is what the runtime is measured by.
+layer at a time: the whole model in float32 need not fit. The effect of rounding depends on the model. So the same
+layers compute in its own dtype, too, and transformers' own error sets the tolerance of the runtime.
 """
 
 import dataclasses
@@ -39,20 +39,23 @@ DECODE_STEPS = 32
 SAMPLED = 32
 # Positions whose logits are gathered at once: shared memory is as large as the longest message.
 PIECE = 8
-# Of transformers' own error in the model's dtype: the root mean square of all differences, and the largest. The
+# Tolerances as multiples of transformers' own error in the model's dtype: of the root mean square of all differences,
+# and of the largest. The
 # runtime's were 0.7 to 1.1 and 0.6 to 2 times as large, of random models of 2 to 30 layers, the demo's and SmolLM2's.
 _RMS, _LARGEST = 3, 5
-# Beside that, what another order of sums explains in float32: standard deviations of the reference's logits, for each
+# The tolerance for another order of sums in float32: standard deviations of the reference's logits, for each
 # square root of a layer.
 _FLOAT32 = 5e-5
 
 
 @dataclass(frozen=True)
 class Reference:
-    """ids [texts, tokens]; logits [texts, len(positions), vocab], float32: after each position in ``positions``.
+    """Random texts, and the logits of transformers for them.
 
+    ids: [texts, tokens].
     prompts: tokens of each text that are its prompt where the prompts' lengths differ; the first is the longer.
-    rms_error, largest_error: of transformers' logits in the model's dtype.
+    logits: after each of ``positions``, float32 [texts, len(positions), vocab].
+    rms_error, largest_error: the error of transformers' logits in the model's dtype.
     """
 
     ids: list[list[int]]
@@ -70,8 +73,8 @@ class Reference:
 def text_lengths(positions: int, prompt_len: int) -> tuple[int, int, int]:
     """Return the tokens of the longer prompt, of the shorter prompt, and the decode steps after either.
 
-    positions: of the model.
-    prompt_len: of the prompts that are timed.
+    positions: the most that the model handles.
+    prompt_len: tokens of the prompts that are timed.
     """
     steps = min(DECODE_STEPS, positions // 2)
     longer = min(max(prompt_len, SHORTEST_PROMPT), LONGEST_PROMPT, positions - steps)
@@ -79,14 +82,16 @@ def text_lengths(positions: int, prompt_len: int) -> tuple[int, int, int]:
 
 
 def checked_specs(specs: list[ModelSpec], options: BenchOptions) -> list[ModelSpec]:
-    """Return the models that are compared with a reference: checkpoints whose sums are sums, or emulated."""
+    """Return the models that are compared with a reference: all checkpoints, unless ``--backend none`` leaves sums out.
+    """
     if not options.check or options.backend == "none":
         return []
     return [spec for spec in specs if spec.folder is not None]
 
 
 def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
-    """The number of elements of the longest message that the check sends: hidden states of the texts, or logits."""
+    """Return the number of elements of the longest message that the check sends: hidden states of the texts, or logits.
+    """
     longer, _, steps = text_lengths(max(spec.positions for spec in specs), prompt_len)
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
     return TEXTS * max(hidden * (longer + steps), vocab * PIECE)
@@ -95,10 +100,9 @@ def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
 def references(
     specs: list[ModelSpec], options: BenchOptions, on: Collection[int] | None = None
 ) -> dict[str, Reference]:
-    """Return the reference of each checkpoint, computed in a process of its own, so that this one's memory stays what
-    the runtime needs.
+    """Return the reference of each checkpoint, computed in a process of its own: the runtime needs this one's memory.
 
-    on: the cores to compute on, those of ranks that wait among them; None: this rank's.
+    on: the cores to compute on, with those of ranks that wait; None: this rank's.
     """
     arguments = specs, options.device, options.prompt_len, on or cores()
     return dict(run_processes(_references, arguments))
@@ -113,7 +117,7 @@ def _references(
 
 
 def compute_reference(spec: ModelSpec, device: str, prompt_len: int) -> Reference:
-    """Return random texts, and what transformers' layers make of them in float32: without padding, without a cache."""
+    """Return random texts and transformers' logits for them in float32, without padding and without a cache."""
     torch.set_num_threads(len(cores()))
     longer, shorter, steps = text_lengths(spec.positions, prompt_len)
     tokens = longer + steps
@@ -140,7 +144,10 @@ def _logits(spec: ModelSpec, device: str, ids: Tensor, positions: list[int], dty
 
 
 class _Comparison:
-    """The differences from a reference so far; ``failure``: the first that is too large, in words, else None."""
+    """The differences from a reference so far.
+
+    failure: the first that is too large, in words; None: there is none.
+    """
 
     def __init__(self, spec: ModelSpec, reference: Reference) -> None:
         self.expected = torch.from_numpy(reference.logits)
@@ -185,8 +192,8 @@ class _Comparison:
         self._within("the logits are, in their root mean square,", self.rms, self.rms_tolerance)
 
     def chosen(self, what: str, positions: list[int], next_logits: Tensor) -> None:
-        """Compare logits [texts, vocab], and require that greedy decoding chooses the reference's tokens, or tokens
-        that are all but as good."""
+        """Compare logits [texts, vocab], and require that greedy decoding chooses the reference's tokens, or almost as
+        good ones."""
         for text, (position, logits) in enumerate(zip(positions, next_logits.float().cpu(), strict=True)):
             self.logits(what, text, [position], logits[None])
             expected = self.expected[text, self.places[position]]
@@ -211,7 +218,7 @@ def check_models(
 ) -> tuple[dict[str, ReferenceAgreement], dict[str, str]]:
     """Compare every checkpoint with its reference before it is timed; all ranks call it.
 
-    Returns by name how far a model is off, and of those that are not what they should be what is wrong with them.
+    Returns the differences of the models that pass, and the failures of the others in words, both by name.
     """  # fmt: skip
     checks: dict[str, ReferenceAgreement] = {}
     failed: dict[str, str] = {}
@@ -242,7 +249,7 @@ def check_models(
 
 
 def _together(agreements: list[ReferenceAgreement]) -> ReferenceAgreement:
-    """Return the largest differences of all, and the counts of all."""
+    """Return the largest differences and the total counts of several checks."""
     largest = {key: max(getattr(one, key) for one in agreements) for key in ("logit_difference", "rms_difference")}
     counts = {key: sum(getattr(one, key) for one in agreements) for key in ("equal_greedy_tokens", "greedy_tokens")}
     return dataclasses.replace(agreements[0], **largest, **counts)
@@ -251,10 +258,11 @@ def _together(agreements: list[ReferenceAgreement]) -> ReferenceAgreement:
 def check_against_reference(
     generator: Generator, reference: Reference, spec: ModelSpec, group: Ranks
 ) -> ReferenceAgreement | str:
-    """Compare the model's logits and tokens with the reference; returns the differences, or in words what is wrong.
+    """Compare the model's logits and tokens with the reference; return the differences, or a failure in words.
 
-    All ranks call it, each checks what it has computed, and all return the same failure. generator: of as many rows as
-    there are texts.
+    All ranks call it, each checks what it has computed, and all return the same failure.
+
+    generator: has as many rows as there are texts.
     """
     ranks = generator.model.collectives.ranks
     comparison = _Comparison(spec, reference)

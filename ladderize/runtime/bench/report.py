@@ -31,8 +31,11 @@ def run_and_show(
     console: Console,
     show: Callable[[SomeDocument, Console], None],
 ) -> SomeDocument:
-    """Call ``measure(ranks, plan, console)`` on every rank; write what rank 0 reports and returns to ``out`` as soon as
-    it is there, and show the last of it at the end, however that comes."""
+    """Call ``measure(ranks, plan, console)`` on every rank and return its document.
+
+    Each document that rank 0 reports is written to ``out`` at once. The last one is shown at the end, also after an
+    error.
+    """
     if out is not None:
         check_writable(out)
     newest: list[SomeDocument] = []
@@ -61,7 +64,11 @@ def run_and_show(
 
 
 def check_overlaps(disproved: Sequence[str], promise: str) -> None:
-    """Raise UserError if there are passes, named here, in whose trace nothing overlapped. promise: what overlaps."""
+    """Raise UserError if there are passes in whose trace nothing overlapped.
+
+    disproved: the names of those passes.
+    promise: the part of the run that should overlap.
+    """
     if disproved:
         raise UserError(
             f"nothing overlapped in the trace of {' and '.join(disproved)}, although {promise} overlaps: its row is not"
@@ -86,7 +93,8 @@ def table_line(
 ) -> dict[str, str]:
     """Return one line of a benchmark's table.
 
-    variant: a further column that says what was timed. more: further columns of figures.
+    variant: a further column that identifies what was timed.
+    more: further columns of figures.
     """
     line = {"model": label, **(variant or {}), "batch": str(row.batch_size), "ms": short_ms(milliseconds)}
     line |= more or {}
@@ -110,10 +118,11 @@ def show_tables(
     speedups: Iterable[tuple[str, Sequence[float]]],
     communications: Sequence[tuple[str, PhaseCommunication]],
 ) -> None:
-    """Print the result of a benchmark, and warn of what makes it doubtful.
+    """Print the result of a benchmark, and its doubts as warnings.
 
     tables: by title; columns without any entry are left out.
-    speedups: intervals by the name of a row. communications: by the name of a pass.
+    speedups: intervals by the name of a row.
+    communications: by the name of a pass.
     """
     rounds = document.options.repeat
     heading += f", medians of {rounds} interleaved rounds" if rounds > 1 else ", one round"
@@ -146,7 +155,7 @@ def _warnings(
     speedups: Iterable[tuple[str, Sequence[float]]],
     communications: Iterable[tuple[str, PhaseCommunication]],
 ) -> Iterator[str]:
-    """Say how far an emulated link's times are known, and what the rounds leave open."""
+    """Yield the doubts about an emulated link's times and about the rounds."""
     link, outside = document.link, document.message_bytes_outside_link_range
     if link is not None and link.derived:
         yield f"{link.name} was not measured with {document.options.ranks} ranks: its times are {link.derived}"
@@ -168,14 +177,15 @@ def _warnings(
 
 
 def labelled(rows: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Return each row with the last part of its model's name, or all of it where that would not tell models apart."""
+    """Return each row with a label: the last part of its model's name, or the whole name where labels would be equal.
+    """
     short = {row.model: Path(row.model).name for row in rows}
     unique = len(set(short.values())) == len(short)
     return [(row, short[row.model] if unique else row.model) for row in rows]
 
 
 def group_text(document: TimedDocument) -> str:
-    """The number of ranks, and what connects them; says whether they are emulated."""
+    """Return words for the number of ranks and for what connects or emulates them."""
     ranks, link = document.options.ranks, document.link
     if document.options.emulate_tp is not None and link is not None:
         return f"EMULATED: rank 0 of {ranks}, {link.name}"
@@ -191,13 +201,13 @@ def schedule_text(schedule: Schedule) -> str:
 
 
 def short_ms(milliseconds: float) -> str:
-    """Return four digits: as many as a measurement has at best."""
+    """Return the number with four digits, as many as a measurement has at best."""
     digits = 3 if milliseconds < 10 else 2 if milliseconds < 100 else 1 if milliseconds < 1000 else 0
     return f"{milliseconds:.{digits}f}"
 
 
 def waited_text(communication: PhaseCommunication) -> str:
-    """Return the ms waited for; a bound where the rounds do not tell it from nothing, ``?`` where they say less.
+    """Return the ms waited for: a bound where the rounds do not tell it from 0, ``?`` where they say less.
 
     The difference of two medians can come out negative, which no waiting time is.
     """
@@ -208,7 +218,7 @@ def waited_text(communication: PhaseCommunication) -> str:
 
 
 def hidden_text(communication: PhaseCommunication) -> str:
-    """Return the ms of the communication that ran under compute, to the same rule as ``waited_text``."""
+    """Return the ms of the communication that ran under compute, by the rule of ``waited_text``."""
     low, high = communication.exposed_interval_ms
     if low <= 0:
         least = communication.alone_ms - high
@@ -276,7 +286,7 @@ def _sent(document: BenchDocument) -> Iterator[str]:
 
 
 def _verdict(document: BenchDocument) -> Iterator[str]:
-    """Say how the reference check ended, and which models it did not see."""
+    """Yield the outcome of the reference check, and the models that it did not see."""
     labels = {row.model: label for row, label in labelled(document.rows)}
     for model, check in document.checks.items():
         equal = "all" if check.equal_greedy_tokens == check.greedy_tokens else f"{check.equal_greedy_tokens} of"

@@ -1,6 +1,6 @@
 """Interleaved rounds of variants, each with and without communication, and single messages alone.
 
-The order is drawn anew for each round, so that whatever the machine does hits all variants alike.
+The order is drawn anew for each round, so that disturbances of the machine hit all variants alike.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ MIN_OVERLAP = 0.01  # of the time in flight: less under compute than this is non
 class Timed(ABC):
     """Something that runs in every round.
 
-    own_bytes: what it holds before and after a sample; None: its peak memory is not measured.
+    own_bytes: bytes held before and after a sample; None: peak memory is not measured.
     seconds: of every counted round, by part.
     """
 
@@ -70,9 +70,10 @@ class Timed(ABC):
 
 @dataclass
 class Message:
-    """A message of a pass. collective: all_reduce, or all_gather of ``bytes`` from each rank.
+    """A message of a pass.
 
-    vocabulary: it is the embedding's or the LM head's, which every layout waits for.
+    collective: all_reduce, or all_gather of ``bytes`` from each rank.
+    vocabulary: True for the embedding's or the LM head's, which every layout waits for.
     """
 
     collective: str
@@ -84,9 +85,9 @@ class Message:
 class TimedVariant:
     """A row: a model, or a baseline, at one batch size.
 
-    silent: the same without communication; what it takes less is what ``timed`` waits for.
+    silent: the same without communication; the difference in time is what ``timed`` waits for.
     overlapping: the parts in which the layout or the schedule lets a message run under compute.
-    messages: by part, what it sends.
+    messages: the messages of each part.
     figures: further fields of its row.
     """
 
@@ -101,14 +102,20 @@ class TimedVariant:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def trace_path(self, folder: Path, number: int, batch: int, rank: int) -> Path:
-        """The file of a rank's trace. number: of the variant."""
+        """Return the file of a rank's trace.
+
+        number: of the variant.
+        """
         schedule = self.figures.get("schedule")
         stem = Path(self.name).name + ("" if schedule is None else f"-{schedule.name}")
         stem = "".join(c if c.isalnum() or c in "+-." else "_" for c in stem)
         return folder / f"{number}-{stem}-batch{batch}-rank{rank}.json"
 
     def row_figures(self, ranks: int, batch: int) -> dict[str, Any]:
-        """Return the fields of a ``VariantRow`` that say what was timed. ranks: real or emulated."""
+        """Return the fields of a ``VariantRow`` that say what was timed.
+
+        ranks: real or emulated.
+        """
         layout, folder = self.spec.layout, self.spec.folder
         return {
             "model": self.name,
@@ -169,7 +176,7 @@ SomeCollectives = TypeVar("SomeCollectives", bound=Collectives)
 
 @contextlib.contextmanager
 def sending_over(model: Any, collectives: SomeCollectives) -> Iterator[SomeCollectives]:
-    """Inside the block, ``model.collectives`` are these."""
+    """Replace ``model.collectives`` until the end of the block."""
     before, model.collectives = model.collectives, collectives
     try:
         yield collectives
@@ -178,13 +185,14 @@ def sending_over(model: Any, collectives: SomeCollectives) -> Iterator[SomeColle
 
 
 def take_messages(what: str, recording: Recording, expected: Counter[int], embeddings: int = 0) -> list[Message]:
-    """Return the messages recorded since the last call. Raises UserError, which begins with ``what``, unless they are
-    those that are due, and all were waited for.
+    """Return the messages recorded since the last call. Raises UserError unless all expected ones were sent and waited
+    for.
 
     The reference check cannot see a sum that is left out where sums are emulated, or where weights are random.
 
-    expected: how many all-reduces of how many bytes.
-    embeddings: how many of them, the first ones, are the vocabulary's.
+    what: the pass, for the message of the error.
+    expected: counts of all-reduces by bytes.
+    embeddings: the number of first all-reduces that are the vocabulary's.
     """
     sums, gathered = recording.all_reduces, recording.gathered
     recording.all_reduces, recording.gathered = [], []
@@ -204,31 +212,34 @@ def _counted(messages: Counter[int]) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all that it was told to."""
+    """Wait until a GPU has done all its work; on a CPU do nothing."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 class AloneTimes:
-    """The seconds of one collective with nothing beside it, by its name and the size of its message; measured when
-    first asked for."""
+    """The time of single collectives with nothing beside them, by name and size; measured when first asked for."""
 
     def __init__(self, group: Ranks, collectives: Collectives, link: Link | None, dtype: torch.dtype) -> None:
         self.group, self.collectives, self.link, self.dtype = group, collectives, link, dtype
         self.measured: dict[tuple[str, int], float] = {}
 
     def seconds(self, collective: str, size: int) -> float:
-        """collective: all_reduce or all_gather (of ``size`` bytes from each rank). All ranks call it."""
+        """Return the seconds of one collective. All ranks call it.
+
+        collective: all_reduce or all_gather.
+        size: bytes of the message, of an all-gather those from each rank.
+        """
         if (collective, size) not in self.measured:
             self.measured[collective, size] = self._measure(collective, size)
         return self.measured[collective, size]
 
     def milliseconds(self) -> dict[str, float]:
-        """Return all that was asked for so far: ``alone_ms`` of bench.json."""
+        """Return all times so far, in ms: ``alone_ms`` of bench.json."""
         return {f"{name} of {size} bytes": seconds * 1e3 for (name, size), seconds in sorted(self.measured.items())}
 
     def sizes_outside_range(self) -> list[int]:
-        """The bytes of messages for which an emulated link's time is only extrapolated."""
+        """Return the bytes of messages for which an emulated link's time is only extrapolated."""
         link = self.link
         return sorted(size for _, size in self.measured if link is not None and not link.in_range(size))
 
@@ -261,10 +272,10 @@ class AloneTimes:
 
 @dataclass(frozen=True)
 class BenchRun(Generic[SomeOptions]):
-    """One rank's part of a benchmark of ladderize's runtime, from its begin to its end.
+    """One rank's part of a benchmark of ladderize's runtime.
 
-    backend: the name of what carries messages.
-    silence: the ranks of ``collectives`` without any communication.
+    backend: the name of the backend that carries messages.
+    silence: collectives of as many ranks, without communication.
     """
 
     group: Ranks
@@ -280,7 +291,7 @@ class BenchRun(Generic[SomeOptions]):
     def open(
         cls, group: Ranks, plan: BenchPlan[SomeOptions], console: Console, operations: str | None = None
     ) -> "BenchRun[SomeOptions]":
-        """All ranks call it; whoever does closes ``collectives``."""
+        """Return this rank's run. All ranks call it, and close ``collectives`` at the end."""
         options, link = plan.options, plan.link
         if options.emulate_tp is not None and link is not None:
             collectives: Collectives = emulate(options.emulate_tp, link, group.device)
@@ -294,11 +305,11 @@ class BenchRun(Generic[SomeOptions]):
         return cls(group, options, console, surroundings, collectives, backend, silence, alone)
 
     def alone_seconds(self, size: int) -> float:
-        """The seconds of an all-reduce of ``size`` bytes with nothing beside it."""
+        """Return the seconds of an all-reduce of ``size`` bytes with nothing beside it."""
         return self.alone.seconds("all_reduce", size)
 
     def communication(self, variant: TimedVariant, part: str) -> PhaseCommunication:
-        """Return what a variant sends in a part, and waits for. All ranks call it."""
+        """Return the communication of a variant in a part. All ranks call it."""
         timed, silent, messages = variant.timed, variant.silent, variant.messages[part]
         sums = [message.bytes for message in messages if not message.vocabulary]
         vocabulary = sum(self.alone.seconds(one.collective, one.bytes) for one in messages if one.vocabulary)
@@ -316,7 +327,7 @@ class BenchRun(Generic[SomeOptions]):
         )
 
     def judged(self, overlap: dict[str, Overlap], variant: TimedVariant) -> dict[str, Overlap]:
-        """Return what a trace showed, and for each part that should overlap, whether it does."""
+        """Return the overlaps of a trace, with ``proven`` set for each part that should overlap."""
         if self.collectives.name == "shm":  # ranks copy these messages themselves: none is in flight
             return overlap
         return {

@@ -1,7 +1,8 @@
 """Proof of overlap: a Chrome trace of a run, and the share of its communication that ran under compute.
 
-CPU: of the time that an all-reduce takes alone, what its start and its wait did not block, at most the compute between
-the two. GPU: the time in which a communication kernel and another stream's kernel ran at once.
+On a CPU, the hidden time is the time that an all-reduce takes alone, less the time that its start and its wait blocked,
+and at most the compute between the two. On a GPU, it is the time in which a communication kernel and another stream's
+kernel ran at once.
 """
 
 import bisect
@@ -21,7 +22,7 @@ from ladderize.errors import UserError
 from ladderize.runtime.bench.document import Overlap
 from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Traced
 
-# Of NCCL; of torch's symmetric memory; of vLLM's custom all-reduce (cross_device_reduce) and quick reduce; of
+# Kernels of NCCL; of torch's symmetric memory; of vLLM's custom all-reduce (cross_device_reduce) and quick reduce; of
 # FlashInfer, TensorRT-LLM and MSCCL++ (all of whose names hold allreduce). The spin_kernel of emulated.py stands for
 # communication in emulated runs. Inductor's kernels, which are named after operators around them, never send anything.
 COMMUNICATION_KERNELS = re.compile(
@@ -33,7 +34,7 @@ COMMUNICATION_KERNELS = re.compile(
 
 @dataclass(frozen=True)
 class Flight:
-    """A message: when it was started, how long it was in flight, and of that under compute, in microseconds."""
+    """A message: its start, its time in flight, and the part of that under compute, in microseconds."""
 
     start: float
     in_flight: float
@@ -48,11 +49,11 @@ def trace(
     traced: Traced,
     alone: Callable[[int], float],
 ) -> dict[str, Overlap]:
-    """Write the trace of ``run()`` to ``path``, and return the overlap of each of the ``parts``: spans that ``run()``
-    marks with ``record_function``, and at whose ends the device has done all that it was told to.
+    """Write the trace of ``run()`` to ``path``, and return the overlap of each part.
 
-    traced: the collectives of the model in it.
-    alone: gives the seconds of an all-reduce of so many bytes with nothing beside it.
+    parts: names of spans that ``run()`` marks with ``record_function``; the device is idle at their ends.
+    traced: the collectives of the model that runs.
+    alone: returns the seconds of an all-reduce of so many bytes with nothing beside it.
     """
     flights, events = _traced_flights(run, path, device, traced, alone)
     overlaps = {}
@@ -72,7 +73,7 @@ def overlap_of(flights: Iterable[Flight]) -> Overlap:
 def _traced_flights(
     run: Callable[[], None], path: Path, device: torch.device, traced: Traced, alone: Callable[[int], float]
 ) -> tuple[list[Flight], list[dict[str, Any]]]:
-    """Return the messages of a run, and the events of its trace, which is in ``path``."""
+    """Trace a run, write the trace to ``path``, and return the run's messages and the trace's events."""
     on_gpu = device.type == "cuda"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
     run()  # warm-up, not traced
@@ -105,10 +106,11 @@ def _traced_flights(
 
 
 def cpu_flights(events: list[dict[str, Any]], alone: Sequence[float]) -> list[Flight]:
-    """Pair the k-th start with the k-th wait and with ``alone[k]`` microseconds; adds each all-reduce as a span on a
-    row of its own.
+    """Return the messages: the k-th start with the k-th wait and ``alone[k]`` microseconds.
 
-    What lies between a start and its wait is compute, but for the starts and waits of other messages.
+    Adds each all-reduce to ``events`` as a span on a row of its own.
+
+    The time between a start and its wait is compute, but for the starts and waits of other messages.
     """
     spans = {
         name: sorted((e for e in events if e.get("name") == name and e.get("ph") == "X"), key=lambda e: e["ts"])
@@ -129,7 +131,7 @@ def cpu_flights(events: list[dict[str, Any]], alone: Sequence[float]) -> list[Fl
 
 
 def gpu_flights(events: list[dict[str, Any]]) -> list[Flight]:
-    """Intersect communication kernels with all other kernels."""
+    """Return the communication kernels, with the time in which any other kernel ran."""
     kernels = [event for event in events if event.get("cat") == "kernel" and event.get("ph") == "X"]
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in kernels:

@@ -27,11 +27,11 @@ class Handle:
         self._finish: Callable[..., Tensor] | None = finish
 
     def wait(self) -> Tensor:
-        """The sum."""
+        """Return the sum."""
         return self._once()()
 
     def wait_added(self, residual: Tensor | None) -> Tensor:
-        """The sum, rounded, plus ``residual``; None: the sum."""
+        """Return the sum, rounded, plus ``residual``; None: the sum."""
         return self.wait() if residual is None else residual + self.wait()
 
     def _once(self) -> Callable[..., Tensor]:
@@ -60,11 +60,11 @@ class Collectives:
         return Handle(lambda: x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's ``x``."""
+        """Return the sum of every rank's ``x``."""
         return self.all_reduce_async(x).wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's ``x`` [..., n] side by side: [..., ranks * n]."""
+        """Return every rank's ``x`` [..., n] side by side: [..., ranks * n]."""
         return x
 
     def tidy(self) -> None:

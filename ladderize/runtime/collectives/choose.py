@@ -31,9 +31,11 @@ def check_backend(backend: str, ranks: int, device: str) -> None:
 
 
 def choose(backend: str, group: Ranks, *, max_bytes: int, in_flight: int = 1) -> tuple[Collectives, str]:
-    """The collectives of a group, and one sentence on the choice. Raises UserError where ``backend`` cannot work.
+    """Return the collectives of a group, and one sentence on the choice. Raises UserError where ``backend`` cannot
+    work.
 
-    max_bytes: the largest message that will be sent. in_flight: how many at most are started before one is waited for.
+    max_bytes: the largest message that will be sent.
+    in_flight: how many at most are started before one is waited for.
     """
     check_backend(backend, group.size, group.device.type)
     if group.size == 1:

@@ -25,9 +25,12 @@ from ladderize.runtime.collectives.base import Collectives, Handle
 class PendingSum:
     """The sum over the ranks of partial products [batch, tokens, columns], side by side as wide as the stream.
 
-    Each product is sent as soon as it is there. residual: what the sum is to be added to; None: nothing. bias: is added
-    once. take: is given what is added, the sum with the bias, as soon as it is there. The messages belong to this
-    object, and with gradients to the nodes of the graph; nothing else knows them.
+    Each product is sent as soon as it is there.
+
+    residual: what the sum is to be added to; None: nothing.
+    bias: is added once.
+    take: is given what is added, the sum with the bias, as soon as it is there. The messages belong to this object, and
+    with gradients to the nodes of the graph; nothing else knows them.
     """
 
     __slots__ = ("bias", "handles", "link", "residual", "sent", "take")
@@ -55,7 +58,7 @@ class PendingSum:
             self.sent.append(_Start.apply(self.link, number, product))
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """The residual stream with the sum and the bias, [batch, tokens, hidden], and the same as x."""
+        """Return the residual stream with the sum and the bias, [batch, tokens, hidden], and the same as x."""
         if self.link is not None:
             after, x, *total = _Wait.apply(self.link, self.take is not None, self.bias, self.residual, *self.sent)
             self.sent, self.residual = [], None
@@ -83,7 +86,8 @@ class _Link:
         self.totals: dict[int, Tensor] = {}
 
     def total(self, number: int) -> Tensor | None:
-        """The gradient of product ``number``: of the stream, and with what the ranks sent, for which it waits."""
+        """Return the gradient of product ``number``: of the stream, and with what the ranks sent, for which it waits.
+        """
         handle, direct = self.handles.pop(number, None), self.direct.pop(number, None)
         if handle is None:
             return direct

@@ -53,7 +53,10 @@ class OnStream(Collectives):
 
 def _ready(message: Tensor, total: Tensor, through: torch.cuda.Event) -> Tensor:
     """``total``, for what the current stream does from now on: after this message, and not after those that were sent
-    behind it. message: is held until here."""
+    behind it.
+
+    message: is held until here.
+    """
     torch.cuda.current_stream().wait_event(through)
     return total
 

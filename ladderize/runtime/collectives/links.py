@@ -21,8 +21,8 @@ REACH = 2  # how many times fewer or more ranks than measured ones a link is ext
 class Link(Record):
     """The time of one all-reduce over the whole group: ``alpha_us`` + bytes / ``beta_gb_s`` (GB = 1e9 bytes).
 
-    beta_gb_s: None where only the latency is known; longer messages than ``max_bytes`` are then refused. derived: how
-    the figures follow from those of other numbers of ranks; "" where they are of this one.
+    beta_gb_s: None where only the latency is known; longer messages than ``max_bytes`` are then refused.
+    derived: how the figures follow from those of other numbers of ranks; "" where they are of this one.
     """
 
     name: str
@@ -55,8 +55,8 @@ class InterconnectRow(Record):
     """A link at one number of ranks.
 
     bus_gb_s: what each rank sends and receives meanwhile, as NCCL's tests count it; None where only the latency is
-    known. A ring of N ranks carries 2 (N - 1) / N of a message over each of its links. min_bytes, max_bytes: of the
-    messages that were timed.
+    known. A ring of N ranks carries 2 (N - 1) / N of a message over each of its links.
+    min_bytes, max_bytes: of the messages that were timed.
     """
 
     ranks: int
@@ -72,12 +72,17 @@ class InterconnectRow(Record):
 
 @dataclass(frozen=True)
 class Interconnect(Record):
-    """One link at every number of ranks. rows: ascending by ranks; empty where ``any_ranks`` was given by hand.
+    """One link at every number of ranks.
 
-    contention: while a message is in flight, compute runs at the rate 1 - contention. relative_error: of a message's
-    time, one standard deviation. calibrated: measured on this link itself, by ``ladderize calibrate``. nvlink_gb_s: of
-    the NVLink that it was measured over, in one direction; None of other links, and where it is unknown. medium: the
-    wires, over which there are other all-reduces, too. vllm_ranks: for which numbers of ranks vLLM takes this one.
+    rows: ascending by ranks; empty where ``any_ranks`` was given by hand.
+
+    contention: while a message is in flight, compute runs at the rate 1 - contention.
+    relative_error: of a message's time, one standard deviation.
+    calibrated: measured on this link itself, by ``ladderize calibrate``.
+    nvlink_gb_s: of the NVLink that it was measured over, in one direction; None of other links, and where it is
+    unknown.
+    medium: the wires, over which there are other all-reduces, too.
+    vllm_ranks: for which numbers of ranks vLLM takes this one.
     """
 
     LEFT_OUT: ClassVar = ("medium", "vllm_ranks")
@@ -112,7 +117,7 @@ class Interconnect(Record):
         _check_range(f"{where}: relative_error", self.relative_error, 0, 1)
 
     def at(self, ranks: int) -> Link:
-        """The link of a group of ``ranks``.
+        """Return the link of a group of ``ranks``.
 
         Between the rows and beyond them it is derived: the latency is a line in the number of ranks, as of a ring; the
         bus bandwidth changes between the rows and stays beyond them. Raises UserError where the rows do not reach so
@@ -218,8 +223,8 @@ ASSUMED_CONTENTION, ASSUMED_ERROR = NVLINK_CONTENTION, 0.15
 
 
 def known_interconnects() -> dict[str, Interconnect]:
-    """The links of links.csv by name, and ``nvlink``, whose latency and bandwidth in use were fitted to published
-    speeds of whole models."""
+    """Return the links of links.csv by name, and ``nvlink``, whose latency and bandwidth in use were fitted to
+    published speeds of whole models."""
     by_path: dict[str, list[dict[str, str]]] = {}
     with LINK_TABLE.open(encoding="utf-8") as file:
         table = list(csv.DictReader(line for line in file if not line.startswith("#")))

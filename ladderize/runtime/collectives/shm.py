@@ -81,8 +81,11 @@ class SharedMemory(Collectives):
     def problem(
         *, hosts: list[str], cores: int, max_bytes: int, slots: int = LEAST_SLOTS, others: int = 0
     ) -> str | None:
-        """Why shared memory cannot serve this group, or None. others: ranks of other groups that compute on the
-        host."""
+        """Why shared memory cannot serve this group, or None.
+
+        others: ranks of other groups that compute on the
+        host.
+        """
         if len(set(hosts)) > 1:
             return "the ranks are on several hosts"
         if platform.machine() not in ORDERED:
@@ -238,7 +241,8 @@ def remove_segments(starter: int) -> None:
 
 
 def _starter() -> int:
-    """The process that started this rank, which looks for leftovers; a rank is forked from a server, not from it."""
+    """Return the process that started this rank, which looks for leftovers; a rank is forked from a server, not from
+    it."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 

@@ -93,7 +93,7 @@ class _NotCompiledError(Exception):
 
 @functools.cache
 def kernels() -> ctypes.CDLL | str:
-    """The compiled kernels, or why there are none: what took long to fail is not tried again.
+    """Return the compiled kernels, or why there are none: what took long to fail is not tried again.
 
     Their functions are named as in kernels.cpp; those that look into a KV cache return whether they did not fit it.
     """

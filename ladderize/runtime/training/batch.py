@@ -14,7 +14,9 @@ from ladderize.runtime.step import additive
 class Batch:
     """input_ids, position_ids, targets: int64 [rows, tokens]. Each text's positions begin at 0; a negative target does
     not count. Of all rows side by side, scored: the places whose targets count, int64 [n]; starts: where each text
-    begins, and the end, int32 [texts + 1]. longest: tokens of the longest text."""
+    begins, and the end, int32 [texts + 1].
+    longest: tokens of the longest text.
+    """
 
     input_ids: Tensor
     position_ids: Tensor

@@ -18,8 +18,11 @@ from ladderize.runtime.layers import Linear
 
 
 class LaterLinear(Linear):
-    """y = x W^T + b with gradients; one object for each use. value: the parameter in the dtype that is computed in.
-    gradient: of the parameter, to which all its uses add."""
+    """y = x W^T + b with gradients; one object for each use.
+
+    value: the parameter in the dtype that is computed in.
+    gradient: of the parameter, to which all its uses add.
+    """
 
     __slots__ = ("use",)
 

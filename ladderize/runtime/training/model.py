@@ -39,7 +39,9 @@ def check_trainable(config: Mapping[str, Any]) -> None:
 class TPTraining(nn.Module):
     """One rank of a model in training (or of a frozen teacher).
 
-    config: of the checkpoint. schedule: when the parts of a micro-batch run. temperature: of the divergence.
+    config: of the checkpoint.
+    schedule: when the parts of a micro-batch run.
+    temperature: of the divergence.
     gradient_checkpointing: sub-modules are computed again in the backward pass instead of kept; no message is sent
     again.
     """
@@ -89,8 +91,10 @@ class TPTraining(nn.Module):
         return torch.stack((*sums, apart))
 
     def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
-        """This rank's columns of the logits where a target counts: [tokens that count, own vocab]. outputs: is given
-        what the sub-modules add to the stream."""
+        """This rank's columns of the logits where a target counts: [tokens that count, own vocab].
+
+        outputs: is given what the sub-modules add to the stream.
+        """
         self.collectives.tidy()
         used = UsedWeights(self.weights)
         model = _TrainedLlama(

@@ -16,8 +16,10 @@ from ladderize.runtime.step import join_parts
 
 
 class SubModuleOutputs:
-    """The outputs of sub-modules in one forward pass. layers: that are compared. real: bool [rows, tokens], False for
-    padding.
+    """The outputs of sub-modules in one forward pass.
+
+    layers: that are compared.
+    real: bool [rows, tokens], False for padding.
 
     kept: (layer, sub-module) -> its output [rows, tokens, hidden], in the parts in which a schedule computes the pass.
     """
@@ -60,8 +62,10 @@ class LayerOutputs:
 
     def send_dropped(self, collectives: Collectives, partials: list[Tensor], bias: Tensor | None) -> None:
         """Sum a dropped attention's ``partials`` of this rank's virtual ranks. Call it once the MLP's sum is sent: sums
-        are waited for in the order in which they are sent. bias: o_proj's, of which each rank knows the gradient in
-        part."""
+        are waited for in the order in which they are sent.
+
+        bias: o_proj's, of which each rank knows the gradient in part.
+        """
         own = torch.stack(partials).sum(0)  # new memory: a message belongs to the backend, and the MLP reads these
         self.dropped = PendingSum(collectives, None, None, [own])
         self.bias = None if bias is None else ShareOfGradient.apply(bias, 1 / collectives.ranks)

@@ -39,10 +39,12 @@ def vocab_parallel_losses(
     """Summed cross-entropy and KL(teacher || student) in nats: two fp32 scalars, equal on all ranks, differentiable in
     ``logits``. The second is 0 without a teacher.
 
-    The meaning is that of ``adapt.train.student.token_losses`` on the whole vocabulary. logits, teacher_logits:
-    [tokens, own_vocab] of any float dtype, this rank's columns ``vocab_start`` and on; columns from ``vocab`` on are
-    padding, which counts for nothing. targets: [tokens], in the whole vocabulary, equal on all ranks; a target that is
-    not in it makes the cross-entropy NaN.
+    The meaning is that of ``adapt.train.student.token_losses`` on the whole vocabulary.
+
+    logits, teacher_logits: [tokens, own_vocab] of any float dtype, this rank's columns ``vocab_start`` and on; columns
+    from ``vocab`` on are padding, which counts for nothing.
+    targets: [tokens], in the whole vocabulary, equal on all ranks; a target that is not in it makes the cross-entropy
+    NaN.
 
     One all-gather of [tokens, 3] float32 (7 with a teacher) is sent: not more bytes than a residual stream of these
     tokens has from a hidden size of 7 on (14 in 16 bits). Without tokens nothing is sent: all ranks of a group see the

@@ -30,7 +30,9 @@ class Piece:
 
     parts: the parameters that hold it, each with the rows that do, side by side along ``dim``, along which the ranks,
     too, hold parts of the tensor, ``start`` being this rank's first index. dim None: every rank holds all of it in one
-    parameter. copies: so many neighbouring ranks hold the same. head_dim: of rows that are paired up for rope, else 0.
+    parameter.
+    copies: so many neighbouring ranks hold the same.
+    head_dim: of rows that are paired up for rope, else 0.
 
     Methods take ``of``, which picks what is meant of a parameter: itself, its gradient, a moment of the optimizer.
     """
@@ -49,7 +51,7 @@ class Piece:
         return unpair_rope_rows(joined, self.head_dim) if self.head_dim else joined
 
     def whole(self, of: Pick, tensor: Ranks) -> Tensor:
-        """The checkpoint's tensor, on every rank of ``tensor``; all of them call it."""
+        """Return the checkpoint's tensor, on every rank of ``tensor``; all of them call it."""
         local = self.local(of).detach()
         if self.dim is None or tensor.size == 1:
             return local if self.dim is None else local.narrow(self.dim, 0, self.shape[self.dim])
@@ -351,9 +353,13 @@ def build_weights(
     compute: torch.dtype,
     shared: TrainedWeights | None = None,
 ) -> TrainedWeights:
-    """Read this rank's part. source: opens the tensors as a dtype. trained: names of the tensors that change; of a
-    layer all or none. shared: weights whose frozen parameters are used again where they
-    are the same (a teacher and its student)."""
+    """Read this rank's part.
+
+    source: opens the tensors as a dtype.
+    trained: names of the tensors that change; of a layer all or none.
+    shared: weights whose frozen parameters are used again where they
+    are the same (a teacher and its student).
+    """
     reading = _Reading(source(torch.float32), source(compute), trained)
     made = functools.partial(share_layer, shared)
     weights = TrainedWeights(

@@ -155,7 +155,7 @@ def communicator() -> str:
 
 
 def kv_cache_bytes(served: Served, options: BenchOptions) -> int:
-    """The bytes of one rank's KV cache: every request of the largest batch to its end, and blocks to spare."""
+    """Return the bytes of one rank's KV cache: every request of the largest batch to its end, and blocks to spare."""
     tokens = KV_BLOCK * (-(-(options.prompt_len + options.output_len) // KV_BLOCK) + 1)
     texts = served.part(max(options.batch_sizes)) + 2
     return cache_bytes(served.shape(options.tp_size), texts, tokens, served.spec.torch_dtype.itemsize)

@@ -44,17 +44,20 @@ class Served:
         return 2 if self.baseline == REPLICAS else 1
 
     def part(self, batch: int) -> int:
-        """The largest number of texts that one group has of a batch."""
+        """Return the largest number of texts that one group has of a batch."""
         return -(-batch // self.replicas)
 
     def shape(self, tp_size: int) -> Shape:
-        """The sizes of one of ``tp_size`` ranks' part of the model."""
+        """Return the sizes of one of ``tp_size`` ranks' part of the model."""
         return Shape.from_config(self.spec.config, tp_size=tp_size // self.replicas, rank=0)
 
 
 @dataclass(frozen=True)
 class VllmPlan:
-    """The rows that are timed, and how. starter: the process that started the ranks."""
+    """The rows that are timed, and how.
+
+    starter: the process that started the ranks.
+    """
 
     served: list[Served]
     options: BenchOptions

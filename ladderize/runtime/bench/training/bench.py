@@ -39,7 +39,7 @@ from ladderize.runtime.shards import Shape, weight_bytes
 from ladderize.runtime.spec import ModelSpec
 from ladderize.runtime.training.batch import Batch
 
-LOSS_STATISTICS = 8  # float32 numbers of a token that the ranks tell each other for the losses, at most
+LOSS_STATISTICS = 8  # float32 numbers of a token that the ranks exchange for the losses, at most
 
 
 def bench_training(
@@ -50,14 +50,14 @@ def bench_training(
     out: Path | None = None,
     console: Console = SILENT,
 ) -> TrainingBenchDocument:
-    """Check and time training steps of the chosen models by the chosen schedules; returns the result, and shows it
-    where the console speaks.
+    """Check and time training steps of the chosen models by the chosen schedules, and return the result; a console that
+    speaks shows it.
 
-    Raises UsageError or UserError for what cannot be measured, where a schedule gives other gradients than the
-    sequential one, and where a trace disproves an overlap; what was measured is kept in ``out`` and shown.
+    Raises UsageError or UserError if something cannot be measured, a schedule gives other gradients than the sequential
+    one, or a trace disproves an overlap. What was measured by then is kept in ``out`` and shown.
 
     link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it.
-    out: a JSON file, which is written after each batch size, and before traces are made.
+    out: a JSON file, written after each batch size, and before traces are made.
     """
     check_device(options.device)
     plan = plan_training_bench(choice, options, link)
@@ -72,7 +72,11 @@ def bench_training(
 def plan_training_bench(
     choice: ModelChoice, options: TrainingBenchOptions, link: str | None = None
 ) -> BenchPlan[TrainingBenchOptions]:
-    """Raise UsageError for what argv alone decides, UserError or LayoutError for the rest. link: as --link has it."""
+    """Return the checked plan. Raises UsageError for faults of the arguments alone, UserError or LayoutError for
+    others.
+
+    link: as --link has it.
+    """
     check_training_usage(choice, options, link)
     parsed = parsed_link(options, link)
     specs = chosen_models(choice, options)
@@ -83,7 +87,7 @@ def plan_training_bench(
             raise UserError(f"{spec.name}: --seq-len {options.seq_len} is over the model's {spec.positions} positions")
         for schedule in options.timed_schedules:
             check_cuts(spec, schedule, options, options.seq_len, "--seq-len")
-    # the stream of all rows, or what the losses take; what sums gradients at the end of a step goes another way
+    # the stream of all rows, or the statistics of the losses; gradients are summed at the end of a step by another way
     numbers = max(LOSS_STATISTICS, *(int(spec.config["hidden_size"]) for spec in specs))
     longest = 4 * numbers * max(options.batch_sizes) * options.seq_len
     if parsed is not None:
@@ -94,9 +98,9 @@ def plan_training_bench(
 
 
 def measure_training(group: Ranks, plan: BenchPlan[TrainingBenchOptions], console: Console) -> TrainingBenchDocument:
-    """Check every variant and time those that pass; each rank's part.
+    """Check every variant and time those that pass. All ranks call it.
 
-    Raises UserError if none does, or if a model does not fit into memory.
+    Raises UserError if none passes, or if a model does not fit into memory.
     """
     options = plan.options
     check_bench_memory(training_bytes(plan.specs, options.ranks), group)
@@ -136,7 +140,8 @@ def measure_training(group: Ranks, plan: BenchPlan[TrainingBenchOptions], consol
 
 
 def training_bytes(specs: Sequence[ModelSpec], ranks: int) -> int:
-    """The bytes of one rank's float32 weights, those that layouts share counted once, and of one model's gradients."""
+    """Return the bytes of one rank's float32 weights and of one model's gradients. Weights that layouts share count
+    once."""
     weights = {}
     for spec in specs:
         shape = Shape.from_config(spec.config, tp_size=ranks, rank=0)
@@ -147,7 +152,7 @@ def training_bytes(specs: Sequence[ModelSpec], ranks: int) -> int:
 def _open_variants(
     run: BenchRun[TrainingBenchOptions], specs: Sequence[ModelSpec], open_step: OpenStep, rows: int
 ) -> list[TimedVariant]:
-    """Open every model by every schedule. Raises UserError if one sends other messages than its layout asks for."""
+    """Open every model with every schedule. Raises UserError if one sends other messages than its layout asks for."""
     options, device, variants = run.options, run.group.device, []
     for spec in specs:
         batch = Batch.random(spec.config["vocab_size"], rows, options.seq_len, options.seed, device)
@@ -171,7 +176,8 @@ def _check(
     checks: list[GradientAgreement],
     failed: dict[str, str],
 ) -> list[TimedVariant]:
-    """Return the variants that give what the sequential schedule of their model gives, whose sums block."""
+    """Return the variants whose loss and gradients are those of their model's sequential schedule with blocking sums.
+    """
     passed, reference, compared = [], None, None
     for variant in variants:
         step: ModelStep = variant.timed.step
@@ -189,7 +195,7 @@ def _check(
 
 
 def _rows(run: BenchRun[TrainingBenchOptions], variants: Sequence[TimedVariant], batch: int) -> list[TrainingBenchRow]:
-    """Return the rows of one batch size; the first is what speed-ups are over."""
+    """Return the rows of one batch size. Speed-ups are over the first."""
     silent = {id(one): statistics.median(one.silent.step_seconds()) for one in variants}
     options, first, rows = run.options, variants[0].timed, []
     for variant in variants:

@@ -1,7 +1,7 @@
-"""The check before any timing: does every schedule give the loss and the gradients of the sequential one?
+"""The check before any timing that every schedule gives the loss and the gradients of the sequential one.
 
 A fast wrong step is worth nothing. The reference is the sequential schedule of the same model, every sum waited for at
-once. What that gives itself, the tests compare with transformers.
+once. The tests compare that one with transformers.
 """
 
 import math
@@ -19,9 +19,9 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.spec import ModelSpec
 from ladderize.runtime.training.batch import Batch
 
-# The largest difference that another order of sums explains, relative to the norm of what is compared: in float32, and
-# beside it so many times what rounding does to the sequential step of this very model. That was 0.2 of a gradient of
-# SmolLM2-135M in bfloat16, where no figure for all models would tell a fault.
+# The tolerance, relative to the norm of what is compared: for another order of sums in float32, plus so many times the
+# effect of rounding on the sequential step of this very model. That effect was 0.2 of a gradient of SmolLM2-135M in
+# bfloat16, so no figure for all models would show a fault.
 _FLOAT32, _ROUNDINGS = 1e-4, 3
 # A tensor whose gradient is tiny beside all others' is compared with this share of their norm instead of its own.
 SMALL_TENSOR = 1e-3
@@ -46,19 +46,20 @@ class Outcome:
 
 @dataclass(frozen=True)
 class StepReference:
-    """The outcome that other schedules must give, and its like computed in float32: how far rounding takes it."""
+    """The outcome that other schedules must give, and the outcome in float32, which shows the effect of rounding."""
 
     wanted: Outcome
     exact: Outcome
 
     def loss_rounding(self, spec: ModelSpec) -> float:
-        """Return what rounding does to the loss, relative: at least one rounding, a mean may be exact by chance."""
+        """Return the relative effect of rounding on the loss: at least one rounding, since a mean may be exact by
+        chance."""
         least = 0.0 if spec.dtype == "float32" else torch.finfo(spec.torch_dtype).eps
         return max(least, _relative(self.wanted.loss, self.exact.loss))
 
 
 def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
-    """Run ``step`` once; all ranks call it."""
+    """Run ``step`` once and return its outcome. All ranks call it."""
     loss = step.forward()
     step.backward(loss)
     gradients = {name: gradient.detach().clone() for name, gradient in step.gradients().items()}
@@ -70,7 +71,7 @@ def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
 def reference_outcome(
     open_step: OpenStep, spec: ModelSpec, collectives: Collectives, batch: Batch, group: Ranks
 ) -> StepReference:
-    """Return what the schedules of this model must give. All ranks call it."""
+    """Return the outcome that the schedules of this model must give. All ranks call it."""
     step = open_step(spec, SEQUENTIAL, Blocking(collectives), batch)
     wanted = outcome_of(step, group)
     return StepReference(wanted, wanted if spec.dtype == "float32" else outcome_of(step.in_float32(), group))
@@ -79,7 +80,7 @@ def reference_outcome(
 def check_step(
     step: ModelStep, reference: StepReference, spec: ModelSpec, schedule: Schedule, rows: int, group: Ranks
 ) -> GradientAgreement | str:
-    """Compare the step's loss and gradients with the reference; returns the differences, or in words what is wrong.
+    """Compare the step's loss and gradients with the reference; return the differences, or a failure in words.
 
     All ranks call it and return the same.
     """
@@ -112,8 +113,10 @@ def step_name(spec: ModelSpec, schedule: Schedule) -> str:
 
 
 def _worst(outcome: Outcome, reference: StepReference) -> tuple[float, float, float, str]:
-    """Return, of the tensor nearest to its tolerance or furthest over it, how near it is, its relative difference, its
-    tolerance and its name. NaN counts as infinite, and so does a gradient that only one of the two has."""
+    """Return the worst tensor's share of its tolerance, its relative difference, its tolerance and its name.
+
+    NaN counts as infinite, and so does a gradient that only one of the two has.
+    """
     wanted, exact = reference.wanted, reference.exact.gradients
     if missing := outcome.gradients.keys() ^ wanted.gradients.keys():
         return math.inf, math.inf, _FLOAT32, min(missing)

@@ -16,10 +16,12 @@ STEP_PASSES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class GradientAgreement(Record):
-    """How far a schedule's loss and gradients are off those of the sequential schedule of the same model, whose sums
-    block: relative differences, of the tensor that is worst. tolerance: of that tensor.
+    """The relative differences of a schedule's loss and gradients from the same model's sequential schedule, whose sums
+    block.
 
     gradient_norm: of all gradients of all ranks together, of this schedule.
+    gradient_difference: of the worst tensor.
+    tolerance: of that tensor.
     """
 
     model: str
@@ -34,8 +36,10 @@ class GradientAgreement(Record):
 
 @dataclass(frozen=True)
 class TrainingBenchRow(VariantRow):
-    """One model by one schedule at one batch size. A step is a forward and a backward pass over the whole batch,
-    without the optimizer; samples are of every counted round.
+    """One model by one schedule at one batch size.
+
+    A step is a forward and a backward pass over the whole batch, without the optimizer. Samples are of every counted
+    round.
 
     bound_ms: the step of the same model without communication, by the schedule that is fastest then.
     bound_share: bound_ms / step_ms.
@@ -67,8 +71,8 @@ class TrainingBenchRow(VariantRow):
 class TrainingBenchDocument(TimedDocument):
     """The result of ``ladderize bench --train``.
 
-    checked: the schedules' gradients were compared before anything was timed. checks: the differences of those that
-    passed.
+    checked: True if the schedules' gradients were compared before anything was timed.
+    checks: the differences of the schedules that passed.
     """
 
     checked: bool

@@ -1,7 +1,7 @@
-"""One training step of one variant on one rank: what is timed, checked, counted and traced.
+"""The training step of one variant on one rank, which is timed, checked, counted and traced.
 
-A step is a forward and a backward pass over a batch of random tokens: cross-entropy on random targets, gradients of
-all parameters in float32. The optimizer is no part of it: it does not communicate.
+A step is a forward and a backward pass over a batch of random tokens: cross-entropy on random targets, gradients of all
+parameters in float32. The optimizer is no part of it: it does not communicate.
 """
 
 import copy
@@ -31,7 +31,10 @@ from ladderize.runtime.training.weights import TrainedWeights, build_weights
 
 
 class ModelStep:
-    """A model with a batch. group: the ranks of ``collectives``, or this one alone where they are emulated."""
+    """A model with a batch.
+
+    group: the ranks of ``collectives``, or this one alone where they are emulated.
+    """
 
     def __init__(
         self,
@@ -59,16 +62,16 @@ class ModelStep:
 
     @property
     def is_real(self) -> bool:
-        """There are other ranks, and sums are sums."""
+        """True where there are other ranks whose gradients are really summed."""
         return self.group.size > 1 and self.collectives.name != "none"
 
     def forward(self) -> Tensor:
-        """The mean loss [], float32."""
+        """Return the mean loss [], float32."""
         sums: Tensor = self.model(self.batch)
         return sums[0] / self.batch.targets.numel()
 
     def backward(self, loss: Tensor) -> None:
-        """Fill the gradients, those that several ranks hold in part among them. There are none before."""
+        """Compute the gradients, also of parameters that several ranks hold in part. There must be none before."""
         loss.backward()
         if self.is_real:
             self.weights.sum_partial_gradients(self.group)
@@ -86,8 +89,10 @@ class ModelStep:
         self.weights.zero_grad(set_to_none=True)
 
     def record_messages(self, name: str) -> dict[str, list[Message]]:
-        """Run the step once, and return what each pass sends. Raises UserError, which begins with ``name``, unless
-        that is what it should be."""
+        """Run the step once, and return the messages of each pass. Raises UserError unless they are the expected ones.
+
+        name: the step, for the message of the error.
+        """
         recording, expected = Recording(self.collectives, time.perf_counter), self.expected_messages()
         step = ModelStep(self.spec, self.weights, self.schedule, recording, self.batch, self.group)
         loss = step.forward()
@@ -100,8 +105,10 @@ class ModelStep:
         return {"forward": forward, "backward": backward}
 
     def expected_messages(self) -> dict[str, Counter[int]]:
-        """Return by pass how many messages of how many bytes its collectives send. The gradient of what a sub-module
-        reads is as large as the sum that it reads."""
+        """Return the messages of each pass's collectives, as counts by bytes.
+
+        The gradient of a sub-module's input is as large as the sum that it reads.
+        """
 
         def messages(sums: Callable[[Layout], int]) -> Counter[int]:
             rows, tokens = self.batch.input_ids.shape
@@ -119,7 +126,7 @@ class ModelStep:
 
 
 class TimedStep(Timed):
-    """A sample is a forward and a backward pass; ``samples_ms`` has both together, too, as ``step``."""
+    """The timing of a forward and a backward pass. ``samples_ms`` has their sum, too, as ``step``."""
 
     parts = STEP_PASSES
 
@@ -151,8 +158,8 @@ OpenStep = Callable[[ModelSpec, Schedule, Collectives, Batch], ModelStep]
 
 
 def step_opener(group: Ranks, ranks: int) -> OpenStep:
-    """Return what opens steps of ``ranks`` ranks, real or emulated; weights are read once for all models that share
-    them."""
+    """Return a function that opens steps of ``ranks`` ranks, real or emulated. Weights are read once for models that
+    share them."""
     loaded: dict[object, TrainedWeights] = {}
 
     def open_step(spec: ModelSpec, schedule: Schedule, collectives: Collectives, batch: Batch) -> ModelStep:
@@ -174,6 +181,6 @@ def step_opener(group: Ranks, ranks: int) -> OpenStep:
 
 def trained_key(spec: ModelSpec, shape: Shape) -> tuple[object, ...]:
     """Return a key that is equal for models that share their weights and how their gradients are summed."""
-    # where a sum is dropped, ranks know only parts of the gradient of its bias
+    # where a sum is dropped, each rank knows only a part of the gradient of its bias
     dropped = spec.layout.attention_sync if shape.decoder.o_bias else ()
     return *spec.weights_key(shape), dropped
