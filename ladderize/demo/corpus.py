@@ -165,10 +165,8 @@ def documents(count: int, *, test: bool, seed: int = 0, weights: Mapping[str, in
 
 
 def dataset(genre: str, count: int = 200, begin: str = "", **_: object) -> dict:
-    """Return the test split of one genre, of prompts that begin with ``begin``, as lm-eval's ``custom_dataset`` wants
-    it:
-    ``{"test": datasets.Dataset}``.
-    """
+    """Return the test split of one genre, of prompts that begin with ``begin``, for lm-eval's ``custom_dataset``:
+    ``{"test": datasets.Dataset}``."""
     from datasets import Dataset
 
     rng = random.Random(f"order/{genre}")

@@ -1,4 +1,4 @@
-"""What a layer computes between its products by the kernels of native/kernels.cpp: on a CPU, without gradients."""
+"""The operations between a layer's products by the kernels of native/kernels.cpp: on a CPU, without gradients."""
 
 import ctypes
 from ctypes import byref
@@ -16,7 +16,7 @@ from ladderize.runtime.step import Step
 
 
 class CpuOperations(Operations):
-    """Operations by our own CPU kernels: the numbers of ``Operations``, up to rounding, in float32 and bfloat16.
+    """Operations by our own CPU kernels. Results are those of ``Operations``, up to rounding, in float32 and bfloat16.
 
     own: of ``kernels``.
     """
@@ -100,8 +100,12 @@ class CpuOperations(Operations):
 
 
 def choose_operations(group: Ranks, dtype: torch.dtype, *, compile: bool = False) -> Operations:
-    """compile: through torch.compile, as was asked for. Else on CPUs by the kernels that are compiled for them, where
-    all ranks have these; if not, the result's note says why. All ranks call it."""
+    """Return the operations of a rank. All ranks call it.
+
+    On CPUs they are the compiled kernels, where all ranks have them; if not, the result's note says why.
+
+    compile: use torch.compile instead.
+    """
     if compile:
         return CompiledOperations()
     if group.device.type != "cpu" or dtype not in TYPES:
@@ -111,7 +115,10 @@ def choose_operations(group: Ranks, dtype: torch.dtype, *, compile: bool = False
 
 
 def _layer(keys: Tensor, values: Tensor) -> Cache:
-    """keys, values: [batch, heads, columns, head_dim], of which a head's columns lie side by side."""
+    """Return keys and values for the kernels.
+
+    keys, values: [batch, heads, columns, head_dim]; a head's columns lie side by side.
+    """
     return Cache(keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], None, 0, keys.shape[0], keys.shape[2])
 
 

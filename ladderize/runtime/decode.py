@@ -1,6 +1,6 @@
 """Prefill and decode on a static cache, sampling that is the same on every rank, and stopping.
 
-Prompts of different lengths share a batch padded on the left; a padded column is never looked at.
+Prompts of different lengths share a batch padded on the left. Attention never sees a padded column.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +28,11 @@ GRAPHS_AHEAD = 32
 
 
 def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
-    """logits: [batch, vocab]; draw: [batch] in [0, 1). Returns ids [batch], by inversion of the kept tokens'
-    distribution."""
+    """Return ids [batch], by inversion of the kept tokens' distribution.
+
+    logits: [batch, vocab].
+    draw: [batch] in [0, 1).
+    """
     if sampling.temperature == 0:
         return logits.argmax(-1)
     logits = logits.float()  # a difference in 16 bits would make ties of logits that differ
@@ -58,8 +61,7 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
 
 
 def check_mask(rows: int, tokens: int, device: torch.device) -> None:
-    """Raise UserError where there is no room for a mask of rows of different lengths: bool, what is made on the way to
-    it, and what attention adds to the scores."""
+    """Raise UserError if memory is too small for the mask of rows of different lengths, in all its forms."""
     check_room(
         rows * tokens * tokens * 4,
         device,
@@ -69,8 +71,10 @@ def check_mask(rows: int, tokens: int, device: torch.device) -> None:
 
 
 def view_length(columns: int, cache: KVCache) -> int:
-    """Return the columns of a cache to have in view where ``columns`` are used: on a GPU a multiple of BUCKET, since
-    cuDNN plans anew for every other shape."""
+    """Return the number of cache columns in view where ``columns`` are used.
+
+    On a GPU it is a multiple of BUCKET, since cuDNN plans anew for every other shape.
+    """
     if cache.keys.device.type == "cpu":
         return columns
     return min(cache.columns, -(-columns // BUCKET) * BUCKET)
@@ -82,9 +86,9 @@ def are_sound(logits: Tensor) -> Tensor:
 
 
 def unsound_logits(done: str) -> UserError:
-    """For logits that are NaN or infinite.
+    """Return the error for logits that are NaN or infinite.
 
-    done: what was not done with them.
+    done: the verb for the step that they prevented.
     """
     return UserError(
         f"the model's logits are NaN or infinite, so nothing was {done} them; check its weights, or compute in float32"
@@ -92,8 +96,11 @@ def unsound_logits(done: str) -> UserError:
 
 
 def rope_table(config: dict[str, object], positions: int, device: torch.device) -> Tensor:
-    """cos + i sin [positions, head_dim / 2], from transformers' own rotary embedding, which all families share, and its
-    config of this one: every rope scaling it knows is ours too."""
+    """Return cos + i sin [positions, head_dim / 2].
+
+    It comes from transformers' own rotary embedding, which all families share, with the family's config. So every rope
+    scaling that transformers knows works. Raises UserError for a rope that the runtime does not support.
+    """
     from transformers import CONFIG_MAPPING
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -115,15 +122,17 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
 
 
 class GrowingRope:
-    """``rope_table`` with as many positions as were asked for so far, and at most ``most``: a config may promise
-    millions, of which texts need few."""
+    """A ``rope_table`` that grows with the positions that are asked for, up to ``most``.
+
+    A config may promise millions of positions, of which texts need few.
+    """
 
     def __init__(self, config: dict[str, object], most: int, device: torch.device) -> None:
         self.config, self.most = config, most
         self.table = rope_table(config, 1, device)
 
     def __call__(self, positions: int) -> Tensor:
-        """Return the factors of this many positions, and perhaps of more."""
+        """Return the factors of at least this many positions."""
         if len(self.table) < min(positions, self.most):
             grown = min(1 << (positions - 1).bit_length(), self.most)  # so that it grows few times
             self.table = rope_table(self.config, grown, self.table.device)
@@ -150,7 +159,7 @@ class Generator:
         return self.cache.keys.device
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read the prompts, one for each row of the cache. Returns the logits after the last token of each [batch,
+        """Read the prompts, one for each row of the cache; return the logits after the last token of each, [batch,
         vocab]."""
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
@@ -159,8 +168,7 @@ class Generator:
         return self.model.logits(self.read(ids.to(self.device), padding)[:, -1:])[:, 0]
 
     def read(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Begin anew with ids [batch, tokens]; returns the normed hidden states of all of them [batch, tokens,
-        hidden]."""
+        """Begin anew with ids [batch, tokens]; return the normed hidden states of all of them, [batch, tokens, hidden]."""
         tokens = ids.shape[1]
         if ids.shape[0] != self.cache.keys.shape[1]:
             raise ValueError(f"{ids.shape[0]} prompts for a cache of {self.cache.keys.shape[1]} rows")
@@ -182,7 +190,7 @@ class Generator:
         return self.model.forward(ids, step, self.cache, self.schedule)
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
-        """Append one token to each row: [batch] -> logits [batch, vocab] of the next."""
+        """Append one token to each row, [batch]; return the logits of the next, [batch, vocab]."""
         if self.position >= self.cache.columns:
             raise UserError(f"the cache of {self.cache.columns} positions is full")
         position, self.position = self.position, self.position + 1
@@ -198,8 +206,10 @@ class Generator:
         return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
 
     def prepare(self, tokens: int, steps: int) -> None:
-        """Capture the graphs that ``steps`` decode steps after ``tokens`` tokens replay: capturing one takes as long as
-        several steps, and would make a token between them late."""
+        """Capture the graphs that ``steps`` decode steps after ``tokens`` tokens replay.
+
+        Capturing one takes as long as several steps, and would make a token between them late.
+        """
         if self.graphs:
             last = min(tokens + steps, self.cache.columns)
             lengths = sorted({view_length(used, self.cache) for used in range(tokens + 1, last + 1)})
@@ -213,8 +223,8 @@ class Generator:
         return self._captured[length]
 
     def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling, sound: Tensor | None = None) -> Tensor:
-        """Append ``tokens`` [batch] and as many more as ``draws`` [batch, n] has columns; returns the new ones [batch,
-        n].
+        """Append ``tokens`` [batch], then sample and append as many more as ``draws`` [batch, n] has columns; return
+        the new ones [batch, n].
 
         On a GPU nothing here waits for the device.
 
@@ -231,10 +241,9 @@ class Generator:
 
 
 class FixedStep:
-    """One decode step that reads token ids, position and padding from buffers and has ``length`` columns of the cache
-    in view.
+    """A decode step that reads token ids, position and padding from buffers and has ``length`` cache columns in view.
 
-    It knows the model and the cache but not its generator: a cycle would keep CUDA graphs alive, and NCCL does not end
+    It holds the model and the cache but not its generator: a cycle would keep CUDA graphs alive, and NCCL does not end
     before they do.
     """
 
@@ -276,7 +285,7 @@ class CapturedStep(FixedStep):
 
 
 def captured_step(run: Callable[[], Tensor], cache: KVCache, pool: Any) -> tuple[Any, Tensor]:
-    """``capture`` of a step whose inputs as they are now make it write column 0 of the cache, which is put back."""
+    """Return the graph of a step and its output. The step writes column 0 of the cache, which is restored."""
     kept = cache.keys[..., :1, :].clone(), cache.values[..., :1, :].clone()
     made = capture(run, cache.keys.device, pool=pool)
     cache.keys[..., :1, :], cache.values[..., :1, :] = kept
@@ -284,7 +293,7 @@ def captured_step(run: Callable[[], Tensor], cache: KVCache, pool: Any) -> tuple
 
 
 def _rope_factors(rope: Tensor, positions: Tensor) -> Tensor:
-    """[batch or 1, tokens] -> rope's factors [batch or 1, tokens, 1, head_dim / 2]."""
+    """Return rope's factors [batch or 1, tokens, 1, head_dim / 2] at positions [batch or 1, tokens]."""
     return rope[positions].unsqueeze(2)
 
 
@@ -297,8 +306,7 @@ def generate_tokens(
     eos: Sequence[int] = (),
     first_row: int = 0,
 ) -> Iterator[list[list[int]]]:
-    """Yield the new tokens of each row, a few steps at a time; a row that has ended yields nothing more (its EOS is
-    included).
+    """Yield the new tokens of each row, a few steps at a time. A row that has ended yields nothing after its EOS.
 
     first_row: the number by which ``sampling`` knows the first of the rows, where they are some of many. Raises
     UserError where logits are NaN or infinite: what is sampled from them means nothing.

@@ -1,4 +1,4 @@
-"""``ladderize generate``: prompts in, text out as it is made."""
+"""The command ``ladderize generate``: prompts in, text out as it is made."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from ladderize.runtime.spec import ModelSpec, WeightCache, checkpoint_spec, eos_
 
 
 def check_generate(model: str, options: GenerateOptions) -> ModelSpec:
-    """Check all that can be known before weights are read or ranks started. Raises UserError or LayoutError."""
+    """Return the model after all checks that need neither weights nor ranks. Raises UserError or LayoutError."""
     check_device(options.device)
     check_backend(options.backend, options.tp_size, options.device)
     check_group_size(options.tp_size, options.device)
@@ -41,10 +41,10 @@ def tokenizer_of(spec: ModelSpec) -> Any:
 
 
 class PromptEncoder:
-    """Makes token ids of prompts, and checks them against the model's vocabulary and length.
+    """An encoder from prompts to token ids, which it checks against the model's vocabulary and length.
 
     max_new_tokens: tokens that have to fit behind them.
-    date: today, for a chat template; None: the truth.
+    date: the date of today for a chat template; None: the real one.
     """
 
     def __init__(self, spec: ModelSpec, max_new_tokens: int, *, date: datetime | None = None) -> None:
@@ -100,7 +100,7 @@ class PromptEncoder:
 
 @dataclass(frozen=True)
 class GeneratedText(Record):
-    """A prompt and what followed.
+    """A prompt and its continuation.
 
     finish_reason: eos or length.
     """
@@ -114,7 +114,7 @@ class GeneratedText(Record):
 
 @dataclass(frozen=True)
 class GenerateDocument(Record):
-    """``ladderize generate --json``.
+    """The output of ``ladderize generate --json``.
 
     decode_ms_per_token: None if one step was made.
     """
@@ -136,7 +136,7 @@ def generate(
     *,
     console: Console = SILENT,
 ) -> GenerateDocument | None:
-    """Continue ``prompts`` as one batch on the tensor-parallel runtime; None on other ranks than 0.
+    """Continue ``prompts`` as one batch on the tensor-parallel runtime. Returns None on other ranks than 0.
 
     model: a folder or a hub id. With a console that speaks, texts are shown, a single one as it is made. Raises
     UserError or LayoutError.
@@ -225,8 +225,7 @@ def _generate(
 def open_batch(
     group: Ranks, spec: ModelSpec, rows: int, longest: int, options: GenerateOptions, console: Console
 ) -> tuple[Generator, str]:
-    """Return a generator for ``rows`` prompts of at most ``longest`` tokens and their continuations, and how its ranks
-    communicate."""
+    """Return a generator for ``rows`` prompts of at most ``longest`` tokens, and words for how its ranks communicate."""
     row = max(spec.config["hidden_size"] * longest, spec.config["vocab_size"])
     collectives, backend = choose(options.backend, group, max_bytes=4 * row * rows)
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
@@ -241,7 +240,7 @@ def open_batch(
 
 
 class TextStream:
-    """Turns token ids into text, a few at a time. A text that ends in half a character waits for the rest."""
+    """A decoder of token ids, a few at a time. Text that ends in half a character is held back until the rest comes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""``ladderize generate --out``: answers to the rows of a file, or texts from BOS alone, as training data.
+"""The command ``ladderize generate --out``: answers to the rows of a file, or texts from BOS alone, as training data.
 
 A line depends on its number, the seed and the options of sampling. Lines are written in order, a batch at a time, into
 a file beside OUT, which gets OUT's name when it is complete. The same command goes on with that file. Batches are cut
@@ -59,8 +59,8 @@ PROMPT_FORMATS = Formats(
 class FilePrompt:
     """A row of a file.
 
-    asked: the messages of a conversation, none of them the last answer, or a text to continue.
     origin: its place, for people.
+    asked: the messages of a conversation without its last answer, or a text to continue.
     was_answered: the row had an answer, which was left out.
     """
 
@@ -70,9 +70,9 @@ class FilePrompt:
 
 
 def read_prompts(path: Path, *, chat: bool, samples: int | None) -> list[FilePrompt]:
-    """Return the first ``samples`` prompts of a file, or all.
+    """Return the first ``samples`` prompts of a file; None: all.
 
-    chat: a text is what a user says, not one to continue.
+    chat: a text is a user's message, not one to continue.
 
     Raises UserError that names the line for a row that cannot be used, and for fewer prompts than are asked for.
     """
@@ -119,8 +119,8 @@ def _prompt(row: Row, chat: bool) -> FilePrompt:
 
 
 def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
-    """Return the token that begins a text: of generation_config.json, of config.json, or the tokenizer's. Raises
-    UserError where none is named."""
+    """Return the id of the BOS token, of generation_config.json, else config.json, else the tokenizer. Raises UserError
+    where none is named."""
     path = spec.folder / "generation_config.json" if spec.folder is not None else None
     named = [read_json(path).get("bos_token_id")] if path is not None and path.is_file() else []
     named += [spec.config.get("bos_token_id"), getattr(tokenizer, "bos_token_id", None)]
@@ -137,11 +137,11 @@ def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
 
 @dataclass(frozen=True)
 class FileTask:
-    """All prompts, and how they are continued.
+    """All prompts, and the options for continuing them.
 
     bos: the token that every text begins with; None: texts begin with prompts.
     prompts: token ids of each, int32 [tokens].
-    total: texts.
+    total: the number of texts.
     batch_size: texts at a time.
     """
 
@@ -165,7 +165,7 @@ class FileTask:
     def parts(self, done: int, size: int) -> Iterator[range]:
         """Yield the numbers of ``size`` texts at a time, from the part that holds the first unfinished text.
 
-        done: how many texts are finished.
+        done: the number of finished texts.
         """
         for first in range(done - done % size, self.total, size):
             yield range(first, min(first + size, self.total))
@@ -178,12 +178,12 @@ Engine = Callable[[FileTask, int, Report, Console], object]
 
 @dataclass(frozen=True)
 class GenerateFileDocument(Record):
-    """``ladderize generate --out --json``.
+    """The output of ``ladderize generate --out --json``.
 
-    ended_samples: those that EOS or a stop text ended, not their length.
-
-    resumed_samples, output_tokens, seconds and output_tokens_per_s are of this run. backend and output_tokens_per_s are
-    None where nothing was left to do.
+    backend, output_tokens_per_s: None where nothing was left to do.
+    ended_samples: texts that EOS or a stop text ended, not their length.
+    resumed_samples: texts that were there before this run.
+    output_tokens, seconds, output_tokens_per_s: of this run.
     """
 
     model: str
@@ -215,15 +215,15 @@ def generate_file(
 ) -> GenerateFileDocument | None:
     """Write a line to ``out`` for each row of ``prompt_file``, or ``samples`` texts from BOS; see docs/files.md.
 
-    A killed run goes on when it is called again. None on other ranks than 0. Raises UserError for what cannot be
-    answered or written.
+    A killed run goes on when it is called again. Returns None on other ranks than 0. Raises UserError for what cannot
+    be answered or written.
 
     model: a folder or a hub id.
     prompt_file: .jsonl, .parquet or .txt; None: texts begin with BOS alone.
     options: by default sampled at temperature 1.
-    samples: of a file, only its first rows; None: all.
+    samples: the number of texts; of a file, the number of its first rows; None: all.
     batch_size: texts at a time; the KV cache grows with it.
-    engine: what answers; None: the runtime.
+    engine: the engine that answers; None: the runtime.
     """
     options = options or GenerateOptions(sampling=Sampling(temperature=1.0))
     out = _checked_target(Path(out), samples, batch_size, overwrite)
@@ -310,7 +310,7 @@ def _checked_target(out: Path, samples: int | None, batch_size: int | None, over
 
 
 def _check_disk(out: Path, samples: int) -> None:
-    """Raise UserError where the lines would not fit, even if each text had one token."""
+    """Raise UserError if the disk is too small for the lines even where each text has one token."""
     needed, free = samples * SHORTEST_LINE, shutil.disk_usage(existing_parent(out)).free
     if needed > free:
         raise UserError(
@@ -320,7 +320,7 @@ def _check_disk(out: Path, samples: int) -> None:
 
 
 def _identity(task: FileTask, prompt_file: Path | None, engine: str) -> dict[str, Any]:
-    """Return what decides a line. The number of ranks and the size of a batch change rounding only."""
+    """Return all that decides a line. The number of ranks and the size of a batch change rounding only."""
     spec, options = task.spec, task.options
     assert spec.folder is not None
     return {
@@ -343,9 +343,12 @@ def _identity(task: FileTask, prompt_file: Path | None, engine: str) -> dict[str
 
 
 class PartFile:
-    """OUT while it is made: a locked file beside it, whose name holds a hash of what decides its lines.
+    """The unfinished OUT: a locked file beside it, whose name holds a hash of all that decides its lines.
 
-    So only the same command goes on with it. A context of the one process that writes. ``lines``: how many are there.
+    So only the same command goes on with it. It is a context of the one process that writes. Raises UserError while
+    another run writes OUT.
+
+    lines: the number of complete lines.
     """
 
     def __init__(self, out: Path, identity: dict[str, Any], most: int) -> None:
@@ -382,7 +385,7 @@ class PartFile:
         self.lines += len(rows)
 
     def finish(self) -> None:
-        """Give the file its name."""
+        """Give the file the name OUT."""
         os.fsync(self.file.fileno())
         os.replace(self.path, self.out)
         fsync(self.out.parent)
@@ -399,7 +402,7 @@ class PartFile:
 
 
 class LineWriter:
-    """Hears what an engine reports: writes lines, and counts tokens and time."""
+    """The receiver of an engine's reports. It writes lines, and counts tokens and time."""
 
     def __init__(
         self,
@@ -447,9 +450,9 @@ class LineWriter:
         return {**row, "finish_reason": "stop" if ended or stopped else "length"}
 
     def document(self, out: Path, prompt_file: Path | None, done: int) -> GenerateFileDocument:
-        """Return the outcome, and show it.
+        """Return the outcome of the run, and show it.
 
-        done: how many lines were there before this run.
+        done: the number of lines before this run.
         """
         assert self.part is not None
         seconds, spec = self.end - self.begin, self.task.spec
@@ -478,10 +481,10 @@ class LineWriter:
 
 
 def answer_text(tokenizer: Any, prompt: list[int], new: list[int], stops: Sequence[str]) -> tuple[str, bool]:
-    """Return the text that ``new`` adds to a prompt, without special tokens, up to a stop text; and True if there was
-    one.
+    """Return the text that ``new`` adds to a prompt, up to a stop text, and True if there was one.
 
-    Ids decoded alone may lose the space that they begin with (SentencePiece).
+    The text has no special tokens. It is decoded with the prompt, since ids decoded alone may lose the space that they
+    begin with (SentencePiece).
     """
     before = str(tokenizer.decode(prompt, skip_special_tokens=True))
     both = str(tokenizer.decode([*prompt, *new], skip_special_tokens=True))
@@ -492,7 +495,7 @@ def answer_text(tokenizer: Any, prompt: list[int], new: list[int], stops: Sequen
 
 
 class StopTexts:
-    """Finds a stop text in the tokens that were just made, however it was cut into tokens."""
+    """A search for stop texts in the newest tokens, however a text was cut into tokens."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self.tokenizer, self.stops = tokenizer, stops
@@ -500,7 +503,7 @@ class StopTexts:
         self.window = 1 + max((len(stop.encode()) for stop in stops), default=0)
 
     def end(self, ids: list[int]) -> bool:
-        """Return True where the last tokens hold a stop text; special tokens are spelled too."""
+        """Return True if the last tokens hold a stop text. Special tokens count as their text."""
         if not self.stops:
             return False
         text = self.tokenizer.decode(ids[-self.window :])
@@ -511,7 +514,7 @@ class StopTexts:
 
 
 def answer_on_runtime(task: FileTask, done: int, report: Report, console: Console) -> None:
-    """Answer on ladderize's own ranks; an ``Engine``."""
+    """Answer on ladderize's own ranks. This is an ``Engine``."""
     ranks = {name: getattr(task.options, name) for name in ("tp_size", "device", "threads")}
     run(_answer_on_rank, task, done, console, **ranks, report=report)
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: what the host would start kernel by kernel, started at once."""
+"""CUDA graphs, which start many kernels at once that the host would start one by one."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,9 +11,9 @@ _Output = TypeVar("_Output")
 def capture(
     run: Callable[[], _Output], device: torch.device, *, pool: Any = None, warm_ups: int = 2
 ) -> tuple[Any, _Output]:
-    """A graph of ``run``, and what ``run`` returned: memory that each replay fills anew.
+    """Return a graph of ``run`` and its output, which each replay fills anew.
 
-    pool: of memory that graphs share; each one's output is then read before the next is replayed.
+    pool: memory that graphs share; each one's output is then read before the next is replayed.
     """
     side = torch.cuda.Stream(device)  # for the warm-up, as capturing asks for
     side.wait_stream(torch.cuda.current_stream())

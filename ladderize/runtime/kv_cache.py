@@ -16,15 +16,20 @@ from ladderize.runtime.shards import Shape
 
 @dataclass
 class KVCache:
-    """keys, values: [layers, batch, own KV heads, columns, head_dim]. A column is one position of every row of the
-    batch."""
+    """Keys and values of all layers. A column is one position of every row of the batch.
+
+    keys, values: [layers, batch, own KV heads, columns, head_dim].
+    """
 
     keys: Tensor
     values: Tensor
 
     @classmethod
     def allocate(cls, shape: Shape, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> "KVCache":
-        """dtype: of the model's weights. Raises UserError where there is not enough memory."""
+        """Return an empty cache. Raises UserError where there is not enough memory.
+
+        dtype: of the model's weights.
+        """
         dtype = torch.float32 if device.type == "cpu" else dtype
         size = _size(shape, batch, columns)
         check_room(
@@ -78,24 +83,23 @@ class KVCache:
         return self.keys, self.values
 
     def batch_rows(self, begin: int, end: int) -> "KVCache":
-        """Rows ``begin`` to ``end`` of the batch: the same memory."""
+        """Return a view of rows ``begin`` to ``end`` of the batch."""
         return KVCache(self.keys[:, begin:end], self.values[:, begin:end])
 
     def for_parts(self) -> "KVCache":
-        """Return the cache in which the parts of one row, read one after the other, find what the earlier ones
-        wrote."""
+        """Return a cache for the parts of one row, which are read in turn and see the keys and values of earlier ones."""
         return self
 
 
 class NoCache(KVCache):
-    """Keeps nothing: for texts that are read in one pass."""
+    """A cache that keeps nothing, for texts that are read in one pass."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         nothing = torch.empty(0, 0, 0, 0, 0, dtype=dtype, device=device)
         super().__init__(nothing, nothing)
 
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
-        """Forget them."""
+        """Do nothing."""
 
     def memory(self) -> None:
         return None
@@ -108,10 +112,10 @@ class NoCache(KVCache):
 
 
 class PartsCache(NoCache):
-    """Keeps the keys and values of the parts of one row as they are: they may have gradients, and nothing is copied
-    before it is read.
+    """A cache of the parts of one row in training.
 
-    A part that is computed once more (activation checkpointing) writes the same into the same place.
+    It keeps the tensors themselves, which may have gradients, and copies nothing before it is read. A part that is
+    computed again (activation checkpointing) replaces its own entry.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A function on every rank of a group: in this process, in new processes of this host, or in those of a launcher.
+"""The start of a function on every rank of a group: in this process, in new ones of this host, or in a launcher's.
 
 New processes are forked from a server that has imported torch and transformers (``ranks.server``). Torch's own
 ``start_processes`` would name the first rank whose end it sees, which may be one that only lost the rank that failed.
@@ -36,7 +36,7 @@ from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import set_threads, take_cores
 from ladderize.runtime.collectives.shm import remove_segments
 
-# A rank that fails because another one did reports it too: wait so long for the one that failed first.
+# A rank that fails because another one did reports an error too: wait so long for the one that failed first.
 CAUSE_SECONDS = 1.0
 TERMINATE_SECONDS = 3.0
 
@@ -49,8 +49,10 @@ def ignore(value: Any) -> None:
 
 
 def check_group_size(tp_size: int, device: str) -> None:
-    """Raise UserError unless ``tp_size`` agrees with the launcher, if any, and with the devices of this host;
-    UsageError for one device for several ranks."""
+    """Raise UserError unless ``tp_size`` agrees with the launcher, if any, and with the devices of this host.
+
+    Raises UsageError for one device for several ranks.
+    """
     place = launched()
     if tp_size > 1 and ":" in device:
         raise UsageError(
@@ -84,7 +86,7 @@ def run(
     ``function`` and ``args`` are pickled by reference. Raises UserError with the cause if any rank fails; by then all
     ranks are gone.
 
-    threads: of each rank; None shares this host's cores out.
+    threads: of each rank; None: this host's cores are divided among the ranks.
     report: is called in this process with each value that rank 0 gives to ``ranks.report``, as soon as it comes.
     timeout: of the group's operations.
     stoppable: SIGTERM and Ctrl-C are passed on to the ranks, which save and end.
@@ -109,9 +111,9 @@ def run(
 def joined(
     place: Place, device: str, threads: int | None, report: Report, timeout: timedelta, meeting: str = "env://"
 ) -> Iterator[Ranks]:
-    """Make this process one of the ranks that ``place`` speaks of, until the end of the block.
+    """Make this process the rank at ``place`` until the end of the block.
 
-    A group that it has joined before, for several models in turn, is used and stays.
+    A group that this process has joined before is used, and stays, for several models in turn.
 
     meeting: torch's init_method.
     """
@@ -120,9 +122,9 @@ def joined(
     ranks = join_group(place, device, timeout=timeout, init_method=meeting)
     yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
     if place.size > 1:
-        gc.collect()  # what the block has captured of the group: NCCL waits for every CUDA graph that has
+        gc.collect()  # CUDA graphs of the block that hold the group: NCCL waits for each of them
     if place.size > 1 and not stays:
-        # not after an error: the others would fail of that, and say so before this rank says why
+        # not after an error: the others would fail in turn, and report it before this rank reports the cause
         dist.destroy_process_group()
 
 
@@ -157,11 +159,11 @@ def run_processes(
 ) -> Any:
     """Call ``function(place, send, *args)`` in a new process for each place; return the value of the first.
 
-    A function that must not return, because of what it would destroy, sends ``("value", value)`` and ends the process.
-    Raises UserError with the cause if any process fails; by then all are gone.
+    A function that must not return, because that would run destructors, sends ``("value", value)`` and ends the
+    process. Raises UserError with the cause if any process fails; by then all are gone.
 
     context: of multiprocessing; None: processes are forked from the server.
-    variables: called with the place and ``os.environ``; what the process has on top of it, from its start.
+    variables: called with the place and ``os.environ``; returns further environment variables of the process.
     stoppable: SIGTERM and Ctrl-C are passed on to the processes, which save and end.
     """
     context = context or start_context()
@@ -192,7 +194,7 @@ def run_processes(
 
 
 def _watch(processes: Sequence[BaseProcess], pipes: Sequence[Connection], report: Report) -> Any:
-    """Listen until every process is done; return the first one's value. Raise UserError as soon as one fails."""
+    """Listen until every process is done; return the first one's value. Raises UserError as soon as one fails."""
     values: dict[int, Any] = {}
     errors: dict[int, tuple[float, Exception]] = {}
     running, deadline = set(range(len(processes))), float("inf")
@@ -224,7 +226,7 @@ def _watch(processes: Sequence[BaseProcess], pipes: Sequence[Connection], report
 
 
 def how_it_ended(exitcode: int) -> str:
-    """Return words for a process that ended without a word of its own."""
+    """Return words for the end of a process that reported nothing."""
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     name = signal.Signals(-exitcode).name
@@ -286,7 +288,7 @@ def _work(
     streams: list[Connection],
     environment: Mapping[str, str],
 ) -> None:
-    """Report a value or one sentence, and end with the process that started this one."""
+    """Call ``function`` in the new process, and report its value or an error. Ends with the process that started it."""
     multiprocessing.current_process().daemon = False  # a daemon may not start processes, as bench's check does
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
     end_with_parent()
@@ -314,7 +316,7 @@ def _work(
 
 
 def end_with_parent() -> None:
-    """Let this process end when the one that started it does, however that ends."""
+    """Make this process end when the one that started it ends, however that happens."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -1,9 +1,9 @@
-"""What one rank owns of a Llama's tensors, and the linear layers over it.
+"""One rank's part of a Llama's tensors, and the linear layers over it.
 
 Column-parallel layers (q, k, v; gate, up) compute a slice of their outputs; row-parallel ones (o, down) read a slice of
-their inputs and return a *partial sum*: whoever calls them decides when to reduce it, so their bias belongs to no rank
-and is kept apart. Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated
-where there are more ranks than KV heads (docs/design.md; Megatron-LM, arXiv 1909.08053).
+their inputs and return a *partial sum*. The caller decides when to reduce it, so the bias belongs to no rank and is
+kept apart. Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where
+there are more ranks than KV heads (docs/design.md; Megatron-LM, arXiv 1909.08053).
 """
 
 import functools
@@ -36,7 +36,7 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
-        """Return the product in ``columns`` parts of its output, one after the other."""
+        """Yield the product in ``columns`` parts of its output, one after the other. Raises ValueError if it is packed."""
         if columns == 1:
             yield self(x)
             return
@@ -53,8 +53,8 @@ class Linear:
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once.
 
-    On a CPU through layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2: three kernels instead
-    of the nine that torch composes its rms_norm of there.
+    On a CPU it is layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2. That takes three
+    kernels, where torch's rms_norm takes nine.
     """
 
     __slots__ = ("doubled", "eps", "weight")
@@ -72,8 +72,12 @@ class RMSNorm:
 
 
 class WideRMSNorm(RMSNorm):
-    """RMSNorm for training in 16 bits. weight: float32. Torch's kernels for 16 bits sum the weight's gradient over the
-    tokens with an error of some percent; these sums are in float32."""
+    """RMSNorm for training in 16 bits, computed in float32.
+
+    Torch's kernels for 16 bits sum the weight's gradient over the tokens with an error of some percent.
+
+    weight: float32.
+    """
 
     __slots__ = ()
 
@@ -107,8 +111,7 @@ def can_pack(weight: Tensor) -> bool:
 
 @functools.cache
 def _packable() -> tuple[torch.dtype, ...]:
-    """Return True for what oneDNN multiplies natively here: emulated, its packed products are slower than plain
-    ones."""
+    """Return the dtypes that oneDNN multiplies natively here: emulated, its packed products are slower than plain ones."""
     mkldnn = torch.ops.mkldnn
     names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
     if not torch.backends.mkldnn.is_available() or not all(hasattr(mkldnn, name) for name in names):
@@ -162,7 +165,7 @@ class Weights:
     head: Linear
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the embedding: [...] -> [..., hidden]."""
+        """Return rows of the embedding, [..., hidden], for ids [...]."""
         return F.embedding(ids, self.embed)
 
     def attention(self, layer: int) -> AttentionWeights:
@@ -176,13 +179,12 @@ class Weights:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that this rank holds."""
+        """The bytes that this rank holds."""
         shared = not self.head.packed and self.head.weight.data_ptr() == self.embed.data_ptr()
         return self.nbytes + (0 if shared else self.embed.nbytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of distinct tensors that decoding one token reads (of the embedding: its rows only, so not counted
-        unless tied)."""
+        """The bytes of distinct tensors that decoding one token reads. The embedding counts only where it is tied."""
         layers = sum(sub_module.nbytes for layer in self.layers for sub_module in layer)
         return self.norm.weight.nbytes + self.head.nbytes + layers

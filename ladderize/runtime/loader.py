@@ -1,5 +1,4 @@
-"""Loading: each rank reads the bytes of its own slices from the safetensors files, one tensor at a time, onto its
-device."""
+"""The loading of weights: each rank reads its own slices from the safetensors files, one tensor at a time."""
 
 import os
 import zlib
@@ -24,7 +23,7 @@ class Source(Protocol):
 
 
 class CheckpointSource:
-    """A checkpoint's tensors, of which every slice is read by itself, as ``dtype`` on ``device``."""
+    """A checkpoint's tensors. Every slice is read by itself, as ``dtype`` on ``device``."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
@@ -94,7 +93,10 @@ def load_weights(
 def _layer(
     read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: int, pack: bool, *, pack_sent: bool
 ) -> tuple[AttentionWeights, MlpWeights]:
-    """pack_sent: the same as ``pack``, for the products that are sent."""
+    """Return one layer's weights.
+
+    pack_sent: pack the weights whose products are sent.
+    """
 
     def rows(name: str, bounds: tuple[int, int], biased: bool) -> tuple[Tensor, Tensor | None]:
         weight = read(f"{prefix}{name}.weight", 0, *bounds)
@@ -105,7 +107,7 @@ def _layer(
         return Linear(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None, pack=pack)
 
     def split(bounds: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return the blocks of the virtual ranks that this process computes apart."""
+        """Split ``bounds`` into the blocks of the virtual ranks that this process computes apart."""
         width = (bounds[1] - bounds[0]) // virtual
         return [(bounds[0] + k * width, bounds[0] + (k + 1) * width) for k in range(virtual)]
 
@@ -154,7 +156,7 @@ def _layer(
 
 
 def pair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder each head's rows so that the two that rope turns together are neighbours: a complex product then turns
+    """Reorder each head's rows so that the two that rope turns together are neighbours, as a complex product needs
     them.
 
     Done to q and k alike, this changes no attention score.
@@ -163,12 +165,12 @@ def pair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def unpair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
-    """Return the reverse: rows as a checkpoint orders them."""
+    """Undo ``pair_rope_rows``: return the rows as a checkpoint orders them."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(rows.shape)
 
 
 def files_identity(checkpoint: Checkpoint) -> tuple[tuple[int, int], ...]:
-    """Return what is equal for two checkpoints exactly if their weights are the same files (``convert`` hard-links
+    """Return a key that two checkpoints share exactly if their weights are the same files (``convert`` hard-links
     them)."""
     stats = [os.stat(Path(checkpoint.folder) / name) for name in checkpoint.weight_files]
     return tuple((stat.st_dev, stat.st_ino) for stat in stats)

@@ -1,4 +1,4 @@
-"""The one tensor-parallel decoder, for every family and layout: docs/design.md as its forward.
+"""The tensor-parallel decoder for every family and layout. docs/design.md describes its forward pass.
 
 Between layers the state is the residual stream, equal on all ranks, and perhaps one all-reduce in flight. Each
 sub-module returns this rank's partial sum; the layout says whether its sum is waited for at once (blocking), after the
@@ -25,8 +25,10 @@ OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
 
 
 class OwnWeights(Protocol):
-    """The interface of one rank's weights; see ``layers.Weights``. It takes a sub-module's weights before it
-    waits for the sum that the sub-module reads."""
+    """The interface of one rank's weights; see ``layers.Weights``.
+
+    The model takes a sub-module's weights before it waits for the sum that the sub-module reads.
+    """
 
     @property
     def norm(self) -> RMSNorm: ...
@@ -41,7 +43,7 @@ class OwnWeights(Protocol):
 
 
 class TakesOutputs(Protocol):
-    """Takes what the sub-modules of a layer add to the stream; see training/outputs.py."""
+    """The receiver of what the sub-modules of a layer add to the stream; see training/outputs.py."""
 
     def attention(self, output: Tensor) -> None: ...
     def mlp(self, output: Tensor) -> None: ...
@@ -51,7 +53,7 @@ class TakesOutputs(Protocol):
 class TPLlama:
     """One rank of a decoder with a layout, for inference and for training; the sums go through ``collectives``.
 
-    operations: by which what lies between the products is computed; None: by PyTorch.
+    operations: the computation between the products; None: by PyTorch.
     """
 
     def __init__(
@@ -68,8 +70,12 @@ class TPLlama:
         self.windows = sorted({window for window in shape.decoder.windows if window is not None})
 
     def forward(self, ids: Tensor, step: Step, cache: KVCache, schedule: Schedule = SEQUENTIAL) -> Tensor:
-        """ids: [batch, tokens]. Returns the normed end of the residual stream [batch, tokens, hidden], equal on all
-        ranks: what the output layer reads, so times ``logits_scale``."""
+        """Return the output layer's input [batch, tokens, hidden], equal on all ranks.
+
+        It is the normed end of the residual stream, times ``logits_scale``.
+
+        ids: [batch, tokens].
+        """
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
         parts = split_parts(ids, with_additive_masks(step, cache.keys.dtype), cache, schedule)
@@ -96,7 +102,7 @@ class TPLlama:
             outputs = self.outputs_of(index)
             products = self.attention_products(index, attention, x, step, cache, columns)
             if sent is not None:
-                products = iter(list(products))  # first compute: that is the overlap
+                products = iter(list(products))  # computed before the wait: that is the overlap
                 residual, x = sent.wait()
                 sent = None
             carry = None
@@ -137,12 +143,12 @@ class TPLlama:
         return normed if scale == 1 else normed * scale
 
     def scaled(self, added: OneOrNone) -> OneOrNone:
-        """A part of what is added to the stream, times the family's factor; nothing is computed where that is 1."""
+        """Return a part that is added to the stream, times the family's factor; nothing is computed where that is 1."""
         scale = self.shape.decoder.residual_scale
         return added if added is None or scale == 1 else added * scale
 
     def outputs_of(self, index: int) -> TakesOutputs | None:
-        """Who takes what this layer's sub-modules add: somebody in training alone."""
+        """Return the receiver of what this layer's sub-modules add. There is one in training alone."""
         return None
 
     def upcoming(self, index: int) -> tuple[AttentionWeights, MlpWeights | None]:
@@ -152,7 +158,8 @@ class TPLlama:
         return self.weights.attention(index), self.weights.mlp(index) if dropped else None
 
     def add_bias(self, residual: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the bias of a dropped sum. All ranks add it to the stream alike, so there its gradient counts once."""
+        """Return the stream and x with the bias of a dropped sum. All ranks add it to the stream alike, so its gradient
+        counts once."""
         if bias is None:
             return residual, x
         if residual is x:
@@ -162,8 +169,10 @@ class TPLlama:
     def attention_products(
         self, index: int, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, columns: int
     ) -> Iterator[Tensor]:
-        """This rank's part of attention's sum, without o_proj's bias: in ``columns`` parts, or, where the sum is
-        dropped, whole for each virtual rank."""
+        """Yield this rank's part of attention's sum, without o_proj's bias.
+
+        It comes in ``columns`` parts, or, where the sum is dropped, whole for each virtual rank.
+        """
         heads = self.operations.attention(weights, x, step, cache, index, self.shape)
         if self.layout.attention_sync[index] != DROPPED:
             yield from map(self.scaled, weights.o[0].products(heads, columns))
@@ -174,8 +183,9 @@ class TPLlama:
     def mlp_products(
         self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None, columns: int
     ) -> Iterator[Tensor]:
-        """This rank's part of the MLP's sum, without down_proj's bias, plus what this rank carries (SPD section 4.1:
-        X' = X + AR(Z + P)), in ``columns`` parts.
+        """Yield this rank's part of the MLP's sum, without down_proj's bias, plus its carry, in ``columns`` parts.
+
+        The carry is the P of SPD section 4.1: X' = X + AR(Z + P).
 
         Each virtual rank k of this process reads x + carry[k]; the one product with down_proj adds them all up.
         """
@@ -186,7 +196,8 @@ class TPLlama:
             yield product
 
     def embed(self, ids: Tensor) -> PendingSum:
-        """[batch, tokens] -> the sum [batch, tokens, hidden]; each rank looks up its own part of the vocabulary."""
+        """Return the embedding of ids [batch, tokens] as a sum [batch, tokens, hidden]. Each rank looks up its own part
+        of the vocabulary."""
         scale = self.shape.decoder.embedding_scale
         if self.shape.replicate_vocab:
             rows = self.weights.rows(ids)
@@ -198,7 +209,7 @@ class TPLlama:
         return PendingSum(self.collectives, None, None, [rows * inside.unsqueeze(-1)])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., vocab], equal on all ranks."""
+        """Return the logits [..., vocab] of hidden states [..., hidden], equal on all ranks."""
         own = self.head(hidden)
         if self.shape.replicate_vocab:
             return own

@@ -1,4 +1,4 @@
-"""What a layer computes between its products, by PyTorch: on every device, with gradients where they are wanted."""
+"""The operations between a layer's products, by PyTorch: on every device, with gradients where they are wanted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ from ladderize.runtime.step import Step
 
 
 class Operations:
-    """A rank's share of a layer but for the products that are sent. name: as benchmarks note it.
+    """A rank's share of a layer without the products that are sent. name: the name in benchmarks.
 
-    note: what a user should know of it, if anything.
+    note: a remark for the user; empty: none.
     """
 
     name = "torch"
@@ -25,15 +25,16 @@ class Operations:
         self.note = note
 
     def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        """x [..., width], normed."""
+        """Return x [..., width], normed."""
         return norm(x)
 
     @staticmethod
     def project(
         weights: AttentionWeights, x: Tensor, rope_factors: Tensor | None, shape: Shape
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [batch, own heads, tokens, head_dim], float32, of the residual stream [batch,
-        tokens, hidden].
+        """Return queries, keys and values [batch, own heads, tokens, head_dim], float32.
+
+        x: the residual stream [batch, tokens, hidden].
 
         rope_factors: None in a layer without rope.
         """
@@ -49,8 +50,11 @@ class Operations:
     def attention(
         self, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, index: int, shape: Shape
     ) -> Tensor:
-        """Return o_proj's input in layer ``index``, [batch, tokens, own heads * head_dim], of the residual stream x
-        [batch, tokens, hidden]; keys and values go into the cache."""
+        """Return o_proj's input in layer ``index``, [batch, tokens, own heads * head_dim]. Keys and values go into the
+        cache.
+
+        x: the residual stream [batch, tokens, hidden].
+        """
         decoder = shape.decoder
         query, key, value = self.project(weights, x, step.rope_factors if decoder.rope[index] else None, shape)
         cache.write(index, step.columns, key, value)
@@ -63,7 +67,7 @@ class Operations:
 
     @staticmethod
     def mlp(weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:
-        """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side: rank k reads x +
+        """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side. Rank k reads x +
         carry[k]."""
         if carry is None:
             return gated(weights.gate_up[0](weights.norm(x)))
@@ -83,16 +87,16 @@ class CompiledOperations(Operations):
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for each shape anew, as often as there are shapes; what it cannot compile is an error, not a slower
-    run."""
+    """Return the function through torch.compile, compiled anew for each shape. A failure to compile is an error, not a
+    slower run."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(function, dynamic=False)
 
 
 def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
-    """Rope: neighbouring pairs of x [batch, tokens, heads, head_dim] as complex numbers, times ``rope_factors``
-    (RoFormer, arXiv 2104.09864)."""
+    """Apply rope: multiply neighbouring pairs of x [batch, tokens, heads, head_dim], as complex numbers, by
+    ``rope_factors`` (RoFormer, arXiv 2104.09864)."""
     pairs = x.unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
         (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(rope_factors).unbind(-1)
@@ -103,9 +107,9 @@ def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, *, scale: float | None = None
 ) -> Tensor:
-    """Grouped-query attention.
+    """Return grouped-query attention, [batch, tokens, heads * head_dim].
 
-    query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads * head_dim].
+    query: [batch, heads, tokens, head_dim].
     scale: of the scores; None: head_dim ** -0.5.
     """
     batch, heads, tokens, dim = query.shape

@@ -1,4 +1,4 @@
-"""How ``ladderize generate`` chooses tokens, and its options. Imports no torch until it draws."""
+"""The sampling and the options of ``ladderize generate``. Imports no torch until it draws."""
 
 import math
 from dataclasses import dataclass, field
@@ -29,8 +29,14 @@ DEFAULT_TEXTS_AT_A_TIME = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0: greedy. top_k 0 and top_p 1: no limit. The draws depend on ``seed``, row and step only, not on
-    tp_size. Raises UsageError for values that make no distribution."""
+    """The distribution that tokens are drawn from. Raises UsageError for values that make none.
+
+    The draws depend on ``seed``, row and step only, not on tp_size.
+
+    temperature: 0: greedy.
+    top_k: 0: no limit.
+    top_p: 1: no limit.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -61,7 +67,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """How to generate, and where. Raises UsageError for what takes no effect or makes no text."""
+    """The options of generation. Raises UsageError for options that take no effect or make no text."""
 
     max_new_tokens: int = option("Most tokens per text; an EOS token ends it earlier.", 128, min=1)
     sampling: Sampling = field(default_factory=Sampling)

@@ -1,4 +1,4 @@
-"""When the parts of a forward pass run. A schedule changes nothing that is computed (docs/design.md). No torch here.
+"""The order in which the parts of a forward pass run. A schedule changes no result (docs/design.md). Imports no torch.
 
 ``sequential`` runs the whole batch as one part. ``domino`` (arXiv 2409.15241) cuts it into parts and goes round: each
 part computes one sub-module, sends its sum, and makes room for the next part, whose compute hides the message.
@@ -40,17 +40,18 @@ class Schedule(Record):
 
     @property
     def in_flight(self) -> int:
-        """Messages that a rank may have sent before it waits for the first of them."""
+        """The number of messages that a rank may have sent before it waits for the first of them."""
         return (self.chunks if self.is_domino else 1) * self.columns + 1
 
     def parts(self, rows: int, tokens: int) -> int:
-        """Into how many parts it cuts a batch of ``rows`` x ``tokens``: fewer where there is less to cut."""
+        """Return the number of parts of a batch of ``rows`` x ``tokens``: fewer than ``chunks`` where there is less to
+        cut."""
         return min(self.chunks, rows if rows > 1 else tokens) if self.is_domino else 1
 
     def check(self, rows: int, tokens: int, hidden: int, *, rows_name: str, tokens_name: str) -> None:
         """Raise UserError unless a batch of ``rows`` x ``tokens`` and a stream of ``hidden`` numbers can be cut so.
 
-        rows_name, tokens_name: the options that say how many.
+        rows_name, tokens_name: the options that give these numbers, for the message.
         """
         if not self.is_domino:
             return
@@ -65,10 +66,7 @@ SEQUENTIAL = Schedule()
 
 
 def run_walks(walks: Sequence[Generator[None, Any, Result]]) -> list[Result]:
-    """Run each walk up to where it has sent a sum, one after the other, round after round; returns what they returned.
-
-    All walks take the same number of steps. One walk alone: it goes on at once.
-    """
+    """Run the walks in turn, each up to its next sum, until all end; return their results. All take as many steps."""
     results: list[Result] = []
     while len(results) < len(walks):
         for walk in walks:

@@ -1,4 +1,4 @@
-"""The sizes of a Llama, and which part of its tensors is one rank's. Imports no torch.
+"""The sizes of a Llama, and the part of its tensors that one rank has. Imports no torch.
 
 Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where there are more
 ranks than KV heads (docs/design.md; Megatron-LM, arXiv 1909.08053).
@@ -22,7 +22,7 @@ ACTIVATIONS = ("silu", "swish")
 
 @dataclass(frozen=True)
 class Slice:
-    """Indices ``start`` to ``stop`` of dimension ``dim`` of a checkpoint's tensor; ``dim`` None: all of it.
+    """A slice of a checkpoint's tensor: ``start`` to ``stop`` of dimension ``dim``. dim None: all of it.
 
     rows: the length to pad dimension 0 to with zeros, for a vocabulary that the ranks do not divide.
     """
@@ -36,8 +36,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model and of one rank's part of it, and what its family computes. Every size is a count;
-    ``tp_size`` processes share the model."""
+    """The sizes of a model and of one rank's part of it, and the decoder of its family.
+
+    Every size is a count. ``tp_size`` processes share the model.
+    """
 
     vocab: int
     hidden: int
@@ -93,7 +95,7 @@ class Shape:
 
     @property
     def own_vocab(self) -> int:
-        """Rows of the embedding and the LM head, padding included."""
+        """The rows of this rank's embedding and LM head, padding included."""
         return self.vocab if self.replicate_vocab else -(-self.vocab // self.tp_size)
 
     @property
@@ -135,8 +137,7 @@ def check_runnable(config: Mapping[str, Any], layout: Layout, tp_size: int, *, n
 
 
 def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> int:
-    """Return the number of virtual ranks that one process computes apart in ``layer``; 1 where nothing is dropped,
-    since sums then do not care."""
+    """Return the number of virtual ranks that one process computes apart in ``layer``; 1 where nothing is dropped."""
     if layout.attention_sync[layer] != DROPPED:
         return 1
     assert layout.sync_tp_size is not None
@@ -174,23 +175,23 @@ def known_shapes() -> dict[str, dict[str, Any]]:
 
 
 def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of its family's own dense model of the same sizes."""
+    """Return the config of the family's own dense model of the same sizes."""
     return {key: value for key, value in config.items() if key not in CONFIG_KEYS} | {
         "model_type": known_family(config).model_type
     }
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return the config of its first layers; what it lists layer by layer is cut as well."""
+    """Return the config of the first layers. Lists with an entry for each layer are cut as well."""
     whole = config["num_hidden_layers"]
     cut = {key: value[:layers] for key, value in config.items() if isinstance(value, list) and len(value) == whole}
     return {**config, **cut, "num_hidden_layers": layers}
 
 
 def read_shape(name: str, option: str = "--random-weights") -> dict[str, Any]:
-    """A config by a bundled size's name, a config.json, or a folder that holds one.
+    """Return the config of a bundled size by its name, of a config.json, or of its folder. Raises UserError for others.
 
-    option: that named it.
+    option: the option that named it.
     """
     shapes = known_shapes()
     if name in shapes:

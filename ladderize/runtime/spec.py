@@ -1,4 +1,4 @@
-"""What is to be run: a checkpoint or a bare shape, checked as a whole before any process starts."""
+"""The model to run: a checkpoint or a bare shape, checked as a whole before any process starts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class ModelSpec:
     """One model to run.
 
     folder: of a checkpoint; None: random weights of this config.
-    dtype: that it computes in.
+    dtype: to compute in.
     """
 
     name: str
@@ -52,8 +52,10 @@ class ModelSpec:
         return most_positions(self.config)
 
     def weights_key(self, shape: Shape) -> tuple[object, ...]:
-        """Equal for models that share the weights of a rank of this shape: the same files (or random numbers), cut into
-        the same pieces, and dtype."""
+        """Return a key that is equal for models that share the weights of a rank of this shape.
+
+        They have the same files (or random numbers), cut into the same pieces, and the same dtype.
+        """
         apart = tuple(virtual_ranks(self.layout, layer, shape.tp_size) for layer in range(shape.layers))
         files = None if self.folder is None else files_identity(read_checkpoint(self.folder))
         return files, shape, apart, self.dtype
@@ -68,7 +70,7 @@ class ModelSpec:
 def checkpoint_spec(
     model: str, *, tp_size: int, dtype: str = "auto", revision: str | None = None, option: str = "--tp-size"
 ) -> ModelSpec:
-    """Check everything about a checkpoint that can be known without its weights; raises UserError or LayoutError."""
+    """Return a checkpoint's specification after all checks that need no weights. Raises UserError or LayoutError."""
     folder, is_local = resolve_json(model, revision)
     config = read_config(folder)
     layout = _check(model, config, tp_size, option)
@@ -105,7 +107,8 @@ def _dtype(dtype: str) -> str:
 
 
 def eos_ids(spec: ModelSpec) -> tuple[int, ...]:
-    """Every token that ends a text: of generation_config.json, else of config.json."""
+    """Return every token that ends a text: of generation_config.json, else of config.json. Raises UserError for what is
+    no id."""
     value = spec.config.get("eos_token_id")
     path = spec.folder / "generation_config.json" if spec.folder is not None else None
     if path is not None and path.exists():
@@ -150,8 +153,10 @@ def open_generator(
     cache: KVCache | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Generator:
-    """One rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens; ``cache`` is used again if
-    it fits."""
+    """Return one rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens.
+
+    cache: is used again if it fits.
+    """
     shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
     operations = choose_operations(group, spec.torch_dtype, compile=compile)
     model = model_class(shape, spec.layout, own, collectives, operations)

@@ -1,4 +1,4 @@
-"""Where the tokens of a forward pass stand, and the parts that a schedule cuts a pass into."""
+"""The positions of a forward pass's tokens, and the parts that a schedule cuts a pass into."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +21,8 @@ class Step:
     length: the columns of the cache that attention sees; 0: a prompt, which sees itself alone.
     mask: bool [batch or 1, 1, tokens, columns in view], True where a token may look; None: everything, or with
     ``causal`` everything up to itself.
-    depths: [batch, tokens], where the tokens of a prompt stand in their texts, if their columns do not tell how far
-    apart they are.
+    depths: [batch, tokens], the positions of a prompt's tokens in their texts, if their columns do not give their
+    distances.
     near: the masks of layers with sliding windows, by window; see ``with_windows``.
     """
 
@@ -35,8 +35,8 @@ class Step:
     near: Mapping[int, Tensor] = field(default_factory=dict)
 
     def with_windows(self, windows: Iterable[int], tokens: int) -> "Step":
-        """Return ``step`` with a mask for each of ``windows`` that leaves out something: a token sees itself and window
-        - 1 before it.
+        """Return this step with a mask for each of ``windows`` that hides something: a token sees itself and window - 1
+        before it.
 
         tokens: of this pass, in each row.
         """
@@ -72,8 +72,9 @@ class Part:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to the scores in place of a bool mask: PyTorch's attention would make that of it once more
-    in every layer, and for a backward pass keep each.
+    """Return a bool mask as numbers that are added to scores.
+
+    PyTorch's attention would make them anew in every layer, and keep each for a backward pass.
 
     dtype: of keys.
     """
@@ -81,8 +82,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
-    """Return ``step`` with masks that are added; not for inference on a CPU, where our own attention reads the bool
-    mask."""
+    """Return ``step`` with additive masks. In inference on a CPU it stays as it is: our own attention reads bool masks."""
     if step.rope_factors.device.type == "cpu" and not torch.is_grad_enabled():
         return step
     near = {window: additive(mask, dtype) for window, mask in step.near.items()}

@@ -1,4 +1,4 @@
-"""Proof of overlap: a Chrome trace of a run, and the share of its communication that ran under compute.
+"""The proof of overlap: a Chrome trace of a run, and the share of its communication that ran under compute.
 
 On a CPU, the hidden time is the time that an all-reduce takes alone, less the time that its start and its wait blocked,
 and at most the compute between the two. On a GPU, it is the time in which a communication kernel and another stream's

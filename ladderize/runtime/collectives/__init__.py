@@ -1,1 +1,1 @@
-"""The all-reduces, each a backend with the same three methods, and their start and wait in training."""
+"""The backends of all-reduces, and the start and wait of sums in training."""

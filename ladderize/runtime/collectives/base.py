@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Handle:
-    """An all-reduce in flight. Its sum can be waited for once: a second time raises RuntimeError."""
+    """An all-reduce in flight. Its sum can be waited for once; a second wait raises RuntimeError."""
 
     __slots__ = ("_finish",)
 
@@ -27,11 +27,11 @@ class Handle:
         self._finish: Callable[..., Tensor] | None = finish
 
     def wait(self) -> Tensor:
-        """Return the sum."""
+        """Wait for the sum and return it."""
         return self._once()()
 
     def wait_added(self, residual: Tensor | None) -> Tensor:
-        """Return the sum, rounded, plus ``residual``; None: the sum."""
+        """Wait for the sum, and return it, rounded, plus ``residual``; None: the sum alone."""
         return self.wait() if residual is None else residual + self.wait()
 
     def _once(self) -> Callable[..., Tensor]:
@@ -46,7 +46,7 @@ class Collectives:
 
     Messages given to ``all_reduce`` and ``all_reduce_async`` belong to the backend from then on: they may be reduced in
     place. All ranks issue the same collectives in the same order; handles are waited in that order too.
-    ``copies``: whether a message is the caller's again as soon as it has been sent, and its sum has memory of its own.
+    copies: True if a message is the caller's again as soon as it has been sent, and its sum has memory of its own.
     """
 
     name = "single"
@@ -56,7 +56,7 @@ class Collectives:
         self.ranks = ranks
 
     def all_reduce_async(self, x: Tensor) -> Handle:
-        """Start to sum ``x`` over the ranks."""
+        """Start to sum ``x`` over the ranks, and return the handle of the sum."""
         return Handle(lambda: x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Collectives:
         return x
 
     def tidy(self) -> None:
-        """Give up what is kept ready for messages of sizes that came once, where these are many.
+        """Free the buffers that are kept for many sizes of messages.
 
         All ranks call it, with no handle left to wait for, before a pass whose sizes may be new.
         """
@@ -80,18 +80,17 @@ class Collectives:
         """
 
     def close(self) -> None:
-        """Settle, and free what the backend holds."""
+        """Settle, and free the backend's resources."""
         self.settle()
 
 
 def side_by_side(x: Tensor, ranks: int) -> Tensor:
-    """Stands for an all-gather of a group that is not there: ``x`` [..., n] ``ranks`` times, [..., ranks * n]."""
+    """Return ``x`` [..., n] ``ranks`` times, [..., ranks * n]: the all-gather of a group that is not there."""
     return x.repeat(*[1] * (x.ndim - 1), ranks)
 
 
 class NoCommunication(Collectives):
-    """Every collective takes no time and does nothing: the upper bound for any overlap. Its results are wrong by
-    design."""
+    """Collectives that do nothing and take no time: the upper bound for any overlap. Results are wrong by design."""
 
     name = "none"
 

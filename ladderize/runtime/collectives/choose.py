@@ -1,4 +1,4 @@
-"""Which backend a group uses, and why."""
+"""The choice of a group's backend, with its reason."""
 
 from typing import get_args
 
@@ -18,7 +18,7 @@ BACKENDS = get_args(BackendName)
 
 
 def check_backend(backend: str, ranks: int, device: str) -> None:
-    """Raise UsageError for a backend that is none or takes no effect, UserError for one that is not for this device."""
+    """Raise UsageError for a backend that is unknown or takes no effect, UserError for one that is not for this device."""
     if backend not in BACKENDS:
         raise UsageError(f"--backend {backend} is not one of {', '.join(BACKENDS)}")
     if backend != "auto" and ranks == 1:
@@ -35,7 +35,7 @@ def choose(backend: str, group: Ranks, *, max_bytes: int, in_flight: int = 1) ->
     work.
 
     max_bytes: the largest message that will be sent.
-    in_flight: how many at most are started before one is waited for.
+    in_flight: the most messages that are started before one is waited for.
     """
     check_backend(backend, group.size, group.device.type)
     if group.size == 1:

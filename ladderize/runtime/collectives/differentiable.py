@@ -6,7 +6,7 @@ waits for it. Autograd runs the nodes in the reverse of the order in which forwa
 between a start and its wait has its backward between the backward's start and wait: what hides a message on the way
 there hides the message on the way back.
 
-x is the residual stream as a sub-module reads it; that it is a tensor of its own keeps the part of the gradient that
+x is the residual stream as a sub-module reads it. It is a tensor of its own, which keeps the part of the gradient that
 needs a sum (through the sub-module) apart from the part that all ranks have alike (through the stream). The sum is
 taken before the sub-module's norm, whose backward is linear in the gradient: a sub-module's whole backward sends one
 message.
@@ -25,12 +25,12 @@ from ladderize.runtime.collectives.base import Collectives, Handle
 class PendingSum:
     """The sum over the ranks of partial products [batch, tokens, columns], side by side as wide as the stream.
 
-    Each product is sent as soon as it is there.
+    Each product is sent as soon as it is there. The messages belong to this object, and with gradients to the nodes of
+    the graph; nothing else holds them.
 
-    residual: what the sum is to be added to; None: nothing.
+    residual: the sum is added to it; None: to nothing.
     bias: is added once.
-    take: is given what is added, the sum with the bias, as soon as it is there. The messages belong to this object, and
-    with gradients to the nodes of the graph; nothing else knows them.
+    take: receives the sum with the bias as soon as it is there.
     """
 
     __slots__ = ("bias", "handles", "link", "residual", "sent", "take")
@@ -86,8 +86,7 @@ class _Link:
         self.totals: dict[int, Tensor] = {}
 
     def total(self, number: int) -> Tensor | None:
-        """Return the gradient of product ``number``: of the stream, and with what the ranks sent, for which it waits.
-        """
+        """Return the gradient of product ``number``: the stream's, plus the ranks' sum, for which it waits."""
         handle, direct = self.handles.pop(number, None), self.direct.pop(number, None)
         if handle is None:
             return direct
@@ -108,7 +107,7 @@ class _Hold(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         link: _Link = ctx.link
-        # of products without a gradient: they have no backward; as they were sent, the last product's first
+        # of products without a gradient, which have no backward; in the order of sending: the last product's first
         for number in sorted({*link.direct, *link.handles}, reverse=True):
             total = link.total(number)
             assert total is not None
@@ -122,7 +121,7 @@ class _Hold(Function):
 
 
 class _Start(Function):
-    """Sends a product; what it returns stands for the sum and must not be looked at."""
+    """The start of a product's message. Its output stands for the sum and must not be read."""
 
     @staticmethod
     def forward(ctx: Any, link: _Link, number: int, product: Tensor) -> Tensor:
@@ -144,8 +143,11 @@ class _Start(Function):
 
 
 class _Wait(Function):
-    """The sum, added to the stream: twice, as the stream and as x; with ``taken`` also the sum itself, which all ranks
-    have alike, like the stream."""
+    """The wait for the sum. Returns the stream with the sum twice, as the stream and as x; with ``taken`` also the sum
+    itself.
+
+    All ranks have the sum alike, like the stream.
+    """
 
     @staticmethod
     def forward(
@@ -171,7 +173,7 @@ class _Wait(Function):
             # the last product's backward comes first: ranks wait in the order in which they send
             for number, part in reversed(list(enumerate(own.chunk(ctx.products, -1)))):
                 link.handles[number] = link.collectives.all_reduce_async(part.contiguous())
-        # what the nodes before this one need they find in the link: autograd never touches a message on its way
+        # the nodes before this one find their gradients in the link: autograd never touches a message on its way
         return (None,) * (4 + ctx.products)
 
 
@@ -186,8 +188,10 @@ def _added(total: Tensor, residual: Tensor | None, bias: Tensor | None) -> Tenso
 
 
 class ShareOfGradient(Function):
-    """Pass a value on, and of its gradient only ``share``: for what all ranks add alike, where gradients are summed
-    over them."""
+    """A function that passes a value on, and the part ``share`` of its gradient.
+
+    It is for values that all ranks add alike, where gradients are summed over the ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float) -> Tensor:

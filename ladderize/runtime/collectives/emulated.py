@@ -1,4 +1,4 @@
-"""One rank of a group that is not there: every collective becomes a delay of the length that a link is said to take."""
+"""The collectives of one rank of a group that is not there: each is a delay as long as the link takes."""
 
 import functools
 import time
@@ -16,8 +16,7 @@ SLEEP_SLACK = 2e-3
 
 
 class Emulated(Collectives):
-    """Collectives of ``ranks`` ranks over ``link``, for one process on a CPU: a timer. Sums are this rank's partials
-    alone.
+    """Emulated collectives of ``ranks`` ranks over ``link``, on a CPU: a timer. Sums are this rank's partials alone.
 
     One message is on the link at a time: a second one starts when the first is through.
     """
@@ -30,7 +29,7 @@ class Emulated(Collectives):
         self.free_at = 0.0
 
     def all_reduce_async(self, x: Tensor) -> Handle:
-        now = time.perf_counter()  # first of all: what follows is this program's own time, not the link's
+        now = time.perf_counter()  # read first: what follows is this program's own time, not the link's
         start = now if now > self.free_at else self.free_at
         self.free_at = done_at = start + self.seconds(x.nbytes)
         return Handle(functools.partial(_through, x, done_at))
@@ -39,7 +38,7 @@ class Emulated(Collectives):
         return self.all_reduce_async(side_by_side(x, self.ranks)).wait()
 
 
-# Reads the GPU's clock of nanoseconds, which runs at one rate whatever the cores' clock does under a power limit.
+# The kernel reads the GPU's clock of nanoseconds, whose rate does not change with the cores' clock under a power limit.
 SPIN_KERNEL = """
 extern "C" __global__ void ladderize_spin_kernel(double nanoseconds) {
     unsigned long long begin, now;
@@ -52,8 +51,7 @@ extern "C" __global__ void ladderize_spin_kernel(double nanoseconds) {
 
 
 class EmulatedOnGpu(OnStream):
-    """Emulated messages on a GPU: a kernel that idles for that long, on a communication stream; CUDA graphs can capture
-    it."""
+    """Emulated collectives on a GPU: a kernel that idles on a communication stream. CUDA graphs can capture it."""
 
     name = "emulated"
 
@@ -79,8 +77,7 @@ def _through(x: Tensor, done_at: float) -> Tensor:
 
 
 def sleep_until(deadline: float) -> None:
-    """Return at ``deadline`` (time.perf_counter) and not before: sleep first, so that the core is free, then watch the
-    clock."""
+    """Return at ``deadline`` (time.perf_counter) and not before: sleep first, to free the core, then watch the clock."""
     clock = time.perf_counter
     left = deadline - clock()
     if left > SLEEP_SLACK:

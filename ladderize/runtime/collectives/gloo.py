@@ -11,13 +11,16 @@ from torch import Tensor
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
 
-# Sizes of messages that are listened for ahead. Packed rows make many sizes; each has buffers as large as its messages.
+# The most sizes of messages with a posted receive. Packed rows make many sizes; each has buffers as large as its
+# messages.
 MOST_SIZES = 8
 
 
 class Gloo(Collectives):
-    """torch.distributed's CPU backend. Two ranks swap whole messages, which is one step where an all-reduce takes
-    two. All ranks make it together."""
+    """torch.distributed's CPU backend. All ranks create it together.
+
+    Two ranks swap whole messages, which is one step where an all-reduce takes two.
+    """
 
     name = "gloo"
 
@@ -25,7 +28,7 @@ class Gloo(Collectives):
         super().__init__(group.size)
         self.group, self.peer = group.group, 1 - group.rank
         self.free: dict[tuple[torch.Size, torch.dtype], deque[_Swap]] = {}
-        # tags of its own: what an earlier one that ended in an error still listens for must not take these messages
+        # tags of its own: receives of an earlier backend that ended in an error must not take these messages
         self.swaps: int = group.broadcast(secrets.randbelow(1 << 30))
 
     def all_reduce_async(self, x: Tensor) -> Handle:
@@ -67,7 +70,7 @@ class Gloo(Collectives):
             self.settle()
 
     def settle(self) -> None:
-        """Answer what still listens; both ranks come here. The next messages listen anew."""
+        """Complete all posted receives. Both ranks call it. The next messages post new ones."""
         for swap in [swap for free in self.free.values() for swap in free]:
             sending: Any = swap.send(torch.zeros_like(swap.buffer))
             swap.received()
@@ -76,7 +79,7 @@ class Gloo(Collectives):
 
 
 class _Swap:
-    """A place for the peer's next message of one size, always listening.
+    """A buffer for the peer's next message of one size, whose receive is always posted.
 
     A gloo message that no rank has posted a receive for is announced first and sent by a thread of its own once the
     peer has answered. While both ranks compute on all cores, that thread gets its turn milliseconds later; a peer that

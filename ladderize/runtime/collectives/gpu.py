@@ -15,19 +15,20 @@ from ladderize.runtime.collectives.base import Collectives, Handle
 # Up to here one kernel in which every rank reads all peers beats NCCL's ring (vLLM's and TensorRT-LLM's custom
 # all-reduces switch at sizes between 256 KiB and 8 MiB).
 ONE_SHOT_BYTES = 512 * 1024
-# For the other ranks' handles of symmetric memory, which are exchanged at once.
+# The exchange of handles of symmetric memory takes no longer, unless it has failed on another rank.
 RENDEZVOUS_TIMEOUT = timedelta(minutes=1)
-# Of communication's streams: of the blocks that wait for a free multiprocessor, theirs go first. A message that queues
-# behind all of the compute that is to hide it hides nothing.
+# The priority of communication streams: of the blocks that wait for a free multiprocessor, theirs go first. A message
+# that queues behind all of the compute that should hide it is not hidden.
 HIGH = -1
 
 
 class OnStream(Collectives):
-    """Sums on a stream of its own. ``wait`` orders streams and never blocks the host, so CUDA graphs can capture it.
+    """Collectives on a stream of their own. ``wait`` orders streams and never blocks the host, so CUDA graphs can
+    capture it.
 
-    A message and its sum are memory of the computing stream, and held until ``wait``. What that stream does later comes
-    after the sum then, so the allocator may give the memory to it again: no ``record_stream``, which would keep it from
-    being used again as long as the host is ahead, and in a capture altogether.
+    A message and its sum are memory of the computing stream, and held until ``wait``. Later work of that stream comes
+    after the sum, so the allocator may give the memory to it again. ``record_stream`` would prevent that as long as the
+    host is ahead, and in a capture altogether.
     """
 
     def __init__(self, ranks: int, device: torch.device) -> None:
@@ -35,7 +36,7 @@ class OnStream(Collectives):
         self.stream = torch.cuda.Stream(device, priority=HIGH)
 
     def place_of_sum(self, x: Tensor) -> Tensor:
-        """Return where the sum of ``x`` goes: in its own place, unless a subclass says otherwise."""
+        """Return the tensor that the sum of ``x`` is written to: ``x`` itself, unless a subclass says otherwise."""
         return x
 
     def reduce(self, x: Tensor, total: Tensor) -> None:
@@ -52,8 +53,8 @@ class OnStream(Collectives):
 
 
 def _ready(message: Tensor, total: Tensor, through: torch.cuda.Event) -> Tensor:
-    """``total``, for what the current stream does from now on: after this message, and not after those that were sent
-    behind it.
+    """Return ``total`` after the current stream was told to wait for this message, and for none that was sent behind
+    it.
 
     message: is held until here.
     """
@@ -62,7 +63,7 @@ def _ready(message: Tensor, total: Tensor, through: torch.cuda.Event) -> Tensor:
 
 
 class Nccl(OnStream):
-    """NCCL."""
+    """Collectives by NCCL."""
 
     name = "nccl"
 
@@ -83,8 +84,10 @@ class Nccl(OnStream):
 
 class SymmetricMemory(Nccl):
     """PyTorch's symmetric memory: small messages by one kernel that reads all peers (or the switch's multicast), large
-    ones by NCCL. All ranks make it together. Raises RuntimeError where it cannot be had, after RENDEZVOUS_TIMEOUT where
-    that is so on another rank."""
+    ones by NCCL. All ranks create it together.
+
+    Raises RuntimeError where it cannot be had, and after RENDEZVOUS_TIMEOUT where another rank cannot have it.
+    """
 
     name = "symm_mem"
 
@@ -121,8 +124,10 @@ class SymmetricMemory(Nccl):
 
 @contextlib.contextmanager
 def _limited(group: Any, timeout: timedelta) -> Iterator[None]:
-    """Inside the block the group's store, over which ranks meet, waits for others no longer than ``timeout``: not as
-    long as a collective may take."""
+    """Limit the waits of the group's store, over which ranks meet, to ``timeout`` until the end of the block.
+
+    Its usual limit is as long as a collective may take.
+    """
     store: Any = dist.distributed_c10d._get_process_group_store(group)
     before = store.timeout
     store.set_timeout(timeout)

@@ -1,4 +1,4 @@
-"""How long an all-reduce takes over a link: given by hand, from a table of published latencies, or measured. Imports no
+"""The time of an all-reduce over a link: given by hand, from a table of published latencies, or measured. Imports no
 torch."""
 
 import csv
@@ -21,8 +21,8 @@ REACH = 2  # how many times fewer or more ranks than measured ones a link is ext
 class Link(Record):
     """The time of one all-reduce over the whole group: ``alpha_us`` + bytes / ``beta_gb_s`` (GB = 1e9 bytes).
 
-    beta_gb_s: None where only the latency is known; longer messages than ``max_bytes`` are then refused.
-    derived: how the figures follow from those of other numbers of ranks; "" where they are of this one.
+    beta_gb_s: None where only the latency is known; messages longer than ``max_bytes`` are then refused.
+    derived: the way in which the figures follow from those of other numbers of ranks; "" where they are of this one.
     """
 
     name: str
@@ -54,8 +54,8 @@ NO_LINK = Link("no communication", 0.0, None, source="nothing is sent")
 class InterconnectRow(Record):
     """A link at one number of ranks.
 
-    bus_gb_s: what each rank sends and receives meanwhile, as NCCL's tests count it; None where only the latency is
-    known. A ring of N ranks carries 2 (N - 1) / N of a message over each of its links.
+    bus_gb_s: bandwidth of each rank, in sending and in receiving, as NCCL's tests count it; None where only the latency
+    is known. A ring of N ranks carries 2 (N - 1) / N of a message over each of its links.
     min_bytes, max_bytes: of the messages that were timed.
     """
 
@@ -75,14 +75,13 @@ class Interconnect(Record):
     """One link at every number of ranks.
 
     rows: ascending by ranks; empty where ``any_ranks`` was given by hand.
-
     contention: while a message is in flight, compute runs at the rate 1 - contention.
     relative_error: of a message's time, one standard deviation.
     calibrated: measured on this link itself, by ``ladderize calibrate``.
     nvlink_gb_s: of the NVLink that it was measured over, in one direction; None of other links, and where it is
     unknown.
     medium: the wires, over which there are other all-reduces, too.
-    vllm_ranks: for which numbers of ranks vLLM takes this one.
+    vllm_ranks: the numbers of ranks for which vLLM takes this one.
     """
 
     LEFT_OUT: ClassVar = ("medium", "vllm_ranks")
@@ -142,8 +141,10 @@ class Interconnect(Record):
         return self._link(self._between(ranks), how)
 
     def _guess(self, ranks: int) -> str:
-        """Return the time of a ring of so many ranks, as --link has it: the bus bandwidth of the nearest row, and a
-        latency in proportion to the ranks."""
+        """Return a hint with a guessed value of --link for so many ranks, as of a ring.
+
+        It has the bus bandwidth of the nearest row, and a latency in proportion to the ranks.
+        """
         row = min(self.rows, key=lambda row: abs(row.ranks - ranks))
         if row.bus_gb_s is None:
             return ""
@@ -181,13 +182,19 @@ def ring_share(ranks: int) -> float:
 
 
 def parse_link(text: str, ranks: int) -> Link:
-    """``200,1``, the name of a known link, or a file with a link; for a group of ``ranks``."""
+    """Return the link of a group of ``ranks`` for a value of --link: ``200,1``, the name of a known link, or a file.
+
+    Raises UsageError or UserError as ``read_interconnect`` and ``Interconnect.at`` do.
+    """
     return read_interconnect(text).at(ranks)
 
 
 def read_interconnect(text: str) -> Interconnect:
-    """Read the value of --link: ``ALPHA_US,BETA_GB_S``, whatever the number of ranks; a name of
-    ``known_interconnects``; or a file with a ``link``, of ``ladderize calibrate`` or written by hand."""
+    """Read the value of --link, which is one of three. Raises UsageError or UserError for anything else.
+
+    ``ALPHA_US,BETA_GB_S`` is for any number of ranks. A name is one of ``known_interconnects``. A file has a ``link``;
+    it is of ``ladderize calibrate`` or written by hand.
+    """
     interconnects = known_interconnects()
     if text in interconnects:
         return interconnects[text]
@@ -218,13 +225,12 @@ def read_interconnect(text: str) -> Interconnect:
 NVLINK_ALPHA_US, NVLINK_ALPHA_PER_RANK_US, NVLINK_BUS_GB_S, NVLINK_CONTENTION = 12.8, 2.25, 398.0, 0.26
 NVLINK_DIRECTION_GB_S = 450.0  # of H100's data sheet: 900 in both directions
 NVLINK_BYTES = 0, 1 << 30  # shorter ones than the 16 KiB that were timed take the same latency
-# of a link that nothing of this kind is known of
+# of a link whose contention and error are unknown
 ASSUMED_CONTENTION, ASSUMED_ERROR = NVLINK_CONTENTION, 0.15
 
 
 def known_interconnects() -> dict[str, Interconnect]:
-    """Return the links of links.csv by name, and ``nvlink``, whose latency and bandwidth in use were fitted to
-    published speeds of whole models."""
+    """Return the links of links.csv by name, and ``nvlink``, which was fitted to published speeds of whole models."""
     by_path: dict[str, list[dict[str, str]]] = {}
     with LINK_TABLE.open(encoding="utf-8") as file:
         table = list(csv.DictReader(line for line in file if not line.startswith("#")))
@@ -257,7 +263,7 @@ def other_all_reduces(link: Interconnect, ranks: int) -> list[Interconnect]:
 
 
 def _of_table(name: str, published: list[dict[str, str]]) -> Interconnect:
-    """Return the lines of links.csv that have this name, ascending by ranks."""
+    """Return the link of the lines of links.csv that have this name, ascending by ranks."""
     rows = []
     for one in published:
         ranks, beta = int(one["ranks"]), one["beta_gb_s"]
@@ -276,7 +282,7 @@ def _of_table(name: str, published: list[dict[str, str]]) -> Interconnect:
 
 
 def _check_message(where: str, known: Link | InterconnectRow, bandwidth: str, fastest: float) -> None:
-    """Raise UserError unless the latency, the field ``bandwidth`` and the sizes that were timed make sense."""
+    """Raise UserError unless the latency, the field ``bandwidth`` and the timed sizes make sense."""
     _check_range(f"{where}: alpha_us", known.alpha_us, 0, LONGEST_US)
     if (speed := getattr(known, bandwidth)) is not None:
         _check_range(f"{where}: {bandwidth}", speed, SLOWEST_GB_S, fastest)

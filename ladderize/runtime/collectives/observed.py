@@ -1,4 +1,4 @@
-"""Backends that note or show what another one does."""
+"""Backends that record or trace the messages of another one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class ObservedAllReduce:
 
 
 class Observed(Collectives):
-    """Another backend, as it is: what notes or shows something of it begins here."""
+    """A wrapper that passes every call on to another backend: the base of those that record or trace."""
 
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner.ranks)
@@ -42,7 +42,10 @@ class Observed(Collectives):
 
 
 class Recording(Observed):
-    """Notes every all-reduce; ``gathered``: bytes of the all-gathers, in their order."""
+    """A backend that records every all-reduce.
+
+    gathered: bytes of the all-gathers, in their order.
+    """
 
     def __init__(self, inner: Collectives, clock: Callable[[], float]) -> None:
         super().__init__(inner)
@@ -73,7 +76,10 @@ TRACED_START, TRACED_WAIT = "all-reduce: start", "all-reduce: wait"
 
 
 class Traced(Observed):
-    """Shows starts and waits in torch's profiler; ``sizes``: bytes of the all-reduces, in their order."""
+    """A backend that shows starts and waits in torch's profiler.
+
+    sizes: bytes of the all-reduces, in their order.
+    """
 
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""All-reduce between processes of one host through shared memory: no sockets, no system call while all are on time.
+"""The all-reduce between processes of one host through shared memory: no sockets, no system call while all are on time.
 
 Every rank writes its message into a slot of its own and then raises its counter; a peer that sees the counter may read
 the slot. "Asynchronous" means that no rank waits for another until ``wait``: by then the peers' data is usually there.
@@ -34,7 +34,7 @@ ORDERED = ("x86_64", "AMD64")
 # than are waited for let an early rank go on.
 LEAST_SLOTS = 4
 LINE = 128  # bytes between counters: two cache lines, which adjacent-line prefetch pairs
-MOST_VIEWS = 64  # of messages whose views are kept
+MOST_VIEWS = 64  # shapes of messages whose views are kept
 SPINS, YIELD_SECONDS = 2000, 1.0
 
 
@@ -48,8 +48,11 @@ class _SharedHandle(Handle):
 
 
 class SharedMemory(Collectives):
-    """See the module. ``max_bytes``: the largest message. ``slots``: how many may be in flight; one more is an error,
-    since every rank would wait for the others to read."""
+    """Collectives through shared memory; see the module.
+
+    max_bytes: of the largest message.
+    slots: the most messages in flight. One more is an error, since every rank would wait for the others to read.
+    """
 
     name = "shm"
     copies = True
@@ -81,10 +84,9 @@ class SharedMemory(Collectives):
     def problem(
         *, hosts: list[str], cores: int, max_bytes: int, slots: int = LEAST_SLOTS, others: int = 0
     ) -> str | None:
-        """Why shared memory cannot serve this group, or None.
+        """Return the reason why shared memory cannot serve this group, or None.
 
-        others: ranks of other groups that compute on the
-        host.
+        others: the number of other groups' ranks that compute on the host.
         """
         if len(set(hosts)) > 1:
             return "the ranks are on several hosts"
@@ -101,10 +103,10 @@ class SharedMemory(Collectives):
 
     @staticmethod
     def _attach(group: Ranks, size: int) -> mmap.mmap:
-        """A file in memory that every rank has mapped; its name is gone before this returns, so nothing stays behind.
+        """Return a file in memory that every rank has mapped. Its name is deleted before, so nothing stays behind.
 
-        Not multiprocessing's SharedMemory: before Python 3.13 its resource tracker unlinks the segment when any process
-        that attached ends.
+        Raises UserError where there is no room. multiprocessing's SharedMemory does not do: before Python 3.13 its
+        resource tracker unlinks the segment when any process that attached ends.
         """
         path = None
         if group.is_main:
@@ -126,7 +128,7 @@ class SharedMemory(Collectives):
         return memory
 
     def _views(self, x: Tensor) -> list[list[Tensor]]:
-        """For each slot: every rank's message, shaped like x."""
+        """Return every rank's message in each slot, shaped like x. Raises RuntimeError for a message that is too long."""
         size = x.nbytes
         if size > self.slot_bytes:
             raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
@@ -136,7 +138,7 @@ class SharedMemory(Collectives):
         ]
 
     def _post(self, x: Tensor) -> tuple[list[Tensor], int]:
-        """Put ``x`` into the next slot; returns that slot's messages, one for each rank, and the message's number."""
+        """Put ``x`` into the next slot; return that slot's messages, one for each rank, and the message's number."""
         key = (x.shape, x.dtype)
         views = self.views.get(key)
         if views is None:
@@ -201,13 +203,15 @@ class SharedMemory(Collectives):
         return gathered
 
     def _await(self, counters: list[memoryview], peer: int, number: int) -> None:
-        """Until rank ``peer``'s counter reaches ``number``: spin, then yield the core, then also see whether the peer
-        lives, and whether it has been waited for too long."""
+        """Wait until rank ``peer``'s counter reaches ``number``: first spin, then yield the core.
+
+        Raises UserError if the peer has died, or if it has sent nothing for too long.
+        """
         counter = counters[peer]
         for _ in range(SPINS):
             if counter[0] >= number:
                 return
-        # counted, not read off the clock: a whole group that Ctrl-Z stops goes on where it was
+        # counted, not read off the clock: a whole group that Ctrl-Z stopped must not time out
         checks, limit_s = 0, int(SAME_WORK_TIMEOUT.total_seconds())
         check_at = time.monotonic() + YIELD_SECONDS
         while counter[0] < number:
@@ -235,14 +239,13 @@ class SharedMemory(Collectives):
 
 
 def remove_segments(starter: int) -> None:
-    """Delete what ranks that process ``starter`` had started left behind when they were stopped while they attached."""
+    """Delete the segments of process ``starter``'s ranks that were stopped while they attached."""
     for left in FOLDER.glob(f"ladderize-{starter}-*"):
         left.unlink(missing_ok=True)
 
 
 def _starter() -> int:
-    """Return the process that started this rank, which looks for leftovers; a rank is forked from a server, not from
-    it."""
+    """Return the process that started this rank, which deletes leftovers. A rank is forked from a server, not from it."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 

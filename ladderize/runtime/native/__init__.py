@@ -1,1 +1,1 @@
-"""What a CPU computes between two products, in C++ that is compiled where it runs. May import: ranks."""
+"""The operations of a CPU between two products, in C++ that is compiled where it runs. May import: ranks."""

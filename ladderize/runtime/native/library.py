@@ -1,5 +1,4 @@
-"""The kernels of kernels.cpp as Python calls them: compiled for the CPU that they run on, the first time that they are
-wanted there, and kept.
+"""The kernels of kernels.cpp for Python. They are compiled for the CPU that they run on at first use, and kept.
 
 PyTorch and Triton do the same with what torch.compile generates: a compiler that knows the CPU writes faster code than
 a package that must run on all of them can hold.
@@ -63,15 +62,17 @@ SIGNATURES = {
 
 
 def agreed_kernels(group: Ranks) -> ctypes.CDLL | str:
-    """``kernels``, where every rank of the group has them: who adds in another order gets other bits. All ranks call
-    it."""
+    """Return ``kernels``, or the reason of the first rank that has none. All ranks call it.
+
+    One rank without them would add in another order, and get other bits.
+    """
     found = kernels()
     problems = group.gather(found if isinstance(found, str) else None)
     return next(filter(None, problems), found)
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's numbers; of None a null pointer."""
+    """Return the address of a tensor's numbers; None, a null pointer, for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -79,7 +80,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 COMPILERS = ("g++", "clang++")
-# No -ffast-math: NaN and infinities must reach who looks for them. -fopenmp takes the library that PyTorch has loaded.
+# No -ffast-math: NaN and infinities must not get lost. -fopenmp takes the library that PyTorch has loaded.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
     *("-shared", "-fPIC"),
@@ -88,12 +89,12 @@ SECONDS = 120
 
 
 class _NotCompiledError(Exception):
-    """Why, in a few words."""
+    """The reason why the kernels were not compiled, in a few words."""
 
 
 @functools.cache
 def kernels() -> ctypes.CDLL | str:
-    """Return the compiled kernels, or why there are none: what took long to fail is not tried again.
+    """Return the compiled kernels, or the reason why there are none. A failure is cached, too, since it may take long.
 
     Their functions are named as in kernels.cpp; those that look into a KV cache return whether they did not fit it.
     """
@@ -129,7 +130,8 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _compile(compiler: str, path: Path) -> Path:
-    """Whole or not at all, also where several ranks do it at once."""
+    """Compile the kernels to ``path``, whole or not at all, also where several ranks do it at once. Raises
+    _NotCompiledError."""
     descriptor, made = tempfile.mkstemp(prefix=".kernels-", suffix=".so", dir=path.parent)
     os.close(descriptor)
     try:
@@ -158,7 +160,7 @@ def _compile(compiler: str, path: Path) -> Path:
 
 
 def _cache_folder() -> Path | None:
-    """A folder of this user that nobody else can write to; None where there is none."""
+    """Return a cache folder that only this user can write to; None where there is none."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         folder = (Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()) / "ladderize"
@@ -171,7 +173,7 @@ def _cache_folder() -> Path | None:
 
 
 def _cpu() -> str:
-    """Return what -march=native depends on: a home folder may be that of several machines."""
+    """Return the facts that -march=native depends on: several machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

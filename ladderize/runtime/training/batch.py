@@ -1,4 +1,4 @@
-"""A micro-batch on its device, and what the host knows of it: a pass that asked the device would wait for it."""
+"""A micro-batch on its device, with the figures that the host needs: asking the device for them would wait for it."""
 
 import functools
 from collections.abc import Mapping
@@ -12,9 +12,11 @@ from ladderize.runtime.step import additive
 
 @dataclass(frozen=True)
 class Batch:
-    """input_ids, position_ids, targets: int64 [rows, tokens]. Each text's positions begin at 0; a negative target does
-    not count. Of all rows side by side, scored: the places whose targets count, int64 [n]; starts: where each text
-    begins, and the end, int32 [texts + 1].
+    """A micro-batch of packed texts. Each text's positions begin at 0. A negative target does not count.
+
+    input_ids, position_ids, targets: int64 [rows, tokens].
+    scored: the places whose targets count, in all rows side by side, int64 [n].
+    starts: the first places of the texts, in all rows side by side, and the end, int32 [texts + 1].
     longest: tokens of the longest text.
     """
 
@@ -27,7 +29,10 @@ class Batch:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], device: torch.device) -> "Batch":
-        """tensors: on the host, by name: input_ids, position_ids and targets."""
+        """Return the batch on ``device``.
+
+        tensors: input_ids, position_ids and targets by name, on the host.
+        """
         targets, begins = tensors["targets"].flatten(), tensors["position_ids"] == 0
         begins[:, 0] = True
         starts = torch.cat((begins.flatten().nonzero()[:, 0], torch.tensor([targets.numel()])))
@@ -41,7 +46,7 @@ class Batch:
 
     @classmethod
     def random(cls, vocab: int, rows: int, tokens: int, seed: int, device: torch.device) -> "Batch":
-        """Rows of one text each, of which every token counts."""
+        """Return random rows of one text each, of which every token counts."""
         numbers = torch.Generator().manual_seed(seed)
         ids, targets = torch.randint(0, vocab, (2, rows, tokens), generator=numbers)
         positions = torch.arange(tokens).repeat(rows, 1)
@@ -49,7 +54,7 @@ class Batch:
 
     @property
     def scored_targets(self) -> Tensor:
-        """[n]."""
+        """The targets that count, [n]."""
         return self.targets.flatten()[self.scored]
 
     def scored_states(self, states: Tensor) -> Tensor:
@@ -58,8 +63,10 @@ class Batch:
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
-        """Bool [rows, 1, tokens, tokens]: a token sees its own text up to itself. None where every row is one text,
-        which a causal kernel reads without a mask."""
+        """The mask, bool [rows, 1, tokens, tokens]: a token sees its own text up to itself.
+
+        None where every row is one text, which a causal kernel reads without a mask.
+        """
         rows, tokens = self.position_ids.shape
         if len(self.starts) == rows + 1:
             return None

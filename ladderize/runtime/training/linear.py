@@ -18,10 +18,10 @@ from ladderize.runtime.layers import Linear
 
 
 class LaterLinear(Linear):
-    """y = x W^T + b with gradients; one object for each use.
+    """A product y = x W^T + b with gradients; one object for each use.
 
     value: the parameter in the dtype that is computed in.
-    gradient: of the parameter, to which all its uses add.
+    gradient: the parameter's, to which all its uses add.
     """
 
     __slots__ = ("use",)
@@ -50,8 +50,7 @@ class LaterLinear(Linear):
 
 
 class WeightGradient:
-    """The gradient of a weight in one pass. Its uses add their products to it one after the other, in place: a part of
-    the batch costs no copy of the weight."""
+    """The gradient of a weight in one pass. Its uses add their products in place, so a part of the batch costs no copy."""
 
     __slots__ = ("total", "uses")
 
@@ -60,8 +59,10 @@ class WeightGradient:
         self.total: Tensor | None = None
 
     def add(self, parts: Iterable[tuple[slice, Tensor, Tensor]], parameter: Tensor) -> Tensor | None:
-        """parts: rows of the weight, their output's gradient and their input. Returns the sum with the last use, before
-        that None."""
+        """Add one use's products; return the sum with the last use, None before.
+
+        parts: rows of the weight, their output's gradient and their input.
+        """
         for rows, gradient, x in parts:
             left, right = gradient.flatten(0, -2).t(), x.flatten(0, -2)
             if self.total is None and left.shape[0] == parameter.shape[0]:
@@ -81,8 +82,10 @@ class WeightGradient:
 
 
 class WeightUse:
-    """One use's share of a weight's gradient, until it is added: for each part of the output's columns, the output's
-    gradient and the input. Who takes a weight and multiplies nothing with it does not use it."""
+    """One use's share of a weight's gradient, until it is added. A weight that is taken and not multiplied is not used.
+
+    parts: for each part of the output's columns, its rows of the weight, its gradient and the input.
+    """
 
     __slots__ = ("__weakref__", "counted", "gradient", "parts")
 
@@ -91,15 +94,14 @@ class WeightUse:
         self.parts: list[tuple[slice, Tensor, Tensor]] = []
 
     def count(self) -> None:
-        """Count this use once, before its product; a product computed again (activation checkpointing) counts no
-        more."""
+        """Count this use before its product. A product computed again (activation checkpointing) does not count again."""
         if not self.counted:
             self.counted = True
             self.gradient.uses += 1
 
 
 class _Enter(Function):
-    """The weight of a product. Its gradient does not come from there but is computed here."""
+    """The weight's entry into a product. Its gradient does not come from the product but is computed here."""
 
     @staticmethod
     def forward(ctx: Any, use: WeightUse, parameter: Tensor, value: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from ladderize.runtime.training.weights import TrainedWeights, UsedWeights
 
 
 def check_trainable(config: Mapping[str, Any]) -> None:
-    """Raise UserError for a config.json of which transformers would train something else than the runtime does."""
+    """Raise UserError for a config.json that transformers would train otherwise than the runtime does."""
     check_activation(config)
     rope_table(dict(config), 1, torch.device("cpu"))  # raises it for a rope that changes with the text's length
     dropout = config.get("attention_dropout") or 0.0
@@ -40,7 +40,7 @@ class TPTraining(nn.Module):
     """One rank of a model in training (or of a frozen teacher).
 
     config: of the checkpoint.
-    schedule: when the parts of a micro-batch run.
+    schedule: the order in which the parts of a micro-batch run.
     temperature: of the divergence.
     gradient_checkpointing: sub-modules are computed again in the backward pass instead of kept; no message is sent
     again.
@@ -93,7 +93,7 @@ class TPTraining(nn.Module):
     def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
         """This rank's columns of the logits where a target counts: [tokens that count, own vocab].
 
-        outputs: is given what the sub-modules add to the stream.
+        outputs: receives what the sub-modules add to the stream.
         """
         self.collectives.tidy()
         used = UsedWeights(self.weights)

@@ -1,7 +1,7 @@
-"""What sub-modules add to the residual stream, kept while a model runs, and how far a student's are from its teacher's.
+"""The outputs of sub-modules, kept while a model runs, and their distance between a student and its teacher.
 
-A model hands out what each sub-module of the layers in question adds: its product summed over the ranks, with its bias.
-The tensors belong to the graph of the pass, and all ranks have them alike, so that an error of them counts once.
+An output is what a sub-module adds to the residual stream: its product summed over the ranks, with its bias. The
+tensors belong to the graph of the pass, and all ranks have them alike, so that an error of them counts once.
 """
 
 from collections.abc import Collection
@@ -18,7 +18,7 @@ from ladderize.runtime.step import join_parts
 class SubModuleOutputs:
     """The outputs of sub-modules in one forward pass.
 
-    layers: that are compared.
+    layers: the layers that are compared.
     real: bool [rows, tokens], False for padding.
 
     kept: (layer, sub-module) -> its output [rows, tokens, hidden], in the parts in which a schedule computes the pass.
@@ -37,13 +37,16 @@ class SubModuleOutputs:
         return SubModuleOutputs(self.layers, self.real)
 
     def add(self, layer: int, sub_module: str, output: Tensor) -> None:
-        """Parts come in their order: walks take turns."""
+        """Add a part of an output. Parts come in their order, since walks take turns."""
         self.kept.setdefault((layer, sub_module), []).append(output)
 
 
 class LayerOutputs:
-    """The outputs of one layer in one walk. Under tensor parallelism the sum of a dropped attention takes a message of
-    its own, which nothing else needs, and the MLP's is what is left of the sum in which both are."""
+    """The outputs of one layer in one walk.
+
+    Under tensor parallelism the sum of a dropped attention takes a message of its own, which nothing else needs. The
+    MLP's output is the sum of both less that one.
+    """
 
     def __init__(self, outputs: SubModuleOutputs, layer: int) -> None:
         self.outputs, self.layer = outputs, layer
@@ -61,10 +64,13 @@ class LayerOutputs:
         self.outputs.add(self.layer, "mlp", output)
 
     def send_dropped(self, collectives: Collectives, partials: list[Tensor], bias: Tensor | None) -> None:
-        """Sum a dropped attention's ``partials`` of this rank's virtual ranks. Call it once the MLP's sum is sent: sums
-        are waited for in the order in which they are sent.
+        """Send the sum of a dropped attention.
 
-        bias: o_proj's, of which each rank knows the gradient in part.
+        Call it once the MLP's sum is sent: sums are waited for in the order in which they are sent.
+
+        partials: of this rank's virtual ranks.
+
+        bias: o_proj's; each rank knows a part of its gradient.
         """
         own = torch.stack(partials).sum(0)  # new memory: a message belongs to the backend, and the MLP reads these
         self.dropped = PendingSum(collectives, None, None, [own])
@@ -94,5 +100,5 @@ def hidden_error(student: SubModuleOutputs, teacher: SubModuleOutputs) -> Tensor
 
 
 def _squares(one: Tensor, other: Tensor) -> Tensor:
-    """[..., hidden] each -> the summed squares of their difference [...]."""
+    """Return the summed squares [...] of the difference of two tensors [..., hidden]."""
     return (one.float() - other.float()).square().sum(-1)

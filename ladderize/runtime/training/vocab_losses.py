@@ -36,8 +36,10 @@ def vocab_parallel_losses(
     vocab_start: int,
     vocab: int,
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy and KL(teacher || student) in nats: two fp32 scalars, equal on all ranks, differentiable in
-    ``logits``. The second is 0 without a teacher.
+    """Return the summed cross-entropy and KL(teacher || student) in nats, two fp32 scalars; the second is 0 without a
+    teacher.
+
+    They are equal on all ranks, and differentiable in ``logits``.
 
     The meaning is that of ``adapt.train.student.token_losses`` on the whole vocabulary.
 
@@ -69,7 +71,7 @@ def vocab_parallel_losses(
 
 
 class _WithGradient(torch.autograd.Function):
-    """The losses, with the gradients of sums: softmax(s) - one-hot(y), and (softmax(s / T) - softmax(t / T)) / T."""
+    """The losses, with the gradients of their sums: softmax(s) - one-hot(y), and (softmax(s / T) - softmax(t / T)) / T."""
 
     @staticmethod
     def forward(
@@ -108,7 +110,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _parts(logits: Tensor) -> Iterator[slice]:
-    """Tokens whose fp32 copies are held at once."""
+    """Return slices of the tokens whose fp32 copies are held at once."""
     at_once = max(1, LOGITS_AT_ONCE // max(1, logits.shape[1]))
     return (slice(start, start + at_once) for start in range(0, len(logits), at_once))
 
@@ -121,8 +123,10 @@ def _measure(
     teacher_logits: Tensor | None,
     temperature: float,
 ) -> None:
-    """Fill ``statistics`` [tokens, 3 or 7] from this rank's real columns [tokens, own]. TARGET: the target's score, 0
-    where it is another rank's."""
+    """Fill ``statistics`` [tokens, 3 or 7] from this rank's real columns [tokens, own].
+
+    The column TARGET is the target's score, 0 where it is another rank's.
+    """
     statistics.zero_()
     if not logits.shape[1]:  # a rank that has nothing but padding
         statistics[:, STUDENT_MAX] = -math.inf
@@ -150,9 +154,12 @@ def _measure(
 def _combined(
     statistics: Tensor, known: Tensor, temperature: float, *, with_teacher: bool
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return, from all ranks' statistics [tokens, ranks * (3 or 7)], the two losses, and for each token what the
-    gradients need: [tokens, 5], the student's maximum, 1 / its sums at temperatures 1 and T, the teacher's maximum, 1 /
-    its sum."""
+    """Return the two losses, and the factors that the gradients need, [tokens, 5].
+
+    The factors are the student's maximum, 1 / its sums at temperatures 1 and T, the teacher's maximum, and 1 / its sum.
+
+    statistics: of all ranks, [tokens, ranks * (3 or 7)].
+    """
     ranks = statistics.unflatten(-1, (-1, 7 if with_teacher else 3)).unbind(-1)
     own_maximum = ranks[STUDENT_MAX]
     maximum = own_maximum.amax(-1, keepdim=True)

@@ -29,12 +29,12 @@ class Piece:
     """One rank's part of the checkpoint's tensor of ``shape``.
 
     parts: the parameters that hold it, each with the rows that do, side by side along ``dim``, along which the ranks,
-    too, hold parts of the tensor, ``start`` being this rank's first index. dim None: every rank holds all of it in one
-    parameter.
+    too, hold parts of the tensor, ``start`` being this rank's first index. With ``dim`` None every rank holds all of it
+    in one parameter.
     copies: so many neighbouring ranks hold the same.
     head_dim: of rows that are paired up for rope, else 0.
 
-    Methods take ``of``, which picks what is meant of a parameter: itself, its gradient, a moment of the optimizer.
+    Methods take ``of``, which picks a tensor of a parameter: itself, its gradient, or a moment of the optimizer.
     """
 
     shape: tuple[int, ...]
@@ -65,8 +65,12 @@ class Piece:
 
 
 def share_layer(other: Any, index: int, attention: AttentionWeights, mlp: MlpWeights) -> None:
-    """Let the large weights of a layer that was just read lie where the frozen and equal ones of ``other`` do, a
-    ``TrainedWeights`` or None: so no more than a layer of both models is ever in memory twice."""
+    """Replace the large weights of a layer that was just read by those of ``other`` that are frozen and equal.
+
+    So at most one layer of both models is in memory twice.
+
+    other: ``TrainedWeights``, or None: nothing is replaced.
+    """
     if other is None:
         return
     theirs = [other.attentions[index].qkv, *other.attentions[index].o, *other.mlps[index].gate_up]
@@ -78,7 +82,8 @@ def share_layer(other: Any, index: int, attention: AttentionWeights, mlp: MlpWei
 
 
 def share_frozen(weights: nn.Module, other: nn.Module) -> None:
-    """Let the parameters of ``weights`` be those of ``other`` that are frozen and equal: both ``TrainedWeights``."""
+    """Replace the parameters of ``weights`` by those of ``other`` that are frozen and equal. Both are
+    ``TrainedWeights``."""
     theirs = dict(other.named_parameters(remove_duplicate=False))
     for name, parameter in list(weights.named_parameters(remove_duplicate=False)):
         same = theirs.get(name)
@@ -210,8 +215,10 @@ class TrainedWeights(nn.Module):
     # ---- gradients that the ranks know parts of ----
 
     def partial_parameters(self) -> list[Tensor]:
-        """Held by every rank, with a gradient that is the sum of the ranks': what lies between a sum over the ranks and
-        the products that are split among them."""
+        """Return the parameters that every rank holds and knows a part of the gradient of.
+
+        They lie between a sum over the ranks and the products that are split among them.
+        """
         found: list[Tensor] = [self.norm]
         for index, (attention, mlp) in enumerate(self._layers()):
             found += [attention.norm, mlp.norm]
@@ -222,8 +229,10 @@ class TrainedWeights(nn.Module):
         return [parameter for parameter in found if parameter.requires_grad]
 
     def copied_rows(self) -> list[tuple[Tensor, slice, int]]:
-        """(parameter, rows, copies): of KV heads that ``copies`` neighbouring ranks hold; their gradient is the sum of
-        these ranks'."""
+        """Return (parameter, rows, copies) of KV heads that ``copies`` neighbouring ranks hold.
+
+        Their gradient is the sum of these ranks'.
+        """
         shape = self.shape
         if shape.kv_copies == 1:
             return []
@@ -235,8 +244,10 @@ class TrainedWeights(nn.Module):
 
     @torch.no_grad()
     def sum_partial_gradients(self, tensor: Ranks) -> None:
-        """Sum, once all backward passes of a step are done, what ranks know parts of: one message. All ranks of
-        ``tensor`` call it."""
+        """Sum the gradients that ranks know parts of, in one message, after all backward passes of a step.
+
+        All ranks of ``tensor`` call it.
+        """
         if tensor.size == 1:
             return
         partial = [parameter.grad for parameter in self.partial_parameters() if parameter.grad is not None]
@@ -262,7 +273,7 @@ class TrainedWeights(nn.Module):
 
 
 class UsedWeights:
-    """The weights of one pass, as ``TPLlama`` asks for them: in the dtype that is computed in, each converted once."""
+    """The weights of one pass for ``TPLlama``, each converted once to the dtype that is computed in."""
 
     def __init__(self, weights: TrainedWeights) -> None:
         self.weights = weights
@@ -334,7 +345,7 @@ class UsedWeights:
 
 
 class _Reading:
-    """A source of slices that reads what is trained as fp32."""
+    """A source of slices that reads trained tensors as fp32."""
 
     def __init__(self, wide: Source, narrow: Source, trained: frozenset[str]) -> None:
         self.wide, self.narrow, self.trained = wide, narrow, trained
@@ -353,12 +364,11 @@ def build_weights(
     compute: torch.dtype,
     shared: TrainedWeights | None = None,
 ) -> TrainedWeights:
-    """Read this rank's part.
+    """Read this rank's part. Raises ValueError for a name in ``trained`` that the model does not have.
 
     source: opens the tensors as a dtype.
     trained: names of the tensors that change; of a layer all or none.
-    shared: weights whose frozen parameters are used again where they
-    are the same (a teacher and its student).
+    shared: weights whose frozen parameters are used again where they are equal (a teacher and its student).
     """
     reading = _Reading(source(torch.float32), source(compute), trained)
     made = functools.partial(share_layer, shared)
