@@ -226,7 +226,7 @@ def test_rows_of_all_kinds(model, tokenizer, tmp_path, monkeypatch):
 
 def test_a_template_sees_the_day_that_training_shows_it(model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "m")
-    (folder / "chat_template.jinja").write_text("{{ raise_exception(strftime_now('%d %b %Y')) }}")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception(date_string) }}")
     prompts = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
     assert "(26 Jul 2024)" in failure(command(folder, prompts, tmp_path / "out.jsonl"))
 
@@ -581,7 +581,7 @@ def test_models_and_numbers_that_cannot_be_used(model, prompts, tmp_path, monkey
     assert "asks for more than the 20 prompts of" in failure(command(model, prompts, out, num_samples=21))
     assert "does not exist" in failure(command(model, prompts, tmp_path / "nowhere" / "out.jsonl"))
     message = failure(command(MODEL, prompts, out))
-    assert ": " + str(MODEL) + " has no chat template, which a conversation needs (and --chat)" in message
+    assert ": " + str(MODEL) + " has no chat template, which a conversation needs" in message
     assert "prompts.jsonl, line " in message
     folder = shutil.copytree(model, tmp_path / "m")
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")

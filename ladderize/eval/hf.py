@@ -93,7 +93,6 @@ class HFModel(EvalModel):
         from ladderize.eval.harness import SharedHFLM
 
         return SharedHFLM(
-            self.name,
             self.ranks,
             pretrained=self.model,
             tokenizer=self.tokenizer,

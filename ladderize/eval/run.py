@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ladderize import data
+from ladderize.chat_template import chat_template_of
 from ladderize.checkpoint.opening import check_model
 from ladderize.console import SILENT, Console, to_json
 from ladderize.errors import UsageError, UserError
@@ -109,7 +110,7 @@ def run_tasks(
     if manager is not None and todo:
         harness = model.harness(options, described.add_bos_token)
         if options.apply_chat_template:
-            harness.renderer  # noqa: B018 - raises UserError where the model has no template
+            chat_template_of(harness.tokenizer, model.name)
         for number, task in todo:
             console.note(f"{model.name}: {task} ({number} of {len(options.tasks)})")
             with console.contained(bars=True):

@@ -1,16 +1,14 @@
 """The command ``ladderize generate``: prompts in, text out as it is made."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ladderize.chat_template import ChatRenderer, RefusedConversation
+from ladderize.chat_template import chat_template_of, render_prompt
 from ladderize.console import SILENT, Console, is_text, printable
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
@@ -44,18 +42,14 @@ class PromptEncoder:
     """An encoder from prompts to token ids, which it checks against the model's vocabulary and length.
 
     max_new_tokens: tokens that have to fit behind them.
-    date: the date of today for a chat template; None: the real one.
+    date: the date that a chat template is told; None: today.
     """
 
-    def __init__(self, spec: ModelSpec, max_new_tokens: int, *, date: datetime | None = None) -> None:
+    def __init__(self, spec: ModelSpec, max_new_tokens: int, *, date: str | None = None) -> None:
         self.spec, self.max_new_tokens, self.date = spec, max_new_tokens, date
         self.tokenizer = tokenizer_of(spec)
 
-    @cached_property
-    def _renderer(self) -> ChatRenderer | None:
-        return ChatRenderer.of(self.tokenizer, date=self.date)
-
-    def ids(self, asked: str | Sequence[Mapping[str, Any]], origin: str = "") -> list[int]:
+    def ids(self, asked: str | Sequence[dict[str, Any]], origin: str = "") -> list[int]:
         """Return the ids of a text to continue, or of a conversation up to where the assistant's answer begins.
 
         A text gets the tokenizer's own special tokens (for Llama: BOS before it), a conversation only those of its
@@ -77,7 +71,7 @@ class PromptEncoder:
                     f"a prompt of {len(ids)} tokens and --max-new-tokens {self.max_new_tokens} exceed the model's"
                     f" {positions} positions"
                 )
-        except (UserError, RefusedConversation) as problem:
+        except UserError as problem:
             raise UserError(f"{origin}: {problem}" if origin else str(problem)) from None
         return ids
 
@@ -87,13 +81,9 @@ class PromptEncoder:
         ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
         return ids
 
-    def _chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        if self._renderer is None:
-            raise UserError(
-                f"{self.spec.name} has no chat template, which a conversation needs (and --chat); put a"
-                " chat_template.jinja into its folder"
-            )
-        text = self._renderer.render(messages, add_generation_prompt=True)
+    def _chat_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        chat_template_of(self.tokenizer, self.spec.name)
+        text = render_prompt(self.tokenizer, messages, **({} if self.date is None else {"date_string": self.date}))
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 

@@ -14,7 +14,6 @@ from ladderize.checkpoint.config import most_positions, parameter_count
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
 from ladderize.errors import UserError
-from ladderize.eval.harness import LimitedChats
 from ladderize.eval.model import EvalModel, WindowScores
 from ladderize.eval.options import EvalOptions
 from ladderize.families.registry import find_family
@@ -27,17 +26,6 @@ from ladderize.vllm.environment import check_vllm, installed_version
 
 REQUESTS_PER_SEQUENCE = 32  # that lm-eval hands over at a time: their answers are Python objects for every token
 WINDOWS_AT_ONCE = 16
-
-
-class LimitedVLLM(LimitedChats, VLLM):
-    """lm-eval's vLLM model, which renders chat templates in a process with limits.
-
-    name: of the model.
-    """
-
-    def __init__(self, name: str, **given: Any) -> None:
-        super().__init__(**given)
-        self.name = name
 
 
 def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VLLMModel":
@@ -73,7 +61,7 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
     }
     try:
         with environment_with(engine_variables(options.tp_size)):
-            engine = LimitedVLLM(name, **arguments)
+            engine = VLLM(**arguments)
     except Exception as error:
         advice = "; here that is --max-length" if "max_model_len" in str(error) else ""
         raise UserError(f"vLLM cannot run {name}: {reason_of(error)}{advice}") from error
@@ -85,7 +73,7 @@ class VLLMModel(EvalModel):
 
     no_predictions = "vLLM tells the log-probabilities of single tokens, not of the whole vocabulary"
 
-    def __init__(self, name: str, checkpoint: Checkpoint, options: EvalOptions, engine: LimitedVLLM) -> None:
+    def __init__(self, name: str, checkpoint: Checkpoint, options: EvalOptions, engine: VLLM) -> None:
         served, config = engine.model.llm_engine.model_config, checkpoint.config
         stored = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         self.engine = engine

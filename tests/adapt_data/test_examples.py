@@ -158,7 +158,7 @@ def test_bad_rows(row, message):
 @pytest.mark.parametrize(
     ("template", "count", "message"),
     [
-        (None, 5, "a conversation, but the tokenizer has no chat template"),
+        (None, 5, "the tokenizer has no chat template, which a conversation needs"),
         ("{{ raise_exception('roles must alternate') }}", 5, r"refuses the conversation \(roles must alternate\)"),
         ("{{ 1 / 0 }}", 5, r"refuses the conversation \(division by zero\)"),
         (PLAIN.replace("<assistant>{%", "<bot>{%"), 5, "turn 3: the chat template does not begin it with its prompt"),

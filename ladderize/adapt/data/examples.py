@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ladderize.chat_template import DATE_OF_DATA
+from ladderize.chat_template import DATE_OF_DATA, chat_template_of, refused_conversation
 from ladderize.data import need_tokenizer, text_ids
 from ladderize.errors import UserError
 from ladderize.rows import BadRow, Row, check_row, read_ids, read_messages
@@ -112,15 +112,11 @@ class Encoder:
     def _chats(self, rows: list[Row], column: str) -> list[list[Scored]]:
         """Tokenise conversations. Each text is tokenised as a whole, and only the template gives it a BOS."""
         tokenizer, origin = need_tokenizer(self.tokenizer, rows[0].origin), rows[0].origin
-        try:
-            template = tokenizer.get_chat_template()
-        except ValueError:  # none, or several of which none is the default
-            what = "has no chat template; put a chat_template.jinja into the model's folder"
-            raise UserError(f"{origin}: a conversation, but the tokenizer {what}") from None
+        template = chat_template_of(tokenizer, f"{origin}: the tokenizer")
         if not tokenizer.is_fast:
             raise UserError(f"{origin}: a conversation, but the tokenizer is not a fast one, so positions are unknown")
         # in training data "today" is always the same day
-        given = {**tokenizer.special_tokens_map, "date_string": DATE_OF_DATA.strftime("%d %b %Y")}
+        given = {**tokenizer.special_tokens_map, "date_string": DATE_OF_DATA}
         every = [marked_texts(template, read_messages(row, column), row.origin, **given) for row in rows]
         texts = [text for examples in every for text, _ in examples] or [""]
         encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -166,8 +162,7 @@ def marked_texts(
         try:
             texts, spans = to_text(conversations=[part], chat_template=template, **options, **given)
         except Exception as error:  # a template may raise whatever Python can
-            problem = " ".join(str(error).split())[:200] or type(error).__name__
-            raise BadRow(f"{origin}: the chat template refuses the conversation ({problem})") from None
+            raise BadRow(f"{origin}: {refused_conversation(error)}") from None
         return texts[0], spans[0] if spans else []
 
     if re.search(r"\{%-?\s*generation\s*-?%\}", template):
