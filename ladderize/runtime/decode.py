@@ -168,7 +168,8 @@ class Generator:
         return self.model.logits(self.read(ids.to(self.device), padding)[:, -1:])[:, 0]
 
     def read(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Begin anew with ids [batch, tokens]; return the normed hidden states of all of them, [batch, tokens, hidden]."""
+        """Begin anew with ids [batch, tokens]; return the normed hidden states of all of them, [batch, tokens,
+        hidden]."""
         tokens = ids.shape[1]
         if ids.shape[0] != self.cache.keys.shape[1]:
             raise ValueError(f"{ids.shape[0]} prompts for a cache of {self.cache.keys.shape[1]} rows")

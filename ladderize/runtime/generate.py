@@ -215,7 +215,8 @@ def _generate(
 def open_batch(
     group: Ranks, spec: ModelSpec, rows: int, longest: int, options: GenerateOptions, console: Console
 ) -> tuple[Generator, str]:
-    """Return a generator for ``rows`` prompts of at most ``longest`` tokens, and words for how its ranks communicate."""
+    """Return a generator for ``rows`` prompts of at most ``longest`` tokens, and words for how its ranks
+    communicate."""
     row = max(spec.config["hidden_size"] * longest, spec.config["vocab_size"])
     collectives, backend = choose(options.backend, group, max_bytes=4 * row * rows)
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:

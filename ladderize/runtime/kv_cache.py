@@ -87,7 +87,8 @@ class KVCache:
         return KVCache(self.keys[:, begin:end], self.values[:, begin:end])
 
     def for_parts(self) -> "KVCache":
-        """Return a cache for the parts of one row, which are read in turn and see the keys and values of earlier ones."""
+        """Return a cache for the parts of one row, which are read in turn and see the keys and values of earlier
+        ones."""
         return self
 
 

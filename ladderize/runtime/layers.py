@@ -36,7 +36,8 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
-        """Yield the product in ``columns`` parts of its output, one after the other. Raises ValueError if it is packed."""
+        """Yield the product in ``columns`` parts of its output, one after the other. Raises ValueError if it is
+        packed."""
         if columns == 1:
             yield self(x)
             return
@@ -111,7 +112,8 @@ def can_pack(weight: Tensor) -> bool:
 
 @functools.cache
 def _packable() -> tuple[torch.dtype, ...]:
-    """Return the dtypes that oneDNN multiplies natively here: emulated, its packed products are slower than plain ones."""
+    """Return the dtypes that oneDNN multiplies natively here: emulated, its packed products are slower than plain
+    ones."""
     mkldnn = torch.ops.mkldnn
     names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
     if not torch.backends.mkldnn.is_available() or not all(hasattr(mkldnn, name) for name in names):

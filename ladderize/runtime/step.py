@@ -82,7 +82,8 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
-    """Return ``step`` with additive masks. In inference on a CPU it stays as it is: our own attention reads bool masks."""
+    """Return ``step`` with additive masks. In inference on a CPU it stays as it is: our own attention reads bool
+    masks."""
     if step.rope_factors.device.type == "cpu" and not torch.is_grad_enabled():
         return step
     near = {window: additive(mask, dtype) for window, mask in step.near.items()}

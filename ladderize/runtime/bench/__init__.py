@@ -1,1 +1,1 @@
-"""``ladderize bench``: one harness of timing, and what a sample of inference is."""
+"""The command ``ladderize bench``: one harness for timing, and the timing of inference."""

@@ -100,7 +100,7 @@ def bench(
 def measure_inference(group: Ranks, plan: BenchPlan[BenchOptions], console: Console) -> BenchDocument:
     """Check the models and time those that pass. All ranks call it.
 
-    Raises UserError if none is, or if they do not fit into memory.
+    Raises UserError if none passes, or if they do not fit into memory.
     """
     options = plan.options
     check_bench_memory(sum(needed_bytes(plan.specs, options, group.device)), group)

@@ -82,14 +82,15 @@ def text_lengths(positions: int, prompt_len: int) -> tuple[int, int, int]:
 
 
 def checked_specs(specs: list[ModelSpec], options: BenchOptions) -> list[ModelSpec]:
-    """Return the models that are compared with a reference: all checkpoints, unless ``--backend none`` leaves sums out."""
+    """Return the models that are compared with a reference: all checkpoints; none with --no-check or ``--backend
+    none``."""
     if not options.check or options.backend == "none":
         return []
     return [spec for spec in specs if spec.folder is not None]
 
 
 def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
-    """Return the number of elements of the longest message that the check sends: hidden states of the texts, or logits."""
+    """Return the number of elements of the check's longest message: hidden states of the texts, or logits."""
     longer, _, steps = text_lengths(max(spec.positions for spec in specs), prompt_len)
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
     return TEXTS * max(hidden * (longer + steps), vocab * PIECE)

@@ -1,4 +1,4 @@
-"""A benchmark from its plan to what a person sees: the document that is kept while it runs, and its tables."""
+"""The output of a benchmark: the document that is kept while it runs, and its tables."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -177,7 +177,7 @@ def _warnings(
 
 
 def labelled(rows: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Return each row with a label: the last part of its model's name, or the whole name where labels would be equal."""
+    """Return each row with a label: the last part of its model's name, or all of it where labels would be equal."""
     short = {row.model: Path(row.model).name for row in rows}
     unique = len(set(short.values())) == len(short)
     return [(row, short[row.model] if unique else row.model) for row in rows]

@@ -46,6 +46,7 @@ class Collectives:
 
     Messages given to ``all_reduce`` and ``all_reduce_async`` belong to the backend from then on: they may be reduced in
     place. All ranks issue the same collectives in the same order; handles are waited in that order too.
+
     copies: True if a message is the caller's again as soon as it has been sent, and its sum has memory of its own.
     """
 

@@ -18,7 +18,7 @@ BACKENDS = get_args(BackendName)
 
 
 def check_backend(backend: str, ranks: int, device: str) -> None:
-    """Raise UsageError for a backend that is unknown or takes no effect, UserError for one that is not for this device."""
+    """Raise UsageError for a backend that is unknown or takes no effect, UserError for one of another device."""
     if backend not in BACKENDS:
         raise UsageError(f"--backend {backend} is not one of {', '.join(BACKENDS)}")
     if backend != "auto" and ranks == 1:

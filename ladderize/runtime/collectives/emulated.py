@@ -77,7 +77,8 @@ def _through(x: Tensor, done_at: float) -> Tensor:
 
 
 def sleep_until(deadline: float) -> None:
-    """Return at ``deadline`` (time.perf_counter) and not before: sleep first, to free the core, then watch the clock."""
+    """Return at ``deadline`` (time.perf_counter) and not before: sleep first, to free the core, then watch the
+    clock."""
     clock = time.perf_counter
     left = deadline - clock()
     if left > SLEEP_SLACK:

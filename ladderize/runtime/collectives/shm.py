@@ -128,7 +128,8 @@ class SharedMemory(Collectives):
         return memory
 
     def _views(self, x: Tensor) -> list[list[Tensor]]:
-        """Return every rank's message in each slot, shaped like x. Raises RuntimeError for a message that is too long."""
+        """Return every rank's message in each slot, shaped like x. Raises RuntimeError for a message that is too
+        long."""
         size = x.nbytes
         if size > self.slot_bytes:
             raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
@@ -245,7 +246,8 @@ def remove_segments(starter: int) -> None:
 
 
 def _starter() -> int:
-    """Return the process that started this rank, which deletes leftovers. A rank is forked from a server, not from it."""
+    """Return the process that started this rank, which deletes leftovers. A rank is forked from a server, not from
+    it."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 

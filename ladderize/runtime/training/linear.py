@@ -50,7 +50,8 @@ class LaterLinear(Linear):
 
 
 class WeightGradient:
-    """The gradient of a weight in one pass. Its uses add their products in place, so a part of the batch costs no copy."""
+    """The gradient of a weight in one pass. Its uses add their products in place, so a part of the batch costs no
+    copy."""
 
     __slots__ = ("total", "uses")
 
@@ -94,7 +95,8 @@ class WeightUse:
         self.parts: list[tuple[slice, Tensor, Tensor]] = []
 
     def count(self) -> None:
-        """Count this use before its product. A product computed again (activation checkpointing) does not count again."""
+        """Count this use before its product. A product computed again (activation checkpointing) does not count
+        again."""
         if not self.counted:
             self.counted = True
             self.gradient.uses += 1

@@ -71,7 +71,8 @@ def vocab_parallel_losses(
 
 
 class _WithGradient(torch.autograd.Function):
-    """The losses, with the gradients of their sums: softmax(s) - one-hot(y), and (softmax(s / T) - softmax(t / T)) / T."""
+    """The losses, with the gradients of their sums: softmax(s) - one-hot(y), and (softmax(s / T) - softmax(t / T)) /
+    T."""
 
     @staticmethod
     def forward(

@@ -1,1 +1,1 @@
-"""``ladderize bench --train``: what a sample of a training step is."""
+"""The command ``ladderize bench --train``: the timing of training steps."""

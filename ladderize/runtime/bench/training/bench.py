@@ -176,7 +176,8 @@ def _check(
     checks: list[GradientAgreement],
     failed: dict[str, str],
 ) -> list[TimedVariant]:
-    """Return the variants whose loss and gradients are those of their model's sequential schedule with blocking sums."""
+    """Return the variants whose loss and gradients are those of their model's sequential schedule with blocking
+    sums."""
     passed, reference, compared = [], None, None
     for variant in variants:
         step: ModelStep = variant.timed.step
