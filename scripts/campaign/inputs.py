@@ -28,26 +28,18 @@ READ = (  # a file, and commands that read it
     ("lora/adapter_config.json", ("merge",)),
     ("lora/adapter_model.safetensors", ("merge",)),
     ("lora/adaptation.json", ("merge",)),
-    ("s.json", ("convert by sensitivity", "sensitivity", "report of sensitivity")),
-    ("points.json", ("plan", "plan alone", "convert by points")),
+    ("s.json", ("convert by sensitivity", "sensitivity", "report of sensitivity", "plan", "plan alone")),
     ("ids.npy", ("eval", "sensitivity", "full", "align", "blocks", "spd", "plan")),
     ("shape-256.json", ("calibrate", "bench of a shape", "plan of a shape")),
     ("found/results.json", ("report",)),
     ("eval.json", ("compare", "report of results")),
     ("found/bench.json", ("report",)),
     ("machine.json", ("plan of a machine",)),
-    ("timings.csv", ("calibrate by table",)),
     ("rows.jsonl", ("full of rows", "eval of rows")),
     ("recipe.yaml", ("convert by recipe",)),
     ("options.yaml", ("eval of a file",)),
     ("sweep.yaml", ("sweep", "sweep alone")),
 )
-TIMINGS = """shape,dtype,tp_size,batch_size,prompt_len,output_len,variant,prefill_ms,decode_ms_per_token
-8b,bfloat16,2,1,512,128,dense,20,5.1
-8b,bfloat16,2,16,512,128,dense,290,5.9
-8b,bfloat16,4,1,512,128,dense,15,3.4
-8b,bfloat16,4,16,512,128,dense,190,4.1
-"""
 
 
 def add_files(place: Path) -> None:
@@ -55,7 +47,6 @@ def add_files(place: Path) -> None:
     (place / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 5, 9 + n, 4, 8]}) + "\n" for n in range(24)))
     (place / "recipe.yaml").write_text(yaml.safe_dump({"ladder": "2:", "spd": "0,1", "sync_tp_size": 2}))
     (place / "options.yaml").write_text(yaml.safe_dump({"batch_size": 2, "seq_len": 16, "dtype": "float32"}))
-    (place / "timings.csv").write_text(TIMINGS)
     machine = place / "machine.json"
     _, errors = start(COMMANDS["calibrate"].arguments(place, machine)).communicate()
     assert machine.exists(), errors
@@ -66,10 +57,9 @@ def arguments_of(name: str, place: Path, out: Path) -> list[object]:
     others: dict[str, list[object]] = {
         "inspect": ["inspect", place / "spd"],
         "convert by sensitivity": ["convert", dense, out, "--spd", "auto", "--sensitivity", place / "s.json"],
-        "convert by points": ["convert", dense, out, "--spd", "auto", "--sensitivity", place / "points.json"],
         "convert by recipe": ["convert", dense, out, "--recipe", place / "recipe.yaml"],
         "plan alone": ["plan", dense, "--hardware", "a100-80gb", "--link", "nvlink", "--tp-size", 2, "--sensitivity",
-                       place / "points.json", "--max-ppl-increase", "50%", "--sync-tp-size", 2, "--prompt-len", 8,
+                       place / "s.json", "--max-ppl-increase", "50%", "--sync-tp-size", 2, "--prompt-len", 8,
                        "--output-len", 8],
         "plan of a shape": ["plan", "--shape", place / "shape-256.json", "--hardware", "h100-sxm", "--tp-size", 2,
                             "--link", "nvlink", "--prompt-len", 8, "--output-len", 8],
@@ -77,10 +67,9 @@ def arguments_of(name: str, place: Path, out: Path) -> list[object]:
                               "nvlink", "--tp-size", 2],
         "bench of a shape": ["bench", "--random-weights", place / "shape-256.json", "--prompt-len", 4,
                              "--output-len", 3, "--repeat", 1, "--threads", 1],
-        "calibrate by table": ["calibrate", "--timings", place / "timings.csv", "--hardware", "h100-sxm", "--out", out],
         "report of sensitivity": ["report", place / "s.json", "--out", out],
         "report of results": ["report", place / "eval.json", "--out", out],
-        "full of rows": ["adapt", place / "spd", out, "--data", place / "rows.jsonl", "--max-steps", 2, "--threads", 1,
+        "full of rows": ["adapt", place / "spd", out, "--data", place / "rows.jsonl", "--max-steps", 2,
                          "--device", "cpu", "--batch-size", 2, "--seq-len", 16, "--no-verify", "--write", "last"],
         "eval of rows": ["eval", dense, "--perplexity", place / "rows.jsonl", "--device", "cpu"],
         "eval of a file": ["eval", dense, "--perplexity", place / "ids.npy", "--device", "cpu", "--config",
@@ -198,7 +187,7 @@ def give_one(draw: random.Random, place: Path, folder: Path) -> str:
 
 def _relocate(before: Path, now: Path) -> None:
     """The files that name others."""
-    for path in (now / "sweep.yaml", now / "s.json", now / "points.json"):
+    for path in (now / "sweep.yaml", now / "s.json"):
         path.write_text(path.read_text().replace(str(before), str(now)))
 
 

@@ -51,7 +51,7 @@ def _eval(place: Path, out: Path, *more: object) -> list[object]:
 
 def _plan(place: Path, out: Path) -> list[object]:
     return ["plan", place / "dense", "--hardware", "a100-80gb", "--link", "nvlink", "--tp-size", 2, "--sync-tp-size", 2,
-            "--prompt-len", 8, "--output-len", 8, "--sensitivity", place / "points.json", "--max-ppl-increase", "50%",
+            "--prompt-len", 8, "--output-len", 8, "--sensitivity", place / "s.json", "--max-ppl-increase", "50%",
             "--verify", 3, "--threads", 1, "--device", "cpu", "--out", out, "--recipe-out",
             out.with_suffix(".yaml")]  # fmt: skip
 
@@ -73,7 +73,6 @@ COMMANDS = {
     "generate": Command(_generate, ".jsonl"),
     "generate of 2 ranks": Command(lambda place, out: _generate(place, out, *GROUP), ".jsonl"),
     "eval": Command(_eval, ".json"),
-    "eval of 2 ranks": Command(lambda place, out: _eval(place, out, "--backend", "runtime", "--tp-size", 2), ".json"),
     "plan": Command(_plan, ".json"),
     "report": Command(lambda place, out: ["report", place / "found", "--out", out], ".html"),
     "bench": Command(
@@ -117,7 +116,6 @@ def make_place(folder: Path) -> Path:
     for arguments in (
         training_command("lora", folder, folder / "lora"),
         _sensitivity(folder, folder / "s.json"),
-        [*_sensitivity(folder, folder / "points.json"), "--mode", "layers"],
         _eval(folder, folder / "eval.json"),
     ):
         process = start(arguments)
