@@ -1,7 +1,7 @@
-"""The dense model on the same ranks, served in the best ways that change no result: a layout has to beat them. Imports
+"""The best ways of serving the dense model on the same ranks that change no result. A layout has to beat them. Imports
 no torch.
 
-vLLM fuses an all-reduce with the norm behind it, which an overlapped sum gives up. And where communication is dear,
+vLLM fuses an all-reduce with the norm behind it, which an overlapped sum gives up. Where communication is slow,
 replicas of fewer ranks need less of it.
 """
 
@@ -24,8 +24,10 @@ Ms = dict[str, list[float]]  # by phase, and end to end: in each of band_cases, 
 
 
 def exact_stacks(model: ModelToPlan, group: PlannedGroup, workload: Workload) -> tuple[list[ExactStack], str]:
-    """Return ``fused`` where vLLM fuses messages of such a size on such a device; then replicas at every divisor of the
-    ranks that the batch fills and whose memory suffices; and why the first of the others is not there.
+    """Return the ways as rows, and the reason why the first of the missing replicas is not there.
+
+    The rows are ``fused``, where vLLM fuses messages of such a size on such a device, then replicas at every divisor of
+    the ranks that the batch fills and whose memory suffices.
     """
     if group.ranks == 1:
         return [], ""
@@ -40,7 +42,7 @@ def exact_stacks(model: ModelToPlan, group: PlannedGroup, workload: Workload) ->
             continue
         ranks = group.ranks // count
         replica = dataclasses.replace(group, ranks=ranks, interconnect=group.interconnect if ranks > 1 else None)
-        # the replica with the largest part is done last
+        # the replica with the largest part ends last
         part = dataclasses.replace(workload, batch_size=-(-workload.batch_size // count))
         try:
             check_runnable(model.config, Layout.dense(model.layout.num_layers), ranks)
@@ -57,8 +59,10 @@ def exact_stacks(model: ModelToPlan, group: PlannedGroup, workload: Workload) ->
 
 
 def fused_gain(group: PlannedGroup, parts: PassParts) -> tuple[float, float]:
-    """Return how much faster a dense pass is with fused norms: a 95 % band, at most the time of waits and norms.
-    NO_GAIN where vLLM fuses nothing."""
+    """Return the 95 % band of the gain of a dense pass by fused norms, at most the time of waits and norms.
+
+    It is NO_GAIN where vLLM fuses nothing.
+    """
     size = parts.message_bytes / MIB
     if size > group.device.fused_norm_mib.get(group.ranks, 0) or not _may_be_nvlink(group.interconnect):
         return NO_GAIN
@@ -70,7 +74,8 @@ def fused_gain(group: PlannedGroup, parts: PassParts) -> tuple[float, float]:
 
 
 def _may_be_nvlink(interconnect: Interconnect | None) -> bool:
-    """Return whether kernels may fuse, which write to each other's memory. Wires that nobody names count as NVLink."""
+    """Return True if the link may be NVLink: fused kernels write to each other's memory. A link without a medium counts
+    as NVLink."""
     return interconnect is not None and interconnect.medium in (None, known_interconnects()["nvlink"].medium)
 
 
@@ -79,7 +84,7 @@ def _dense_ms(
 ) -> Ms:
     """Return the times of the dense model.
 
-    interconnect: the one with the errors, so that cases are the same ones for a group and its replicas.
+    interconnect: the link whose errors the cases have: the same for a group and its replicas.
     """
     layout = Layout.dense(model.layout.num_layers)
     cases = band_cases(group.parts(model, workload, None), group.device, interconnect)
@@ -106,7 +111,7 @@ def _stack(
     *,
     runs: int,
 ) -> ExactStack:
-    """Return the row.
+    """Return the row of one way of serving.
 
     serving, part: each of the groups that serve, and its part of the workload.
     runs: of ``band_of``, for the speed-up.

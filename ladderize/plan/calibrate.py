@@ -1,8 +1,8 @@
-"""``ladderize calibrate``: time products and messages, and fit what their times follow from: straight lines.
+"""The command ``ladderize calibrate``: products and messages are timed, and straight lines are fitted to the times.
 
-Seconds of a product of one row are a start and its bytes over the bandwidth; those of a product of many rows, its
-operations over the rate; those of a message, a latency and its bytes over a bandwidth. A line is fitted to relative
-errors, so that a microsecond and a second weigh alike.
+A product of one row takes a start and its bytes over the bandwidth. A product of many rows takes its operations over
+the rate. A message takes a latency and its bytes over a bandwidth. A line is fitted to relative errors, so that a
+microsecond and a second weigh alike.
 """
 
 import math
@@ -30,8 +30,8 @@ from ladderize.runtime.collectives.links import (
 )
 from ladderize.runtime.launch import check_group_size, run
 
-LEAST_ERROR = 0.05  # of a time: products and messages are only what most of a pass consists of
-UNEVEN = 0.1  # of a time: as much as groups of ranks may differ before it is said
+LEAST_ERROR = 0.05  # of a time: products and messages are most of a pass, not all of it
+UNEVEN = 0.1  # of a time: the largest difference of groups of ranks without a note
 LEAST_ALPHA_US, MOST_GB_S = 0.05, 1e5
 RUNTIME_ENGINES = {"cpu": "runtime-cpu", "cuda": "runtime"}  # the names of ladderize's own runtime on a device
 SERIAL_SHARES = np.linspace(0.0, 1.0, 41)
@@ -82,7 +82,7 @@ def calibrate(options: CalibrateOptions, *, out: Path | None = None, console: Co
 def fit_groups(
     options: CalibrateOptions, groups: Sequence[TimedGroup], known: DeviceSpec | None = None
 ) -> CalibrationDocument:
-    """Return the document of what groups of ranks have timed.
+    """Return the document of the figures that are fitted to the times of groups of ranks.
 
     known: a device whose data sheet is kept.
     """
@@ -103,7 +103,7 @@ def fit_groups(
 
 
 def _line(x: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the slope and the intercept of a line of least relative errors, neither below 0."""
+    """Return the slope and the intercept of the line of least relative errors, neither below 0."""
     slope, start = np.polyfit(x, seconds, 1, w=1 / np.array(seconds)) if len(x) > 1 else (seconds[0] / x[0], 0.0)
     if start < 0 or slope <= 0:  # through the origin
         slope, start = 1 / float(np.mean(np.array(x) / np.array(seconds))), 0.0
@@ -158,7 +158,7 @@ def _fitted_device(options: CalibrateOptions, groups: Sequence[TimedGroup], know
 
 
 def _product_seconds(device: DeviceSpec, dtype: str, one: TimedProduct) -> float:
-    """Return what the fitted device makes of a product, its start included."""
+    """Return the seconds of a product on the fitted device, its start included."""
     width, flop_s = WIDTHS[dtype], device.peak_flop_s(dtype) * device.matmul_share
     product = product_seconds(
         device, one.rows, one.width, one.width, weight=width, read=width, width=width, flop_s=flop_s
@@ -205,13 +205,13 @@ def relative_errors(timed: Sequence[TimedProduct | TimedMessage]) -> list[float]
 
 
 def _spread(timed: Sequence[TimedProduct | TimedMessage]) -> float:
-    """Return one standard deviation of times, from the errors of the fit."""
+    """Return the relative standard deviation of times about the fit."""
     errors = relative_errors(timed)
     return min(1.0, math.sqrt(sum(error**2 for error in errors) / max(1, len(errors) - 2)))
 
 
 def _uneven(groups: Sequence[TimedGroup]) -> list[str]:
-    """Return a note where one device for all numbers of ranks is wrong: ranks that share a memory slow each other
+    """Return a note where one device does not fit all numbers of ranks: ranks that share a memory slow each other
     down."""
     means = {group.ranks: statistics.fmean(relative_errors(group.products)) for group in groups}
     if len(means) < 2 or max(means.values()) - min(means.values()) < UNEVEN:

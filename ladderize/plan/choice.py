@@ -1,4 +1,4 @@
-"""The layout that meets a target best, measured where that is asked for. Imports no torch.
+"""The choice of the layout that meets a target best, by estimated or by measured costs. Imports no torch.
 
 Times add up over layers, because each wait comes right after the next sub-module; estimated costs in accuracy are added
 up, too. So the best layout is the solution of an integer program: one kind for each layer, at most so costly or at
@@ -6,7 +6,7 @@ least so fast.
 
 Real costs are more than sums. With measurements, the program is solved again and again: a layout that was measured is
 cut off, and the costs of layers become those nearest to the estimates that add up to all that was measured (ridge
-regression). At last the best is measured on held-out windows. If it costs more than the budget there, that counts as
+regression). Finally the best is measured on held-out windows. If it costs more than the budget there, that counts as
 its cost, and the search goes on.
 """
 
@@ -36,12 +36,15 @@ ROUNDING = 1e-5  # times that differ by no larger part are the same; the solver 
 LEAST_NATS = 1e-4  # of a changed layer, so that layers whose estimates say nothing can be told apart by measurements
 SPREAD = 0.5  # of a layer's real cost about its estimate, and of all costs together about theirs, as a part of them
 NOISE = 0.02  # of a layout's cost about the sum of its layers'
-SOLVER_GAP, SOLVER_SECONDS = 1e-3, 10.0  # how near to the best is enough, and after which time whatever there is
-WORTH_TRYING = 1.2  # times the budget: dearer layouts are not measured once one is within it
+SOLVER_GAP, SOLVER_SECONDS = 1e-3, 10.0  # the gap to the best that is enough, and the time after which the solver stops
+WORTH_TRYING = 1.2  # times the budget: costlier layouts are not measured once one is within it
 
 
 class MeasuresLayouts(Protocol):
-    """A measurer of real costs. held_out: on the windows that nothing is chosen by."""
+    """A measurer of real costs.
+
+    held_out: measure on the windows that nothing is chosen by.
+    """
 
     def measure(self, layout: Layout, held_out: bool) -> LayoutNll: ...
 
@@ -51,8 +54,9 @@ class LayerTables:
     """The seconds and the estimated costs of each kind of each layer.
 
     seconds, nats: [L, kinds] in the order of LAYER_KINDS; nats is inf where a kind is not offered.
-    constant: seconds of every layout besides.
+    constant: the other seconds, which all layouts have.
     sync_tp_size: virtual ranks of dropped sync points.
+
     Layouts are tuples of L places in LAYER_KINDS.
     """
 
@@ -82,7 +86,7 @@ class LayerTables:
     def described(self, chosen: Sequence[int], costs: Mapping[bool, LayoutNll] | None = None) -> PlannedLayout:
         """Return the layout with its time and its costs.
 
-        costs: measured ones; True: on held-out windows.
+        costs: measured ones, by held_out.
         """
         layout = self.layout(chosen)
         return PlannedLayout(
@@ -99,7 +103,7 @@ class LayerTables:
 def kind_seconds(
     parts: Mapping[str, PassParts], decode_steps: int, phase: TimedPhase, num_layers: int
 ) -> tuple[float, np.ndarray]:
-    """Return the seconds of what is to be fast: those of every layout, and those of each kind of each layer [L, kinds].
+    """Return the seconds of ``phase``: those that all layouts have, and those of each kind of each layer [L, kinds].
 
     parts: of ``prefill`` and ``decode`` (one step).
     """
@@ -120,12 +124,13 @@ def kind_seconds(
 def solve(
     least: np.ndarray, bounded: np.ndarray, bound: float, offered: np.ndarray, cuts: Sequence[Sequence[int]] = ()
 ) -> tuple[int, ...] | None:
-    """Return the layout of the least sum over ``least``, of those whose sum over ``bounded`` is at most ``bound``.
+    """Return the layout with the least sum over ``least``, of those whose sum over ``bounded`` is at most ``bound``.
 
     least, bounded: [L, kinds], finite.
     offered: booleans [L, kinds].
-    cuts: layouts that are left out.
-    Return None where there is none.
+    cuts: layouts that are excluded.
+
+    Returns None where there is none.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -154,8 +159,10 @@ def solve(
 
 
 def refitted(nats: np.ndarray, measured: Mapping[tuple[int, ...], float]) -> np.ndarray:
-    """Return the costs of layers that are nearest to the estimates and add up to what was measured: ridge regression on
-    the kinds of layers, whose costs may be off by SPREAD each, and by SPREAD all together.
+    """Return the costs of layers that are nearest to the estimates and add up to the measured costs.
+
+    This is a ridge regression on the kinds of layers. Their costs may be off by SPREAD each, and by SPREAD all
+    together.
 
     nats: [L, kinds], finite.
     measured: the real costs of layouts.
@@ -178,10 +185,10 @@ def refitted(nats: np.ndarray, measured: Mapping[tuple[int, ...], float]) -> np.
 
 @dataclass
 class _Search:
-    """The search for the best layout: what was measured so far.
+    """The search for the best layout, with all measurements so far.
 
-    measured: by layout, its costs; True: on held-out windows.
-    dearer: how many times as much layouts cost on held-out windows, as far as that is known.
+    measured: costs by layout and by held_out.
+    dearer: the factor by which layouts cost more on held-out windows, as far as it is known.
     """
 
     tables: LayerTables
@@ -204,7 +211,7 @@ class _Search:
         }
 
     def add(self, chosen: tuple[int, ...], held_out: bool, cost: LayoutNll) -> None:
-        """Note what was measured."""
+        """Add a measurement."""
         own = self.measured.setdefault(chosen, {})
         own[held_out] = cost
         if held_out and cost.increase > self.budget and own[False].increase > 0:
@@ -214,7 +221,8 @@ class _Search:
         return self.tables.total(self.tables.seconds, chosen)
 
     def best(self) -> tuple[int, ...] | None:
-        """Return the fastest that was measured to be within the budget, or the least costly that is fast enough."""
+        """Return the fastest measured layout within the budget, or the least costly one that is fast enough; None:
+        there is none."""
         costs = self.costs
         left = [one for one, cost in costs.items() if cost <= self.budget]
         if self.target.max_nats is None:
@@ -222,8 +230,7 @@ class _Search:
         return min(left, key=lambda one: (self.seconds(one), costs[one]), default=None)
 
     def candidate(self) -> tuple[int, ...] | None:
-        """Return the next layout to measure, better than the best as far as costs are known; None where there is
-        none."""
+        """Return the next layout to measure, better than the best by the costs so far; None: there is none."""
         costs, seconds, best = self.costs, self.tables.seconds, self.best()
         nats, cuts = refitted(self.nats, costs), list(costs)
         faster = self.seconds(self.tables.dense if best is None else best) * (1 - ROUNDING)
@@ -279,7 +286,7 @@ def _estimated(tables: LayerTables, target: ChoiceTarget) -> tuple[int, ...]:
 
 
 def percent_up(nats: float) -> str:
-    """Return an increase of the perplexity, rounded up, so that it is enough."""
+    """Return an increase of the perplexity as a budget, rounded up so that it suffices."""
     percent = 100 * math.expm1(min(nats, 30.0))
     digits = 10 ** (2 - math.floor(math.log10(percent))) if percent > 0 else 1
     return f"{math.ceil(percent * digits) / digits:g}%"
@@ -288,7 +295,7 @@ def percent_up(nats: float) -> str:
 def choose_measured_layout(
     tables: LayerTables, target: ChoiceTarget, measurer: MeasuresLayouts, limit: int, *, console: Console = SILENT
 ) -> tuple[PlannedLayout, MeasuredCheck]:
-    """Return the best layout that at most ``limit`` measurements find, and all of them.
+    """Return the best layout that at most ``limit`` measurements find, and the measurements.
 
     Its measured cost is within the budget on the windows that it was chosen by, and on held-out ones where those were
     measured; the check says so. Raises UserError where no layout measured so.

@@ -1,7 +1,7 @@
-"""plan.json: described in docs/files.md. Imports no torch.
+"""The document plan.json, described in docs/files.md. Imports no torch.
 
-An accuracy cost is how much a layout raises the mean negative log-likelihood of a token over the dense model's, in
-nats: its perplexity is exp(cost) times the dense one's.
+An accuracy cost is the increase of the mean negative log-likelihood of a token over the dense model's, in nats. The
+perplexity is exp(cost) times the dense one's.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class PlannedRow(SpeedRow):
     end_to_end_tokens_per_s: new tokens of the whole batch over prefill and all decode steps.
     parameters: of the model.
     memory_need_bytes: a rank's weights, KV cache and prefill.
-    fits: the rank's device has so much memory; None where that is unknown.
+    fits: True if the rank's device has so much memory; None where that is unknown.
     peak_memory_bytes: None, since nothing ran.
     prefill_start_ms: the host's time to start the all-reduces of a prefill, which no layout hides and no link shortens.
     speedup_over_vllm: end to end over vLLM's all-reduce instead of the link's, [value, low, high]; None where that is
@@ -55,8 +55,8 @@ class PlannedRow(SpeedRow):
 class GroupLink(Record):
     """The link of a group of ``ranks``.
 
-    derived: how, where it was not timed with so many.
-    bytes_outside_range: of messages, the smallest and the largest beyond the sizes that were timed.
+    derived: the way in which it was derived, where it was not timed with so many ranks.
+    bytes_outside_range: the smallest and the largest message beyond the sizes that were timed.
     """
 
     ranks: int
@@ -71,7 +71,7 @@ class ExactStack(Record):
 
     name: ``fused``: vLLM's all-reduces do the norm behind them, too. ``N replicas``: N groups, each with its part of
     the batch at the same time, fused where vLLM does so.
-    prefill_ms, decode_ms_per_token: the wait of a text of the batch; of replicas, in the one with the largest part.
+    prefill_ms, decode_ms_per_token: the time of a text of the batch; of replicas, in the one with the largest part.
     speedup_over_vllm: as of a ``PlannedRow``.
     """
 
@@ -98,9 +98,9 @@ class ExactStack(Record):
 class LayoutNll(Record):
     """The measured cost of a layout on so many windows, in nats per token.
 
-    nll: its negative log-likelihood, with its standard error.
-    increase: its difference to the dense model's on the same windows, with the standard error of that (paired by
-    window). A single window has no standard error.
+    nll, stderr: its negative log-likelihood, and the standard error; a single window has none.
+    increase, increase_stderr: its difference to the dense model's on the same windows, and the standard error, paired
+    by window.
     """
 
     nll: float
@@ -114,11 +114,11 @@ class LayoutNll(Record):
 class PlannedLayout(Record):
     """A layout with its time and its costs.
 
-    ms: of the part that is to be fast: prefill and all decode steps, the prefill, or one decode step.
-    speedup: over the dense layout.
+    ms: the time of the part that is to be fast: prefill and all decode steps, the prefill, or one decode step. speedup:
+    over the dense layout.
     estimated_nats: the sum of the costs of its layers.
     measured: on the windows that it was chosen on.
-    held_out: on others.
+    held_out: on other windows.
     """
 
     layout: str
@@ -140,11 +140,11 @@ class PlannedLayout(Record):
 class MeasuredCheck(Record):
     """The layouts that were measured, in order.
 
-    verified: the choice is within the budget on held-out windows, too.
+    verified: True if the choice is within the budget on held-out windows, too.
     limit: the most measurements that were allowed.
-    made: those that were made.
+    made: the number of measurements.
     notes: a sentence each, such as of a choice that was over budget on held-out windows.
-    borderline: the choice is within the budget there by less than a standard error.
+    borderline: True if the choice is within the budget there by less than a standard error.
     """
 
     verified: bool
@@ -178,7 +178,7 @@ class PlanChoice(Record):
 
     @property
     def statement(self) -> str:
-        """A few words on how sure the costs of the choice are."""
+        """The certainty of the choice's costs, in a few words."""
         if self.verification is None or not self.verification.verified:
             return "not verified"
         return f"{'borderline' if self.verification.borderline else 'verified'} on held-out windows"
@@ -186,16 +186,16 @@ class PlanChoice(Record):
 
 @dataclass(frozen=True)
 class PlanResult(Record):
-    """All of plan.json but the schema in front.
+    """The content of plan.json without its schema.
 
-    model: as it was asked for.
+    model: the model that was asked for.
 
     link, links: None and empty where only one rank was asked for.
     vllm_links: the names of vLLM's all-reduce over the link's wires, by ranks.
     exact: rivals of the layouts that change no result.
-    no_replicas: why some are not there, by ranks.
-    choice: the layout that was chosen, if one was to be.
-    remark: where the model is of another family.
+    no_replicas: the reason why some replicas are not there, by ranks.
+    choice: the chosen layout, if one was asked for.
+    remark: a note for a model of another family.
     """
 
     LEFT_OUT: ClassVar = ("choice", "remark")

@@ -16,7 +16,7 @@ from ladderize.files.regular import names_a_file
 
 DEVICE_TABLE = Path(__file__).parent / "devices.yaml"
 ENGINE_TABLE = Path(__file__).parent / "engines.yaml"
-# what a device that says ``like: h100-sxm`` need not give: no data sheet has it
+# the figures that a device with ``like: h100-sxm`` need not give, since no data sheet has them
 LIKE_ANOTHER = (
     *("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "thin_share", "launch_us", "serial_share"),
     *("engine", "calibrated"),
@@ -32,12 +32,12 @@ class EngineFacts(Record):
     attention_kernels: int
     mlp_kernels: int
     rest_kernels: int
-    # of these, what a virtual rank that is computed apart starts once more
+    # of these, the kernels that each virtual rank that is computed apart starts again
     norm_kernels: int
     activation_kernels: int
     parallel_saves: int  # kernels fewer in a layer of the parallel baseline
     parallel_fused: bool  # that baseline computes q, k, v, gate and up in one product
-    # how often memory is passed over, read or written, by what is no product
+    # the number of passes over memory, reading or writing, by operations that are no products
     stream_passes: float  # a sub-module's [rows, hidden]
     head_passes: float  # q, k and v
     inner_passes: float  # of the MLP's inner width
@@ -59,7 +59,7 @@ class EngineFacts(Record):
 
 
 def _within(low: float, high: float) -> dict[str, Any]:
-    """Return the metadata of a figure that no device has outside of this range."""
+    """Return the metadata of a figure that every device has in this range."""
     return {"range": (low, high)}
 
 
@@ -72,31 +72,31 @@ class DeviceSpec(Record):
     memory_bandwidth_gb_s: float = field(metadata=_within(1e-2, 1e6))
     matmul_tflop_s: dict[str, float] = field(metadata=_within(1e-4, 1e6))
     memory_gib: float | None = field(metadata=_within(1e-2, 1e6))
-    # what of these peaks is reached
+    # the share of these peaks that is reached
     bandwidth_share: float = field(metadata=_within(1e-3, 1.0))
     matmul_share: float = field(metadata=_within(1e-3, 1.0))
     kernel_us: float = field(metadata=_within(0.0, 1e5))  # the cost of starting a kernel
-    thin_us: float = field(metadata=_within(0.0, 1e5))  # what a product of 2 to 256 rows takes more
+    thin_us: float = field(metadata=_within(0.0, 1e5))  # the extra time of a product of 2 to 256 rows
     relative_error: float = field(metadata=_within(0.0, 1.0))  # of a time of compute, one standard deviation
     engine: str  # whose timings the figures were fitted to
     calibrated: bool  # on this device itself, by ``ladderize calibrate``
     source: str
     # of the host, for each operation that it starts one by one
     launch_us: float = field(default=0.0, metadata=_within(0.0, 1e5))
-    # how far a product's arithmetic and memory traffic add up: 0, the longer of both (a GPU), to 1, their sum; about a
-    # half on a CPU's core
+    # the degree to which a product's arithmetic and memory traffic add up: 0, the longer of both (a GPU), to 1, their
+    # sum; about a half on a CPU's core
     serial_share: float = field(default=0.0, metadata=_within(0.0, 1.0))
-    # what a product of 2 to 256 rows takes more, of its time
+    # the extra time of a product of 2 to 256 rows, as a share of its time
     thin_share: float = field(default=0.0, metadata=_within(0.0, 1.0))
     # of its NVLink, to all others, in one direction; 0 where it has none, None where it is unknown
     nvlink_gb_s: float | None = field(default=None, metadata=_within(0.0, 1e6))
-    # MiB of a message by ranks: up to which vLLM fuses its all-reduce with the norm behind it, on this kind of card;
-    # and from which on its own all-reduce was measured to be faster than that
+    # MiB of a message by ranks: the size up to which vLLM fuses its all-reduce with the norm behind it, on this kind of
+    # card; and the size from which on its own all-reduce was measured to be faster than that
     fused_norm_mib: dict[int, float] = field(default_factory=dict, metadata=_within(0.0, 1e6))
     faster_unfused_mib: dict[int, float] = field(default_factory=dict, metadata=_within(0.0, 1e6))
 
     def check(self, where: str) -> None:
-        """Raise UserError, which begins with ``where``, for figures that no device has."""
+        """Raise UserError, which begins with ``where``, for figures out of range or an unknown engine."""
         if not self.matmul_tflop_s:
             raise UserError(f"{where}: matmul_tflop_s names no dtype; give for example bfloat16: 989")
         for known in dataclasses.fields(self):
@@ -136,7 +136,8 @@ def known_devices() -> dict[str, DeviceSpec]:
 
 
 def _completed(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where: str) -> dict[str, Any]:
-    """Return a row, completed by the figures of the device that ``like`` names where they may be another's."""
+    """Return a row, completed by figures of the device that ``like`` names. Raises UserError if there is no such
+    device."""
     if "like" not in row:
         return {**row}
     name = str(row["like"])
@@ -153,8 +154,10 @@ def known_engines() -> dict[str, EngineFacts]:
 
 
 def read_device(text: str) -> DeviceSpec:
-    """Return a row of devices.yaml by its name, or the ``device`` of a file of ``ladderize calibrate`` or of one's
-    own."""
+    """Return a row of devices.yaml by its name, or the ``device`` of a file. Raises UserError for anything else.
+
+    The file is of ``ladderize calibrate`` or of one's own.
+    """
     devices = known_devices()
     if text in devices:
         return devices[text]

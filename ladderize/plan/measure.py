@@ -1,7 +1,7 @@
 """The real costs of layouts: their likelihood on windows of data, layer by layer with one layer in memory at a time.
 
-A choice by sums is measured on the windows that the sensitivity was measured on, and, since it was chosen by these, on
-others. Layouts may be aligned first, on windows that are neither.
+A choice by sums is measured on the windows of the sensitivity. Since it was chosen by these, it is measured on others,
+too. Layouts may be aligned first, on windows that are neither.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from ladderize.plan.document import LayoutNll
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import already_started
 
-LEAST_HELD_OUT = 2  # windows, of which a standard error can be told
+LEAST_HELD_OUT = 2  # windows: fewer have no standard error
 
 
 def layout_key(layout: Layout) -> str:
@@ -46,17 +46,17 @@ def layout_key(layout: Layout) -> str:
 
 
 class LayoutMeasurer:
-    """Measures layouts of one dense model, each once. Measured ones are kept in a file, from which a killed run goes
-    on.
+    """A measurer of layouts of one dense model, each once. Measured ones are kept in a file, from which a killed run
+    goes on.
 
     model_fingerprint, data: of the sensitivity file.
     kept_beside: the path that the file's name begins with; its end is a hash of model, windows and dtype.
     data_file: the data to measure on; None: the sensitivity's.
     align: each layout is aligned before it is measured.
-    align_counts: windows to solve with and to hold out; None: as many as alignment takes by default, and no more than
-    half of those that are left.
+    align_counts: windows to solve with and to hold out; None: alignment's defaults, and at most half of the windows
+    that are left.
 
-    Raises UserError for another model, and for data that are too few.
+    Raises UserError for another model, and for too few data.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class LayoutMeasurer:
     def measure(self, layout: Layout, held_out: bool) -> LayoutNll:
         """Return the cost of a layout.
 
-        held_out: on the windows that nothing was chosen by.
+        held_out: measure on the windows that nothing was chosen by.
         """
         tokens = self.windows[held_out].shape[1] - 1
         nll, dense = (self._nll(one, held_out) / tokens for one in (layout, Layout.dense(self.blocks.num_layers)))
@@ -130,12 +130,12 @@ class LayoutMeasurer:
         return LayoutNll(float(nll.mean()), _stderr(nll), float(increase.mean()), _stderr(increase), len(nll))
 
     def tidy(self) -> None:
-        """Delete what is kept, once the plan is written."""
+        """Delete the kept measurements. It is called once the plan is written."""
         with contextlib.suppress(FileNotFoundError):
             self.kept.unlink()
 
     def _nll(self, layout: Layout, held_out: bool) -> np.ndarray:
-        """Return the summed nats of each window, measured the first time."""
+        """Return the summed nats of each window. They are measured the first time, and kept."""
         key, table = layout_key(layout), self.tables[held_out]
         if len(table.get(key, [])) != len(self.windows[held_out]):
             layout.check_layers(self.blocks.num_layers)
@@ -168,7 +168,7 @@ class LayoutMeasurer:
 
 
 def _rows(table: object) -> dict[str, list[float]]:
-    """Return the rows of a file that may be damaged; what is none counts as not measured."""
+    """Return the rows of a file that may be damaged. A damaged row counts as not measured."""
     return {
         name: row
         for name, row in (table if isinstance(table, dict) else {}).items()

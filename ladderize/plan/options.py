@@ -1,4 +1,4 @@
-"""The options of ``ladderize plan`` and ``calibrate``, and all that they alone decide. Imports no torch."""
+"""The options of ``ladderize plan`` and ``calibrate``, and the checks that need nothing else. Imports no torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from ladderize.runtime.bench.options import (
 )
 
 MOST_ROWS = 1 << 20  # of a batch
-BOUNDS = ("parallel", "no-comm")  # what is no layout: rows for comparison
+BOUNDS = ("parallel", "no-comm")  # rows for comparison, which are no layouts
 LEAST_MEASUREMENTS = 2  # of --verify: one to choose by, one to confirm
 TimedPhase = Literal["end_to_end", "prefill", "decode"]  # the part of a workload that is to be fast
 PlanWeights = Literal["auto", "fp8", "float"]  # how the weights of projections are stored; float: as --dtype
@@ -43,7 +43,7 @@ PlanWeights = Literal["auto", "fp8", "float"]  # how the weights of projections 
 
 @dataclass(frozen=True)
 class PlanModel(Record):
-    """The model: a checkpoint, or a shape without weights. None was not given."""
+    """The model: a checkpoint, or a shape without weights. None: not given."""
 
     model: str | None = argument("[MODEL]", "A checkpoint: folder or hub id. Its own layout is a row too.", None)
     shape: str | None = option(f"A shape instead of a checkpoint: {SHAPE_NAMES}.", metavar="CONFIG")
@@ -81,7 +81,7 @@ class PlanModel(Record):
 
     @property
     def rows(self) -> list[str]:
-        """Return the names that --layout lists, in order; raises UsageError where it lists none, or one twice."""
+        """The names that --layout lists, in order. Raises UsageError where it lists none, or one twice."""
         return [*LAYOUT_NAMES, *BOUNDS] if self.layout is None else layout_names(self.layout)
 
 
@@ -132,7 +132,7 @@ class PlanOptions(Record):
 class ChoiceTarget(Record):
     """The bound that a layout has to meet: one of the two.
 
-    max_ppl_increase: as it was given: ``2%`` of the dense perplexity, or ``0.1`` in perplexity.
+    max_ppl_increase: the option as it was given: ``2%`` of the dense perplexity, or ``0.1`` in perplexity.
     max_nats: the same in nats per token.
     """
 
@@ -147,7 +147,7 @@ class ChoiceTarget(Record):
 
         dense_nll: of the dense model, in nats per token.
 
-        Raises UsageError unless there is one of the two, and it makes sense.
+        Raises UsageError unless one of the two was given, and is valid.
         """
         text, least = self.max_ppl_increase, self.min_speedup
         if (text is None) == (least is None):
@@ -234,7 +234,7 @@ class CalibrateOptions(Record):
         check_choices(self)
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be timed, or takes no effect."""
+        """Raise UsageError for options that cannot be timed, or take no effect."""
         check_options(self)
         if not self.tp_sizes or min(self.tp_sizes) < 1 or len(set(self.tp_sizes)) < len(self.tp_sizes):
             raise UsageError(f"--tp-size {','.join(map(str, self.tp_sizes))} must name positive integers, each once")

@@ -5,7 +5,7 @@ comes right after the next sub-module (docs/design.md), so one message is in fli
 layers.
 
 A product takes as long as its floating-point operations or its bytes, whichever takes longer (the roofline of Williams
-et al., 2009), and everything else as long as its bytes; what is started costs some microseconds besides. Where the host
+et al., 2009), and everything else as long as its bytes; each kernel costs some microseconds besides. Where the host
 starts every operation (a prefill without CUDA graphs), a sub-module takes no less than that.
 
 A message in flight takes some of the device for itself (NCCL's kernels hold multiprocessors and memory bandwidth): the
@@ -53,9 +53,9 @@ class PassParts:
     attention, mlp: the compute of one sub-module.
     attention_apart, mlp_apart: the same in a layer with dropped attention, whose virtual ranks a rank computes apart.
     parallel: both sub-modules of a layer of the parallel baseline.
-    rest: outside of all layers.
+    rest: the compute outside of all layers.
     message: one all-reduce of a layer, alone, of ``message_bytes``.
-    message_start: the part of it that the host spends, which no compute hides.
+    message_start: the part of ``message`` that the host spends, which no compute hides.
     vocabulary: the collectives that every layout waits for.
     contention: compute beside a message runs at the rate 1 - contention.
     norm: the part of a sub-module that a fused all-reduce does on its way: the sum and the norm.
@@ -80,7 +80,7 @@ class PassParts:
 class Prediction:
     """The seconds of a pass, or of several: ``total`` = ``compute`` + ``exposed``.
 
-    hidden: of communication.
+    hidden: the part of communication that is hidden.
     """
 
     compute: float
@@ -142,7 +142,7 @@ def product_seconds(
     """Return the time of [rows, inner] times [inner, outer], without its start.
 
     weight, read, width: bytes of a number of the weight, of the input and of the output.
-    flop_s: operations/s of products of these.
+    flop_s: operations/s of such products.
     """
     size = weight * inner * outer + rows * (read * inner + width * outer)
     seconds = _roofline(device, 2 * rows * inner * outer, size, flop_s)
@@ -151,8 +151,11 @@ def product_seconds(
 
 
 def _roofline(device: DeviceSpec, flop: float, size: float, flop_s: float) -> float:
-    """Return the longer of arithmetic and memory traffic. With a serial share s it is (a^(1/s) + b^(1/s))^s, a roofline
-    whose corner is round: where both take alike, neither hides the other."""
+    """Return the longer of arithmetic and memory traffic.
+
+    With a serial share s it is (a^(1/s) + b^(1/s))^s, a roofline with a round corner: where both take as long, neither
+    hides the other.
+    """
     bytes_s = device.memory_bandwidth_gb_s * 1e9 * device.bandwidth_share
     shorter, longer = sorted((flop / flop_s, size / bytes_s))
     share = device.serial_share
@@ -160,8 +163,10 @@ def _roofline(device: DeviceSpec, flop: float, size: float, flop_s: float) -> fl
 
 
 class _Pass:
-    """One forward pass: ``batch`` times ``tokens`` rows, which have ``seen[0]`` to ``seen[1]`` columns of the cache in
-    view, as many rows each number between."""
+    """One forward pass of ``batch`` times ``tokens`` rows.
+
+    seen: the least and the most columns of the cache in view; each number between has as many rows.
+    """
 
     def __init__(
         self,
@@ -217,7 +222,7 @@ class _Pass:
         attention, mlp = self.attention(1), self.mlp(1)
         message, start = 0.0, 0.0
         if link is not NO_LINK:
-            # the host gets ahead of a device that is slower than it, and starts messages meanwhile
+            # the host runs ahead of a slower device, and starts messages meanwhile
             ahead = max(0.0, attention + mlp - host) / 2
             start = max(0.0, launch_s * engine.message_launches - ahead)
             message = max(link.seconds(self.stream), start)
@@ -250,9 +255,9 @@ class _Pass:
         return virtual * self.product(self.rows, self.shape.hidden, 2 * self.shape.own_inner / virtual)
 
     def attention(self, virtual: int) -> float:
-        """Return the time of the sub-module.
+        """Return the time of attention.
 
-        virtual: the ranks whose sums are computed apart.
+        virtual: the number of virtual ranks whose sums are computed apart.
         """
         engine = self.engine
         output = virtual * self.product(self.rows, self.own_query / virtual, self.shape.hidden)
@@ -291,8 +296,10 @@ class _Pass:
         return self.gate_up_product(virtual) + down + self.moved(elsewhere) + self.started(kernels)
 
     def carrying(self, virtual: int) -> float:
-        """Return the extra time of an MLP behind a dropped sync point. Each virtual rank adds its carry to its input
-        and to its message, and has norms and activations of its own."""
+        """Return the extra time of an MLP behind a dropped sync point.
+
+        Each virtual rank adds its carry to its input and to its message, and has norms and activations of its own.
+        """
         engine = self.engine
         kernels = (virtual - 1) * (engine.norm_kernels + engine.activation_kernels) + 2 * virtual + (virtual > 1)
         moved = self.stream * (6 * virtual + (virtual - 1) * engine.stream_passes)
@@ -314,8 +321,10 @@ class _Pass:
         return head + self.moved(4 * self.stream + sampled) + self.started(engine.rest_kernels)
 
     def vocabulary(self, link: Link) -> float:
-        """Return the time of the embedding's all-reduce and of the gathering of sampled logits. The latter counts as a
-        message of as many bytes, as in an emulated group."""
+        """Return the time of the embedding's all-reduce and of the gathering of sampled logits.
+
+        The latter counts as a message of as many bytes, as in an emulated group.
+        """
         if self.shape.replicate_vocab:
             return 0.0
         gathered = self.batch * self.shape.own_vocab * self.shape.tp_size * self.width
@@ -323,8 +332,7 @@ class _Pass:
 
 
 def mean_keys(least: int, most: int, window: int | None) -> float:
-    """Return the mean number of keys of tokens that have ``least``, ``least + 1``, ... ``most`` of them in view. Those
-    in the window count."""
+    """Return the mean number of keys in the window, over tokens that have ``least`` to ``most`` keys in view."""
     if window is None or window >= most:
         return (least + most) / 2
     count, inside = most - least + 1, max(0, window - least)
@@ -332,7 +340,7 @@ def mean_keys(least: int, most: int, window: int | None) -> float:
 
 
 def _no_less(attention: float, mlp: float, host: float) -> tuple[float, float]:
-    """Return both times, longer in proportion where a layer takes the host longer than the device."""
+    """Return both times, scaled up where a layer takes the host longer than the device."""
     longer = max(1.0, host / (attention + mlp))
     return attention * longer, mlp * longer
 
@@ -369,8 +377,8 @@ def predict_layer(parts: PassParts, entering: str, mode: str) -> Prediction:
 
     A message can run under the next sub-module.
 
-    entering, mode: of the entering MLP sync point, and of the layer's own attention sync point. Into the first layer
-    none enters: it counts as blocking, which stands for the last layer's MLP message.
+    entering, mode: the modes of the entering MLP sync point and of the layer's own attention sync point. The first
+    layer has no entering one: blocking stands for the last layer's MLP message.
     """
     apart = mode == DROPPED
     attention, mlp = (parts.attention_apart, parts.mlp_apart) if apart else (parts.attention, parts.mlp)

@@ -77,7 +77,7 @@ class ModelToPlan:
 
     folder: of a checkpoint; None: a shape, whose layout is dense.
     dtype: to compute in.
-    remark: where it is of another family.
+    remark: a note for a model of another family.
     """
 
     name: str
@@ -93,8 +93,8 @@ class ModelToPlan:
 class RowVariant:
     """One row of each table.
 
-    own: the checkpoint as it is.
-    bound: one of BOUNDS, where it is no layout.
+    own: True for the checkpoint as it is.
+    bound: one of BOUNDS; None: a layout.
     """
 
     name: str
@@ -104,7 +104,7 @@ class RowVariant:
 
 
 def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
-    """Read the model, and check all that needs no weights; raises UserError or LayoutError."""
+    """Return the model after all checks that need no weights. Raises UserError or LayoutError."""
     folder, is_local, dtype = None, False, "bfloat16"
     if choice.model is None:
         config = read_shape(choice.name, "--shape")
@@ -142,8 +142,8 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
 
 
 def _weights(choice: PlanModel, quantisation: Quantisation | None) -> PlanWeights:
-    """Return how the weights are counted. Raises UserError for a checkpoint that is quantised in another way, unless
-    --weights says what to take it for."""
+    """Return the storage of the weights. Raises UserError for another quantisation, unless --weights says what it
+    counts as."""
     if choice.weights != "auto" or quantisation is None:
         return "float" if choice.weights == "auto" else choice.weights
     if not quantisation.is_fp8:
@@ -157,12 +157,12 @@ def _weights(choice: PlanModel, quantisation: Quantisation | None) -> PlanWeight
 def row_variants(
     model: ModelToPlan, choice: PlanModel, ranks: int, *, choosing: bool = False, chosen: Layout | None = None
 ) -> list[RowVariant]:
-    """Return the dense model, which speed-ups are over; then the checkpoint's own layout, or the chosen one; then
-    those that --layout lists.
+    """Return the rows: the dense model, which speed-ups are over, then the checkpoint's or the chosen layout, then
+    those of --layout.
 
-    choosing: a layout is chosen, now or later, and --sync-tp-size says from which.
+    choosing: a layout is chosen, now or later, so --sync-tp-size has an effect.
 
-    Raises UsageError for names that are none, UserError or LayoutError for what ``ranks`` cannot run.
+    Raises UsageError for unknown names, UserError or LayoutError for layouts that ``ranks`` cannot run.
     """
     layers = model.config["num_hidden_layers"]
     dense = Layout.dense(layers)
@@ -191,11 +191,11 @@ def row_variants(
     return found
 
 
-# ---- how sure ----
+# ---- uncertainty ----
 
 
 def band_cases(parts: Parts, device: DeviceSpec, interconnect: Interconnect | None) -> list[Parts]:
-    """Return the parts as they are, then pairs: one error more and less by a standard deviation, and all others 0.
+    """Return the parts as they are, then pairs with one error at plus and at minus a standard deviation, all others 0.
 
     The errors are of all compute, of all messages, and of contention.
 
@@ -226,7 +226,8 @@ def relative_band(values: Sequence[float], *, runs: int = 1) -> float:
     """Return half the width of the 95 % band of a figure, relative to it: 0.05 is 5 %.
 
     values: the figure in each of ``band_cases``.
-    runs: how many times are in it, 2 of a speed-up.
+    runs: the number of times that it depends on: 2 for a speed-up.
+
     The errors are taken to be independent. A figure that none of them changes has no band.
     """
     deviations = [(more - less) / 2 for more, less in zip(values[1::2], values[2::2], strict=True)]
@@ -237,7 +238,7 @@ def relative_band(values: Sequence[float], *, runs: int = 1) -> float:
 
 
 def band_of(values: Sequence[float], *, runs: int = 1) -> list[float]:
-    """Return [low, high] of a figure; arguments of ``relative_band``."""
+    """Return the 95 % band [low, high] of a figure. Arguments are those of ``relative_band``."""
     half = relative_band(values, runs=runs)
     return [values[0] * max(0.0, 1 - half), values[0] * (1 + half)]
 
@@ -247,7 +248,10 @@ def band_of(values: Sequence[float], *, runs: int = 1) -> list[float]:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """Devices of one kind, joined by a link; None: one rank."""
+    """A group of devices of one kind, joined by a link.
+
+    interconnect: None: one rank.
+    """
 
     ranks: int
     device: DeviceSpec
@@ -260,7 +264,7 @@ class PlannedGroup:
 
     @property
     def basis(self) -> Basis:
-        """Calibrated: all that the figures depend on was timed, with this engine."""
+        """The basis of the figures: ``calibrated`` where device and link were timed, with this engine."""
         link = self.interconnect is None or (self.interconnect.calibrated and not self.link.derived)
         device = self.device.calibrated and self.engine.name == self.device.engine
         return "calibrated" if device and link else "predicted"
@@ -274,7 +278,7 @@ class PlannedGroup:
         return next((one for one in others if self.ranks in (one.vllm_ranks or ())), None)
 
     def parts(self, model: ModelToPlan, workload: Workload, sync_tp_size: int | None) -> Parts:
-        """Return the parts by phase; raises UserError where the device or the link has no figures for them."""
+        """Return the parts by phase. Raises UserError where the device or the link has no figures for them."""
         how = (self.device, self.engine, self.interconnect, self.ranks, model.dtype, workload)
         return pass_parts(model.config, *how, sync_tp_size, model.weights)
 
@@ -296,7 +300,7 @@ class PlannedGroup:
         )
 
     def fits(self, need_bytes: int) -> bool | None:
-        """Return whether a rank's device has so much memory; None where that is unknown."""
+        """Return True if a rank's device has so much memory; None where that is unknown."""
         memory = self.device.memory_gib
         return None if memory is None else need_bytes <= memory * GIB
 

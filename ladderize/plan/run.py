@@ -1,4 +1,4 @@
-"""``ladderize plan`` from its options to its document: read, predict, choose, write, show."""
+"""The command ``ladderize plan`` from its options to its document: read, predict, choose, write, show."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,15 +43,15 @@ def plan_layouts(
     explain: bool = False,
     console: Console = SILENT,
 ) -> PlanResult:
-    """Predict how fast layouts of a model are on hardware that need not be there, and choose one.
+    """Predict the speed of a model's layouts on hardware that need not be there, and choose one; return the document.
 
-    goal: what to choose by, for one group and one workload; None: nothing is chosen.
-    out: a JSON file.
-    recipe_out: a recipe for ``convert``, of a choice.
-    explain: ``console`` shows times, too, and all that the figures rest on.
+    goal: the goal of a choice, for one group and one workload; None: nothing is chosen.
+    out: a JSON file to write.
+    recipe_out: a file for the recipe of the choice, for ``convert``.
+    explain: ``console`` shows times and sources of the figures, too.
 
-    Raises UsageError, UserError or LayoutError for what cannot be predicted: unknown names, sizes that the ranks do not
-    divide, a link without figures for so many ranks; and where nothing meets the goal.
+    Raises UsageError, UserError or LayoutError if something cannot be predicted (unknown names, sizes that the ranks do
+    not divide, a link without figures for so many ranks), or if nothing meets the goal.
     """
     _check_outputs(choice, options, goal, out, recipe_out)
     model = read_model(choice, options)
@@ -62,7 +62,7 @@ def plan_layouts(
     interconnect = _chosen_link(options)
     workloads = [Workload(batch, options.prompt_len, options.output_len) for batch in options.batch_sizes]
     groups = [PlannedGroup(ranks, device, engine, interconnect if ranks > 1 else None) for ranks in options.tp_sizes]
-    for group in groups:  # mistakes in them are found before minutes of measuring
+    for group in groups:  # raises for faults before minutes of measuring
         row_variants(model, choice, group.ranks, choosing=goal is not None)
     chosen, measurer = None, None
     if goal is not None:
@@ -136,7 +136,7 @@ def _check_outputs(
 
 
 def _chosen_engine(options: PlanOptions, device: DeviceSpec) -> EngineFacts:
-    """Return the engine of --engine, else the one that the device's figures were fitted with; raises UsageError."""
+    """Return the engine of --engine, else the one of the device's figures. Raises UsageError for an unknown name."""
     engines = known_engines()
     name = options.engine or device.engine
     if name not in engines:
@@ -169,8 +169,10 @@ def _chosen_link(options: PlanOptions) -> Interconnect | None:
 
 
 def layer_nats(document: SensitivityDocument) -> np.ndarray:
-    """Return the cost of each kind of each layer [L, kinds], inf where it was not measured. A cost below 0 is noise and
-    counts as 0."""
+    """Return the cost of each kind of each layer [L, kinds], inf where it was not measured.
+
+    A cost below 0 is noise and counts as 0.
+    """
     nats = np.full((document.num_layers, len(LAYER_KINDS)), np.inf)
     nats[:, 0] = 0.0
     for cost in document.costs:
@@ -188,9 +190,9 @@ def _choose(
     out: Path | None,
     console: Console,
 ) -> "tuple[PlanChoice, LayoutMeasurer | None]":
-    """Return the layout that meets the goal best on this group.
+    """Return the layout that meets the goal best on this group, and the measurer, if layouts were measured.
 
-    out: of the plan, beside which lies what was measured so far, until the measurer is tidied.
+    out: the file of the plan. Measurements are kept beside it until the measurer is tidied.
 
     Raises UserError for costs of another model or of a number of virtual ranks that the group cannot run, and where
     nothing meets the goal.

@@ -1,5 +1,5 @@
-"""plan.json for people: a table for each group and batch size, what to know when reading it, the choice and its recipe;
-and the names that ``ladderize plan`` knows. Imports no torch."""
+"""The output of ``ladderize plan``: tables, verdicts, warnings, the choice and its recipe, and the known names. Imports
+no torch."""
 
 import math
 import textwrap
@@ -22,7 +22,7 @@ from ladderize.runtime.bench.document import PHASES
 from ladderize.runtime.collectives.links import Interconnect, known_interconnects
 from ladderize.runtime.shards import known_shapes
 
-# of the end-to-end time of the dense layout: where less of it is waited for, no layout is worth its loss of accuracy
+# of the end-to-end time of the dense layout: where less of it is waiting, no layout is worth its loss of accuracy
 WORTH_CONVERTING = 0.03
 LONG_PROMPT = 4096  # tokens, from which attention that is not fused takes much of a prefill
 NOTES = {  # on rows that are no layouts
@@ -33,9 +33,9 @@ NOTES = {  # on rows that are no layouts
 
 
 def show_plan(result: PlanResult, console: Console, *, explain: bool = False) -> None:
-    """Print the result of ``ladderize plan``, and warn of what makes it doubtful.
+    """Print the result of ``ladderize plan``, and its doubts as warnings.
 
-    explain: with times, and all that the figures rest on.
+    explain: print times and sources of the figures, too.
     """
     options = result.options
     weights = ", FP8 weights" if result.model.weights == FP8 else ""
@@ -67,7 +67,7 @@ def group_words(result: PlanResult, ranks: int, batch: int) -> str:
 
 
 def _speedup_lines(result: PlanResult, rows: Sequence[PlannedRow | ExactStack]) -> list[dict[str, str]]:
-    """Return lines as narrow as a terminal of 80 columns."""
+    """Return the lines of speed-ups, narrow enough for a terminal of 80 columns."""
     notes = NOTES | {"dense": f"{_digits(rows[0].end_to_end_tokens_per_s)} tokens/s"}
     lines = []
     for row in rows:
@@ -82,7 +82,7 @@ def _speedup_lines(result: PlanResult, rows: Sequence[PlannedRow | ExactStack]) 
 
 
 def _time_line(row: PlannedRow | ExactStack) -> dict[str, str]:
-    """Return the times of a row. The waits of an exact stack, nobody has measured."""
+    """Return the line of a row's times. The waits of an exact stack are unknown."""
     waits = [_digits(row.communication[phase].exposed_ms) if isinstance(row, PlannedRow) else "" for phase in PHASES]
     slow, fast = row.end_to_end_tokens_per_s_interval
     return {
@@ -105,7 +105,7 @@ def _shown_name(row: PlannedRow | ExactStack) -> str:
 
 
 def _digits(value: float) -> str:
-    """Return three digits: more than a prediction has."""
+    """Return a number with three digits, more than a prediction has."""
     if value == 0:
         return "0"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
@@ -116,7 +116,8 @@ def _digits(value: float) -> str:
 
 
 def plan_verdicts(result: PlanResult) -> list[str]:
-    """Return where communication is not worth hiding, or an exact way is as good: for the report, too."""
+    """Return a sentence for each group where converting is not worth it, or an exact way is as good. The report has
+    them, too."""
     lines = []
     for ranks in result.options.tp_sizes:
         if ranks == 1:
@@ -137,8 +138,7 @@ def plan_verdicts(result: PlanResult) -> list[str]:
 
 
 def _against_exact(result: PlanResult, ranks: int, batch: int) -> str | None:
-    """Return a verdict unless the chosen layout, or else the fastest, is faster than all that is exact, bands
-    included."""
+    """Return a verdict unless the chosen layout, or else the fastest, is faster than all exact ways, bands included."""
     dense, *others = (row for row in result.rows_of(ranks, batch) if row.is_model)
     layouts = [row for row in others if row.model == CHOSEN_ROW] or others
     if not layouts:
@@ -162,8 +162,8 @@ def _against_exact(result: PlanResult, ranks: int, batch: int) -> str | None:
 
 
 def _layers_share(row: PlannedRow, decode_steps: int) -> float:
-    """Return the part of the end-to-end time that is waited for all-reduces of layers: the vocabulary's, no layout
-    hides."""
+    """Return the share of the end-to-end time that is waiting for all-reduces of layers. No layout hides the
+    vocabulary's."""
     vocabulary = {phase: row.communication[phase].vocabulary_alone_ms for phase in PHASES}
     waited = row.exposed_end_to_end_ms - vocabulary["prefill"] - decode_steps * vocabulary["decode"]
     return waited / row.end_to_end_ms
@@ -211,7 +211,7 @@ def _explanations(result: PlanResult) -> list[str]:
 
 
 def _host_bound(result: PlanResult, row: PlannedRow) -> str | None:
-    """Return a sentence for a dense prefill whose wait is the host's for the most part."""
+    """Return a sentence for a dense prefill whose wait is mostly the host's; None for others."""
     start, waited = row.prefill_start_ms, row.communication["prefill"].exposed_ms
     if row is not result.rows_of(row.tp_size, row.batch_size)[0] or start < waited / 2 or not start:
         return None
@@ -259,7 +259,7 @@ def _warnings(result: PlanResult) -> Iterator[str]:
 
 
 def show_choice(result: PlanResult, choice: PlanChoice, console: Console) -> None:
-    """Print the layout that was chosen, its costs, and what was measured."""
+    """Print the chosen layout, its costs, and the measurements."""
     chosen, row = choice.chosen, next(row for row in result.rows if row.model == CHOSEN_ROW)
     phase = {"end_to_end": "end to end", "prefill": "in prefill", "decode": "in decode"}[choice.phase]
     low, high = getattr(row, f"speedup_{choice.phase}_interval")
@@ -315,7 +315,7 @@ def cost_words(one: PlannedLayout) -> str:
 
 
 def write_plan_recipe(path: Path, choice: PlanChoice) -> None:
-    """Write ``--recipe-out``, whole or not at all: YAML that ``convert`` takes, with how it came about in front."""
+    """Write ``--recipe-out``, whole or not at all: YAML that ``convert`` takes, with its origin in comments."""
     chosen = choice.chosen
     recipe = Recipe.from_layout(chosen.as_layout).to_dict()
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in recipe.items()}
@@ -344,7 +344,7 @@ def write_plan_recipe(path: Path, choice: PlanChoice) -> None:
 
 
 def show_known(console: Console) -> None:
-    """Print tables of what --hardware, --link, --engine and --shape take."""
+    """Print tables of the known values of --hardware, --link, --engine and --shape."""
     known = list(known_devices().values())
     interconnects, engines = list(known_interconnects().values()), list(known_engines().values())
     parameters = {name: parameter_count(config) for name, config in known_shapes().items()}

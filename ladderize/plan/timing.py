@@ -1,6 +1,6 @@
-"""The times that tell a device's and a link's figures apart: products, messages between products, and both at once.
+"""The times that a device's and a link's figures are fitted to: products, messages between products, and both at once.
 
-Weights alternate among as many as no cache holds. A message is timed behind a product, since in a pass ranks also wait
+Weights alternate among more than any cache holds. A message is timed behind a product, since in a pass ranks also wait
 for each other: over gloo it takes twice as long there as alone.
 """
 
@@ -28,10 +28,10 @@ class TimedSizes:
     """The products and messages that are timed.
 
     widths: of square weights.
-    rows: of a step of one text, of some, of 64, and of a prompt.
+    rows: of a decode step of one text, of some texts, of 64, and of a prompt.
     pool_bytes: of all weights of one width.
-    message_bytes: all that are timed.
-    overlapped_bytes: of those that products run beside.
+    message_bytes: the sizes of all messages that are timed.
+    overlapped_bytes: the sizes of those that products run beside.
     """
 
     widths: tuple[int, ...]
@@ -46,7 +46,7 @@ SIZES = {
     "cuda": TimedSizes((2048, 4096, 8192, 16384), (1, 16, 64, 8192), 2 << 30),
 }
 IN_A_ROW = 12  # products or messages of one sample: after a barrier ranks do not start at once
-LEAST_SECONDS = 1e-7  # of a message, where timings scatter by more than it takes
+LEAST_SECONDS = 1e-7  # the least time of a message, where timings scatter by more than it takes
 STARTS = 1000  # operations that the host starts, of one sample
 COVER = 1.5  # times as long as a message: the products that run beside it
 
@@ -76,7 +76,7 @@ class TimedMessage(Record):
 class TimedGroup(Record):
     """All that a group of ranks has timed.
 
-    contention: by how much a message in flight slows the compute beside it.
+    contention: the share by which a message in flight slows the compute beside it.
     launch_us: the host's time for an operation that it starts by itself.
     """
 
@@ -91,7 +91,7 @@ class TimedGroup(Record):
 
 
 def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, repeat: int, console: Console) -> TimedGroup:
-    """Time products and messages; all ranks call it. Raises UserError where they do not fit into memory."""
+    """Time products and messages, and return the times. All ranks call it. Raises UserError if memory is too small."""
     kind: torch.dtype = getattr(torch, dtype)
     widest = sizes.rows[-1] * sizes.widths[-1] * kind.itemsize
     check_room(2 * sizes.pool_bytes + 3 * widest, group.device, "calibrate", "free some", processes=group.local_size)
@@ -122,7 +122,7 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, repeat
 
 
 class _Timer:
-    """Times a function on all ranks at once: the median of so many samples, each that of the slowest rank."""
+    """A timer of functions on all ranks at once: the median of ``repeat`` samples, each of the slowest rank."""
 
     def __init__(self, group: Ranks, repeat: int) -> None:
         self.group, self.repeat = group, repeat
@@ -185,9 +185,9 @@ def _contention(
     messages: list[TimedMessage],
     sizes: TimedSizes,
 ) -> float:
-    """Return by how much a message in flight slows the products beside it: the mean over some sizes.
+    """Return the share by which a message in flight slows the products beside it: the mean over some sizes.
 
-    A message of a seconds and longer compute of c take c + contention * a together.
+    A message of ``a`` seconds and longer compute of ``c`` take c + contention * a together.
     """
     slowed = []
     for message in messages:
