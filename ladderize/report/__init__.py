@@ -1,1 +1,1 @@
-"""The page about a sweep: joined results, its plots, tables and answer."""
+"""The page about a sweep: joined results, plots, tables and the answer."""

@@ -15,9 +15,11 @@ MEASURE_SPEED = "ladderize bench DENSE MODEL... --tp-size N --out bench.json"
 
 @dataclass(frozen=True)
 class Answer:
-    """headline: one sentence or two.
+    """The answer of a report.
+
+    headline: one sentence or two.
     best: the model that is recommended.
-    setting: where its speed-up holds.
+    setting: the setting in which its speed-up holds.
     """
 
     headline: str
@@ -27,12 +29,12 @@ class Answer:
 
 
 def answer_of(folder: Path) -> Answer:
-    """Return the answer of a sweep's folder; raises UserError for documents that do not belong together."""
+    """Return the answer of a sweep's folder. Raises UserError for documents that do not belong together."""
     return find_answer(join_documents(find_documents([folder])))
 
 
 def find_answer(content: ReportContent) -> Answer:
-    """Return the fastest layout that is shown to be within the margin, else the nearest one to dense."""
+    """Return the answer: the fastest layout that is shown to be within the margin, else the one nearest to dense."""
     margin = margin_text(content.margin)
     others = [one for one in content.models if one is not content.reference and not one.is_control]
     shown = [one for one in others if one.verdict(content.margin) == "shown"]
@@ -71,8 +73,10 @@ def find_answer(content: ReportContent) -> Answer:
 
 
 def _fastest(subjects: list[Subject], content: ReportContent) -> list[tuple[Subject, Timing]]:
-    """Return of each setting the fastest model, those that are shown to be faster first; of one layout the most
-    accurate. The settings where it is shown to be faster come first."""
+    """Return the fastest model of each setting, settings with a shown speed-up first.
+
+    A model that is shown to be faster goes before others. Of equally fast ones the most accurate is taken.
+    """
     found = []
     for setting in content.real_settings:
         timed = [(one, timing) for one in subjects if (timing := one.timing(setting)) is not None]
@@ -82,10 +86,10 @@ def _fastest(subjects: list[Subject], content: ReportContent) -> list[tuple[Subj
 
 
 def _nearest(others: list[Subject]) -> tuple[Subject | None, str]:
-    """Return the layout nearest to dense, and how far it is in all that was measured.
+    """Return the layout nearest to dense, and words for its distance in all that was measured.
 
-    The nearest is found by divergence, else by perplexity, else by the tasks; of those that are shown to be faster,
-    where any is.
+    Distance is the divergence, else the perplexity, else the tasks. Only layouts that are shown to be faster count,
+    where there are any.
     """
     converted = [one for one in others if one.family != "dense"]
     known = [one for one in converted if any(timing.is_faster for timing in one.timings)] or converted
@@ -101,7 +105,8 @@ def _nearest(others: list[Subject]) -> tuple[Subject | None, str]:
 
 
 def _details(best: Subject, timing: Timing, fastest: list[tuple[Subject, Timing]]) -> list[str]:
-    """Say how accurate and how fast the model of the headline is, and in which settings a speed-up is shown."""
+    """Return sentences on the accuracy and the speed of the headline's model, and on the settings with a shown
+    speed-up."""
     accuracy = f"{points_text(best.difference)} points from dense; " if best.difference is not None else ""
     interval = "" if timing.whole.low is not None else ", no interval: too few rounds"
     kind = timing.setting.kind
@@ -115,7 +120,7 @@ def _details(best: Subject, timing: Timing, fastest: list[tuple[Subject, Timing]
 
 
 def _doubts(content: ReportContent, best: Subject | None = None) -> list[str]:
-    """Say what is missing, and whether a trained model is better than the training alone makes the dense one."""
+    """Return sentences on missing data, and on whether training alone explains a trained model's gain."""
     sentences = []
     if best is not None and best.was_trained and best.difference is not None and best.difference.value > 0:
         control = next((one for one in content.models if one.is_control and one.model == best.control), None)

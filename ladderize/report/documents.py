@@ -1,4 +1,4 @@
-"""The documents that a report is made of: found in what the user named, and read checked."""
+"""The documents that a report is made of: found in the files and folders that the user named, read and checked."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from ladderize.sweep_document import SweepDocument
 
 SWEEP = "sweep.json"
 READABLE = "sweep.json, results.json, bench.json, plan.json or sensitivity.json"
-# files of a folder that are looked at; others, such as config.json, belong to something else
+# the files of a folder that are read; others, such as config.json, belong to something else
 PATTERNS = ("results*.json", "bench*.json", "plan*.json", "sensitivity*.json")
 # keys that only one kind of document has
 TELLING_KEYS = {
@@ -45,7 +45,7 @@ AnyDocument = TypeVar("AnyDocument")
 class FoundDocument(Generic[AnyDocument]):
     """One document.
 
-    version: of ladderize, which wrote it.
+    version: of the ladderize that wrote it.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class FoundDocument(Generic[AnyDocument]):
 class MetricsLine(Record):
     """A line of metrics.jsonl: of a step, or of a validation.
 
-    tokens: read so far.
+    tokens: the number that was read so far.
     """
 
     step: int
@@ -67,7 +67,7 @@ class MetricsLine(Record):
     dense_heldout_perplexity: float | None = None
 
     def value(self, key: str) -> float | None:
-        """Return what was measured; None where that is no number, as of a training that broke down."""
+        """Return the measured value; None where it is no finite number, as in a training that diverged."""
         value = getattr(self, key)
         return value if value is not None and math.isfinite(value) else None
 
@@ -77,7 +77,7 @@ class RetrainingRun:
     """One retraining.
 
     name: of the sweep's point, else of its folder.
-    validations: with the tokens read by then.
+    validations: lines with the tokens that were read by then.
     """
 
     folder: Path
@@ -99,9 +99,10 @@ class FoundDocuments:
 
 
 def find_documents(paths: list[Path]) -> FoundDocuments:
-    """Return everything in the files and folders that a user named.
+    """Return all documents in the files and folders that a user named.
 
-    Raises UserError for what is not there, is corrupt, or is no document of ladderize, and for a folder with none.
+    Raises UserError for a path that is not there, a file that is corrupt or no document of ladderize, and a folder with
+    none.
     """
     found = FoundDocuments()
     for path in map(resolved, paths):
@@ -133,7 +134,10 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
 
 
 def _add_file(path: Path, found: FoundDocuments, *, is_named: bool = True) -> None:
-    """is_named: by the user; in a folder, what no report shows is passed over."""
+    """Add a file's document. Raises UserError if it is none of a report's.
+
+    is_named: the user named the file; in a folder, documents that no report shows are skipped.
+    """
     if path in found.seen:
         return
     found.seen.add(path)
@@ -152,7 +156,7 @@ def _add_file(path: Path, found: FoundDocuments, *, is_named: bool = True) -> No
 
 
 def _add_stages(sweep: FoundDocument[SweepDocument], found: FoundDocuments) -> None:
-    """Add what a sweep points to: paths inside its folder only."""
+    """Add the files that a sweep points to, all inside its folder. Raises UserError for one that is not there."""
     document = sweep.document
     results = [point.results for point in document.points if point.results is not None]
     for name in (*results, *document.sensitivities, *document.benches):
@@ -166,7 +170,7 @@ def _add_stages(sweep: FoundDocument[SweepDocument], found: FoundDocuments) -> N
 
 
 def _inside(sweep: Path, name: str) -> Path:
-    """Return a path that sweep.json names; raises UserError where it leaves the sweep's folder."""
+    """Return a path that sweep.json names. Raises UserError where it leaves the sweep's folder."""
     path = inside(sweep.parent, name)
     if path is None:
         raise UserError(f"{sweep} names {name}, which lies outside of its folder")
@@ -174,7 +178,7 @@ def _inside(sweep: Path, name: str) -> Path:
 
 
 def _add_retraining(folder: Path, name: str, found: FoundDocuments) -> None:
-    """Add the validations of a finished retraining; raises UserError for a file that is damaged."""
+    """Add the validations of a finished retraining. Raises UserError for a damaged file."""
     if folder in found.seen:
         return
     found.seen.add(folder)

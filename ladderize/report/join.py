@@ -1,4 +1,4 @@
-"""From documents to subjects: what was evaluated, timed and swept under one model path is one subject."""
+"""The step from documents to subjects: all results under one model path make one subject."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from ladderize.report.subjects import (
 from ladderize.report.times import add_times
 
 NORMAL_95 = 1.959964  # half the width of a 95 % interval of the normal distribution, in standard errors
-FROM_POINT = ("adapted", "tokens", "failure", "not_promoted", "control")  # what a sweep knows of a model
+FROM_POINT = ("adapted", "tokens", "failure", "not_promoted", "control")  # a sweep's facts about a model
 
 
 @dataclass
@@ -37,7 +37,7 @@ class ReportContent:
 
     subjects: the reference first.
     settings: measured ones first, then by ranks (most first) and batch size.
-    remarks: what a reader must know about how the numbers came about.
+    remarks: sentences on the origin of the numbers that a reader must know.
     """
 
     margin: float
@@ -48,7 +48,7 @@ class ReportContent:
 
     @property
     def models(self) -> list[Subject]:
-        """Those whose accuracy may be asked for: no baselines, and none with random weights."""
+        """The models that have an accuracy: no baselines, and none with random weights."""
         return [subject for subject in self.subjects if subject.is_model]
 
     @property
@@ -63,9 +63,9 @@ class ReportContent:
 
 
 def join_documents(found: FoundDocuments, margin: float | None = None) -> ReportContent:
-    """Return what the documents say together; raises UserError for documents that do not belong together.
+    """Return the joined content of the documents. Raises UserError for documents that do not belong together.
 
-    margin: in points; None takes the sweep's (the least of several sweeps'), or that of ``CompareOptions``.
+    margin: in points; None: the sweep's (the least of several sweeps'), or that of ``CompareOptions``.
     """
     margin = margin or min((sweep.document.margin for sweep in found.sweeps), default=CompareOptions.margin)
     subjects: Subjects = {}
@@ -94,7 +94,8 @@ def _preference(setting: Setting) -> tuple[object, ...]:
 
 
 def _name(models: list[Subject]) -> None:
-    """Name those that a sweep has not named by the last part of the path, where these differ; no name comes twice."""
+    """Name the models that a sweep has not named, by the last part of the path where these differ. No name comes
+    twice."""
     unnamed = [subject for subject in models if not subject.name]
     for subject, name in zip(unnamed, short_names([subject.model for subject in unnamed]), strict=True):
         subject.name = name
@@ -107,7 +108,10 @@ def _name(models: list[Subject]) -> None:
 
 
 def _add_results(subjects: Subjects, found: Sequence[FoundDocument[EvalResults]]) -> dict[str, tuple[Path, str]]:
-    """Add what was evaluated. Return by key where each model's samples are: a results.json, and the model's name."""
+    """Add the evaluations. Return the place of each model's samples by key: a results.json, and the model's name in it.
+
+    Raises UserError for a model that is evaluated twice, or that has another layout elsewhere.
+    """
     places: dict[str, tuple[Path, str]] = {}
     for results in found:
         for number, entry in enumerate(results.document.models):
@@ -134,7 +138,8 @@ def _compare(
 ) -> list[str]:
     """Give every evaluated model its comparison with the reference, and with its control; return remarks, each once.
 
-    What was evaluated together is compared in results.json; what was evaluated apart, as in a sweep, is compared here.
+    Models that were evaluated together are compared in results.json. Models that were evaluated apart, as in a sweep,
+    are compared here. Raises UserError for a comparison with a model that no document evaluates.
     """
     if not places:
         return []
@@ -161,7 +166,7 @@ def _compare(
 
 
 def _take(subject: Subject, reference: Subject, compared: ComparisonDocument) -> dict[str, None]:
-    """Take over what a comparison says, also of the reference: a mean over the same tasks. Return the remarks."""
+    """Take over the values of a comparison, also the reference's mean over the same tasks. Return the remarks."""
     subject.comparison = compared
     if (overall := compared.overall) is not None:
         reference.accuracy, subject.accuracy = overall.reference_value, overall.value

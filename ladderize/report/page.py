@@ -1,5 +1,7 @@
-"""``ladderize report``: from documents to one HTML page that needs nothing else, its pictures, and Markdown. Everything
-that comes from a document is escaped."""
+"""The command ``ladderize report``: one HTML page that needs nothing else, its pictures, and Markdown.
+
+All text of documents is escaped.
+"""
 
 import json
 import os
@@ -38,9 +40,9 @@ RETRAIN = "ladderize adapt MODEL OUT --distill-from DENSE --data FILE --max-toke
 
 @dataclass(frozen=True)
 class PageSection:
-    """Some plots.
+    """A section of plots.
 
-    missing: where there are none, why, and which command makes their data.
+    missing: a sentence for a section without plots, with the command that makes their data.
     """
 
     name: str
@@ -71,10 +73,10 @@ class ReportPage:
 
 @dataclass(frozen=True)
 class ReportSummary(Record):
-    """The answer, and what was written.
+    """The answer, and the written files.
 
     best: the model that is recommended.
-    files: page, Markdown, pictures.
+    files: page, Markdown and pictures.
     """
 
     out: str
@@ -94,7 +96,7 @@ def write_report(
     """Write one HTML page about the trade-off between accuracy and speed.
 
     paths: folders of sweeps, or files and folders with results.json, bench.json, sensitivity.json and metrics.jsonl.
-    margin: how much accuracy may be lost, in points; None takes that of the sweep, or 1.
+    margin: the accuracy that may be lost, in points; None: that of the sweep, or 1.
     markdown: a file for the answer, the table of models and links to pictures, which lie in FILE-pictures.
     Raises UserError for documents that are corrupt, foreign, or do not belong together.
     """
@@ -138,7 +140,7 @@ def _write(path: Path, text: str) -> Path:
 
 
 def _write_pictures(page: ReportPage, folder: Path) -> dict[str, list[Path]]:
-    """Return the pictures of each plot by its name, PNG and SVG by turns."""
+    """Write the pictures; return those of each plot by its name, PNG and SVG in turn."""
     folder.mkdir(exist_ok=True)
     written: dict[str, list[Path]] = {}
     for plot in page.plots:
@@ -156,7 +158,7 @@ def _link(picture: Path, file: Path) -> str:
 
 
 def build_page(content: ReportContent) -> ReportPage:
-    """Return the sections in their order; those without data are a sentence that says what makes it."""
+    """Return the page with its sections. A section without data has a sentence with the command that makes it."""
     answer, reference = find_answer(content), content.reference
     setting = answer.setting or next(iter(content.real_settings), None)
     lacking = MEASURE_ACCURACY if content.real_settings else MEASURE_SPEED
@@ -195,7 +197,8 @@ def check_libraries() -> None:
 
 @cache
 def _library() -> str:
-    """Return vega-embed as a script; a second to make, and always the same."""
+    """Return vega-embed as a script. It takes a second, so it is cached. Raises UserError if it cannot be put in a
+    page."""
     import vl_convert
 
     code = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
@@ -205,7 +208,7 @@ def _library() -> str:
 
 
 def html_page(page: ReportPage) -> str:
-    """Return the page as text."""
+    """Return the page as HTML."""
     return _render(
         "page.html.j2",
         page=page,
@@ -219,21 +222,21 @@ def html_page(page: ReportPage) -> str:
 
 
 def markdown_page(page: ReportPage, pictures: dict[str, list[str]]) -> str:
-    """Return text for a README or a model card.
+    """Return the page as Markdown for a README or a model card.
 
-    pictures: name of a plot -> links to its pictures.
+    pictures: links to the pictures of each plot, by its name.
     """
     return _render("report.md.j2", page=page, pictures=pictures)
 
 
 def script_json(value: object) -> str:
-    """Return JSON that can stand in a script element: no text in it ends that, or begins a comment."""
+    """Return JSON for a script element: no text in it can end the element, or begin a comment."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def markdown_text(text: object) -> str:
-    """Return text that means nothing to Markdown or HTML, on one line; what stands between backticks stays code."""
+    """Return text on one line, escaped for Markdown and HTML. Text between backticks stays code."""
     parts = re.split(r"(?<!`)(`[^`<>&|]+`)(?!`)", " ".join(str(text).split()))
     return "".join(part if number % 2 else _escaped(part) for number, part in enumerate(parts))
 
@@ -245,7 +248,7 @@ def _escaped(plain: str) -> str:
 
 
 def code_parts(text: str) -> list[tuple[bool, str]]:
-    """Return a sentence in parts: whether it stands between backticks, and the text."""
+    """Return a sentence in parts: True for one between backticks, and its text."""
     return [(number % 2 == 1, part) for number, part in enumerate(text.split("`"))]
 
 
@@ -259,7 +262,7 @@ def _render(name: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,  # not what is HTML already
+        finalize=lambda value: printable(value) if type(value) is str else value,  # not Markup, which is HTML already
     )
     environment.filters |= {"md": markdown_text, "code": code_parts}
     return environment.get_template(name).render(**values)

@@ -1,4 +1,4 @@
-"""Parts that all plots share: a plot with its data as a table, what is measured, and the looks of models."""
+"""Parts that all plots share: a plot with its data as a table, the measures, and the looks of models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ FAMILY_COLOURS = dict(zip(FAMILIES, ("dense", "ladder", "spd", "both", "baseline
 KIND_SHAPES = dict(zip(KIND_ORDER, ("circle", "diamond", "triangle-up"), strict=True))
 # a row for each model
 MODEL_ROWS: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}}
-# the data of a plot: of models they have ``name``, ``family`` and perhaps ``kind``
+# the data of a plot; rows of models have ``name``, ``family`` and perhaps ``kind``
 PlotRows = Sequence[Mapping[str, Any]]
 TOKENS_AXIS: Spec = {"format": "~s", "labelExpr": "datum.value === 0 ? '0' : datum.label", "tickCount": 5}
 WIDE_RATIO = 4  # of the largest value to the least: beyond, a scale is logarithmic
@@ -27,10 +27,10 @@ WIDE_RATIO = 4  # of the largest value to the least: beyond, a scale is logarith
 
 @dataclass(frozen=True)
 class PlotChoice:
-    """Something that a reader selects in a plot.
+    """A selection that a reader makes in a plot.
 
-    parameter: of the specification.
-    options: value and text of each.
+    parameter: the name of the specification's parameter.
+    options: value and text of each option.
     """
 
     parameter: str
@@ -43,9 +43,9 @@ class ReportPlot:
     """A plot with its data.
 
     name: of its figure and its pictures.
-    summary: what it shows, for those who do not see it.
-    legend: what a swatch shows, its colour, its shape.
-    interactive: whether its marks take the focus.
+    summary: its content in words, for those who do not see it.
+    legend: the text, the colour and the shape of each swatch.
+    interactive: True if its marks take the focus.
     """
 
     name: str
@@ -61,9 +61,9 @@ class ReportPlot:
 
 @dataclass(frozen=True)
 class Measure:
-    """A way to say how good a model is.
+    """A measure of a model's quality.
 
-    is_more_better: else less is.
+    is_more_better: True if a larger value is better; else a smaller one is.
     """
 
     title: str
@@ -86,7 +86,7 @@ BY_ACCURACY, BY_PERPLEXITY = Measure("points from dense", True), Measure("perple
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Return True where a logarithmic scale is needed to tell the values apart."""
+    """Return True if only a logarithmic scale tells the values apart."""
     return min(values) > 0 and max(values) / min(values) > WIDE_RATIO
 
 
@@ -98,7 +98,7 @@ def row_height(rows: PlotRows) -> int:
 def dots(summary: str, rows: PlotRows, x: Spec, levels: list[Spec], *, kinds: bool = False, **more: Any) -> Spec:
     """Draw a row for each model, with a mark and its interval.
 
-    kinds: marks tell measured from predicted.
+    kinds: the marks' shapes tell measured from predicted.
     """
     encoding = {"x": x, "y": MODEL_ROWS, "color": family_colour(rows)}
     points = marks({**encoding, "shape": kind_shape(rows)} if kinds else encoding, 90)
@@ -111,7 +111,7 @@ def family_colour(rows: PlotRows) -> Spec:
 
 
 def kind_shape(rows: PlotRows) -> Spec:
-    """Return the shapes of measured, emulated and predicted, of those in these rows."""
+    """Return the shapes of the kinds of timing in these rows."""
     return nominal("kind", {name: KIND_SHAPES[name] for name in _shown(rows, "kind", KIND_ORDER)})
 
 

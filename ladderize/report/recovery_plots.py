@@ -1,4 +1,5 @@
-"""Accuracy that adaptation wins back: of each model by the tokens that it read, and of retrainings while they ran."""
+"""The accuracy that adaptation wins back: of each model by the tokens that it read, and of retrainings while they
+ran."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +39,7 @@ RUN_SHAPES = ("circle", "square", "diamond", "triangle-up")  # with the colours,
 
 
 def recovery_plots(content: ReportContent) -> list[ReportPlot]:
-    """Return models of one layout with other tokens, and retrainings; nothing where no model was adapted."""
+    """Return the plots of adapted models by tokens and of retrainings; none where no model was adapted."""
     return [*_models_plot(content), *_retraining_plot(content.found.retrainings)]
 
 
@@ -92,12 +93,12 @@ def _models_plot(content: ReportContent) -> list[ReportPlot]:
 
 
 def _begins(method: str, other: str) -> bool:
-    """Return True where models of one way of adapting become those of the other by further stages, or by none."""
+    """Return True if one way of adapting is the other, or becomes it by further stages."""
     return method == AS_CONVERTED or f"{other}{THEN}".startswith(f"{method}{THEN}")
 
 
 def _ends(subjects: Sequence[Subject]) -> list[str]:
-    """Return the ways of adapting that no other goes on with."""
+    """Return the ways of adapting that no other way continues."""
     methods = {str(one.adapted) for one in subjects}
     return sorted(one for one in methods if not any(_begins(one, other) for other in methods - {one}))
 
@@ -120,7 +121,7 @@ def _models_spec(rows: list[dict[str, Any]], measure: Measure, margin: float) ->
 
 
 def _retraining_plot(found: Sequence[RetrainingRun]) -> list[ReportPlot]:
-    """Return one plot of all runs that held text out. The KL, where all runs measured it."""
+    """Return one plot of all runs that held text out: of the KL where all runs measured it, else of the perplexity."""
     runs = [run for run in found if run.validations]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=f"{run.folder.parent.name}/{run.folder.name}") for run in runs]

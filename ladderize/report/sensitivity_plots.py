@@ -1,4 +1,4 @@
-"""How much each layer minds a change."""
+"""The plots of each layer's sensitivity."""
 
 import math
 import statistics
@@ -60,7 +60,8 @@ def _measured(document: SensitivityDocument) -> str:
 
 
 def _panel(document: SensitivityDocument) -> PlotPanel:
-    """Return S of each layer by kind with its interval; logarithmic where a few dwarf the others."""
+    """Return a panel of each layer's sensitivity by kind, with its interval. Its scale is logarithmic where a few
+    layers dwarf the others."""
     rows: list[dict[str, Any]] = [
         {
             "layer": cost.layer,

@@ -1,4 +1,4 @@
-"""Speed-up against batch size, for each group of ranks and link; and where the time of a pass goes."""
+"""The plots of speed-up against batch size, for each group of ranks and link, and of the parts of a pass's time."""
 
 from dataclasses import replace
 from itertools import groupby
@@ -40,7 +40,7 @@ SPEEDUP = quantitative(
 
 
 def _timings(content: ReportContent, settings: list[Setting]) -> list[tuple[Subject, Timing]]:
-    """Return all times by setting, without those that a model has of another one."""
+    """Return all times by setting, without times that a model shares with another."""
     return [
         (subject, timing)
         for setting in settings
@@ -137,7 +137,7 @@ def _speed_lines(rows: list[dict[str, Any]], title: str) -> Spec:
     return make_spec(f"Speed-up against batch size: {title}", 260, rows, layers, **CHOSEN)
 
 
-# ---- where the time goes ----
+# ---- the parts of a pass's time ----
 
 
 def time_plots(content: ReportContent) -> list[ReportPlot]:
@@ -147,7 +147,7 @@ def time_plots(content: ReportContent) -> list[ReportPlot]:
         timings = [
             (subject, timing.setting, timing.spent[phase])
             for subject, timing in _timings(content, content.settings)
-            # one rank has nothing to wait for: what is measured there is noise
+            # one rank has nothing to wait for, so its waits are noise
             if timing.setting.tp_size > 1 and phase in timing.spent
         ]
         if timings:

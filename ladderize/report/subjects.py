@@ -1,4 +1,4 @@
-"""The models of a report, what they score, and how fast they are in which setting. Imports no torch."""
+"""The models of a report, with their scores and their speed in each setting. Imports no torch."""
 
 import os
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ MINUS = "\u2212"
 def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
     """Return a number with a true minus sign.
 
-    sign: write a plus as well. A number that rounds to 0 has no sign.
+    sign: write a plus as well, but for a number that rounds to 0.
     """
     text = f"{abs(value):,.{digits}f}"
     if not float(text.replace(",", "")):
@@ -34,7 +34,7 @@ def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
 
 @dataclass(frozen=True)
 class WithInterval:
-    """A number and the ends of its 95 % interval, which are None where it has none."""
+    """A number and the ends of its 95 % interval; None: it has none."""
 
     value: float
     low: float | None = None
@@ -45,7 +45,7 @@ class WithInterval:
         return WithInterval(self.value * factor, low, high)
 
     def fields(self, name: str) -> dict[str, float | None]:
-        """Return the three numbers as a row of a plot has them: see ``plot.intervals``."""
+        """Return the three numbers as fields of a plot's row, named as in ``vega.intervals``."""
         return {name: self.value, f"{name}1": self.low, f"{name}2": self.high}
 
     def interval_text(self, digits: int = 2, *, sign: bool = False) -> str:
@@ -55,7 +55,7 @@ class WithInterval:
         return f"{number_text(self.low, digits, sign=sign)} to {number_text(self.high, digits, sign=sign)}"
 
     def text(self, digits: int = 2, *, sign: bool = False, unit: str = "") -> str:
-        """Return ``1.01x (0.98 to 1.04)``."""
+        """Return the number, its unit and its interval: ``1.01x (0.98 to 1.04)``."""
         interval = self.interval_text(digits, sign=sign)
         return number_text(self.value, digits, sign=sign) + unit + (f" ({interval})" if interval else "")
 
@@ -79,11 +79,11 @@ def points_of(overall: PooledComparison) -> WithInterval:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a model was timed, or where its times were predicted.
+    """The setting in which a model was timed, or for which its times were predicted.
 
-    medium: how ranks communicate, or the emulated or assumed link.
+    medium: the backend of the ranks, or the emulated or assumed link.
     source: the number of the document.
-    note: follows the words, such as that weights are random.
+    note: a remark at the end of the words, such as on random weights.
     """
 
     kind: TimingKind
@@ -118,8 +118,8 @@ class Spent:
     """The milliseconds of one pass.
 
     compute: without communication.
-    waited: what communication adds.
-    hidden: what of it ran under compute; None for a layout that overlaps nothing.
+    waited: the time that communication adds.
+    hidden: communication under compute; None for a layout that overlaps nothing.
     """
 
     compute: float
@@ -132,7 +132,7 @@ class Timing:
     """One model in one setting.
 
     row: of bench.json or plan.json.
-    is_first: speed-ups are over this row.
+    is_first: True if speed-ups are over this row.
     speedup: by phase.
     spent: by phase, without
     ``end_to_end``.
@@ -157,7 +157,7 @@ class Timing:
 
 @dataclass
 class Subject:
-    """A model, or something that was timed only, with all that is known of it.
+    """A model, or a row that was only timed, with all that is known of it.
 
     is_model: False for a baseline, a shape, or random weights.
     accuracy: the mean over tasks, 0 to 1.
@@ -211,7 +211,7 @@ class Subject:
 
     @property
     def modes(self) -> tuple[tuple[str, ...], tuple[str, ...], int | None]:
-        """The layout, as something to compare."""
+        """The layout as a value to compare."""
         return tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size
 
     @property
@@ -235,7 +235,7 @@ class Subject:
 
     @property
     def adaptation(self) -> str:
-        """How it was adapted, in words; empty where it was not, or where it is unknown."""
+        """The words for its adaptation; empty where there was none, or it is unknown."""
         if self.adapted in (None, AS_CONVERTED):
             return ""
         return f"{self.adapted}, {self.tokens:,} tokens" if self.tokens else str(self.adapted)
@@ -246,7 +246,7 @@ class Subject:
         return self.title + (f"; adapted ({self.adaptation})" if self.adaptation else "")
 
     def verdict(self, margin: float) -> str:
-        """Return what the interval shows about a margin in points; empty where nothing was compared."""
+        """Return the verdict of the interval on a margin in points; empty where nothing was compared."""
         difference = self.difference
         if difference is None:
             return ""
@@ -255,7 +255,8 @@ class Subject:
         return "worse" if difference.high is not None and difference.high < -margin else "not shown"
 
     def samples_needed(self, margin: float) -> int | None:
-        """Return how many samples show the margin of an equally good model, where these were too few."""
+        """Return the number of samples that would show the margin of an equally good model; None unless these were too
+        few."""
         if self.comparison is None or self.comparison.margin != margin or self.verdict(margin) != "not shown":
             return None
         return None if self.comparison.overall is None else self.comparison.overall.samples_needed
@@ -264,7 +265,7 @@ class Subject:
         return next((timing for timing in self.timings if timing.setting == setting), None)
 
 
-Subjects = dict[str, Subject]  # by the model's path, or by the document and the row of what is no model
+Subjects = dict[str, Subject]  # by the model's path; of other rows by the document and the row's name
 
 
 def model_key(model: str) -> str:

@@ -1,4 +1,4 @@
-"""Tables of a report, and what it lists: models, layouts layer by layer, machines and versions."""
+"""The tables and lists of a report: models, layouts layer by layer, machines and versions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ from ladderize.runtime.collectives.links import Interconnect, Link
 
 @dataclass(frozen=True)
 class TableCell:
-    """The text that is shown.
+    """A cell of a table, with the text that is shown.
 
-    value: what it is sorted by, where that is a number.
+    value: the number that it is sorted by; None: by the text.
     """
 
     text: str
@@ -36,9 +36,9 @@ class TableCell:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Each row has a cell for every column; the first cell of a row is its header.
+    """A table. Each row has a cell for every column; the first cell of a row is its header.
 
-    note: stands below.
+    note: the text below it.
     """
 
     caption: str
@@ -59,7 +59,10 @@ def make_table(caption: str, rows: Iterable[Mapping[str, str | TableCell]], note
 
 
 def number_cell(value: float | None, shown: Callable[[float], str] | str) -> TableCell:
-    """shown: a format string or a function; the cell is empty where there is no value."""
+    """Return a cell with a number; it is empty where there is none.
+
+    shown: a format string or a function.
+    """
     if value is None:
         return TableCell("")
     return TableCell(shown.format(value) if isinstance(shown, str) else shown(value), float(value))
@@ -82,9 +85,9 @@ def interval_cell(estimate: WithInterval, digits: int, *, sign: bool = False) ->
 
 
 def models_table(content: ReportContent, setting: Setting | None) -> ReportTable:
-    """Return a row for each model; columns without any value are left out.
+    """Return the table with a row for each model, without empty columns.
 
-    setting: of the times.
+    setting: the setting of the times.
     """
     rows = [_model_row(one, setting, content.margin) for one in content.models]
     empty = {name for name in (rows[0] if rows else ()) if all(row[name] in ("", TableCell("")) for row in rows)}
@@ -139,7 +142,7 @@ LETTERS = {BLOCKING: "B", OVERLAPPED: "O", DROPPED: "D"}
 def layout_strips(content: ReportContent) -> list[dict[str, Any]]:
     """Return a strip for each layout of the models, in their order; a model whose layout is not known has none.
 
-    A strip has the layout, the models that have it, and two rows: a name, runs of layers of one mode, a summary.
+    A strip has the layout, the models that have it, and two rows of a name, runs of layers of one mode, and a summary.
     """
     strips: dict[tuple[object, ...], dict[str, Any]] = {}
     for subject in content.models:
@@ -161,11 +164,11 @@ def _strip_row(name: str, modes: Sequence[str]) -> dict[str, Any]:
     return {"name": name, "runs": runs, "summary": f"{name}: {'; '.join(words)}"}
 
 
-# ---- on what machines and with which versions the numbers were made ----
+# ---- the machines and versions that made the numbers ----
 
 
 def setup_facts(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
-    """Return the names of documents, and what is to be known of these; those that were made alike are one."""
+    """Return the names of documents, and the facts of their making. Documents with the same facts are one entry."""
     together: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for path, facts in _facts(found):
         texts = {name: ", ".join(fact) if isinstance(fact, list) else str(fact) for name, fact in facts.items() if fact}
@@ -178,7 +181,7 @@ def setup_facts(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
 
 
 def _facts(found: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
-    """Yield what is to be known of each document that measured something."""
+    """Yield the facts of each document's making: machine, versions, options."""
     facts: dict[str, object]
     for results in found.results:
         options, entry = results.document.options, results.document.models[0]

@@ -24,9 +24,9 @@ from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchR
 
 
 def add_times(subjects: Subjects, found: FoundDocuments, *, is_evaluated: bool) -> list[str]:
-    """Add what was timed and what was predicted; return why models were not timed.
+    """Add the measured and the predicted times; return the reasons why models were not timed.
 
-    is_evaluated: accuracies are known, so that speed-ups must be over the same model as these.
+    is_evaluated: True if accuracies are known: speed-ups must then be over the same model.
     """
     remarks = []
     documents: list[FoundDocument[BenchDocument] | FoundDocument[PlanResult]] = [*found.benches, *found.plans]
@@ -68,7 +68,9 @@ def _add_timing(subjects: Subjects, timing: Timing, path: Path) -> None:
     subject.timings.append(timing)
     if isinstance(row, PlannedRow):
         subject.parameters = row.parameters
-    elif is_model and subject.parameters is None:  # it was timed only: as many as the reference, if it is as large
+    elif (
+        is_model and subject.parameters is None
+    ):  # it was only timed: it has as many as the reference, if it is as large
         first = next(iter(subjects.values()))
         alike = (one.row for one in first.timings if one.setting == timing.setting)
         if any((one.dtype, one.weight_bytes) == (row.dtype, row.weight_bytes) for one in alike):
@@ -76,8 +78,10 @@ def _add_timing(subjects: Subjects, timing: Timing, path: Path) -> None:
 
 
 def _share_times(subjects: Subjects, source: int, failed: Collection[str]) -> None:
-    """Give models that a document does not time the times of the first one of their layout and size that it does. A
-    prediction for a layout belongs to the models that have it."""
+    """Give models that a document does not time the times of the first one of their layout and size that it does.
+
+    A prediction for a layout goes to the models that have it.
+    """
 
     def of_document(subject: Subject) -> list[Timing]:
         return [timing for timing in subject.timings if timing.setting.source == source]
@@ -130,6 +134,6 @@ def _timing(row: SpeedRow, document: BenchDocument | PlanResult, source: int) ->
 
 def _spent(part: PhaseCommunication, overlaps: bool) -> Spent:
     low, high = part.exposed_interval_ms if len(part.exposed_interval_ms) == 2 else (None, None)
-    # a difference of two medians may come out below 0, and what is hidden above all that there is; neither can be
+    # differences of two medians: hidden_ms may come out below 0, or above all communication, which no time can be
     hidden = min(max(0.0, part.hidden_ms), part.alone_ms, part.no_communication_ms) if overlaps else None
     return Spent(part.no_communication_ms, WithInterval(part.exposed_ms, low, high), hidden)

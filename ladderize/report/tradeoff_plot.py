@@ -22,7 +22,7 @@ from ladderize.report.subjects import PHASE_WORDS, Setting, WithInterval, speedu
 from ladderize.report.tables import TableCell, interval_cell, make_table, number_cell
 from ladderize.report.vega import SIGNED_LABEL, PlotPanel, Spec, intervals, level, lines, make_spec, quantitative
 
-CLOSE_ACROSS, CLOSE_UP = 0.25, 0.06  # of the axes: names of marks that are closer would lie on each other
+CLOSE_ACROSS, CLOSE_UP = 0.25, 0.06  # shares of the axes: names of marks that are closer would overlap
 WIDE_SPAN = 12  # points; beyond, the scale is logarithmic away from 0, so that small losses stay apart
 POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50)
 MARK_SIZES = (70, 120, 180)  # as converted; aligned; trained
@@ -32,7 +32,7 @@ BEYOND = 2  # points from dense, beyond which a wide scale is logarithmic
 def tradeoff_plots(content: ReportContent, first: Setting | None) -> list[ReportPlot]:
     """Return a plot for each measure that was taken; none without times of checkpoints.
 
-    first: shown at first.
+    first: the setting that is shown at first.
     """
     plots = []
     for measure in (BY_ACCURACY, BY_PERPLEXITY):
@@ -85,7 +85,8 @@ def _rows(content: ReportContent, measure: Measure, number: int, phase: str) -> 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
     """Return True for each (speed-up, score) that is on the Pareto front: more of both is better.
 
-    A point is off it if another is at least as good in both and better in one. Equal points are on it together.
+    A point is off it if another is at least as good in both and better in one. Equal points are on it or off it
+    together.
     """
     order = sorted(range(len(points)), key=lambda index: (-points[index][0], -points[index][1]))
     on = [False] * len(points)
@@ -104,7 +105,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 
 def name_sides(places: list[tuple[float, float]], front: list[bool]) -> list[int]:
-    """Return where each mark bears its name: 1 above it, -1 below it, 0 nowhere.
+    """Return the side of each mark's name: 1 above it, -1 below it, 0 no name.
 
     Marks of the front come first, the fastest of them before the others. No name lies on another one or on a mark; one
     of the front may lie on a mark that is not.
@@ -216,8 +217,10 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
 
 
 def _labels(place: Spec, **look: Any) -> Spec:
-    """Draw the models' names: to the left of marks on the right half, to the right of the others. A phone has room for
-    those of the front."""
+    """Draw the models' names: to the left of marks on the right half, to the right of the others.
+
+    A phone has room for the names of the front only.
+    """
     right = "scale('x', datum.x) > width / 2"
     return {
         "transform": [{"filter": "datum.label !== 0"}],

@@ -1,8 +1,8 @@
 """Drawings: a panel is a Vega-Lite specification, which the page shows and vl-convert-python (of the extra ``report``)
 saves as PNG and SVG.
 
-Colours are CSS variables, so that drawings follow the page's dark mode without being drawn again; a picture of its own
-gets the light ones instead.
+Colours are CSS variables, so that drawings follow the page's dark mode without being drawn again. A picture file gets
+the light colours instead.
 """
 
 import json
@@ -44,8 +44,8 @@ SIGNED_LABEL = "(datum.value > 0 ? '+' : datum.value < 0 ? '\u2212' : '') + form
 class PlotPanel:
     """One drawing.
 
-    title: above it, where a plot has several.
-    picture_title: of a picture, where that is another.
+    title: the text above it, where a plot has several panels.
+    picture_title: the title of a picture, where it is another.
     """
 
     spec: Spec
@@ -103,9 +103,9 @@ def quantitative(field: str, title: str, **more: Any) -> Spec:
 
 
 def nominal(field: str, scale: Mapping[str, str] | None = None, *, colours: bool = False) -> Spec:
-    """Return an encoding by names.
+    """Return a nominal encoding.
 
-    scale: value -> a shape, or (``colours``) a name of PALETTE.
+    scale: the shape of each value, or (``colours``) its name in PALETTE.
     """
     if scale is None:
         return {"field": field, "type": "nominal"}
@@ -116,7 +116,7 @@ def nominal(field: str, scale: Mapping[str, str] | None = None, *, colours: bool
 def looks(field: str, table: Mapping[str, tuple[str, str]]) -> Spec:
     """Return colour and shape by one field.
 
-    table: value -> a name of PALETTE, and a shape.
+    table: the name in PALETTE and the shape of each value.
     """
     return {
         "color": nominal(field, {value: colour for value, (colour, _) in table.items()}, colours=True),
@@ -125,14 +125,14 @@ def looks(field: str, table: Mapping[str, tuple[str, str]]) -> Spec:
 
 
 def rule(encoding: Spec, **mark: Any) -> Spec:
-    """Draw a line that says nothing to those who do not see it: a level, or the bar of an interval."""
+    """Draw a line that screen readers skip: a level, or the bar of an interval."""
     return {"mark": {"type": "rule", "aria": False, **mark}, "encoding": encoding}
 
 
 def level(axis: str, value: float, *, dashed: bool = False, **mark: Any) -> Spec:
     """Draw a line across the whole plot.
 
-    axis: ``x`` or ``y``, on which the value is.
+    axis: ``x`` or ``y``, the axis of the value.
     """
     return rule({axis: {"datum": value}}, color="var(--muted)", **({"strokeDash": DASHES} if dashed else {}), **mark)
 
@@ -140,7 +140,7 @@ def level(axis: str, value: float, *, dashed: bool = False, **mark: Any) -> Spec
 def intervals(axis: str, encoding: Spec, *, width: float = 1.5) -> Spec:
     """Draw a bar for each row that has both ends.
 
-    axis: ``x`` or ``y``, whose field has its ends in the fields of the same name with 1 and 2 behind it.
+    axis: ``x`` or ``y``. Its field's ends are in the fields of the same name with 1 and 2 behind it.
     """
     field = encoding[axis]["field"]
     ends = {**encoding, axis: {**encoding[axis], "field": f"{field}1"}, f"{axis}2": {"field": f"{field}2"}}
@@ -149,7 +149,7 @@ def intervals(axis: str, encoding: Spec, *, width: float = 1.5) -> Spec:
 
 
 def marks(encoding: Spec, size: int) -> Spec:
-    """Draw a mark for each row, which its field ``words`` describes."""
+    """Draw a mark for each row, described by its field ``words``."""
     return {
         "mark": {"type": "point", "filled": True, "size": size, "opacity": 1},
         "encoding": {**encoding, "description": {"field": "words"}},
@@ -164,7 +164,8 @@ def lines(encoding: Spec, **mark: Any) -> Spec:
 
 
 def picture_spec(panel: PlotPanel) -> Spec:
-    """Return a panel as a file of its own: light colours, a width in pixels, a legend, a white ground."""
+    """Return a panel's specification for a file of its own: light colours, a width in pixels, a legend, a white
+    background."""
     text = json.dumps(panel.spec)
     for name, (light, _) in PALETTE.items():
         text = text.replace(f"var(--{name})", light)
