@@ -1,1 +1,1 @@
-"""Checkpoint to checkpoint: plan, write, verify, rename. Imports leaves only."""
+"""Conversion of a checkpoint: plan, write, verify, rename. Imports leaves only."""

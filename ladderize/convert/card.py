@@ -1,4 +1,5 @@
-"""The model card (README.md) of an output: the source's front matter with ours merged in, and what was done."""
+"""The model card (README.md) of an output: the source's front matter merged with ours, and a description of the
+conversion."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ TAGS = {"ladder": "ladder-residual", "spd": "sync-point-drop"}
 
 
 def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
-    """Return a card's YAML front matter and its body; ({}, text) where there is none that can be read."""
+    """Return a card's YAML front matter and its body; ({}, text) where there is no readable front matter."""
     text = text.replace("\r\n", "\n")
     if text.startswith("---\n") and 0 < (end := text.find("\n---", 4)) <= MAX_YAML_BYTES:
         try:
@@ -33,7 +34,8 @@ def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
 
 
 def source_card(folder: Path) -> Path | None:
-    """Return the card that somebody wrote for the source; where README.md is ours, the original kept with it."""
+    """Return the card that the source's authors wrote: README.md, or, where that is ours, the original kept with it;
+    None where there is none."""
     readme, kept = folder / "README.md", folder / "README.source.md"
     if readme.is_file() and MARK.encode() not in read_bytes(readme):
         return readme
@@ -69,7 +71,8 @@ def _dense_paragraphs(plan: Plan) -> Iterator[str]:
 
 
 def _changes(plan: Plan) -> Iterator[str]:
-    """Yield what became of the weights, where they are not the source's (apart from their dtype), and warnings."""
+    """Yield paragraphs on weights that differ from the source's (apart from their dtype), the quantisation, and
+    warnings."""
     sentences = []
     if permuted := plan.changes.permuted_layers:
         sentences.append(

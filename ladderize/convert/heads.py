@@ -1,5 +1,5 @@
-"""Attention heads in another order: exact for the dense function, and a choice of who works together where syncs are
-dropped.
+"""Attention heads in another order: exact for the dense function, and where syncs are dropped a choice of which heads
+share a rank.
 
 A *head order* of a layer is a permutation of its query heads: the head at new position p is the old head ``order[p]``.
 Whole KV groups move (the heads // kv_heads consecutive heads that share a KV head), in any order within each.
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 HEAD_MAP = "head_map.json"  # the copy in a checkpoint that was made with one
 MOVING = re.compile(
     r"self_attn\.(?:([qkv])_proj\.(?:weight|bias)|(o)_proj\.weight)"
-)  # o's bias is added after heads are summed
+)  # o's bias is added after the sum over heads
 
 
 def kv_order(order: Sequence[int], kv_heads: int) -> tuple[int, ...]:
-    """Return the order of KV heads that comes with an order of query heads."""
+    """Return the order of KV heads that an order of query heads implies."""
     group = len(order) // kv_heads
     return tuple(order[j * group] // group for j in range(kv_heads))
 
@@ -47,8 +47,10 @@ def check_order(order: Sequence[int], heads: int, kv_heads: int) -> None:
 
 
 def move_of(name: str, order: Sequence[int], kv_heads: int) -> Move | None:
-    """Return how an order moves the tensor ``name`` (as within a layer: ``self_attn.q_proj.weight``); None: not at
-    all."""
+    """Return the move of the tensor ``name`` under an order; None where it does not move.
+
+    name: within a layer, such as ``self_attn.q_proj.weight``.
+    """
     match = MOVING.fullmatch(name)
     if match is None:
         return None
@@ -59,11 +61,10 @@ def move_of(name: str, order: Sequence[int], kv_heads: int) -> Move | None:
 def permute_heads(
     weights: Mapping[str, "torch.Tensor"], order: Sequence[int], heads: int, kv_heads: int
 ) -> dict[str, "torch.Tensor"]:
-    """Return one layer's tensors with its heads in ``order``; what does not move is the same tensor. Raises UserError
-    for a bad order.
+    """Return one layer's tensors with its heads in ``order``; a tensor that does not move is not copied.
 
-    weights: by name within the layer, such as ``self_attn.q_proj.weight``; others than q, k, v and o may be among them
-    or not.
+    weights: by name within the layer, such as ``self_attn.q_proj.weight``; others than q, k, v and o are allowed.
+    Raises UserError for an invalid order.
     """
     import torch
 
@@ -79,10 +80,11 @@ def permute_heads(
 
 @dataclass(frozen=True)
 class GroupingReport(Record):
-    """The figures of a layer's head grouping. freedom: of the choice, in words.
+    """The figures of a layer's head grouping.
 
-    errors: mean squared difference of the block's output to the dense block's. distances: of attention maps, summed
-    within ranks.
+    freedom: the choices that there were, in words.
+    error_before, error_after, error_of_paper: the mean squared difference of the block's output to the dense block's.
+    distance_before, distance_after: of attention maps, summed within ranks.
     """
 
     criterion: str
@@ -96,7 +98,7 @@ class GroupingReport(Record):
 
 @dataclass(frozen=True)
 class LayerHeads(Record):
-    """The entry of a layer in head_map.json; the keys of its ``GroupingReport``, if it has one, stand beside these."""
+    """The entry of a layer in head_map.json. The keys of its ``GroupingReport``, if it has one, stand beside these."""
 
     layer: int
     heads: tuple[int, ...]
@@ -104,7 +106,7 @@ class LayerHeads(Record):
 
 @dataclass(frozen=True)
 class HeadMapFile(Record):
-    """head_map.json, but for the figures in its layers."""
+    """The content of head_map.json, without the figures in its layers."""
 
     fingerprint: str
     sync_tp_size: int
@@ -113,10 +115,11 @@ class HeadMapFile(Record):
 
 @dataclass(frozen=True)
 class HeadMap:
-    """The head orders of some layers, computed for one model and one number of virtual ranks.
+    """The head orders of some layers, for one model and one number of virtual ranks.
 
-    orders: layer -> order. fingerprint: of the model it was computed for. report: of layers that were grouped by
-    figures.
+    orders: layer -> order.
+    fingerprint: of the model that it was computed for.
+    report: the figures of layers that were grouped by ``group_heads``.
     """
 
     sync_tp_size: int
@@ -126,7 +129,7 @@ class HeadMap:
 
     @property
     def permuted_layers(self) -> list[int]:
-        """The layers whose order is another than the old one."""
+        """The layers whose heads change places."""
         return sorted(layer for layer, order in self.orders.items() if order != tuple(range(len(order))))
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -142,8 +145,8 @@ class HeadMap:
                 raise UserError(f"the head map does not fit layer {layer}: {error}") from None
 
     def moves(self, config: Mapping[str, Any]) -> dict[str, Move]:
-        """Return every tensor of a checkpoint that moves, by its full name. Biases are named whether the model has them
-        or not."""
+        """Return the move of every tensor of a checkpoint that moves, by its full name. Biases that the model lacks are
+        named too."""
         names = [f"self_attn.{projection}_proj.{kind}" for projection in "qkvo" for kind in ("weight", "bias")]
         found = {
             (i, name): move_of(name, order, kv_head_count(config)) for i, order in self.orders.items() for name in names
@@ -159,8 +162,8 @@ class HeadMap:
 
 
 def read_head_map(path: Path) -> HeadMap:
-    """Read a head_map.json. Raises UserError for a malformed one; whether it fits a model is for ``HeadMap.check`` to
-    say."""
+    """Return the head map in a head_map.json. Raises UserError for a malformed one; ``HeadMap.check`` says if it fits a
+    model."""
     content = read_document(path, "head map")
     found = HeadMapFile.from_dict(content, path)
     if not found.fingerprint:

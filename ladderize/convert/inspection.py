@@ -16,9 +16,10 @@ from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split,
 
 @dataclass(frozen=True)
 class TokenCommunication(Record):
-    """Sync points by mode, and bytes, of one token on one rank.
+    """The sync points, by mode, and the bytes of one token on one rank.
 
-    reduced_bytes: one hidden state for each all-reduce. sent_bytes: a ring sends 2 (N-1)/N of that.
+    reduced_bytes: one hidden state for each all-reduce.
+    sent_bytes: a ring sends 2 (N-1)/N of that.
     exposed_sent_bytes: those of blocking all-reduces, which nothing hides.
     """
 
@@ -32,11 +33,17 @@ class TokenCommunication(Record):
 
 @dataclass(frozen=True)
 class InspectionReport(Record):
-    """The document of ``ladderize inspect``. tp_sizes: all that can run it. tp_size: the ranks that bytes are counted
-    for. dense, this: the communication of the dense model and of this layout. retrainings: how the weights were
-    retrained, in order. layers: rows of ``Layout.table``. remark: where it is of another family. quantisation: how the
-    weights are stored, if they are no floats; dtype is then that of the norms. refusal: why a conversion would refuse
-    the tensors."""
+    """The document of ``ladderize inspect``.
+
+    tp_sizes: all that can run it.
+    tp_size: the ranks that bytes are counted for.
+    dense, this: the communication of the dense model and of this layout.
+    retrainings: in order.
+    layers: rows of ``Layout.table``.
+    remark: says of a family that is not converted how it is read.
+    quantisation: the stored format of weights that are not floats; dtype is then that of the norms.
+    refusal: the reason for which a conversion would refuse the tensors.
+    """
 
     LEFT_OUT: ClassVar = ("remark", "quantisation", "refusal")
 
@@ -62,7 +69,7 @@ class InspectionReport(Record):
 
 
 def communication_per_token(layout: Layout, hidden_size: int, dtype_bytes: int, tp_size: int) -> TokenCommunication:
-    """Return all-reduces and bytes of one token on one of ``tp_size`` ranks.
+    """Return the all-reduces and bytes of one token on one of ``tp_size`` ranks.
 
     The vocabulary's collectives are not counted: they are the same for every layout.
     """
@@ -82,10 +89,12 @@ def communication_per_token(layout: Layout, hidden_size: int, dtype_bytes: int, 
 def inspect_checkpoint(
     model: str | Path, *, revision: str | None = None, tp_size: int | None = None
 ) -> InspectionReport:
-    """Return layout, parameters, and sync points and bytes per token before and after; reads no weights.
+    """Return the layout, parameters, and sync points and bytes per token of a checkpoint and of the dense model. No
+    weights are read.
 
-    ``tp_size`` defaults to the layout's sync_tp_size, else to 8 or the most below it that the model can be split into;
-    another that it cannot be split into is refused.
+    model: a folder or a hub id.
+    tp_size: None: the layout's sync_tp_size, else 8, or the largest size below it that the model can be split into.
+    Raises UserError or LayoutError, also for a ``tp_size`` that the model cannot be split into.
     """
     model = str(model)
     folder, is_local = resolve_json(model, revision)

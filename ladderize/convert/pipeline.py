@@ -1,4 +1,4 @@
-"""checkpoint -> checkpoint: plan, validate, write, verify, rename into place."""
+"""The conversion of a checkpoint: plan, validate, write, verify, rename into place."""
 
 import dataclasses
 import filecmp
@@ -30,12 +30,12 @@ from ladderize.layout import CONFIG_KEYS, Layout
 from ladderize.modeling import auto_map
 
 RECORD = "ladderize.yaml"
-THERE = "there already"  # how weight files came to an output that an earlier run has written
+THERE = "there already"  # counts weight files of an output that an earlier run wrote
 REMOTE_CODE = Path(__file__).parent / "remote_code"
 
 
 def make_config(plan: Plan) -> dict[str, Any]:
-    """Return the output's config.json: the source's, with model type, code and layout exchanged."""
+    """Return the output's config.json: the source's, with model type, code and layout replaced."""
     dropped_keys = {*CONFIG_KEYS, "auto_map", "ladder_layers"}
     config = {key: value for key, value in plan.source.config.items() if key not in dropped_keys}
     if plan.recipe.dtype:
@@ -53,7 +53,7 @@ def make_config(plan: Plan) -> dict[str, Any]:
 
 
 def full_recipe(plan: Plan) -> Recipe:
-    """Return the recipe that makes this output of the dense model, also where the layout went unsaid."""
+    """Return the recipe that makes this output of the dense model, even where the layout came from the source."""
     if plan.recipe.names_layers or plan.after.is_dense:
         return plan.recipe
     made = Recipe.from_layout(plan.after)
@@ -62,7 +62,10 @@ def full_recipe(plan: Plan) -> Recipe:
 
 
 def make_record(plan: Plan) -> dict[str, Any]:
-    """Return the content of ladderize.yaml: what was done, to what, by which version."""
+    """Return the content of ladderize.yaml: the recipe, the source, and the version that made the output.
+
+    Raises ValueError where ``changes.record`` has one of these keys.
+    """
     folder = plan.source.folder
     files = [folder / name for name in ("config.json", INDEX) if (folder / name).is_file()]
     hashes: dict[str, dict[str, str | int]] = {
@@ -100,9 +103,9 @@ def record_text(plan: Plan) -> str:
 
 
 def is_written(plan: Plan) -> bool:
-    """Return whether OUT is what this plan makes: a run may be killed after its output appeared.
+    """Return whether OUT is what this plan makes, since a run may be killed after its output appeared.
 
-    The record has hashes of the source's configuration and a fingerprint of its weights; other files are compared.
+    The record holds hashes of the source's configuration and a fingerprint of its weights; other files are compared.
     """
     record, source = plan.out / RECORD, plan.source.folder
     if not record.is_file() or not all((plan.out / name).is_file() for name in plan.weight_files):
@@ -116,7 +119,7 @@ def is_written(plan: Plan) -> bool:
 
 
 def content_of(plan: Plan) -> Content:
-    """Return what the output's folder will hold."""
+    """Return the content of the output's folder."""
     copied, texts = {}, dict(plan.changes.extra_files)
     texts["config.json"] = json.dumps(make_config(plan), indent=2, allow_nan=False) + "\n"
     texts[RECORD] = record_text(plan)
@@ -145,23 +148,23 @@ def convert_checkpoint(
     check: Callable[[Path], Mapping[str, Any]] | None = None,
     console: Console = SILENT,
 ) -> ConversionReport:
-    """Convert the checkpoint ``src`` (a folder or a hub id) into the folder ``out``; return what was done.
-
-    recipe: what to do, or just the layout to make of it.
+    """Convert the checkpoint ``src`` (a folder or a hub id) into the folder ``out``; return a report.
 
     The output appears whole or not at all, and ``src`` is never touched. Weight files that do not change are
-    hard-linked where possible; ``copy=True`` copies them. Raises UserError, LayoutError or OSError, each with a message
-    for the user. Where ``out`` is what the same conversion has made before, nothing is done.
-
-    changes: what changes besides the layout. check: is given the finished folder before it appears as ``out``; if it
-    raises, nothing appears. The report's ``checked`` is what it returns.
+    hard-linked where possible; ``copy=True`` copies them. Where ``out`` already holds the output of the same
+    conversion, nothing is done.
+    recipe: what to do, or just the layout to make.
+    changes: changes besides the layout.
+    check: receives the finished folder before it appears as ``out``; if it raises, nothing appears. Its result is the
+    report's ``checked``.
+    Raises UserError, LayoutError or OSError, each with a message for the user.
     """
     if not dry_run:
         output.clean_up(resolved(out, "OUT "))
     make = functools.partial(make_plan, str(src), Path(out), recipe, revision=revision, changes=changes or Changes())
     is_told = changes is None or changes.is_recorded
     if is_told and not overwrite and (resolved(out) / RECORD).is_file():
-        plan = make(overwrite=True)  # as if OUT might be replaced: it is only looked at
+        plan = make(overwrite=True)  # OUT is only compared, so it may be there
         if is_written(plan):
             console.note(f"{plan.out} is complete: this command wrote it in an earlier run")
             output.clean_up(plan.out)

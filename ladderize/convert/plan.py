@@ -1,4 +1,4 @@
-"""What a conversion will do, decided and checked before anything is written, and the report of it."""
+"""The plan of a conversion, decided and checked before anything is written, and its report."""
 
 import dataclasses
 import re
@@ -44,20 +44,20 @@ from ladderize.layout import Layout
 
 @dataclass(frozen=True)
 class Changes:
-    """Changes besides the layout, and what is said about them; by default there are none."""
+    """The changes besides the layout, with what is recorded about them; by default there are none."""
 
     head_map: HeadMap | None = None  # instead of the recipe's: the order that heads are stored in
-    # Tensors taken from other files (TensorInfo.file, absolute), in the order of heads already. They are stored in the
-    # dtype of those that they replace.
+    # Tensors from other files (TensorInfo.file, absolute), with heads already in their new order. They are stored in
+    # the dtype of those that they replace.
     replace: Mapping[str, TensorInfo] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)  # more keys of ladderize.yaml
-    is_recorded: bool = False  # whether record says what ``replace`` was made of, so that an output can be told by it
+    is_recorded: bool = False  # the record identifies the source of ``replace``, so it identifies an output
     extra_files: Mapping[str, str] = field(default_factory=dict)  # name -> JSON text; they win over the source's
     note: str = ""  # a paragraph for the model card
 
     @property
     def permuted_layers(self) -> list[int]:
-        """Return the layers whose heads get another order."""
+        """The layers whose heads change places."""
         return self.head_map.permuted_layers if self.head_map is not None else []
 
 
@@ -70,7 +70,10 @@ FOREIGN = (*OTHER_WEIGHTS, ".safetensors", ".npz", ".index.json", ".py", ".pyc",
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a conversion will do. ``recipe``: as it will be recorded, with layers instead of ``auto``."""
+    """Everything that a conversion will do.
+
+    recipe: as it will be recorded, with layers instead of ``auto``.
+    """
 
     source: Checkpoint
     source_name: str
@@ -110,7 +113,7 @@ def make_plan(
     overwrite: bool = False,
     changes: Changes,
 ) -> Plan:
-    """Read and validate the source (headers only) and decide what to write; raises UserError or LayoutError."""
+    """Return the plan of a conversion, from the validated headers of the source; raises UserError or LayoutError."""
     folder, local = resolve_json(src, revision)
     out = output.check_target(out, folder, overwrite=overwrite)
     config = read_config(folder)
@@ -186,7 +189,7 @@ def make_plan(
 
 
 def check_unchanged(recipe: Recipe, changes: Changes) -> None:
-    """Raise UserError unless quantised weights stay as they are."""
+    """Raise UserError where the recipe or the changes would alter quantised weights."""
     kept = "quantised weights pass through a conversion as they are"
     if recipe.dtype is not None:
         raise UserError(f"{kept}, so --dtype {recipe.dtype} is not possible; leave it out")
@@ -197,7 +200,7 @@ def check_unchanged(recipe: Recipe, changes: Changes) -> None:
 
 
 def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None, selection: Selection | None) -> None:
-    """Raise UserError unless what was computed or measured beforehand was so on this very model."""
+    """Raise UserError unless head map and sensitivities were made for this very model."""
     made = [("the head map was computed for", head_map.fingerprint)] if head_map is not None else []
     if selection is not None:
         measured = selection.sensitivity
@@ -209,7 +212,7 @@ def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None, s
 
 
 def check_extra_files(files: Mapping[str, str]) -> None:
-    """Raise ValueError unless these are names of JSON files, or of JSON lines, that a conversion does not write
+    """Raise ValueError unless all names are plain names of JSON or JSON lines files that a conversion does not write
     itself."""
     for name in files:
         if not re.fullmatch(r"[\w-][\w.-]*\.jsonl?", name) or name.endswith(FOREIGN) or name in MADE_HERE:
@@ -217,7 +220,10 @@ def check_extra_files(files: Mapping[str, str]) -> None:
 
 
 def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
-    """Return the other files that are carried over byte for byte, and those that are left behind."""
+    """Return the other files that are carried over byte for byte, and the names of those left behind.
+
+    Raises UserError for links and special files that cannot be carried over.
+    """
     carried: list[Path] = []
     left_behind: list[str] = []
     known = {*source.weight_files, *MADE_HERE}
@@ -242,8 +248,10 @@ def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
 
 
 def check_stays(path: Path, folder: Path) -> None:
-    """Raise UserError where ``path`` in a stranger's ``folder`` is a link to a file elsewhere, which may be nobody's
-    business: whoever publishes OUT would publish it."""
+    """Raise UserError where ``path`` is a link out of a stranger's ``folder``.
+
+    The file elsewhere may be private, and whoever publishes OUT would publish it.
+    """
     home, target = folder.resolve(), path.resolve()
     if home not in target.parents and home.parent.parent / "blobs" not in target.parents:  # of a hub's snapshot
         raise UserError(
@@ -253,8 +261,10 @@ def check_stays(path: Path, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class ConversionReport(Record):
-    """extra_files: added ones. checked: what the caller's own check of the output returned, if there was one.
+    """The document of ``ladderize convert``.
 
+    extra_files: added ones.
+    checked: the result of the caller's own check of the output.
     weights: how many files were linked, copied and rewritten; like ``verified`` only of a written output.
     """
 

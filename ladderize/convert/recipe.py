@@ -1,4 +1,4 @@
-"""A recipe: the options that decide what a conversion computes, as a dataclass and as YAML."""
+"""The recipe: the options that decide what a conversion computes, as a dataclass and as YAML."""
 
 import difflib
 from dataclasses import asdict, dataclass, replace
@@ -27,9 +27,10 @@ RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
 class Recipe:
     """The options that decide what ``ladderize convert`` computes; None leaves it as in the source.
 
-    With spd or ladder (not both) "auto", one of spd_fraction or ladder_fraction and max_ppl_increase selects from the
-    sensitivity file, or neither; sync_tp_size of spd may be left out, it is the file's. attention_sync, mlp_sync: the
-    modes of all layers instead, for a layout that no names of layers compile to.
+    With spd or ladder (not both) "auto", layers are selected from the sensitivity file by spd_fraction or
+    ladder_fraction, by max_ppl_increase, or by their class; sync_tp_size is then the file's and may be left out.
+    attention_sync, mlp_sync: the modes of all layers, for a layout that no names of layers compile to.
+    Raises UsageError or LayoutError for options that contradict each other.
     """
 
     ladder: str | None = option(
@@ -60,7 +61,7 @@ class Recipe:
 
     @classmethod
     def from_layout(cls, layout: Layout) -> "Recipe":
-        """Return the recipe that makes this layout: by the names of its layers where such names compile to it."""
+        """Return the recipe that makes this layout: by names of layers where such names compile to it."""
         if layout.is_dense:
             return cls(dense=True)
         ladder, spd, ranks = layout.ladder_layers, layout.spd_layers, layout.sync_tp_size
@@ -87,12 +88,12 @@ class Recipe:
 
     @property
     def auto(self) -> str | None:
-        """Return the kind of layers that are chosen by their sensitivity: ``spd``, ``ladder`` or none."""
+        """The kind of layers that are chosen by their sensitivity: ``spd``, ``ladder``, or None."""
         return SPD if self.spd == AUTO else LADDER if self.ladder == AUTO else None
 
     @property
     def fraction(self) -> float | None:
-        """Return the fraction of all layers that is chosen by sensitivity."""
+        """The fraction of all layers to choose by sensitivity."""
         return self.spd_fraction if self.auto == SPD else self.ladder_fraction
 
     def _check_auto(self) -> None:
@@ -130,14 +131,15 @@ class Recipe:
 
     @property
     def names_layers(self) -> bool:
-        """Return whether this recipe says what becomes of the sync points, other than making all blocking."""
+        """True if the recipe names layers or modes; ``dense`` alone does not."""
         return not (self.ladder is self.spd is self.attention_sync is None)
 
     def resolve(self, source: Layout) -> tuple["Recipe", Selection | None]:
-        """This recipe with the layers that ``auto`` selects of a source, and how they were selected; else itself and
-        None.
+        """Return the recipe with the layers that ``auto`` selects for a source, and their selection; without ``auto``
+        itself and None.
 
-        Reads the sensitivity file; raises UserError where it does not fit. Whose fingerprint it bears is not looked at.
+        Reads the sensitivity file, but does not compare its fingerprint.
+        Raises UserError where the file does not fit.
         """
         kind = self.auto
         if kind is None or self.sensitivity is None:
@@ -165,7 +167,8 @@ class Recipe:
         return replace(self, **chosen), selection
 
     def layout(self, source: Layout) -> Layout:
-        """Return the layout that this recipe makes of a source's; raises LayoutError for ranges that do not fit."""
+        """Return the layout that this recipe makes of a source's layout; raises LayoutError for ranges that do not
+        fit."""
         layers = source.num_layers
         if self.dense:
             return Layout.dense(layers)
@@ -180,12 +183,13 @@ class Recipe:
         return Layout.from_layers(layers, ladder=ladder, spd=spd, sync_tp_size=self.sync_tp_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options that were given, so that the YAML reads like the command line."""
+        """Return the options that were given, so the YAML reads like the command line."""
         return {key: value for key, value in asdict(self).items() if value not in (None, False)}
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe file, or the ``recipe`` key of a ladderize.yaml."""
+    """Return the recipe in a recipe file, or under the key ``recipe`` of a ladderize.yaml; raises UserError for a
+    malformed one."""
     if path.is_dir():
         raise UserError(f"{path} is a folder, not a recipe file")
     document = read_yaml(path, advice=" (a range that ends in a colon needs quotes)")
@@ -210,7 +214,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _text(value: Any, where: str) -> str:
-    """Return ranges, or a size, which YAML may have as a number or, of layers, a list."""
+    """Return ranges, or a size, as text; YAML may hold a number or a list. Raises UserError for anything else."""
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, int | str) and not isinstance(item, bool) for item in items):
         raise UserError(f"{where} is {value!r}; write ranges such as 16:32, or a list of layers")

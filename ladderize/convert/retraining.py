@@ -1,5 +1,8 @@
-"""The history of a checkpoint's weights: read from the documents that ``adapt`` and ``spd``
-put beside them, which every later conversion carries along. Imports no torch."""
+"""The history of a checkpoint's weights, from the documents that ``adapt`` and ``spd`` write beside them. Imports no
+torch.
+
+Every later conversion carries these documents along.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +15,13 @@ from ladderize.layout import Layout, format_ranges
 
 @dataclass(frozen=True)
 class Retraining(Record):
-    """One retraining. model: what was retrained. perplexity: held out, by step, such as dense, before and after.
-    divergence: KL(dense || model) likewise, empty where it was not measured. aligned: whether it ended with an
-    alignment."""
+    """One retraining.
+
+    model: the retrained one.
+    perplexity: held out, by step, such as dense, before and after.
+    divergence: KL(dense || model) likewise; empty where it was not measured.
+    aligned: True if it ended with an alignment.
+    """
 
     method: str
     model: str
@@ -28,7 +35,7 @@ class Retraining(Record):
 
     @property
     def left_by_alignment(self) -> float | None:
-        """Return the held-out divergence after it; None where something else came last."""
+        """The held-out divergence after it; None where something else came last."""
         return list(self.divergence.values())[-1] if self.aligned and self.divergence else None
 
     def summary(self) -> str:
@@ -53,7 +60,10 @@ class _Data(Record):
 
 @dataclass(frozen=True)
 class _Layer(Record):
-    """One layer in a document. alignment, distillation: in spd.json, None where it got none."""
+    """One layer in a document.
+
+    alignment, distillation: in spd.json; None where it got none.
+    """
 
     KEYS: ClassVar = {"number": "layer"}
     ALIASES: ClassVar = {"number": "block"}
@@ -65,7 +75,8 @@ class _Layer(Record):
 
 @dataclass(frozen=True)
 class _Document(Record):
-    """Any of these documents, as far as it is told; ``ALIASES`` has the keys by which others call the same."""
+    """The content of any of these documents, as far as a retraining needs it. ``ALIASES``: the keys that other
+    documents use."""
 
     ALIASES: ClassVar = {
         "layers": "blocks",
@@ -84,7 +95,10 @@ class _Document(Record):
     teacher: str | None = None
 
     def retraining(self, name: str) -> Retraining | None:
-        """name: of its file."""
+        """Return the retraining that the document tells of; None where spd changed no weights.
+
+        name: of its file.
+        """
         layers = [entry for entry in self.layers if isinstance(entry, _Layer)]
         numbers = [entry for entry in self.layers if isinstance(entry, int)] or [entry.number for entry in layers]
         method, teacher, aligned = self.method, self.teacher, False
@@ -114,8 +128,8 @@ DOCUMENTS = ("spd.json", "alignment.json", "distillation.json", "adaptation.json
 def read_retrainings(folder: Path) -> list[Retraining]:
     """Return the retrainings of the weights in a checkpoint's folder, in order; empty where there were none.
 
-    A file of such a name that is not ladderize's own, or does not say what was retrained, says nothing. Raises
-    UserError for one of ours that is damaged.
+    A file of such a name that is not ladderize's is ignored.
+    Raises UserError for one of ours that is damaged.
     """
     found = []
     for name in DOCUMENTS:
@@ -131,7 +145,7 @@ def read_retrainings(folder: Path) -> list[Retraining]:
 
 
 def layout_warning(retrainings: list[Retraining], before: Layout, after: Layout) -> str | None:
-    """Return a warning where retrained weights are used in another layout; else None."""
+    """Return a warning where retrained weights get another layout; else None."""
     if not retrainings or after == before:
         return None
     last = retrainings[-1]

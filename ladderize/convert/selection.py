@@ -1,4 +1,4 @@
-"""``--spd auto`` and ``--ladder auto``: which layers to convert, from the sensitivities that ``ladderize sensitivity``
+"""The layers that ``--spd auto`` and ``--ladder auto`` convert, chosen by the costs that ``ladderize sensitivity``
 measured. Imports no torch."""
 
 from dataclasses import dataclass, fields
@@ -20,7 +20,7 @@ from ladderize.files.records import Record
 
 @dataclass(frozen=True)
 class SensitivitySource(Record):
-    """The sensitivity.json that a selection was made by."""
+    """The sensitivity.json that a selection is based on."""
 
     LEFT_OUT: ClassVar = ("aligned",)
 
@@ -37,7 +37,7 @@ class SensitivitySource(Record):
 
 @dataclass(frozen=True)
 class SelectedBlock(Record):
-    """A block: selected or not, and the reason."""
+    """A block: whether it is selected, and the reason."""
 
     KEYS: ClassVar = {"sensitivity_class": "class"}
 
@@ -52,7 +52,8 @@ class SelectedBlock(Record):
 class Selection(Record):
     """The layers to convert: the key ``selection`` of ladderize.yaml and ``--json``.
 
-    estimated_ppl_increase: the summed sensitivities of the selected blocks. blocks: one for each layer.
+    estimated_ppl_increase: the sum of the selected blocks' sensitivities.
+    blocks: one for each layer.
     """
 
     rule: str
@@ -73,11 +74,15 @@ def select(
     fraction: float | None = None,
     max_increase: float | str | None = None,
 ) -> Selection:
-    """Choose the blocks that become ``kind`` (``spd`` or ``ladder``), least sensitive first, of equals the lower one.
+    """Return the blocks that become ``kind`` (``spd`` or ``ladder``), least sensitive first, of equal ones the lower
+    first.
 
-    path: of the sensitivity file. fraction: that part of all blocks, in (0, 1], and at least one. max_increase: as many
-    as the sum of their sensitivities (those below 0 count as 0) stays within it, in perplexity or per cent of the dense
-    one. Neither: all of class insensitive. Raises UserError where nothing is chosen, or the kind was not measured.
+    Without ``fraction`` and ``max_increase`` all of class insensitive are selected.
+    path: of the sensitivity file.
+    fraction: the share of all blocks, in (0, 1]; at least one block.
+    max_increase: the limit of their summed sensitivities (those below 0 count as 0), in perplexity or per cent of the
+    dense one.
+    Raises UserError where nothing is selected, or the kind was not measured.
     """
     costs = sensitivity.of_kind(kind)
     if not costs:

@@ -1,8 +1,8 @@
-"""sensitivity.json: what changed layers of a dense model cost. ``ladderize sensitivity`` writes it; ``convert --spd
-auto`` and ``--ladder auto``, ``plan``, ``sweep`` and ``report`` read it. Imports no torch.
+"""sensitivity.json: the costs of changed layers of a dense model. Imports no torch.
 
-A cost is told in nats per token, which add up (0.01 nats are 1 % of perplexity), and in perplexity: the S of the SPD
-paper (arXiv 2502.20727), by which blocks have their classes.
+``ladderize sensitivity`` writes it; ``convert --spd auto`` and ``--ladder auto``, ``plan``, ``sweep`` and ``report``
+read it. A cost is given in nats per token, which add up (0.01 nats are 1 % of perplexity), and in perplexity: the S of
+the SPD paper (arXiv 2502.20727), which decides a block's class.
 """
 
 import math
@@ -24,16 +24,20 @@ CLASSES: tuple[SensitivityClass, ...] = get_args(SensitivityClass)
 INSENSITIVE = CLASSES[0]
 LADDER, SPD, SPD_LADDER = "ladder", "spd", "spd+ladder"  # kinds of layers, as ``Layout.layer_name`` says them
 # layers: each layer alone becomes each kind. sweep: from the last layer backwards one more is dropped at a time, as in
-# the paper
+# the paper.
 Mode = Literal["layers", "sweep"]
-TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's, and from how many parameters on the lower one holds
+TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's; the lower one holds from LARGE parameters on
 TAU2 = 10.0
-RESAMPLES, INTERVAL = 2000, 0.95  # of the bootstrap over windows, and the part of its results between low and high
+RESAMPLES, INTERVAL = 2000, 0.95  # of the bootstrap over windows; the share of its results between low and high
 
 
 @dataclass(frozen=True)
 class CalibrationData(Record):
-    """The windows that were scored. sha256: of the file and the array in it. seed: of the windows that are drawn."""
+    """The windows that were scored.
+
+    sha256: of the file and the array in it.
+    seed: of the draw of windows.
+    """
 
     file: str
     sha256: str
@@ -44,9 +48,12 @@ class CalibrationData(Record):
 
 @dataclass(frozen=True)
 class AlignmentWindows(Record):
-    """The windows that layouts were aligned on, as ``ladderize adapt --method align`` does: of the data, those that
-    follow the scored ones in the order that they are drawn in. samples: to solve with; heldout, after them: to choose
-    among solutions by."""
+    """The windows that layouts were aligned on, as ``ladderize adapt --method align`` does.
+
+    They follow the scored windows in the order of the draw.
+    samples: to solve with.
+    heldout: after those, to choose between solutions.
+    """
 
     samples: int
     heldout: int
@@ -57,8 +64,9 @@ class AlignmentWindows(Record):
 class LayerCost(Record):
     """The cost of one more layer of a kind.
 
-    nats: the increase of the mean negative log-likelihood, nats per token. sensitivity: S, the increase of perplexity,
-    between the ends ``low`` and ``high`` of its bootstrap interval over windows.
+    nats: the increase of the mean negative log-likelihood, nats per token.
+    sensitivity: S, the increase of perplexity.
+    low, high: the ends of its bootstrap interval over windows.
     """
 
     KEYS: ClassVar = {"sensitivity_class": "class"}
@@ -74,11 +82,14 @@ class LayerCost(Record):
 
 @dataclass(frozen=True)
 class SensitivityDocument(Record):
-    """The content of sensitivity.json; docs/files.md says what the keys mean.
+    """The content of sensitivity.json; docs/files.md explains the keys.
 
-    layout: the model's, dense. dtype: of the computation, by torch's name. aligned: the windows that each changed model
-    was aligned on; None: models were scored as they are. interval: the part of bootstrap resamples between low and
-    high. dense_nll: of the dense model, nats per token. costs: of each kind in turn, one for each layer.
+    layout: the model's, dense.
+    dtype: of the computation, by torch's name.
+    aligned: the windows that each changed model was aligned on; None: models were scored as converted.
+    interval: the share of bootstrap resamples between low and high.
+    dense_nll: of the dense model, nats per token.
+    costs: of each kind in turn, one for each layer.
     """
 
     model: str
@@ -107,12 +118,16 @@ class SensitivityDocument(Record):
         return list(dict.fromkeys(cost.kind for cost in self.costs))
 
     def of_kind(self, kind: str) -> list[LayerCost]:
-        """Return the costs of one kind, a layer after the other; empty where it was not measured."""
+        """Return the costs of one kind in the order of layers; empty where it was not measured."""
         return [cost for cost in self.costs if cost.kind == kind]
 
 
 class LayerChange(NamedTuple):
-    """A changed model: which layer it changes (in a sweep: all from this one on), to which kind, and its layout."""
+    """A changed model.
+
+    layer: the changed one; in a sweep all from this one on.
+    kind: what it becomes.
+    """
 
     layer: int
     kind: str
@@ -120,8 +135,10 @@ class LayerChange(NamedTuple):
 
 
 def layer_changes(mode: Mode, num_layers: int, sync_tp_size: int | None) -> list[LayerChange]:
-    """Return the models that a mode measures besides the dense one. sync_tp_size: of dropped sync points; None: nothing
-    is dropped."""
+    """Return the models that a mode measures besides the dense one.
+
+    sync_tp_size: of dropped sync points; None: nothing is dropped.
+    """
     kinds = [SPD] if mode == "sweep" else [LADDER, SPD, SPD_LADDER] if sync_tp_size is not None else [LADDER]
     changes = []
     for kind in kinds:
@@ -138,7 +155,8 @@ def layer_costs(
 ) -> list[LayerCost]:
     """Return the cost of each change.
 
-    nll: [windows, changes + 1], summed over the ``tokens`` scored tokens of a window, in nats; the dense model is last.
+    nll: [windows, changes + 1] in nats, summed over a window's scored tokens; the dense model is last.
+    tokens: scored tokens of a window.
     """
     import numpy as np
 
@@ -184,7 +202,7 @@ def read_sensitivity(path: Path) -> SensitivityDocument:
 
 
 def _problems(document: SensitivityDocument) -> Iterator[str]:
-    """Yield what is wrong with the content of a file, which may be anybody's."""
+    """Yield the errors in the content of a file, which may come from anybody."""
     if not document.fingerprint:
         yield "fingerprint is '', but must be the text that identifies a model"
     if document.sync_tp_size is not None and document.sync_tp_size < 1:
@@ -205,12 +223,12 @@ def _problems(document: SensitivityDocument) -> Iterator[str]:
 
 
 def alignment_words(aligned: AlignmentWindows) -> str:
-    """Return a sentence about numbers that were measured so."""
+    """Return a sentence on how the models of these costs were aligned."""
     return f"each changed model was aligned first, on {aligned.samples} other windows of {aligned.seq_len} tokens"
 
 
 def cost_rows(document: SensitivityDocument) -> list[dict[str, str]]:
-    """Return a row for each layer: S of each kind and half of its interval, and the class of a dropped one."""
+    """Return a row for each layer, for people: S of each kind, half its interval, and the class (of spd if there)."""
     classes = document.of_kind(SPD) or document.costs
     return [
         {
@@ -227,7 +245,7 @@ def cost_rows(document: SensitivityDocument) -> list[dict[str, str]]:
 
 
 def dense_line(document: SensitivityDocument) -> str:
-    """Return what the costs are added to, and what they are."""
+    """Return a line that explains the costs and gives the dense model's perplexity."""
     meaning = "each layer alone is changed" if document.mode == "layers" else "a layer joins the dropped ones after it"
     return (
         f"increase of the perplexity where {meaning}; the dense model's is {document.dense_perplexity:.4f}"

@@ -1,5 +1,4 @@
-"""Prove that a written checkpoint loads in plain transformers, in a child process where ladderize cannot be
-imported."""
+"""Proves that a written checkpoint loads in plain transformers, in a child process that cannot import ladderize."""
 
 import json
 import os
@@ -19,7 +18,10 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Verification(Record):
-    """The result of a verification. forward: "finite", or None where none was computed."""
+    """The result of a verification.
+
+    forward: "finite"; None where no forward pass was run.
+    """
 
     model_class: str
     tensors: int
@@ -27,7 +29,7 @@ class Verification(Record):
 
 
 def what_is_verified(quantisation: Quantisation | None) -> str:
-    """Return what ``verify`` will do, in words."""
+    """Return a description of what ``verify`` will do."""
     if quantisation is None or (problem := quantisation.not_run) is None:
         return "loading the output in plain transformers"
     return f"the model's class and tensors; the weights are not run, since {problem}"
@@ -36,8 +38,8 @@ def what_is_verified(quantisation: Quantisation | None) -> str:
 def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = None) -> Verification:
     """Load ``folder`` as a stranger would; raises UserError if that fails.
 
-    Keys and shapes are compared on the meta device; up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run:
-    of quantised weights only of a format that runs here.
+    Keys and shapes are compared on the meta device. Up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run, of
+    quantised weights only in a format that runs here.
     """
     runnable = quantisation is None or quantisation.not_run is None
     mode = "run" if weight_bytes <= FORWARD_LIMIT and runnable else "meta"

@@ -1,7 +1,7 @@
-"""Run as a script in a child process: load a written checkpoint as a stranger would, without ladderize.
+"""Script for a child process: load a written checkpoint as a stranger would, without ladderize.
 
-argv: the folder; "run" to compute a forward pass too; "quantised" if projections may lack a plain weight. Prints one
-JSON document; exits 1 with a sentence on failure.
+argv: the folder; "run" to run a forward pass too; "quantised" if projections may lack a plain weight. Prints one JSON
+document; exits 1 with a sentence on failure.
 """
 
 import ctypes
