@@ -1,1 +1,2 @@
-"""Reading a checkpoint, which comes from a stranger: nothing here writes, unpickles or leaves its folder. A leaf."""
+"""Reading and writing of checkpoints. They come from strangers: nothing is unpickled or read outside their folder. A
+leaf."""

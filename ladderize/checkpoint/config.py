@@ -1,4 +1,4 @@
-"""What a config promises about a model's tensors, and whether a checkpoint keeps the promise."""
+"""The tensors that a config promises, and checks that a checkpoint has them."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -11,12 +11,12 @@ from ladderize.families.base import positive
 from ladderize.families.registry import complete_config, family_of, find_family, known_family, unlike_a_llama
 from ladderize.files.records import shown
 
-MOST, MOST_LAYERS, MOST_HEADS = 2**31, 10_000, 65_536  # of no real model; more would only exhaust memory
+MOST, MOST_LAYERS, MOST_HEADS = 2**31, 10_000, 65_536  # no real model has more, which would only exhaust memory
 MOST_LABELS = 1_000_000  # transformers makes two dictionaries of as many entries
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "num_labels")
 LARGEST = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", *OPTIONAL_SIZES), MOST)
 LARGEST |= {"num_hidden_layers": MOST_LAYERS, "num_attention_heads": MOST_HEADS, "num_labels": MOST_LABELS}
-# the types of rotary embeddings, and what each cannot do without
+# The types of rotary embeddings, and the keys that each requires.
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -31,8 +31,11 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> None:
-    """Raise UserError unless this is the config of a dense, unquantised model of a family that ladderize converts, with
-    sensible numbers. model: as messages name it."""
+    """Raise UserError unless this is the config of a dense, unquantised model of a supported family, with sensible
+    numbers.
+
+    model: the name in messages.
+    """
     family = family_of(config)
     check_sizes(config, model)
     check_rope(config)
@@ -40,7 +43,7 @@ def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> N
 
 
 def check_largest(config: Mapping[str, Any]) -> None:
-    """Raise UserError for a number so large that transformers would only exhaust memory over it."""
+    """Raise UserError for a number so large that transformers would exhaust memory."""
     for key, most in LARGEST.items():
         value = config.get(key)
         if type(value) is int and value > most:
@@ -49,8 +52,11 @@ def check_largest(config: Mapping[str, Any]) -> None:
 
 def check_decoder(config: Mapping[str, Any]) -> str | None:
     """Raise UserError unless this is the config of a dense, unquantised decoder whose sizes alone tell times and
-    messages, as a Llama's do: attention with heads, then an MLP with a gate, an all-reduce behind each. Of another
-    family, a remark that says so."""
+    messages.
+
+    Such a decoder is like a Llama: attention with heads, then an MLP with a gate, and an all-reduce after each. Returns
+    a remark for a family that is not supported, else None.
+    """
     model_type = config.get("model_type")
     if model_type is None or find_family(config) is not None:
         check_config(config)
@@ -68,7 +74,10 @@ def check_decoder(config: Mapping[str, Any]) -> str | None:
 
 
 def check_sizes(config: Mapping[str, Any], model: str = "this checkpoint") -> None:
-    """Raise UserError unless this is the config of an unquantised decoder with sensible sizes and numbers."""
+    """Raise UserError unless this is the config of an unquantised decoder with sensible sizes and numbers.
+
+    model: the name in messages.
+    """
     if quantised := next((config[key] for key in QUANTISATION_KEYS if config.get(key)), None):
         method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(
@@ -96,7 +105,7 @@ def check_sizes(config: Mapping[str, Any], model: str = "this checkpoint") -> No
 
 
 def check_rope(config: Mapping[str, Any]) -> None:
-    """Raise UserError unless the rotary embedding is of a known type and has the numbers that it needs."""
+    """Raise UserError unless the rotary embedding is of a known type and has its numbers."""
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)
@@ -137,18 +146,20 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Return whether the embedding is the LM head too."""
+    """Return whether the embedding is also the LM head."""
     return bool(complete_config(config)["tie_word_embeddings"])
 
 
 def most_positions(config: Mapping[str, Any]) -> int:
-    """Return the longest text, prompt and new tokens together, that the config promises to handle."""
+    """Return the most tokens, of prompt and continuation together, that the config promises to handle."""
     return int(complete_config(config)["max_position_embeddings"] or 2048)
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every parameter of a model with this config: name -> shape. A tied ``lm_head.weight`` is not among them. Of a
-    family that ladderize does not convert: those of a Llama of the same sizes."""
+    """Return the shape of every parameter of a model with this config, by name.
+
+    A tied ``lm_head.weight`` is left out. An unsupported family gets the parameters of a Llama of the same sizes.
+    """
     family = known_family(config)
     full, decoder = family.complete(config), family.describe(config)
     hidden, inner, dim = full["hidden_size"], full["intermediate_size"], full["head_dim"]
@@ -180,7 +191,10 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def check_quantised(checkpoint: Checkpoint) -> list[str]:
-    """``check_tensors`` of a checkpoint that may be quantised: of each quantised projection, every tensor too."""
+    """Check the tensors of a checkpoint that may be quantised; of each quantised projection every tensor must be there.
+
+    Returns remarks; raises UserError where a tensor is missing or does not fit.
+    """
     quantisation = quantisation_of(checkpoint.config, checkpoint.folder)
     return check_tensors(plain_view(checkpoint, quantisation, expected_tensors(checkpoint.config)))
 
@@ -190,7 +204,7 @@ def parameter_count(config: Mapping[str, Any]) -> int:
 
 
 def check_tensors(checkpoint: Checkpoint) -> list[str]:
-    """Compare every tensor with the config; raises UserError, or returns remarks that are no errors."""
+    """Compare every tensor with the config; returns remarks, raises UserError where one is missing or does not fit."""
     config, found = checkpoint.config, checkpoint.tensors
     expected = expected_tensors(config)
     for name, shape in expected.items():
@@ -223,7 +237,7 @@ def check_tensors(checkpoint: Checkpoint) -> list[str]:
 
 
 def _why_missing(name: str, found: Collection[str]) -> str:
-    """Return what a user can do where the tensor ``name`` is not among those ``found``."""
+    """Return advice for a tensor ``name`` that is not among those ``found``."""
     if (other := next((other for other in found if other.endswith(f".{name}")), None)) is not None:
         return (
             f"the names begin with {other.removesuffix(name)!r}, which a wrapper such as torch.compile's or DDP's puts"
@@ -239,7 +253,7 @@ def _why_missing(name: str, found: Collection[str]) -> str:
 
 
 def _how_to_fit(name: str, stored: tuple[int, ...], asked: tuple[int, ...]) -> str:
-    """Return what a user can do where only the sizes of the vocabulary differ; else nothing."""
+    """Return advice where only the vocabulary's size differs; else an empty text."""
     if name not in (EMBEDDING, HEAD) or stored[1:] != asked[1:]:
         return ""
     return (

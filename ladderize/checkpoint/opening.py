@@ -1,6 +1,6 @@
-"""A checkpoint as plain transformers takes it: which keys of its config.json count, and which tensors are the model's.
+"""A checkpoint as plain transformers takes it: the config keys that count, and the tensors that are the model's.
 
-Whatever reads a checkpoint begins here, so that all of ladderize computes what transformers does.
+Everything that reads a checkpoint begins here, so all of ladderize computes what transformers does.
 """
 
 import re
@@ -35,7 +35,7 @@ from ladderize.families.registry import find_family
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 
-# what transformers reads as it is, beside config.json and the weights
+# Files that transformers reads besides config.json and the weights.
 OTHER_JSON = (
     "generation_config.json",
     "tokenizer_config.json",
@@ -43,7 +43,7 @@ OTHER_JSON = (
     "added_tokens.json",
     "chat_template.json",
 )
-# which code computes; a name such as attacker/kernel is code that transformers fetches from the hub
+# These choose the code that computes; for a name such as attacker/kernel transformers fetches code from the hub.
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation\w*")
 BUFFERS = re.compile(r"rotary_emb\.inv_freq")  # computed anew, wherever an old checkpoint has them
 BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # of the model without its LM head
@@ -51,15 +51,17 @@ COMPARED_BYTES = 4 << 20  # of two tensors at a time
 
 
 def check_model(model: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of ``open_sound_checkpoint``."""
+    """Return the folder of a checkpoint that ``open_sound_checkpoint`` accepts; raises UserError or LayoutError
+    otherwise."""
     return open_sound_checkpoint(model, revision).folder
 
 
 def open_sound_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
-    """Return a checkpoint (a folder or a hub id, which is downloaded), whose config, headers and other JSON were read
-    and found sound; of a family that ladderize converts every tensor's shape too.
+    """Return a checkpoint (a folder or a hub id, which is downloaded) whose config, headers and other JSON are sound.
 
-    Raises UserError or LayoutError: for pickle weights, which are never opened, for an adapter, for what is truncated.
+    Of a supported family every tensor's shape is checked too.
+    Raises UserError or LayoutError, also for pickle weights, which are never opened, for an adapter, and for a
+    truncated file.
     """
     folder, is_local = resolve_json(str(model), revision)
     read_config(folder)
@@ -78,14 +80,15 @@ def open_sound_checkpoint(model: str | Path, revision: str | None = None) -> Che
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what transformers takes of config.json; raises UserError with one sentence for whatever is wrong."""
+    """Return config.json as transformers takes it; raises UserError with one sentence for any error."""
     return taken_config(read_stated_config(folder))[0]
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read config, index and headers of ``folder``; raises UserError with one sentence for whatever is wrong.
+    """Return the checkpoint in ``folder``, from its config, index and headers; raises UserError with one sentence for
+    any error.
 
-    Of a family that ladderize converts, the names are a Llama's, and ``tie_word_embeddings`` is what the weights say.
+    Of a supported family, the names are a Llama's, and ``tie_word_embeddings`` is what the weights say.
     """
     config, config_remarks = taken_config(read_stated_config(folder))
     tensors, tensor_remarks = read_tensors(folder)
@@ -100,8 +103,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def taken_config(stated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the config without what must not or does not count, and with one value of what it says twice; and
-    remarks."""
+    """Return the config without keys that do not count, and with one value of what it states twice; and remarks.
+
+    Raises UserError for a number that is too large.
+    """
     check_largest(stated)
     config, remarks = dict(stated), []
     for key in [key for key in config if IMPLEMENTATIONS.fullmatch(key)]:
@@ -125,8 +130,11 @@ def taken_config(stated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def with_model_names(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with each tensor under its name in the model, as transformers renames them, and without
-    the buffers that it ignores."""
+    """Return the checkpoint with tensors under their names in the model, as transformers renames them, without ignored
+    buffers.
+
+    Raises UserError where two tensors get one name.
+    """
     tensors: dict[str, TensorInfo] = {}
     for stored, info in checkpoint.tensors.items():
         name = f"model.{stored}" if stored.startswith(BASE_PARTS) else stored
@@ -143,8 +151,11 @@ def with_model_names(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def with_tied_ends(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with embedding and LM head tied as transformers ties them (``tie_weights``): where the
-    config asks for it, unless both are stored and differ. Of tied ones the embedding alone is among the tensors."""
+    """Return the checkpoint with embedding and LM head tied as transformers ties them (``tie_weights``).
+
+    They are tied where the config asks for it, unless both are stored and differ. The tensors then hold the embedding
+    only.
+    """
     tensors, remarks = dict(checkpoint.tensors), [*checkpoint.remarks]
     if not is_tied(checkpoint.config) or HEAD not in tensors:
         return checkpoint
@@ -162,7 +173,7 @@ def with_tied_ends(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def have_same_values(folder: Path, one: TensorInfo, other: TensorInfo) -> bool:
-    """Return whether two tensors are the same, byte for byte."""
+    """Return whether two tensors are equal, byte for byte."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with TensorReader(folder) as first, TensorReader(folder) as second:
@@ -174,8 +185,10 @@ def have_same_values(folder: Path, one: TensorInfo, other: TensorInfo) -> bool:
 
 
 def with_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with the biases that the config asks for and no layer stores: transformers begins them at
-    zero, which is what llamafied models without a bias of o_proj mean."""
+    """Return the checkpoint with zero for the biases that the config asks for and no layer stores.
+
+    transformers initialises them with zero, as llamafied models without a bias of o_proj mean it.
+    """
     tensors, of_kind = dict(checkpoint.tensors), defaultdict(list)
     for name in expected_tensors(checkpoint.config):
         if name.endswith(".bias"):

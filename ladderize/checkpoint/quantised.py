@@ -1,7 +1,7 @@
-"""Quantised checkpoints, which pass through a conversion as they are.
+"""Quantised checkpoints, which pass through a conversion unchanged.
 
-A layout changes no weight. Checked is only what decides whether the output can be served: every quantised projection
-has its scales, and no virtual rank cuts a group in two. Nothing here computes with quantised weights.
+A layout changes no weight. The checks only decide whether the output can be served: every quantised projection has its
+scales, and no virtual rank splits a group. Nothing here computes with quantised weights.
 """
 
 import dataclasses
@@ -33,8 +33,9 @@ QUANTISE_LAST = "convert and retrain the unquantised model, then quantise the re
 
 @dataclass(frozen=True)
 class ProjectionTensors:
-    """The tensors of a quantised projection, by the names of which one must be there.
+    """The tensors of a quantised projection.
 
+    needed: groups of names, of each of which one must be there.
     transposed: they are stored as [in, out].
     """
 
@@ -59,20 +60,23 @@ TRANSFORMERS_NEEDS = {
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The quantisation that a config states. stated: its ``quantization_config``."""
+    """The quantisation that a config states.
+
+    stated: its ``quantization_config``.
+    """
 
     method: str
     stated: Mapping[str, Any]
 
     @property
     def groups(self) -> list[Mapping[str, Any]]:
-        """The groups of projections of compressed-tensors."""
+        """The groups of projections, in the method compressed-tensors."""
         groups = self.stated.get("config_groups")
         return [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
 
     @property
     def words(self) -> str:
-        """Return for example ``compressed-tensors int-quantized``."""
+        """The method and format in words, for example ``compressed-tensors int-quantized``."""
         nested = self.stated.get("quantization")
         options = {**(nested if isinstance(nested, dict) else {}), **self.stated}
         kind = options.get("format") or options.get("quant_algo") or ""
@@ -81,7 +85,7 @@ class Quantisation:
 
     @property
     def is_fp8(self) -> bool:
-        """Return whether all products are of 8-bit floats, of weights and of activations."""
+        """True if all products are of 8-bit floats, in weights and activations."""
         if self.method == "compressed-tensors":
             operands = [group.get(key) for group in self.groups for key in ("weights", "input_activations")]
             kinds = [(one.get("type"), one.get("num_bits")) if isinstance(one, dict) else None for one in operands]
@@ -90,7 +94,7 @@ class Quantisation:
 
     @property
     def problem_in_transformers(self) -> str | None:
-        """Return why transformers does not run it here, in words; None where it does."""
+        """The reason for which transformers does not run it here; None where it does."""
         if self.method == "modelopt" or (self.method == "fp8" and not self.stated.get("weight_block_size")):
             return f"transformers does not run weights quantised as {self.words}"
         package = TRANSFORMERS_NEEDS.get(self.method)
@@ -101,9 +105,9 @@ class Quantisation:
 
     @property
     def not_run(self) -> str | None:
-        """Return why no forward pass of it can prove anything here, on a CPU, in words; None where one can.
+        """The reason for which no forward pass on a CPU can prove anything here; None where one can.
 
-        transformers was seen to run compressed-tensors alone there, and of these none with zero points.
+        On a CPU transformers was only seen to run compressed-tensors without zero points.
         """
         if (problem := self.problem_in_transformers) is not None:
             return problem
@@ -116,14 +120,14 @@ class Quantisation:
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without what it says of quantisation: that of a model whose weights are floats."""
+    """Return the config without its quantisation, as of a model whose weights are floats."""
     return {key: value for key, value in config.items() if key not in QUANTISATION_KEYS}
 
 
 def dense_targets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a dense model: where ``quantization_config`` names a class of ours, the class behind it.
+    """Return the config of a dense model: where ``quantization_config`` names a class of ours, the dense class.
 
-    The other way nothing need change: names of modules stay, and a class matches by its parents too.
+    In the other direction nothing needs to change: modules keep their names, and a class also matches by its parents.
     """
     stated = {key: config[key] for key in QUANTISATION_KEYS if key in config}
     return {**config, **{key: _renamed(value) for key, value in stated.items()}}
@@ -138,9 +142,10 @@ def _renamed(value: Any) -> Any:
 
 
 def quantisation_of(config: Mapping[str, Any], folder: Path | None = None) -> Quantisation | None:
-    """Return what a config, or modelopt's own file in ``folder``, says; None where weights are floats.
+    """Return the quantisation that a config, or modelopt's own file in ``folder``, states; None where weights are
+    floats.
 
-    Raises UserError for a method that is not known here, and for weights that are rotated or sparse.
+    Raises UserError for an unknown method, and for rotated or sparse weights.
     """
     stated = next((config[key] for key in QUANTISATION_KEYS if config.get(key)), None)
     if stated is None and folder is not None and (folder / MODELOPT_FILE).is_file():
@@ -170,9 +175,8 @@ def plain_view(
     """Return the checkpoint as if its projections held floats, for the checks that all checkpoints pass.
 
     A weight of the projection's shape stands for the tensors of each quantised one. Nothing can be read from it.
-    Raises UserError for a quantised projection without its scales.
-
     expected: every tensor of the unquantised model, name -> shape.
+    Raises UserError for a quantised projection without its scales.
     """
     if quantisation is None:
         return checkpoint
@@ -210,15 +214,15 @@ def plain_view(
 
 
 def has_measured_scales(tensors: Iterable[str]) -> bool:
-    """Return whether scales of activations or of the KV cache are among these names."""
+    """Return whether any of these names is a scale of activations or of the KV cache."""
     return any(name.rpartition(".")[2] in ACTIVATION_SCALES or KV_SCALE.fullmatch(name) for name in tensors)
 
 
 def check_ranks(checkpoint: Checkpoint, quantisation: Quantisation, ranks: int) -> None:
     """Raise UserError unless each of ``ranks`` has whole groups, blocks and packed words of every projection.
 
-    Weights, scales and zero points all have the projection's two dimensions, in units of their own. A tensor that the
-    ranks do not share evenly along the dimension that they split is cut inside such a unit.
+    Weights, scales and zero points all have the projection's two dimensions, in units of their own. A tensor that
+    cannot be split evenly along the ranks' dimension would be split inside such a unit.
     """
     kv_heads = complete_config(checkpoint.config)["num_key_value_heads"]
     for name, info in checkpoint.tensors.items():

@@ -1,9 +1,7 @@
 """The files of a checkpoint, read without loading it: the index, and every safetensors header.
 
-What a model's tensors are called, and which count, is decided in ``opening``.
-
-Checkpoints come from strangers, so nothing here is believed: an index may not name a path outside its folder, a header
-may not lie about sizes, and nothing is ever unpickled.
+``opening`` decides on names of tensors, and on which count. Checkpoints come from strangers, so nothing is trusted: an
+index may not name a path outside its folder, a header may not lie about sizes, and nothing is ever unpickled.
 """
 
 import hashlib
@@ -54,9 +52,9 @@ OTHER_WEIGHTS = (*PICKLES, ".gguf", ".h5", ".msgpack", ".onnx")  # neither downl
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The place of one tensor, and its name there: ``start`` and ``stop`` are byte offsets in the file.
+    """The place of one tensor in a file, and its name there.
 
-    Where both are the same, no value is stored: all are zero.
+    start, stop: byte offsets in the file; equal where no value is stored: all are zero.
     """
 
     name: str
@@ -76,16 +74,16 @@ class TensorInfo:
 
     @property
     def is_stored(self) -> bool:
-        """Return whether its values are in the file."""
+        """True if its values are in the file."""
         return self.nbytes > 0 or self.numel == 0
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder: its config and where each tensor lies; no tensor is in memory.
+    """A checkpoint folder: its config and the place of each tensor; no tensor is in memory.
 
-    tensors: by the name in the model, which need not be the one in the file. remarks, warnings: what was found and
-    taken otherwise than it is written.
+    tensors: by the name in the model, which may differ from the name in the file.
+    remarks, warnings: what is read otherwise than it is written.
     """
 
     folder: Path
@@ -104,7 +102,7 @@ class Checkpoint:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError unless ``folder`` is one with something in it, and every file in it a regular one."""
+    """Raise UserError unless ``folder`` is a folder, not empty, and holds regular files only."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name the folder of a Hugging Face checkpoint or a hub id")
     if not any(folder.iterdir()):
@@ -113,19 +111,20 @@ def check_folder(folder: Path) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a checkpoint's folder holds files of a tokenizer."""
+    """Return whether a checkpoint's folder holds tokenizer files."""
     return any(folder.glob("tokenizer*"))
 
 
 def check_entries(folder: Path) -> None:
-    """Raise UserError unless every file in ``folder`` is a regular one: transformers opens what it finds."""
+    """Raise UserError unless every file in ``folder`` is regular: transformers opens all that it finds."""
     for entry in folder.iterdir():
         if entry.exists() and not entry.is_dir():
             check_regular(entry)
 
 
 def read_stated_config(folder: Path) -> dict[str, Any]:
-    """Return config.json as it is written, without the NaN and Infinity that Python's JSON lets through."""
+    """Return config.json as it is written; raises UserError where it is missing or holds NaN or Infinity, which
+    Python's JSON accepts."""
     path = folder / "config.json"
     if is_there(path):
         return read_json(path)
@@ -137,7 +136,10 @@ def read_stated_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Return every tensor that transformers would read from ``folder``, by its name there; and remarks."""
+    """Return every tensor that transformers would read from ``folder``, by its name in the file, and remarks.
+
+    Raises UserError where weights are missing, or index and files differ.
+    """
     if is_there(folder / WEIGHTS):
         return read_header(folder, WEIGHTS), []
     if not is_there(folder / INDEX):
@@ -164,7 +166,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor by its name, as the index says."""
+    """Return the file of each tensor, by its name, from the index; raises UserError where it has none."""
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{folder / INDEX} has no weight_map; download it again")
@@ -172,7 +174,7 @@ def read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def second_weights(folder: Path) -> str | None:
-    """Return which counts in a folder with a single weight file and the complete shards of an index; else None."""
+    """Return a warning for a folder with both a single weight file and complete shards; else None."""
     if not (is_there(folder / WEIGHTS) and is_there(folder / INDEX)):
         return None
     try:
@@ -192,13 +194,16 @@ def _some(names: list[str]) -> str:
 
 
 def check_plain_name(name: str, where: Path) -> None:
-    """Refuse a file name from a stranger's index that could lead out of the folder."""
+    """Raise UserError for a file name in a stranger's index that could lead out of the folder."""
     if not re.fullmatch(r"[\w.=+-]+\.safetensors", name):
         raise UserError(f"{where} names the file {name!r}; only plain .safetensors names in the same folder are read")
 
 
 def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
-    """Return the tensors of one safetensors file, from its header alone, which safetensors checks against the file."""
+    """Return the tensors of one safetensors file from its header, which safetensors checks against the file.
+
+    Raises UserError for a broken file.
+    """
     from safetensors import SafetensorError, safe_open
 
     path = folder / name
@@ -220,7 +225,8 @@ def _tensor(name: str, file: str, entry: Mapping[str, Any], base: int) -> Tensor
 
 
 def header_sha256(path: Path) -> str:
-    """Return a hash of the header (names, dtypes, shapes, offsets): identifies a shard without reading gigabytes."""
+    """Return a hash of the header (names, dtypes, shapes, offsets), which identifies a shard without reading
+    gigabytes."""
     with open_regular(path) as file:
         start = file.read(8)
         return hashlib.sha256(start + file.read(int.from_bytes(start, "little"))).hexdigest()
@@ -241,13 +247,19 @@ def _no_weights(folder: Path) -> UserError:
 
 
 def fetch_weights(repo: str, revision: str | None) -> Path:
-    """Return the snapshot of a hub id with its weights, downloaded if need be; never pickle weights."""
+    """Return the snapshot of a hub id with its weights, downloaded if necessary, without pickle weights.
+
+    Raises UserError where it cannot be had.
+    """
     unwanted = ["original/*", "consolidated*", *(f"*{suffix}" for suffix in OTHER_WEIGHTS)]
     return _snapshot(repo, revision, ignore_patterns=unwanted)
 
 
 def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
-    """Return a checkpoint's folder, and whether it is local; of a hub id only the .json files need be there."""
+    """Return a checkpoint's folder, and whether it is local. Of a hub id only the .json files are downloaded.
+
+    Raises UserError where it does not exist.
+    """
     if not source.strip():
         raise UserError("the name of the checkpoint is empty; name a folder or a hub id")
     path = resolved(source)
@@ -281,7 +293,7 @@ def _snapshot(repo: str, revision: str | None, **patterns: Any) -> Path:
 
 
 def torch_dtype(stored: str) -> "torch.dtype":
-    """Return torch's dtype for one that safetensors stores; KeyError for one that has none here."""
+    """Return torch's dtype for a dtype of safetensors; raises KeyError where nothing here computes with it."""
     import torch
 
     names = {stored: name for name, stored in STORED_NAMES.items()}

@@ -1,6 +1,6 @@
-"""The weight files of an output: taken over, or written anew for another dtype, other shards, heads or values.
+"""The weight files of an output: taken over, or written with another dtype, other shards, head order or values.
 
-They are written a chunk at a time: a whole tensor is never in memory.
+They are written in chunks, so a whole tensor is never in memory.
 """
 
 import re
@@ -41,8 +41,10 @@ class Move(NamedTuple):
 class Entry:
     """One tensor of a file to write.
 
-    name: its name there. dtype: the safetensors dtype that it is stored as. source: where its values lie now. move: how
-    its rows or columns move on the way.
+    name: in the file.
+    dtype: the safetensors dtype to store.
+    source: the present place of its values.
+    move: the permutation of its rows or columns.
     """
 
     name: str
@@ -57,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file of the output, with its tensors in the order in which they lie.
+    """A safetensors file of the output, with its tensors in the order of the file.
 
     rewritten: False where it is the source's own file.
     """
@@ -91,11 +93,13 @@ def plan_shards(
     moves: Mapping[str, Move] | None = None,
     replace: Mapping[str, TensorInfo] | None = None,
 ) -> list[Shard]:
-    """Return the weight files of an output. Without ``max_bytes`` every tensor stays in the file that it is in.
+    """Return the weight files of an output. Without ``max_bytes`` every tensor stays in its file.
 
-    dtype: store all as float32, float16 or bfloat16. moves: what changes places, by tensor. replace: tensors whose
-    values come from elsewhere and do not move; they are stored in the dtype of those that they replace. Raises
-    UserError if one does not fit.
+    dtype: store all as float32, float16 or bfloat16.
+    moves: permutations, by tensor.
+    replace: tensors with values from elsewhere, which do not move; they are stored in the dtype of those that they
+    replace.
+    Raises UserError if one does not fit.
     """
     moves, replace = moves or {}, replace or {}
     check_replacements(checkpoint, replace)
@@ -142,12 +146,12 @@ def check_replacements(checkpoint: Checkpoint, replace: Mapping[str, TensorInfo]
 
 
 def _aligned(entries: list[Entry]) -> tuple[Entry, ...]:
-    """Wide elements first, so that every tensor begins at a multiple of its element size."""
+    """Return the entries with wide elements first, so that every tensor begins at a multiple of its element size."""
     return tuple(sorted(entries, key=lambda entry: -DTYPE_BYTES[entry.dtype]))
 
 
 def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Callable[[int], None]) -> None:
-    """Stream the tensors of one shard from where they lie into ``path``."""
+    """Stream the tensors of one shard from their places into ``path``."""
     header = encode_header((entry.name, entry.dtype, entry.source.shape) for entry in shard.entries)
     with TensorReader(checkpoint.folder) as reader, path.open("xb") as writer:
         writer.write(header)
@@ -156,8 +160,11 @@ def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Calla
 
 
 def _stream(entry: Entry, reader: TensorReader, writer: BufferedIOBase, advance: Callable[[int], None]) -> None:
-    """Copy one tensor: inside the kernel where nothing changes; else a chunk at a time, whole rows where columns move,
-    one block of rows after the other where rows move."""
+    """Copy one tensor.
+
+    The kernel copies it where nothing changes. Otherwise it is read in chunks: whole rows where columns move, one block
+    of rows after the other where rows move.
+    """
     source, move = entry.source, entry.move
     if not source.is_stored:
         writer.write(bytes(entry.nbytes))
@@ -182,7 +189,7 @@ def _stream(entry: Entry, reader: TensorReader, writer: BufferedIOBase, advance:
 
 
 def _move_columns(chunk: memoryview, order: tuple[int, ...], row: int) -> memoryview:
-    """Return whole rows of ``row`` bytes each with their blocks in ``order``: bytes, whatever the dtype."""
+    """Return whole rows of ``row`` bytes each with their blocks in ``order``. Works on bytes of any dtype."""
     import numpy as np
 
     return (
@@ -207,9 +214,9 @@ def _cast(chunk: memoryview, entry: Entry) -> memoryview:
 
 
 def _round(chunk: memoryview) -> tuple[memoryview, bool]:
-    """Round float32 to the nearest even bfloat16; return the bits, and whether any finite value became infinite.
+    """Return float32 values as the bits of the nearest (even) bfloat16, and whether a finite one became infinite.
 
-    These are torch's bits, but without torch, whose import takes as long as copying 2 GB.
+    The bits are torch's, but without importing torch, which takes as long as copying 2 GB.
     """
     import numpy as np
 
@@ -226,7 +233,10 @@ def _round(chunk: memoryview) -> tuple[memoryview, bool]:
 
 
 def _cast_by_torch(chunk: memoryview, entry: Entry) -> tuple[memoryview, bool]:
-    """Cast in one thread: a chunk takes 0.4 ms, and where the cores are busy a second thread is waited for longer."""
+    """Return the values in the entry's dtype, and whether a finite one became infinite.
+
+    One thread casts: a chunk takes 0.4 ms, and on busy cores waiting for a second thread takes longer.
+    """
     import torch
 
     threads = torch.get_num_threads()
@@ -234,7 +244,7 @@ def _cast_by_torch(chunk: memoryview, entry: Entry) -> tuple[memoryview, bool]:
     try:
         values = torch.frombuffer(chunk, dtype=torch_dtype(entry.source.dtype))
         cast = values.to(torch_dtype(entry.dtype))
-        # the largest says whether any is not finite, in a fortieth of the time that asking each takes
+        # testing the largest takes a fortieth of the time of testing each
         overflows = not torch.isfinite(cast.abs().max()) and bool(torch.isfinite(values[torch.isinf(cast)]).any())
     finally:
         torch.set_num_threads(threads)

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class TensorReader:
-    """The one way to the values of a checkpoint's tensors: as a tensor or a part of one, or as bytes.
+    """Reads the values of a checkpoint's tensors, whole or in part, as tensors or as bytes. Used as a context.
 
-    Used as a context. folder: what the files of the ``TensorInfo``s are relative to. Raises UserError for a file that
-    became shorter since its header was read.
+    folder: the folder that the files of ``TensorInfo`` are relative to.
+    Raises UserError for a file that became shorter since its header was read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,8 +65,7 @@ class TensorReader:
     ) -> "Tensor":
         """Return a tensor, or the indices ``start`` to ``stop`` of its dimension ``dim`` (0 or 1).
 
-        It has memory of its own: the file is mapped only while it is read, since mapped pages count as the process's.
-
+        It has its own memory: the file is mapped only while it is read, since mapped pages count as the process's.
         dtype: None keeps the stored one.
         """
         import torch
@@ -90,7 +89,7 @@ class TensorReader:
     def chunks(self, info: TensorInfo, spans: Sequence[tuple[int, int]], step: int) -> Iterator[memoryview]:
         """Yield the bytes of a file from each span's start to its stop, at most ``step`` at a time.
 
-        A chunk is valid until the next one is asked for: one buffer serves all, since fresh memory costs more than the
+        A chunk is valid until the next one is asked for: they share one buffer, since fresh memory costs more than the
         copy.
         """
         reader = self._open(info.file)
@@ -104,7 +103,10 @@ class TensorReader:
                 yield chunk
 
     def copy(self, info: TensorInfo, writer: BufferedIOBase, advance: Callable[[int], None]) -> None:
-        """Append a tensor's bytes, as they are stored, to a file. advance: is given how many, step by step."""
+        """Append a tensor's stored bytes to a file.
+
+        advance: is called with the number of bytes of each step.
+        """
         if copy_span(self._open(info.file), writer, info.start, info.stop, advance) != info.nbytes:
             raise _shorter(self.folder / info.file)
 
@@ -130,7 +132,7 @@ def _shorter(path: Path) -> UserError:
 def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
     """Return the beginning of a safetensors file: the length of its header, and the header.
 
-    tensors: (name, safetensors dtype, shape), in the order in which their values will follow.
+    tensors: (name, safetensors dtype, shape), in the order in which their values follow.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -149,12 +151,13 @@ def write_tensors(
     *,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Write ``path`` anew, with the tensors that ``produce(name)`` returns one after the other, and fsync it.
+    """Write the file ``path`` with the tensors that ``produce(name)`` returns one after the other, and fsync it.
 
-    infos: name -> (dtype, shape) of each, floats and integers of any shape, 0-d too. A produced tensor may lie on any
-    device and need not be contiguous; ValueError if it is not as announced. Raises UserError where the system cannot
-    write, for example on a full disk; then, as with any error, no file is left. (safetensors' own save_file wants all
-    tensors in memory at once.)
+    safetensors' own save_file wants all tensors in memory at once. On any error no file is left.
+    infos: name -> (dtype, shape) of each: floats and integers of any shape, 0-d too.
+    produce: may return a tensor on any device, not contiguous.
+    Raises UserError where the system cannot write, for example on a full disk; ValueError for a tensor that is not as
+    announced.
     """
     import torch
 
@@ -184,7 +187,8 @@ def write_tensors(
 
 
 def locate_tensors(path: Path) -> dict[str, TensorInfo]:
-    """Return the places of one file's tensors, with its absolute path, as ``Changes.replace`` takes them."""
+    """Return the places of a file's tensors, with its absolute path, as ``Changes.replace`` takes them; raises
+    UserError for a broken file."""
     path = path.resolve()
     return {name: replace(info, file=str(path)) for name, info in read_header(path.parent, path.name).items()}
 
@@ -193,9 +197,9 @@ FINGERPRINT_BYTES = 4096  # of each tensor
 
 
 def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a config that decides a model's function, with defaults filled in.
+    """Return the part of a config that decides the model's dense function, with defaults filled in.
 
-    Of keys that only some families have, those count whose values are not a plain Llama's.
+    Keys that only some families have count where their values differ from a plain Llama's.
     """
     family = known_family(config)
     full, decoder = family.complete(config), family.describe(config)
@@ -212,10 +216,10 @@ def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return a sha256 of names, dtypes, shapes and a few values of every tensor: the model's, however it is sharded.
+    """Return a sha256 of names, dtypes, shapes and a few values of every tensor, independent of the shards.
 
-    The values are those in the middle of each, which tells two fine-tunes of one shape apart without reading gigabytes.
-    Of the config counts what its dense function depends on; the layout does not.
+    The values are those in the middle of each tensor, which distinguish two fine-tunes without reading gigabytes. Of
+    the config the dense function counts; the layout does not.
     """
     digest = hashlib.sha256(json.dumps(dense_function(checkpoint.config), sort_keys=True).encode())
     with TensorReader(checkpoint.folder) as reader:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint's folder: whole or not at all, its weights linked, copied, or streamed."""
+"""Writes a checkpoint's folder, whole or not at all; its weights are linked, copied, or streamed."""
 
 import json
 import shutil
@@ -18,11 +18,13 @@ from ladderize.files.temporaries import fsync
 
 @dataclass(frozen=True)
 class Content:
-    """Everything that a checkpoint's folder will hold.
+    """The content of a checkpoint's folder.
 
-    source: the checkpoint that weights and carried files come from. shards: the weight files. carried: other files of
-    the source, relative to it, that are copied byte for byte. copied: name -> a file from elsewhere. texts: name -> the
-    text of a file.
+    source: the checkpoint that weights and carried files come from.
+    shards: the weight files.
+    carried: other files of the source, relative to it, that are copied byte for byte.
+    copied: name -> a file from elsewhere.
+    texts: name -> the text of a file.
     """
 
     source: Checkpoint
@@ -43,10 +45,9 @@ def write_checkpoint(
 ) -> Counter[str]:
     """Write a checkpoint; return how many weight files were linked, copied and rewritten.
 
+    copy: copy unchanged weight files instead of hard-linking them.
+    check: receives the finished folder before it appears as ``out``; if it raises, nothing appears.
     Raises UserError where the disk is full or fails.
-
-    copy: copy unchanged weight files instead of hard-linking them. check: is given the finished folder before it
-    appears as ``out``; if it raises, nothing appears.
     """
     check_space(content, out, copy=copy)
     try:
@@ -92,7 +93,7 @@ def write_weights(content: Content, folder: Path, *, copy: bool, advance: Callab
 
 
 def check_space(content: Content, out: Path, *, copy: bool) -> None:
-    """Raise UserError for a disk that is too full before anything is written, not after an hour."""
+    """Raise UserError where the disk has too little space, before anything is written."""
     parent = output.existing_parent(out)
     same_disk = parent.stat().st_dev == content.source.folder.resolve().stat().st_dev
     needed = sum(shard.nbytes for shard in content.shards if shard.rewritten or copy or not same_disk)
