@@ -1,1 +1,1 @@
-"""Files that users name, and files that must appear whole or go on after a kill. A leaf."""
+"""Files that users name, and files that appear whole or survive a kill. A leaf."""

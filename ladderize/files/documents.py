@@ -1,4 +1,4 @@
-"""Result files: written whole or not at all, as often as there is something new."""
+"""Result files: written whole or not at all, each time there are new results."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,9 +12,9 @@ from ladderize.files.temporaries import replacement, why_unwritable
 
 
 def check_writable(path: Path, option: str = "--out", *, inputs: Iterable[str | Path | None] = ()) -> None:
-    """Raise UserError unless ``path`` can be written: found before hours of work, not after.
+    """Raise UserError unless ``path`` can be written, before hours of work instead of after.
 
-    inputs: what options name that are read; of these ``path`` must be none, since it would replace it.
+    inputs: values of options that are read; ``path`` must be none of them, since it would replace it.
     """
     path = resolved(path, f"{option} ")
     if path.is_dir():
@@ -32,7 +32,7 @@ def check_writable(path: Path, option: str = "--out", *, inputs: Iterable[str | 
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a result document atomically, with schema and version in front."""
+    """Write a result document atomically, with schema and version first."""
     path = resolved(path)
     text = to_json(value)
     with replacement(path) as file:
@@ -40,7 +40,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_document(path: Path, what: str) -> dict[str, Any]:
-    """Return a result file of ladderize, a ``what`` such as "head map"; raises UserError unless it has our schema."""
+    """Return a result file of ladderize; raises UserError unless it has our schema.
+
+    what: the kind of file, such as "head map", for messages.
+    """
     document = read_json(path, advice=f"it should be a {what}")
     if "schema_version" not in document:
         raise UserError(f"{path} is no result file of ladderize, which has a schema_version; it should be a {what}")
@@ -53,7 +56,10 @@ def read_document(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any]:
-    """Return a JSON object, without NaN and Infinity; raises UserError, with ``advice`` where the file is no JSON."""
+    """Return the JSON object in a file; raises UserError for any other content, and for NaN and Infinity.
+
+    advice: ends the message.
+    """
     content = read_bytes(path)
     try:
         value = parse_json(content)
@@ -65,7 +71,7 @@ def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any
 
 
 def read_own(path: Path) -> dict[str, Any]:
-    """Return a JSON object that an earlier run of ours left; {} where there is none, or half of one."""
+    """Return a JSON object that an earlier run of ours left; {} where there is none, or an incomplete one."""
     try:
         value = parse_json(read_bytes(path), constants=True)
     except (OSError, ValueError, UserError):
@@ -74,7 +80,10 @@ def read_own(path: Path) -> dict[str, Any]:
 
 
 def read_section(path: Path, key: str, option: str) -> Mapping[str, Any]:
-    """Return the object under ``key``; raises UserError for a file that has none. option: which names the file."""
+    """Return the object under ``key`` of a JSON or YAML file; raises UserError where there is none.
+
+    option: the one that names the file.
+    """
     path = resolved(path, f"{option} ")
     if path.suffix.lower() in (".yaml", ".yml"):
         document = read_yaml(path, what=f"{option} ")

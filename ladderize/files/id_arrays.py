@@ -7,16 +7,15 @@ import numpy as np
 from ladderize.errors import UserError
 from ladderize.files.regular import check_regular
 
-MOST_IDS = 2**31  # an id is smaller
+MOST_IDS = 2**31  # ids are smaller
 
 
 def open_ids(path: Path, key: str | None = None) -> np.ndarray:
     """Return the token ids of a ``.npy`` file, which is mapped, or of an array in a ``.npz`` archive.
 
-    These are integers in one or two dimensions, each from 0 to 2**31 - 1. Raises UserError for anything else; arrays of
-    Python objects are never unpickled.
-
+    They are integers in one or two dimensions, each from 0 to 2**31 - 1. Arrays of Python objects are never unpickled.
     key: the name of the array in the archive; None: the only one.
+    Raises UserError for anything else.
     """
     check_regular(path)
     is_archive = path.suffix == ".npz"
@@ -41,7 +40,8 @@ def open_ids(path: Path, key: str | None = None) -> np.ndarray:
 
 
 def read_id_rows(path: Path, key: str | None = None) -> list[np.ndarray]:
-    """Return the rows of ``open_ids`` in memory, int64; an array of one dimension is one row."""
+    """Return the rows of ``open_ids`` in memory, int64 [tokens] each; a one-dimensional array is one row. Raises
+    UserError."""
     return list(np.atleast_2d(open_ids(path, key)).astype(np.int64))
 
 

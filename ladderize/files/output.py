@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: written beside its place, fsynced, renamed."""
+"""Folders that appear whole or not at all: written beside their place, fsynced, renamed."""
 
 import ctypes
 import errno
@@ -18,7 +18,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def not_a_checkpoint(folder: Path) -> str | None:
-    """Return what tells ``folder`` from the checkpoints that --overwrite may replace; None if it is one."""
+    """Return why --overwrite may not replace ``folder``; None if it is a checkpoint."""
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return None
     return "is not a checkpoint (no config.json with safetensors)"
@@ -27,9 +27,9 @@ def not_a_checkpoint(folder: Path) -> str | None:
 def check_target(
     out: Path, source: Path, *, overwrite: bool, foreign: Callable[[Path], str | None] = not_a_checkpoint
 ) -> Path:
-    """Return ``out`` resolved, or raise UserError if it must not be written.
+    """Return ``out`` resolved; raises UserError if it must not be written.
 
-    foreign: says of a folder that is not of the kind to write, and so not to replace, what is wrong with it.
+    foreign: returns why a folder is not of the kind to write, and so not replaced; None if it is.
     """
     out, source = resolved(out, "OUT "), resolved(source)
     if out == source or source in out.parents:
@@ -60,9 +60,9 @@ def existing_parent(path: Path) -> Path:
 
 @contextmanager
 def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a locked temporary folder beside ``out``; on success it takes ``out``'s place, on any error it is removed.
+    """Yield a locked temporary folder beside ``out``. On success it takes ``out``'s place; on any error it is removed.
 
-    What fills ``out`` by then is replaced only with ``overwrite``.
+    A folder ``out`` that is not empty is replaced only with ``overwrite``; raises UserError otherwise.
     """
     with scratch_folder(out) as temporary:
         yield temporary
@@ -73,7 +73,7 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
-    """Yield a locked temporary folder beside ``out``, which is removed at the end; first ``clean_up`` is called."""
+    """Yield a locked temporary folder beside ``out``, which is removed at the end. ``clean_up`` is called first."""
     with _parents(out):
         clean_up(out)
         with locked_folder(out.parent, _prefix(out)) as temporary:
@@ -82,7 +82,7 @@ def scratch_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _parents(out: Path) -> Iterator[None]:
-    """Make the folders above ``out``; on an error those that were made for it, and are empty, are removed again."""
+    """Create the folders above ``out``; on an error the created ones that are empty are removed again."""
     created = [parent for parent in (out.parent, *out.parent.parents) if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -99,7 +99,7 @@ def _prefix(out: Path) -> str:
 
 
 def clean_up(out: Path) -> None:
-    """Remove temporaries of ``out`` whose writer is gone, and put back what a killed swap had set aside."""
+    """Remove temporaries of ``out`` whose writer is gone, and restore a folder that a killed swap had set aside."""
     aside = _aside(out)
     if aside.is_dir():
         descriptor = os.open(aside, os.O_RDONLY)
@@ -111,7 +111,10 @@ def clean_up(out: Path) -> None:
 
 
 def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
-    """Rename ``temporary`` to ``out``; what was there before then has its name, or is removed."""
+    """Rename ``temporary`` to ``out``; the folder that was there then has the temporary's name, or is removed.
+
+    Raises UserError where ``out`` is not empty and ``overwrite`` is False.
+    """
     try:
         os.rename(temporary, out)  # replaces nothing but an empty folder
         return
@@ -143,7 +146,7 @@ def _aside(out: Path) -> Path:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two folders in one step (renameat2 with RENAME_EXCHANGE); False where the system cannot."""
+    """Swap two folders in one step (renameat2 with RENAME_EXCHANGE); return False where the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -156,9 +159,10 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int], None]) -> str:
-    """Bring an unchanged file over; return how: ``linked`` or ``copied``.
+    """Link or copy an unchanged file; return ``linked`` or ``copied``.
 
     Symbolic links (a hub snapshot is full of them) are resolved first, so that the output depends on no cache.
+    Raises UserError where the source changes meanwhile.
     """
     source = source.resolve()
     size = source.stat().st_size
@@ -180,9 +184,11 @@ def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int],
 def copy_span(
     reader: RawIOBase | BufferedIOBase, writer: BufferedIOBase, start: int, stop: int, advance: Callable[[int], None]
 ) -> int:
-    """Append a file's bytes from ``start`` to ``stop``; return how many: fewer where the file ends before.
+    """Append a file's bytes from ``start`` to ``stop``; return their number, which is smaller where the file ends
+    before.
 
-    The kernel copies, and shares blocks where the file system can. advance: is given what each step copied.
+    The kernel copies, and shares blocks where the file system can.
+    advance: is called with the number of bytes of each step.
     """
     writer.flush()
     at = start

@@ -11,9 +11,9 @@ from ladderize.console import is_text
 from ladderize.errors import UserError
 from ladderize.files.regular import read_text
 
-MAX_DEPTH = 100  # of lists and objects in each other; more would exhaust the stack of what reads them
-MAX_VALUES = 10_000_000  # counted as often as they are reached: YAML's aliases make many of few
-# what JSON calls the values of these types, in a message
+MAX_DEPTH = 100  # of nested lists and objects; more would exhaust the stack of their reader
+MAX_VALUES = 10_000_000  # counted each time they are reached: YAML's aliases make many of few
+# The words of messages for JSON's types.
 JSON_WORDS: dict[type, str] = {
     dict: "an object",
     list: "a list",
@@ -28,10 +28,10 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_json(content: bytes, *, constants: bool = False) -> Any:
-    """Return the value of a JSON text; raises ValueError, which says what is wrong.
+    """Return the value of a JSON text; raises ValueError with the reason.
 
-    constants: whether NaN and Infinity, which are no JSON, are taken. Half a surrogate pair, which JSON can write but
-    no text can hold, is refused.
+    Half a surrogate pair, which JSON can write but no text can hold, is refused.
+    constants: accept NaN and Infinity, which are not JSON.
     """
 
     def refuse(constant: str) -> None:
@@ -59,7 +59,8 @@ def check_characters(value: Any) -> None:
 
 
 def check_nesting(value: Any) -> None:
-    """Raise ValueError for lists and objects that are nested too deeply (or endlessly), or that unfold to too much."""
+    """Raise ValueError for lists and objects that are nested too deeply (or endlessly), or unfold to too many
+    values."""
     seen, level = 0, [value] if isinstance(value, CONTAINERS) else []
     for _ in range(MAX_DEPTH):
         seen += sum(map(len, level))
@@ -102,7 +103,7 @@ Yaml12Loader.add_constructor(f"{_PREFIX}float", lambda loader, node: float(node.
 
 
 class StrictLoader(Yaml12Loader):
-    """YAML without silently repeated keys."""
+    """A YAML loader that refuses repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep)
@@ -114,7 +115,7 @@ class StrictLoader(Yaml12Loader):
 
 
 def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
-    """Return one document; raises ValueError, which says in one line what is wrong."""
+    """Return one document; raises ValueError with the reason in one line."""
     try:
         value = yaml.load(text, Loader=loader)  # noqa: S506  (a SafeLoader)
     except RecursionError:
@@ -132,9 +133,10 @@ def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
 
 
 def read_yaml(path: Path, *, what: str = "", advice: str = "") -> Any:
-    """Return the document of a file; raises UserError for what is no YAML.
+    """Return the document of a file; raises UserError for invalid YAML.
 
-    what: precedes the path in the message. advice: follows "not valid YAML".
+    what: precedes the path in the message.
+    advice: follows "not valid YAML".
     """
     text = read_text(path, MAX_YAML_BYTES)
     try:

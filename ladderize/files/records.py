@@ -1,5 +1,5 @@
-"""Typed documents: dataclasses that go to JSON and come back checked, so that only the border handles ``dict[str,
-Any]``."""
+"""Typed documents: dataclasses that are written as JSON and checked when read, so that only here ``dict[str, Any]``
+occurs."""
 
 import types
 import typing
@@ -14,12 +14,12 @@ OwnRecord = typing.TypeVar("OwnRecord", bound="Record")
 
 
 class Record:
-    """Base of dataclasses that are JSON objects. Fields are plain values, other Records, or lists, tuples, dicts and
-    unions of these.
+    """Base of dataclasses that are JSON objects.
 
-    A class whose JSON has other keys than its fields (a reserved word such as ``class``) says so in ``KEYS``: field ->
-    key. ``LEFT_OUT`` names the fields that JSON does not have while they are None; others are null there. ``ALIASES``:
-    field -> another key by which some documents call the same.
+    Fields are plain values, other Records, or lists, tuples, dicts and unions of these.
+    KEYS: field -> its key, where JSON has another name (a reserved word such as ``class``).
+    LEFT_OUT: fields that JSON lacks while they are None; other fields are null there.
+    ALIASES: field -> another key that some documents use for it.
     """
 
     KEYS: typing.ClassVar[Mapping[str, str]] = {}
@@ -34,9 +34,11 @@ class Record:
 
     @classmethod
     def from_dict(cls: type[OwnRecord], value: object, where: str | Path) -> OwnRecord:
-        """Read what ``to_dict`` made. Unknown keys are ignored: a later version may have more.
+        """Return the record of a document that ``to_dict`` made. Unknown keys are ignored: a later version may have
+        more.
 
-        Raises UserError, which begins with ``where``, for anything else than the fields' types.
+        where: begins the messages.
+        Raises UserError for a missing field or a value of another type.
         """
         if not isinstance(value, Mapping):
             raise UserError(f"{where} is {shown(value)}, but must be an object")
@@ -65,7 +67,10 @@ def _plain(value: Any) -> Any:
 
 
 def read_value(kind: Any, value: Any, where: str) -> Any:
-    """Return ``value`` as ``kind``, an annotation; raises UserError, which begins with ``where``."""
+    """Return ``value`` as the annotation ``kind``; raises UserError for a value of another type.
+
+    where: begins the message.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -125,6 +130,6 @@ def _key(kind: Any, key: Any, where: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a value as messages show it: not endlessly."""
+    """Return a value as messages show it, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "..."

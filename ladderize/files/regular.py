@@ -1,4 +1,4 @@
-"""Files that a user names or a checkpoint brings: opened only where they are regular files, and read up to a limit.
+"""Files that a user names or a checkpoint brings: opened only where they are regular, and read up to a limit.
 
 A FIFO would make its reader wait for ever, and a device may never end.
 """
@@ -42,7 +42,7 @@ def resolved(path: str | Path, what: str = "") -> Path:
 
 
 def names_a_file(text: str) -> bool:
-    """Return whether ``text``, which may be a name of something else, is that of a file."""
+    """Return whether ``text``, which may name something else, is the path of a file."""
     try:
         return resolved(text).is_file()
     except (UserError, OSError):
@@ -50,7 +50,7 @@ def names_a_file(text: str) -> bool:
 
 
 def inside(folder: Path, name: str) -> Path | None:
-    """Return the path of ``name``, which a stranger's file says, in ``folder``; None where it leads out."""
+    """Return the path of ``name``, which comes from a stranger's file, in ``folder``; None where it leads out."""
     try:
         found = resolved(folder / name)
     except UserError:
@@ -68,14 +68,14 @@ def is_there(path: Path) -> bool:
 
 
 def check_regular(path: Path) -> None:
-    """Raise UserError if ``path`` exists and is no regular file; raises OSError where it does not exist."""
+    """Raise UserError unless ``path`` is a regular file; raises OSError where it does not exist."""
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
         raise UserError(f"{path} is {KINDS.get(kind, 'a special file')}, not a regular file; name another")
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read its bytes; raises UserError for what is no regular file, OSError where there is none."""
+    """Open a file to read its bytes; raises UserError unless it is regular, OSError where it does not exist."""
     check_regular(path)  # before it is opened: opening a device may have effects
     # without blocking: it may have become a FIFO since
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -86,7 +86,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """Return the whole content of a regular file; raises UserError where it is longer than ``limit``."""
+    """Return the whole content of a regular file; raises UserError where it is longer than ``limit`` bytes."""
     with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -95,7 +95,7 @@ def read_bytes(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> str:
-    """Return the content as UTF-8 text, whatever the locale says; raises UserError where it is none."""
+    """Return the content as UTF-8 text, whatever the locale; raises UserError where it is not UTF-8."""
     try:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -103,7 +103,7 @@ def read_text(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> str:
 
 
 def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of a regular file with their ends; raises UserError at one that is longer than ``limit``."""
+    """Yield the lines of a regular file with their ends; raises UserError for one longer than ``limit`` bytes."""
     with open_regular(path) as file:
         number = 0
         while line := file.readline(limit + 1):
@@ -116,7 +116,7 @@ def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[bytes]:
 
 
 def split_name(spec: str) -> tuple[Path, str | None]:
-    """Return for ``ids.npz:heldout`` the file and the array in it; other files have no such part."""
+    """Return the file and the array in it from ``ids.npz:heldout``; for other files the array is None."""
     name, colon, key = spec.rpartition(":")
     if colon and name.endswith(".npz"):
         return Path(name), key

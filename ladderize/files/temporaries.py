@@ -1,6 +1,7 @@
-"""Temporary files and folders that the next run removes if the one that made them was killed.
+"""Temporary files and folders, which the next run removes if their owner was killed.
 
-Each is locked for as long as its owner lives. What bears our name, is this user's and is not locked is a killed run's.
+Each is locked while its owner lives. A temporary that has our name, belongs to this user and is not locked is left over
+from a killed run.
 """
 
 import contextlib
@@ -17,9 +18,9 @@ from typing import IO
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Return the system's reason why no file can be made in ``folder``; None where one can.
+    """Return the system's reason why no file can be created in ``folder``; None where one can.
 
-    One is made: root may write where permissions say no.
+    It creates one: root may write where permissions forbid it.
     """
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -29,7 +30,8 @@ def why_unwritable(folder: Path) -> str | None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder for this process; False if another one holds it, or the file system has no locks."""
+    """Lock an open file or folder for this process; return False if another one holds it, or the file system has no
+    locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -38,7 +40,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def lock_folder(folder: Path) -> int | None:
-    """Lock a folder until the returned descriptor is closed; None if another process removed it just before that.
+    """Lock a folder until the returned descriptor is closed; return None if another process has just removed it.
 
     Raises BlockingIOError if another process holds it.
     """
@@ -65,7 +67,8 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Force names and contents of everything below ``folder`` to disk; linked data is there already, which is cheap."""
+    """Force names and contents of everything below ``folder`` to disk. Linked data are there already, and cost
+    little."""
     for root, _, files in os.walk(folder):
         for name in files:
             fsync(Path(root) / name)
@@ -76,7 +79,7 @@ def fsync_tree(folder: Path) -> None:
 def locked_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[Path]:
     """Yield a new, locked folder in ``parent`` whose name begins with ``prefix``.
 
-    What has that name at the end is removed, and what killed runs left of this prefix at the beginning.
+    It is removed at the end. Folders with this prefix that killed runs left are removed at the beginning.
     """
     folder, lock = _make_locked(parent, prefix, lambda path: path.mkdir(mode=mode))
     try:
@@ -88,16 +91,16 @@ def locked_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[Path
 
 @contextmanager
 def temporary_folder(purpose: str) -> Iterator[Path]:
-    """Yield ``locked_folder`` in the system's folder for temporaries; only this user sees into it."""
+    """Yield a ``locked_folder`` in the system's folder for temporaries, which only this user can read."""
     with locked_folder(Path(tempfile.gettempdir()), f"ladderize-{purpose}-", 0o700) as folder:
         yield folder
 
 
 @contextmanager
 def replacement(path: Path) -> Iterator[IO[str]]:
-    """Yield a locked text file beside ``path``; at the end it takes ``path``'s place, on an error it is removed.
+    """Yield a locked text file beside ``path``. At the end it takes ``path``'s place; on an error it is removed.
 
-    What killed runs left of it is removed first. The content is on the disk before the file appears.
+    Its content is on disk before it appears. Files that killed runs left are removed first.
     """
     temporary, lock = _make_locked(path.parent, f".{path.name}.", lambda made: made.touch(exist_ok=False))
     try:
@@ -140,7 +143,8 @@ def remove_abandoned(folder: Path, prefix: str) -> None:
 
 
 def _make_locked(parent: Path, prefix: str, make: Callable[[Path], None]) -> tuple[Path, int]:
-    """Return a new temporary and the descriptor that locks it; another run may remove one before it is locked."""
+    """Return a new temporary and the descriptor that locks it; a temporary that another run removes before the lock is
+    made again."""
     remove_abandoned(parent, prefix)
     while True:
         path = parent / (prefix + secrets.token_hex(8))
@@ -155,7 +159,7 @@ def _make_locked(parent: Path, prefix: str, make: Callable[[Path], None]) -> tup
 
 
 def _is_open_as(descriptor: int, path: Path) -> bool:
-    """Return whether an open file or folder is still what lies at ``path``."""
+    """Return whether an open file or folder still lies at ``path``."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

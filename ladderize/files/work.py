@@ -1,4 +1,4 @@
-"""A folder that holds what a run has finished so far, so that a killed one goes on."""
+"""Work folders, which hold the finished part of a run, so that a killed one resumes."""
 
 import contextlib
 import hashlib
@@ -23,16 +23,17 @@ Folder = TypeVar("Folder", bound="WorkFolder")
 
 
 def differences(about: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
-    """Return the keys of ``identity`` of which ``about`` says something else, in words; empty where a run may go on."""
+    """Return the keys of ``identity`` that have other values in ``about``, in words; empty where a run may resume."""
     plain = json.loads(json.dumps(identity))
     return " and ".join(sorted(key for key in plain if key not in about or about[key] != plain[key]))
 
 
 class WorkFolder:
-    """A locked folder of unfinished work, with a record of what the run that fills it is about (``ABOUT``).
+    """A locked folder of unfinished work, with a record (``ABOUT``) of the run that fills it. Used as a context.
 
-    Used as a context. Of several processes ``main`` makes, locks and removes the folder. Raises UserError if it holds
-    somebody's files, or the work of a run on something else (``identity``), or if it is in use.
+    identity: what must be equal for a run to resume.
+    main: of several processes the one that makes, locks and removes the folder.
+    Raises UserError if the folder holds other files, work with another ``identity``, or is in use.
     """
 
     COMMAND: str  # the command of ladderize that makes such work
@@ -76,7 +77,7 @@ class WorkFolder:
             self.write_about()
 
     def _whose(self) -> str:
-        """Return what is wrong with a folder that is not this command's."""
+        """Return the error for a folder that is not this command's."""
         about = read_own(self.folder / ABOUT)
         if about.get("command", self.COMMAND) == self.COMMAND:
             return f"{self.folder} is not empty and not a folder of unfinished work; choose another {self.OPTION}"
@@ -86,16 +87,17 @@ class WorkFolder:
         )
 
     def write_about(self, **more: Any) -> None:
-        """Note, atomically, what this run is about, and ``more`` than that."""
+        """Write the record of this run atomically, with ``more`` keys."""
         write_json(self.folder / ABOUT, {**self.identity, "command": self.COMMAND, **more})
         self.about = read_own(self.folder / ABOUT)
 
     def has_work(self) -> bool:
-        """Return whether anything lies here that a run could go on from."""
+        """Return whether the folder holds anything from which a run could resume."""
         return any(entry.name != ABOUT for entry in self.folder.iterdir())
 
     def _only_ours(self) -> bool:
-        """Return whether nothing but ``CONTENT`` lies here, beside the record: names alone may be somebody else's."""
+        """Return whether the folder holds a record and only names of ``CONTENT``: names alone may be somebody
+        else's."""
         entries = list(self.folder.iterdir())
         known = (self.folder / ABOUT).is_file() or all(entry.match(f".{ABOUT}.*") for entry in entries)
         return known and all(any(entry.match(pattern) for pattern in self.CONTENT) for entry in entries)
@@ -120,7 +122,7 @@ class WorkFolder:
     def remove(self) -> None:
         """Delete what was written here, and the folder if nothing else is in it.
 
-        The record goes last: a run that is killed meanwhile leaves a folder that the next one knows.
+        The record goes last, so the next run recognises the folder if this one is killed meanwhile.
         """
         for pattern in (*self.CONTENT[1:], ABOUT):
             for path in self.folder.glob(pattern):
@@ -130,14 +132,16 @@ class WorkFolder:
 
     @classmethod
     def tidy(cls, folder: Path, identity: Mapping[str, Any]) -> None:
-        """Remove what a run about ``identity`` left here, since its output is complete. Another's work stays."""
+        """Remove what a run with this ``identity`` left here, since its output is complete. Another run's work
+        stays."""
         if folder.is_dir():
             with contextlib.suppress(UserError), cls(folder, identity) as work:
                 work.remove()
 
 
 def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
-    """Return where unfinished work lies: beside OUT, or ``work_dir``. Raises UserError for a place that is taken."""
+    """Return the folder of unfinished work: beside OUT, or ``work_dir``. Raises UserError for one that overlaps OUT or
+    a source."""
     target = resolved(out)
     if not target.name:
         raise UserError(f"OUT {out} has no folder beside it for unfinished work; name a folder inside it")
@@ -150,14 +154,14 @@ def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
     return folder
 
 
-# Long work that makes a folder notes in its document a digest of all that decided the result. The same command, run
-# again after it was killed when the output had appeared, finds it there.
+# Long work that makes a folder stores in its document a digest of everything that decided the result. If the command
+# was killed after the output appeared, the same command finds the digest there.
 RUN = "run_sha256"  # the key of a document with the digest of the run that wrote it
 FINISHED = "finished"  # the key of a work folder's record with the digest of the run that is about to finish
 
 
 def run_digest(identity: Mapping[str, Any]) -> str:
-    """Return the sha256 of everything that decides a run's result, which JSON must be able to hold."""
+    """Return the sha256 of everything that decides a run's result, which must be valid JSON."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -174,24 +178,24 @@ class EarlierRun:
     overwrite: bool
 
     def may_have_finished(self) -> bool:
-        """Return whether it is worth finding out what this command is about."""
+        """Return whether an earlier run may have written ``out``, so that its digest is worth computing."""
         return RUN in self.read() and (not self.overwrite or FINISHED in read_own(self.work / ABOUT))
 
     def finished(self, digest: str) -> bool:
         """Return whether the run of this digest wrote ``out``.
 
-        With ``overwrite`` the work folder must say so too: else the command is meant to run anew.
+        With ``overwrite`` the work folder must say so too; otherwise the command is meant to run anew.
         """
         if self.overwrite and read_own(self.work / ABOUT).get(FINISHED) != digest:
             return False
         return self.read().get(RUN) == digest
 
     def read(self) -> dict[str, Any]:
-        """Return the document; empty where there is none."""
+        """Return the document in ``out``; empty where there is none."""
         return read_own(self.out / self.document)
 
     def tidy(self, kind: type[WorkFolder], identity: Mapping[str, Any], console: Console) -> dict[str, Any]:
-        """Remove what the run left, say that it is done, and return the document."""
+        """Remove what the run left, note that it is complete, and return its document."""
         kind.tidy(self.work, identity)
         console.note(f"{self.out} is complete: this command wrote it in an earlier run")
         return self.read()
