@@ -1,1 +1,1 @@
-"""What ladderize knows of each family of models: docs/design.md, "How to add a family of models"."""
+"""The families of models that ladderize supports: docs/design.md, "How to add a family of models"."""

@@ -1,6 +1,6 @@
-"""How a family of models is described: what computing needs, and a Llama's sizes do not say. Imports no torch.
+"""The description of a family of models: everything that computing needs besides a Llama's sizes. Imports no torch.
 
-All families here have a Llama's layer: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, the MLP with a gate, and
+All families here have a Llama's layer, ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, the MLP with a gate, and
 a Llama's names of tensors. So both sums of a layer are sync points.
 """
 
@@ -18,10 +18,12 @@ FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 class Decoder:
     """One model of a family, as its config.json describes it.
 
-    windows: of each layer how many tokens one sees, itself and those just before it; None: all. rope: which layers
-    rotate queries and keys. head_norms: an RMSNorm of each query head and key head before they rotate, one weight
-    [head_dim] for all query heads and one for all key heads. The scales are factors: of the embedding, of the scores
-    before their softmax (None: head_dim ** -0.5), of what attention and the MLP add to the stream, of the logits.
+    windows: for each layer the number of tokens that a token sees, itself and those just before it; None: all.
+    rope: for each layer, True if it rotates queries and keys.
+    head_norms: an RMSNorm of each query head and key head before they rotate, one weight [head_dim] for all query heads
+    and one for all key heads.
+    embedding_scale, attention_scale, residual_scale, logits_scale: factors of the embedding, of the scores before their
+    softmax (None: head_dim ** -0.5), of what attention and MLP add to the stream, and of the logits.
     """
 
     windows: tuple[int | None, ...]
@@ -40,9 +42,11 @@ class Decoder:
 class Family:
     """A family of models that ladderize converts.
 
-    model_type: of config.json. class_prefix: what transformers' classes begin with. read: the description of one model,
-    of a config with the defaults filled in; raises UserError. defaults: what transformers takes where a config leaves a
-    key out. other_types: more names of a dense model's or a converted one's config.
+    model_type: of config.json.
+    class_prefix: the beginning of transformers' class names.
+    read: returns the decoder of a config with defaults filled in; raises UserError.
+    defaults: transformers' values for keys that a config leaves out.
+    other_types: more model_types of dense or converted models.
     """
 
     model_type: str
@@ -53,7 +57,7 @@ class Family:
 
     @property
     def ladderized_type(self) -> str:
-        """Return the model_type of a converted checkpoint."""
+        """The model_type of a converted checkpoint."""
         return f"ladderized_{self.model_type}"
 
     @property
@@ -62,19 +66,19 @@ class Family:
         return (self.model_type, self.ladderized_type, *self.other_types)
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config with the family's defaults; ``num_key_value_heads`` and ``head_dim`` are numbers."""
+        """Return the config with the family's defaults; ``num_key_value_heads`` and ``head_dim`` are then numbers."""
         full = {**COMMON_DEFAULTS, **self.defaults, **config}
         full["num_key_value_heads"] = self.kv_heads(config)
         full["head_dim"] = full["head_dim"] or full["hidden_size"] // full["num_attention_heads"]
         return full
 
     def kv_heads(self, config: Mapping[str, Any]) -> int:
-        """Return the number of key-value heads; as many as query heads where it is null."""
+        """Return the number of key-value heads: as many as query heads where it is null."""
         stated = config.get("num_key_value_heads", self.defaults.get("num_key_value_heads"))
         return int(stated or config["num_attention_heads"])
 
     def describe(self, config: Mapping[str, Any]) -> Decoder:
-        """Return what computing needs of this model; raises UserError for a config that makes no sense in this
+        """Return the decoder that this config describes; raises UserError for a config that makes no sense in this
         family."""
         return self.read(self.complete(config))
 
@@ -96,13 +100,13 @@ COMMON_DEFAULTS = {
 
 
 def everywhere(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``windows`` and ``rope`` of a model whose layers all see every token and rotate."""
+    """Return ``windows`` and ``rope`` of a model whose layers all see every token and rotate."""
     layers = config["num_hidden_layers"]
     return {"windows": (None,) * layers, "rope": (True,) * layers}
 
 
 def window_of(config: Mapping[str, Any]) -> int | None:
-    """``sliding_window``; raises UserError unless it is null or a positive integer."""
+    """Return ``sliding_window``; raises UserError unless it is null or a positive integer."""
     window = config["sliding_window"]
     if window is not None and (type(window) is not int or window < 1):
         raise UserError(
@@ -114,7 +118,11 @@ def window_of(config: Mapping[str, Any]) -> int | None:
 def layer_windows(
     config: Mapping[str, Any], window: int | None, is_sliding: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer that has one: as ``layer_types`` says or, where there is none, ``is_sliding``."""
+    """Return the window of each layer, None for one without.
+
+    is_sliding: says which layers have one, where the config has no ``layer_types``.
+    Raises UserError for an invalid ``layer_types``.
+    """
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:
         return tuple(window if is_sliding(layer) else None for layer in range(layers))
@@ -136,7 +144,7 @@ def layer_windows(
 
 
 def positive(config: Mapping[str, Any], key: str) -> float:
-    """Return a factor; raises UserError unless it is a positive number."""
+    """Return the factor ``key``; raises UserError unless it is a positive number."""
     value = config[key]
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise UserError(f"config.json: {key} is {repr(value)[:60]}, but must be a positive number")

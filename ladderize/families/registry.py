@@ -1,4 +1,4 @@
-"""Finds the family of a config.json, and says why others are refused. Imports no torch."""
+"""Finds the family of a config.json, and explains why others are refused. Imports no torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,13 +11,13 @@ BY_TYPE = {model_type: family for family in SUPPORTED for model_type in family.t
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
-    """Return the family of a config, dense or converted; None where it is none that ladderize converts."""
+    """Return the family of a config, dense or converted; None for an unsupported one."""
     model_type = config.get("model_type")
     return BY_TYPE.get(model_type) if isinstance(model_type, str) else None
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family of a config, dense or converted; raises UserError, which says why, where there is none."""
+    """Return the family of a config, dense or converted; raises UserError with the reason for an unsupported one."""
     if (family := find_family(config)) is not None:
         return family
     stated = config.get("model_type")
@@ -30,7 +30,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def known_family(config: Mapping[str, Any]) -> Family:
-    """Return the family of a config; of another, or where it does not say, Llama's, for a model of the same sizes."""
+    """Return the family of a config; for an unsupported or unnamed one Llama's, for a model of the same sizes."""
     return find_family(config) or LLAMA
 
 
@@ -40,20 +40,20 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoder_of(config: Mapping[str, Any]) -> Decoder:
-    """Return what computing needs of a model; raises UserError for another family, or for a config that makes no sense
-    in its own."""
+    """Return the decoder of a config; raises UserError for an unsupported family, or a config that makes no sense in
+    its own."""
     return family_of(config).describe(config)
 
 
 def is_ladderized(config: Mapping[str, Any]) -> bool:
-    """Return True if config.json holds a layout, as a converted checkpoint's does."""
+    """Return whether the config is a converted checkpoint's, which holds a layout."""
     family = find_family(config)
     return family is not None and config["model_type"] == family.ladderized_type
 
 
 def is_authors(config: Mapping[str, Any]) -> bool:
-    """Return True if config.json is of the published checkpoints of Ladder Residual, which say their layout
-    otherwise."""
+    """Return whether the config is of the published checkpoints of Ladder Residual, which state their layout in another
+    way."""
     return config.get("model_type") == AUTHORS_TYPE
 
 
@@ -81,7 +81,7 @@ REFUSED = {
     for model_type in model_types.split()
 }
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-# parts of keys, and what a model is that has them
+# Parts of keys, and what they say of a model.
 OTHER_PARTS = {
     "expert": EXPERTS,
     "moe_": EXPERTS,
@@ -96,8 +96,10 @@ NO_GATE = ("apertus", "arcee", "nemotron")  # families whose MLP has no gate, wh
 
 
 def unlike_a_llama(config: Mapping[str, Any]) -> Iterator[str]:
-    """Return how a config of another family differs: what is other than in a decoder of attention with heads, then an
-    MLP with a gate, each with a norm before it and an all-reduce behind it."""
+    """Yield how a config of another family differs from a Llama.
+
+    A Llama has attention with heads, then an MLP with a gate, each with a norm before it and an all-reduce after it.
+    """
     for part, what in OTHER_PARTS.items():
         if key := next((key for key, value in config.items() if part in key and value), None):
             yield f"{what} ({key})"

@@ -1,4 +1,4 @@
-"""The families that ladderize converts, each with what its configs say that computing needs. Imports no torch."""
+"""The supported families, each with the reader of its configs. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -62,8 +62,12 @@ QWEN_DEFAULTS = {
 
 
 def qwen_places(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers from ``max_window_layers`` on have a window, unless ``layer_types`` says which; none has one without
-    ``use_sliding_window``. All rotate."""
+    """Return ``windows`` and ``rope`` of a Qwen.
+
+    Layers from ``max_window_layers`` on have a window, unless ``layer_types`` names them; none has one without
+    ``use_sliding_window``. All rotate.
+    Raises UserError for an invalid config.
+    """
     window, first = window_of(config) if config["use_sliding_window"] else None, config["max_window_layers"]
     if type(first) is not int:
         raise UserError(f"config.json: max_window_layers is {repr(first)[:60]}, but must be a number of layers")
@@ -104,8 +108,12 @@ GRANITE = Family("granite", "Granite", read_granite, dict.fromkeys(MULTIPLIERS, 
 
 
 def rotating_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """``no_rope_layers`` has a 1 for each layer that rotates and a 0 for each that does not; where there is none, every
-    ``no_rope_layer_interval``-th does not."""
+    """Return for each layer whether it rotates queries and keys.
+
+    ``no_rope_layers`` has a 1 for each layer that rotates and a 0 for each that does not; without it every
+    ``no_rope_layer_interval``-th layer does not.
+    Raises UserError for an invalid config.
+    """
     layers, stated, interval = (
         config[key] for key in ("num_hidden_layers", "no_rope_layers", "no_rope_layer_interval")
     )
