@@ -1,1 +1,1 @@
-"""Accuracy: what is asked, what was found. Imports leaves, convert and the runtime."""
+"""Accuracy of models: evaluation and comparison. Imports leaves, convert and the runtime."""

@@ -1,4 +1,4 @@
-"""Evaluated models with their answers: from results.json of ``ladderize eval``, or from the output of ``lm_eval
+"""Evaluated models with their answers, from results.json of ``ladderize eval`` or the output of ``lm_eval
 --log_samples``. Imports no torch."""
 
 import re
@@ -14,8 +14,8 @@ from ladderize.files.documents import read_document, read_json
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import inside, read_lines, resolved
 
-HASHES = {"doc_hash": "documents", "target_hash": "targets", "prompt_hash": "prompts"}  # of a sample, and of what
-MAX_VALUE = 1e100  # value of a metric that is taken: sums of squares stay finite
+HASHES = {"doc_hash": "documents", "target_hash": "targets", "prompt_hash": "prompts"}  # key -> what it is of
+MAX_VALUE = 1e100  # the largest value of a metric: sums of squares stay finite
 OWN_NAME = "results.json"
 DATED = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")
 RESULTS_KIND = "results.json of ladderize eval, or a results_*.json of lm_eval"
@@ -23,8 +23,11 @@ RESULTS_KIND = "results.json of ladderize eval, or a results_*.json of lm_eval"
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """A model's answer to one question. hashes: in the order of ``HASHES``. values: metric -> its value; None where
-    that is no finite number."""
+    """A model's answer to one question.
+
+    hashes: in the order of ``HASHES``.
+    values: metric -> its value; None where it is no finite number.
+    """
 
     hashes: tuple[str, ...]
     values: Mapping[str, float | None]
@@ -37,8 +40,10 @@ Answers = Mapping[str, Mapping[int, ModelAnswer]]  # filter -> doc_id -> what pa
 class AnsweredModel:
     """A model and its answers.
 
-    where: names its file in messages. harness: lm-eval's result (results, configs, versions, ...). model: what
-    ladderize measured; None in lm-eval's own output. answers: of each task.
+    where: names its file in messages.
+    harness: lm-eval's result (results, configs, versions, ...).
+    model: ladderize's measurements; None in lm-eval's own output.
+    answers: of each task.
     """
 
     name: str
@@ -48,7 +53,7 @@ class AnsweredModel:
     answers: Mapping[str, Answers] = field(default_factory=dict)
 
     def of_task(self, part: str, task: str) -> Any:
-        """Return what lm-eval's result has of a task under ``part``, such as "versions"; None where it has nothing."""
+        """Return the entry of a task in ``part`` of lm-eval's result, such as "versions"; None where there is none."""
         known = self.harness.get(part)
         return known.get(task) if isinstance(known, Mapping) else None
 
@@ -62,8 +67,12 @@ class AnsweredModel:
 
 
 def collect_answers(samples: Iterable[tuple[str, Any]], source: str) -> Answers:
-    """Return the answers of one task. samples: as lm-eval logs them, each with the words that name it in a message.
-    source: names all of them. Raises UserError."""
+    """Return the answers of one task.
+
+    samples: as lm-eval logs them, each with its name in messages.
+    source: the name of all of them in messages.
+    Raises UserError for an invalid sample, two answers to one question, or no samples.
+    """
     answers: dict[str, dict[int, ModelAnswer]] = {}
     for where, sample in samples:
         try:
@@ -79,7 +88,7 @@ def collect_answers(samples: Iterable[tuple[str, Any]], source: str) -> Answers:
 
 
 def _read_sample(sample: Any) -> tuple[str, int, ModelAnswer]:
-    """Return filter, doc_id and answer; raises ValueError, which says what is wrong."""
+    """Return filter, doc_id and answer of a sample; raises ValueError with the reason for an invalid one."""
     kinds = {"filter": str, "doc_id": int, **dict.fromkeys(HASHES, str), "metrics": list}
     for name, kind in kinds.items():
         if not isinstance(sample, Mapping) or type(sample.get(name)) is not kind:
@@ -92,7 +101,7 @@ def _read_sample(sample: Any) -> tuple[str, int, ModelAnswer]:
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a value that a metric can have, also of numpy; None for anything else."""
+    """Return a metric's value as a float, also from numpy; None for anything else."""
     if not hasattr(value, "__float__"):
         return None
     try:
@@ -121,20 +130,25 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class StoredResults:
-    """A results file whose samples are not read yet. names: of its models; reads: each of them, on demand."""
+    """A results file whose samples are not read yet.
+
+    names: of its models.
+    reads: reads each of them, on demand.
+    """
 
     path: Path
     names: list[str]
     reads: Sequence[Callable[[], AnsweredModel]]
 
     def places(self, model: str) -> list[int]:
-        """Return where the model of this name is: the whole name, or the last part of a path."""
+        """Return the numbers of the models with this name: the whole name, or else the last part of a path."""
         whole = [place for place, name in enumerate(self.names) if name == model]
         return whole or [place for place, name in enumerate(self.names) if PurePath(name).name == model]
 
 
 def open_results(path: Path) -> StoredResults:
-    """Open results.json of ladderize, a results_*.json of lm-eval, or the folder that holds one. Raises UserError."""
+    """Return results.json of ladderize, a results_*.json of lm-eval, or the one in a folder; raises UserError for
+    anything else."""
     path = resolved(path)
     path = _results_in(path) if path.is_dir() else path
     content = read_json(path, advice=f"it should be a {RESULTS_KIND}")
@@ -154,7 +168,7 @@ def open_results(path: Path) -> StoredResults:
 
 
 def read_answered(path: Path, model: str) -> AnsweredModel:
-    """Return the one model of this name in a results file. Raises UserError."""
+    """Return the only model of this name in a results file. Raises UserError where there is none, or several."""
     stored = open_results(path)
     places = stored.places(model)
     if len(places) != 1:
@@ -177,7 +191,7 @@ def _read_model(path: Path, result: ModelResult) -> AnsweredModel:
 
 
 def leaf_tasks(harness: Mapping[str, Any]) -> list[str]:
-    """Return the tasks of lm-eval's result that have samples: groups have none."""
+    """Return the tasks with samples in lm-eval's result: groups have none. Raises UserError for a malformed result."""
     groups, results = harness.get("group_subtasks") or {}, harness.get("results") or {}
     for name, part in (("group_subtasks", groups), ("results", results)):
         if not isinstance(part, Mapping):
@@ -189,8 +203,11 @@ def leaf_tasks(harness: Mapping[str, Any]) -> list[str]:
 
 
 def _results_in(folder: Path) -> Path:
-    """Return the results file of a folder: our results.json, or the newest of lm-eval, also one level down, where
-    lm-eval has a folder for each model. Raises UserError where there is none, or those of several models."""
+    """Return the results file of a folder: our results.json, or the newest of lm-eval, also one level down.
+
+    lm-eval makes a folder for each model.
+    Raises UserError where there is none, or results of several models.
+    """
     if (folder / OWN_NAME).is_file():
         return folder / OWN_NAME
     dates = {
@@ -210,7 +227,7 @@ def _results_in(folder: Path) -> Path:
 
 
 def _read_lm_eval_output(path: Path, name: str, content: Mapping[str, Any]) -> AnsweredModel:
-    """Raises UserError where samples are missing."""
+    """Return the model of an lm-eval output; raises UserError where samples are missing."""
     date = DATED.search(path.name)
     answers = {}
     for task in content["configs"]:

@@ -1,4 +1,4 @@
-"""Compare two models that answered the same questions, in pairs. Imports no torch."""
+"""Compares models that answered the same questions, in pairs. Imports no torch."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,21 +27,20 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-MAIN_METRICS = ("acc_norm", "acc", "exact_match", "em", "f1")  # of several the first stands for its task
-CLOSE = 1e-6  # relative: how exactly samples give the value in the results
-MAX_TOKENS, MAX_NATS = 2**40, 700.0  # of a window; per token: a perplexity above exp(700) is none
+MAIN_METRICS = ("acc_norm", "acc", "exact_match", "em", "f1")  # the first of these that a task has stands for it
+CLOSE = 1e-6  # relative: how closely the samples' mean must match the results
+MAX_TOKENS, MAX_NATS = 2**40, 700.0  # of a window; per token: exp(700) is the largest perplexity
 ADVICE = "evaluate both models alike, best in one `ladderize eval`"
 
 
 def compare(
     files: Iterable[str | Path], options: CompareOptions | None = None, *, models: Sequence[str] = ()
 ) -> Comparisons:
-    """Compare the models of stored evaluations in pairs: each with the first one of the first file.
+    """Compare each model of stored evaluations with the first one of the first file.
 
     files: results.json of ``ladderize eval``, results_*.json of ``lm_eval --log_samples``, or folders with one.
-    models: of the files that hold several take these alone, by their names or the last parts of these.
-
-    Raises UserError, for models that were not asked the same with what differs.
+    models: of files with several models use only these, by their names or the last parts of these.
+    Raises UserError for models that were not asked the same, and says what differs.
     """
     stored = [open_results(Path(file)) for file in files]
     for model in models:
@@ -61,8 +60,10 @@ def compare(
 
 
 def compare_models(reference: AnsweredModel, other: AnsweredModel, options: CompareOptions) -> ComparisonDocument:
-    """Compare all that both models were asked; what only one was asked is left out by name. Raises UserError, which
-    says what differs, where a common task was asked in two ways."""
+    """Compare everything that both models were asked; questions that only one was asked are left out by name.
+
+    Raises UserError, which says what differs, where a common task was asked in two ways.
+    """
     both = (reference, other)
     tasks = [task for task in reference.answers if task in other.answers]
     texts = all(entry.model is not None and entry.model.perplexity is not None for entry in both)
@@ -98,7 +99,7 @@ Pair = tuple[AnsweredModel, AnsweredModel]  # the reference and the other model
 
 
 def check_same(what: str, both: Pair, ours: Any, theirs: Any) -> None:
-    """Raise UserError, which shows both, where a setting is not the same."""
+    """Raise UserError, which shows both values, where a setting differs."""
     if ours != theirs:
         shown = [f"{str(value)[:40]} in {entry.where}" for value, entry in zip((ours, theirs), both, strict=True)]
         raise UserError(f"not the same {what}: {', '.join(shown)}; {ADVICE}")
@@ -128,7 +129,7 @@ def check_same_questions(both: Pair, task: str) -> None:
 
 
 def evaluation_remarks(both: Pair) -> list[str]:
-    """Return how else the models were computed, which a difference may come from as well."""
+    """Return other differences in how the models were computed, which may also cause a difference."""
     reference, other = (entry.model for entry in both)
     if reference is None or other is None:
         return []
@@ -153,8 +154,10 @@ class TaskDifferences:
 
 
 def compare_task(both: Pair, task: str, options: CompareOptions) -> tuple[list[TaskDifferences], list[str]]:
-    """Compare all metrics of one task. Returns those that can be compared, and sentences about those that cannot.
-    Raises UserError where the samples are not those of the results."""
+    """Compare all metrics of one task. Returns those that can be compared, and sentences on the others.
+
+    Raises UserError where the samples are not those of the results.
+    """
     compared, left_out = [], []
     reported = {**both[0].object_of_task("results", task)}
     for name, ours in both[0].answers[task].items():
@@ -177,8 +180,12 @@ def compare_task(both: Pair, task: str, options: CompareOptions) -> tuple[list[T
 
 
 def is_mean_of(both: Pair, key: tuple[str, str, str], columns: tuple["Floats", "Floats"]) -> bool:
-    """Return whether lm-eval's values are the means of the samples. Raises UserError where lm-eval says that it takes
-    the mean, but has another value: these are the samples of another run."""
+    """Return whether lm-eval's values are the means of the samples.
+
+    key: task, metric and filter.
+    columns: the values of both models' samples.
+    Raises UserError where lm-eval says that it takes the mean, but has another value: the samples are of another run.
+    """
     task, metric, name = key
     same = True
     for entry, column in zip(both, columns, strict=True):
@@ -241,7 +248,7 @@ def _compare_metric(
 
 
 def _with_main(compared: list[TaskDifferences]) -> list[TaskDifferences]:
-    """Mark the metric that stands for the task: one in which more is better, so that tasks can be pooled."""
+    """Mark the metric that stands for the task. It is one for which more is better, so that tasks can be pooled."""
     fit = [one.comparison for one in compared if one.comparison.verdict and one.comparison.higher_is_better]
     ranks = {metric: rank for rank, metric in enumerate(MAIN_METRICS)}
     chosen = min(fit, key=lambda one: ranks.get(one.metric, len(ranks)), default=None)
@@ -249,7 +256,7 @@ def _with_main(compared: list[TaskDifferences]) -> list[TaskDifferences]:
 
 
 def metric_name(metric: str, filter_name: str) -> str:
-    """Return the metric, with lm-eval's filter where it has a name."""
+    """Return the metric's name, with lm-eval's filter where it has one."""
     return metric if filter_name == "none" else f"{metric} ({filter_name})"
 
 
@@ -259,7 +266,7 @@ def metric_name(metric: str, filter_name: str) -> str:
 def pool(
     harness: Mapping[str, Any], compared: Sequence[TaskDifferences], options: CompareOptions
 ) -> PooledComparison | None:
-    """Return the mean over tasks of their main metrics; None where there are none."""
+    """Return the mean of the tasks' main metrics; None where there are none."""
     if not compared:
         return None
     by_task = {one.comparison.task: one for one in compared}
@@ -288,7 +295,8 @@ def pool(
 
 
 def pooled_units(harness: Mapping[str, Any], tasks: list[str]) -> list[list[str]]:
-    """Return the tasks in lists, each of which counts as one task: those of a group of lm-eval that is in no other."""
+    """Return the tasks in lists, each of which counts as one task: the tasks of an outermost group of lm-eval, or a
+    single one."""
     known = harness.get("group_subtasks")
     groups = {name: part for name, part in (known if isinstance(known, Mapping) else {}).items() if part}
     inside = {str(child) for children in groups.values() if isinstance(children, list) for child in children}
@@ -311,7 +319,7 @@ def pooled_units(harness: Mapping[str, Any], tasks: list[str]) -> list[list[str]
 
 
 def _windows(entry: AnsweredModel) -> tuple["Floats", "Floats"]:
-    """Return the nats and the scored tokens of each window. Raises UserError where they cannot be."""
+    """Return the nats and the scored tokens of each window. Raises UserError where they are missing or impossible."""
     measured = entry.model.perplexity if entry.model is not None else None
     nll, tokens = (measured.window_nll, measured.window_tokens) if measured is not None else (None, None)
     if (
@@ -325,7 +333,7 @@ def _windows(entry: AnsweredModel) -> tuple["Floats", "Floats"]:
 
 
 def compare_perplexity(both: Pair) -> PerplexityComparison:
-    """Compare the perplexities, window by window. Raises UserError where these are not the same windows."""
+    """Compare the perplexities, window by window. Raises UserError where the windows differ."""
     (ours, tokens), (theirs, same_tokens) = map(_windows, both)
     for key, what in (("data_sha256", "file"), ("ids_sha256", "windows (--seq-len, --windows, or the tokenizer)")):
         check_same(f"{what} of --perplexity", both, *(getattr(e.model and e.model.perplexity, key) for e in both))
@@ -351,8 +359,11 @@ def compare_perplexity(both: Pair) -> PerplexityComparison:
 
 
 def compare_predictions(both: Pair) -> PredictionComparison | None:
-    """Return the mean KL divergence that ``eval`` measured, with an interval; None where it measured none against this
-    reference."""
+    """Return the mean KL divergence that ``eval`` measured, with an interval; None where there is none against this
+    reference.
+
+    Raises UserError where it does not fit the windows.
+    """
     reference, other = both
     measured = other.model.predictions if other.model is not None else None
     if measured is None or measured.reference != reference.name:

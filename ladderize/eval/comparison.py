@@ -1,7 +1,7 @@
 """The documents of a comparison in pairs, as ``ladderize compare`` and ``eval`` write them. Imports no torch.
 
-Both models answered the same questions, so each question is a pair. What is measured is the difference within the
-pairs: other minus reference.
+Both models answered the same questions, so each question is a pair. Measured are the differences within the pairs:
+other minus reference.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ from ladderize.files.records import Record
 CONFIDENCE = 0.95  # of every interval
 POINT = 0.01  # of a metric between 0 and 1
 
-# Is the other model at most the margin worse? "worse": it is more than the margin worse, and the interval shows that.
-# "too few samples": with so few, an equally good model shows it less often than in four of five cases.
+# The answer to: is the other model at most the margin worse? "worse": the interval shows that it is more than the
+# margin worse. "too few samples": with so few, equally good models would show it in fewer than four of five cases.
 Verdict = Literal["shown", "not shown", "too few samples", "worse"]
 
 
@@ -31,7 +31,7 @@ class CompareOptions(Record):
 
 
 def check_margin(margin: float) -> None:
-    """Raise UsageError for a margin in points that none can be."""
+    """Raise UsageError for an impossible margin in points."""
     if not 0 < margin <= 100:
         raise UsageError(f"--margin must be above 0 and at most 100 points, not {margin:g}")
 
@@ -42,11 +42,11 @@ class MeanComparison(Record):
 
     difference: value minus reference_value.
     low, high: the ends of its interval; None for fewer than two samples, and where all differences are equal but their
-      largest possible size is unknown.
-    verdict: None where a margin in points has no meaning: the metric is not between 0 and 1, or it is unknown whether
-      more is better.
+    largest possible size is unknown.
+    verdict: None where a margin in points has no meaning: the metric is not between 0 and 1, or it is unknown if more
+    is better.
     samples_needed: to show the margin with a chance of 80 % if the models are equally good; only with the verdict "too
-      few samples".
+    few samples".
     """
 
     samples: int
@@ -63,8 +63,9 @@ class MeanComparison(Record):
 class TaskComparison(MeanComparison):
     """One metric of one task.
 
-    main: this metric stands for its task in what is pooled.
-    mcnemar_p, right_to_wrong, wrong_to_right: of metrics that are 0 or 1, else None; the documents by their doc_id.
+    main: this metric stands for its task in the pooled comparison.
+    mcnemar_p, right_to_wrong, wrong_to_right: of metrics that are 0 or 1, else None.
+    right_to_wrong_docs, wrong_to_right_docs: the doc_id of these samples, else None.
     """
 
     task: str
@@ -81,8 +82,10 @@ class TaskComparison(MeanComparison):
 
 @dataclass(frozen=True)
 class PooledComparison(MeanComparison):
-    """The main metrics of all tasks as one number: the mean over tasks. A group of lm-eval counts as one task, in which
-    every sample weighs the same."""
+    """The mean over tasks of their main metrics.
+
+    A group of lm-eval counts as one task, in which every sample has the same weight.
+    """
 
     tasks: list[str]
 
@@ -128,8 +131,11 @@ class PredictionComparison(Record):
 class ComparisonDocument(Record):
     """One model against another.
 
-    margin: in points. level: of all intervals. overall: None where nothing could be pooled.
-    left_out: sentences that say what was not compared, and why. remarks: what else the evaluations differed in.
+    margin: in points.
+    level: of all intervals.
+    overall: None where nothing could be pooled.
+    left_out: sentences that say what was not compared, and why.
+    remarks: other differences between the evaluations.
     """
 
     reference: str
@@ -145,7 +151,7 @@ class ComparisonDocument(Record):
 
     @property
     def within_margin(self) -> bool:
-        """The interval shows that the other model is at most the margin worse, over all tasks together."""
+        """True if the interval shows that the other model is at most the margin worse, over all tasks together."""
         return self.overall is not None and self.overall.verdict == "shown"
 
 

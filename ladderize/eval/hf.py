@@ -1,4 +1,4 @@
-"""A model that transformers computes. Where a launcher has started several processes, each has the whole model."""
+"""A model computed by transformers. Where a launcher has started several processes, each has the whole model."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,10 @@ LOGITS_AT_A_TIME = 1 << 24  # about six arrays of this size exist while models a
 
 
 class HFModel(EvalModel):
-    """A loaded transformers model. ranks: the processes that share windows and questions among them."""
+    """A loaded transformers model.
+
+    ranks: the processes that share windows and questions.
+    """
 
     def __init__(
         self, name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", ranks: Ranks
@@ -51,7 +54,10 @@ class HFModel(EvalModel):
 
     @classmethod
     def open(cls, name: str, folder: Path, options: EvalOptions, ranks: Ranks) -> "HFModel":
-        """Load a checked model and, if it has one, its tokenizer; errors of transformers become one sentence."""
+        """Load a checked model and, if it has one, its tokenizer.
+
+        Raises UserError or LayoutError; errors of transformers become one sentence.
+        """
         tokenizer = open_tokenizer(name, folder, options)
         try:
             model = load(
@@ -72,7 +78,8 @@ class HFModel(EvalModel):
         reference: Path | None = None,
         advance: Callable[[int], None] = lambda n: None,
     ) -> WindowScores:
-        """Each rank scores neighbouring windows, and every rank gets all scores."""
+        """Score windows as ``EvalModel.score`` says. Each rank scores neighbouring windows, and all ranks return all
+        scores."""
         rank, size = self.ranks.rank, self.ranks.size
         if keep is not None and self.ranks.is_main:
             layer: Any = self.model.get_output_embeddings()
@@ -106,7 +113,7 @@ class HFModel(EvalModel):
 
 
 def joined_scores(parts: Sequence[WindowScores]) -> WindowScores:
-    """Return the scores of windows that several processes have shared, in order."""
+    """Return the scores of windows that several processes shared, in order."""
     nll = np.concatenate([part.nll for part in parts])
     if any(part.kl is None for part in parts):
         return WindowScores(nll)
@@ -124,16 +131,18 @@ def score_windows(
     reference: Path | None = None,
     advance: Callable[[int], None] = lambda n: None,
 ) -> WindowScores:
-    """Score the ``chosen`` windows (None: all); windows of equal length that follow each other go in batches.
+    """Score the ``chosen`` windows (None: all); consecutive windows of equal length are batched.
 
-    The model's body runs on batches, its output layer on so many tokens at a time that memory stays bounded however
-    large the vocabulary is. keep: the folder for this model's states. reference: a folder of predictions for the same
-    windows.
+    The model's body runs on batches, its output layer on so few tokens at a time that memory stays bounded for any
+    vocabulary.
+    keep: the folder for this model's states.
+    reference: a folder of predictions for the same windows.
+    Raises UserError where a folder cannot be written or read.
     """
     chosen = range(len(windows)) if chosen is None else chosen
     device = next(model.get_input_embeddings().parameters()).device
     plain, scale = no_plain_head(model) is None, logits_scale(model)
-    # without a plain head the logits themselves are what is scored
+    # Without a plain head the logits themselves are kept and scored.
     layer: Callable[[Tensor], Tensor] = model.get_output_embeddings() if plain else lambda logits: logits
     kept = None if reference is None else KeptReference(reference, device)
     nll, kl, same_top = [], [], []
@@ -165,10 +174,14 @@ def score_tokens(
     window: int,
     vocab_size: int,
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """Score one window: its summed negative log-likelihood, and KL and the same-top flag of each token, which are empty
-    without a reference.
+    """Score one window; returns its summed negative log-likelihood in nats, and the KL and same-top flag of each token
+    [n].
 
-    layer: states [n, hidden] -> logits [n, vocabulary]. targets: the tokens that follow the states [n].
+    The latter two are empty without a reference.
+    layer: states [n, hidden] -> logits [n, vocabulary].
+    targets: the tokens that follow the states [n].
+    kept: the reference.
+    window: its number.
     """
     total, kl, same = 0.0, [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
     theirs = None if kept is None else kept.states(window)
@@ -187,7 +200,7 @@ def score_tokens(
 
 
 def window_batches(windows: list[np.ndarray], chosen: range, batch_size: int) -> Iterator[range]:
-    """Yield consecutive windows of equal length, at most ``batch_size``."""
+    """Yield ranges of at most ``batch_size`` consecutive windows of equal length."""
     start = chosen.start
     while start < chosen.stop:
         stop = start + 1
@@ -198,7 +211,7 @@ def window_batches(windows: list[np.ndarray], chosen: range, batch_size: int) ->
 
 
 def logits_scale(model: "PreTrainedModel") -> float:
-    """Return the number that a model's logits are multiplied with; 1 for a family that ladderize does not know."""
+    """Return the factor of a model's logits; 1 for a family that ladderize does not know."""
     config = model.config.to_dict()
     return 1.0 if find_family(config) is None else decoder_of(config).logits_scale
 
@@ -207,8 +220,8 @@ def no_plain_head(model: "PreTrainedModel") -> str | None:
     """Return why this model's logits are not its output layer's product with its scaled final states; None where they
     are.
 
-    Some architectures scale or cap their logits. It is tried out, on a few tokens. Where logits are scaled,
-    transformers rounds them once more, which is no other model: states that are scaled first are rounded too.
+    Some architectures scale or cap their logits, so this is tried on a few tokens. Where logits are scaled,
+    transformers rounds once more. That does not count as another model: states that are scaled first are rounded too.
     """
     layer, body, scale = model.get_output_embeddings(), model.base_model, logits_scale(model)
     if not isinstance(layer, torch.nn.Linear) or body is model:

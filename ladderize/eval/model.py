@@ -28,9 +28,10 @@ class WindowScores:
     """Scores of windows, in their order. A window of n ids has n - 1 scored tokens: all but its first.
 
     nll: the summed negative log-likelihood of each window in nats, float64 [windows].
-    kl: for each window KL(reference || this model) at each scored token in nats, float32 [n - 1].
-    same_top: for each window at each scored token, both models hold the same token most likely, bool [n - 1].
-    kl and same_top are None where no reference was given.
+    kl: for each window KL(reference || this model) at each scored token in nats, float32 [n - 1]; None without a
+    reference.
+    same_top: for each window and scored token, True if both models hold the same token most likely, bool [n - 1]; None
+    without a reference.
     """
 
     nll: np.ndarray
@@ -39,10 +40,12 @@ class WindowScores:
 
 
 class EvalModel(ABC):
-    """One opened model, which is a context: it is closed at the end. Its folder was checked before.
+    """One opened model, used as a context that closes it. Its folder was checked before.
 
-    described: layout, size and numerics. vocab_size: ids are below it. positions: the longest window that the model
-    reads. hidden_size: of the states that predictions are kept as.
+    described: layout, size and numerics.
+    vocab_size: ids are below it.
+    positions: the longest window that the model reads.
+    hidden_size: of the states that are kept as predictions.
     """
 
     no_predictions: str | None = None  # why its predictions cannot be kept, for the end of a sentence
@@ -58,7 +61,11 @@ class EvalModel(ABC):
         hidden_size: int,
         **measured: Any,
     ) -> None:
-        """name: as the user gave it. measured: more of the fields of ``EvaluatedModel``."""
+        """Describe the model.
+
+        name: as the user gave it.
+        measured: more fields of ``EvaluatedModel``.
+        """
         import torch
         import transformers
 
@@ -85,20 +92,25 @@ class EvalModel(ABC):
         reference: Path | None = None,
         advance: Callable[[int], None] = lambda n: None,
     ) -> WindowScores:
-        """Score windows, int64 [n] each. advance: told how many more are done.
+        """Score windows, int64 [n] each.
 
-        keep: a folder into which this model's states and its output layer are written (``eval.predictions``; the caller
-        writes what they are of), for others to be compared with. reference: a folder that ``keep`` of another model
-        filled for the same windows. Raises UserError where the disk does not do.
+        keep: a folder to write this model's states and output layer into, for comparing others with
+        (``eval.predictions``; the caller writes the description).
+        reference: a folder that ``keep`` of another model filled for the same windows.
+        advance: is called with the number of windows scored.
+        Raises UserError where the disk is full or fails.
         """
 
     @abstractmethod
     def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
-        """Return an ``lm_eval.api.model.LM`` of this model. add_bos: texts begin with BOS, the same for all models."""
+        """Return an ``lm_eval.api.model.LM`` of this model.
+
+        add_bos: texts begin with BOS; the same for all models.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the model holds. The object is of no use after that."""
+        """Release what the model holds. It cannot be used afterwards."""
 
     def __enter__(self) -> "EvalModel":
         return self
@@ -110,8 +122,8 @@ class EvalModel(ABC):
 
 
 def open_tokenizer(name: str, folder: Path, options: EvalOptions) -> "PreTrainedTokenizerBase | None":
-    """Open the tokenizer of a checked model, where what is asked for needs one. Raises UserError where tasks have
-    none."""
+    """Return the tokenizer of a checked model, where the options need one. Raises UserError where tasks need a missing
+    one."""
     needed = bool(options.tasks) or (options.perplexity is not None and needs_tokenizer(options.perplexity))
     tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code) if needed else None
     if options.tasks and tokenizer is None:

@@ -28,7 +28,8 @@ EvalBackend = Literal["hf", "vllm"]  # what computes: transformers or vLLM
 
 @dataclass(frozen=True)
 class EvalOptions(Record):
-    """What is the same for all models."""
+    """The options of ``ladderize eval`` that all models share; see its --help. Raises UsageError for an unknown
+    word."""
 
     tasks: tuple[str, ...] = option("lm-eval tasks or groups.", (), metavar="A,B", parse=distinct_names)
     include_path: str | None = option(
@@ -72,7 +73,7 @@ class EvalOptions(Record):
         check_choices(self)
 
     def check(self) -> None:
-        """Raise UsageError for what takes no effect, or asks for nothing."""
+        """Raise UsageError for options that have no effect, or ask for nothing."""
         if not self.tasks and self.perplexity is None:
             raise UsageError("nothing to evaluate: name --tasks, or a file for --perplexity")
         check_options(self)
@@ -88,7 +89,8 @@ class EvalOptions(Record):
 
 @dataclass(frozen=True)
 class SensitivityOptions:
-    """See ``ladderize sensitivity --help``. Raises UsageError."""
+    """The options of ``ladderize sensitivity``; see its --help. Raises UsageError for values that contradict each
+    other."""
 
     data: str = option("Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).", ..., metavar="FILE")
     mode: Mode = option(
@@ -128,6 +130,6 @@ class SensitivityOptions:
 
 
 def check_taus(tau1: float | None, tau2: float) -> None:
-    """Raise UsageError for impossible thresholds of sensitivity."""
+    """Raise UsageError where ``tau1`` is above ``tau2``."""
     if tau1 is not None and tau1 > tau2:
         raise UsageError(f"--tau1 {tau1:g} is above --tau2 {tau2:g}")

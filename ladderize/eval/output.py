@@ -1,7 +1,7 @@
-"""Where a run's results go: results.json after every task, and beside it what a model answered to each question.
+"""The output of a run: results.json, written after every task, and beside it a model's answer to each question.
 
-A sample is one line of JSON in the layout of lm-eval's ``--log_samples``, so that lm-eval's tools and ``datasets`` read
-the files too.
+A sample is one line of JSON in the layout of lm-eval's ``--log_samples``, so lm-eval's tools and ``datasets`` read
+these files too.
 """
 
 import hashlib
@@ -25,7 +25,12 @@ MOST_NAME = 80  # characters of a model's or a task's name in a file's name
 
 @dataclass
 class Output:
-    """The results so far. out: their file, if there is one and this process writes it."""
+    """The results so far.
+
+    out: their file, if there is one and this process writes it.
+    earlier: results of a run that is resumed, by model.
+    begun: True if this run has written ``out``.
+    """
 
     options: EvalOptions
     out: Path | None
@@ -34,7 +39,7 @@ class Output:
     begun: bool = False  # ``out`` is this run's
 
     def resume(self) -> None:
-        """Go on with what an earlier run with the same options left in ``out``, if it did."""
+        """Take over results that an earlier run with the same options left in ``out``, if there are any."""
         if self.out is None or not (content := read_own(self.out)):
             return
         try:
@@ -45,7 +50,7 @@ class Output:
             self.earlier = {entry.model.model: entry for entry in results.models if self._has_samples(entry)}
 
     def begin(self, described: EvaluatedModel) -> ModelResult:
-        """Return an entry with the tasks that an earlier run finished of this model, and with its new description."""
+        """Return the entry of a model with the tasks that an earlier run finished, and with its new description."""
         known = self.earlier.pop(described.model, None)
         return replace(known, model=described) if known is not None else ModelResult(described)
 
@@ -55,8 +60,8 @@ class Output:
         return all(path is not None and path.is_file() for path in paths)
 
     def save(self, *unfinished: ModelResult) -> None:
-        """Write what there is, so that nothing is lost when something later fails; and what a resumed run has of models
-        whose turn has not come."""
+        """Write all results so far, so that a later failure loses nothing, with those of a resumed run whose models
+        come later."""
         if self.out is not None:
             models = [*self.finished, *unfinished, *self.earlier.values()]
             write_json(self.out, EvalResults(self.options, models).to_dict())
@@ -72,7 +77,7 @@ class Output:
     def with_task(
         self, entry: ModelResult, result: Mapping[str, Any], samples: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> ModelResult:
-        """Return ``entry`` with a task of lm-eval, whose samples are on the disk before results.json names them."""
+        """Return ``entry`` with the results of a task. Its samples are on disk before results.json names them."""
         if self.out is None:
             return entry.with_task(result, {})
         if not self.begun:
@@ -83,8 +88,11 @@ class Output:
 
 
 def open_output(options: EvalOptions, out: Path | None, *, writes: bool) -> Output:
-    """Check that ``out`` can be written, with its samples. writes: this process is the one that writes. Raises
-    UserError."""
+    """Return the output of a run, after checking that ``out`` can be written, with its samples.
+
+    writes: True for the process that writes.
+    Raises UserError where it cannot be written.
+    """
     if out is None:
         return Output(options, None)
     out = resolved(out, "--out ")
@@ -101,14 +109,15 @@ def open_output(options: EvalOptions, out: Path | None, *, writes: bool) -> Outp
 
 
 def samples_folder(out: Path) -> Path:
-    """Return ``results.samples`` beside results.json."""
+    """Return the folder of samples: ``results.samples`` beside results.json."""
     return out.with_name(f"{out.stem}.samples")
 
 
 def write_samples(folder: Path, model: str, samples: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, str]:
     """Write a model's samples of each task under ``folder``; returns task -> path, relative to the folder's parent.
 
-    Each file appears whole or not at all. Raises OSError, where the disk is full, say.
+    Each file appears whole or not at all.
+    Raises OSError, for example where the disk is full.
     """
     of_model = folder / _as_name(model, Path(model).name)
     of_model.mkdir(parents=True, exist_ok=True)
@@ -123,8 +132,11 @@ def write_samples(folder: Path, model: str, samples: Mapping[str, Iterable[Mappi
 
 
 def as_logged(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample of lm-eval as its ``--log_samples`` writes it: what the model was given by name, answers and
-    target as text. NaN and infinity, which JSON does not have, become null."""
+    """Return a sample of lm-eval as its ``--log_samples`` writes it: the model's input by name, answers and target as
+    text.
+
+    NaN and infinity, which JSON lacks, become null.
+    """
     arguments = {
         f"gen_args_{number}": {f"arg_{place}": part for place, part in enumerate(given)}
         for number, given in enumerate(sample["arguments"])
@@ -135,7 +147,8 @@ def as_logged(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_name(text: str, shown: str | None = None) -> str:
-    """Return a part of a file's name: ``shown`` (None: the text) with a hash of the whole text where it says less."""
+    """Return a part of a file name: ``shown`` (None: the text), with a hash of the text where the name is not the whole
+    text."""
     name = re.sub(r"[^\w.-]", "_", shown or text)[:MOST_NAME].lstrip(".")
     return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 

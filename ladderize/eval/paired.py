@@ -1,9 +1,9 @@
 """Statistics of paired differences: scipy's bootstrap and exact binomial test, and non-inferiority. Imports no torch.
 
 A bootstrap only resamples what was seen: where no answer changed, its interval has no width. So two imagined samples
-join those of a metric between 0 and 1 before they are resampled, one that became as bad and one that became as good as
-is possible (after Agresti and Min, "Simple improved confidence intervals for comparing matched proportions", Statistics
-in Medicine 24, 2005). They widen the interval of few samples, and hardly that of many.
+are added to those of a metric between 0 and 1 before resampling, one that became as bad and one that became as good as
+possible (after Agresti and Min, "Simple improved confidence intervals for comparing matched proportions", Statistics in
+Medicine 24, 2005). They widen the interval of few samples, and hardly that of many.
 """
 
 import math
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 BOOTSTRAP_RESAMPLES = 9999
 SEED = 0  # of all resamples, so that the same answers have the same interval
-NUMBERS_AT_ONCE = 1 << 22  # that are drawn at a time
+NUMBERS_AT_ONCE = 1 << 22  # drawn at a time
 TAIL = (1 - CONFIDENCE) / 2
-POWER = 0.8  # with which a margin is to be shown
+POWER = 0.8  # the chance of showing a margin
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Estimate:
 def bootstrapped(statistic: Callable[..., Any], *columns: "Floats", paired: bool = True) -> Estimate:
     """Estimate ``statistic(*columns, axis=...)`` by the percentiles of its resamples.
 
-    paired: the columns are drawn together; else each by itself, as the samples of several tasks.
+    paired: the columns are resampled together; otherwise separately, as the samples of several tasks.
     """
     from scipy.stats import bootstrap
 
@@ -65,8 +65,11 @@ def bootstrapped(statistic: Callable[..., Any], *columns: "Floats", paired: bool
 
 
 def estimate_mean(strata: Sequence["Floats"], *, bounded: bool = True) -> Estimate:
-    """Estimate the mean of the strata's means. strata: the differences of each task. bounded: none can be beyond -1 and
-    1, so that the imagined samples are known."""
+    """Estimate the mean of the strata's means.
+
+    strata: the differences of each task.
+    bounded: no difference is beyond -1 and 1, so the imagined samples are known.
+    """
     extremes = [-1.0, 1.0] if bounded else []
     columns = [np.concatenate([stratum, extremes]) for stratum in strata]
 
@@ -77,7 +80,8 @@ def estimate_mean(strata: Sequence["Floats"], *, bounded: bool = True) -> Estima
 
 
 def mcnemar_p(lost: int, gained: int) -> float:
-    """Return how likely so uneven flips are, were both directions equally likely: McNemar's exact test, two-sided."""
+    """Return McNemar's exact two-sided p: the probability of flips at least this uneven if both directions are equally
+    likely."""
     from scipy.stats import binomtest
 
     return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
@@ -87,17 +91,19 @@ def mcnemar_p(lost: int, gained: int) -> float:
 
 
 def least_samples(margin: float) -> float:
-    """Return the samples without any change that exclude a loss of ``margin`` (0.01 is a point): (1 - margin)**n is
+    """Return the number of unchanged samples that excludes a loss of ``margin`` (0.01 is a point): (1 - margin)**n is
     0.025."""
     return math.log(TAIL) / math.log1p(-margin) if margin < 1 else 1.0
 
 
 def samples_needed(samples: int, weights: Sequence[float], stderr: float, margin: float) -> int:
-    """Return how many samples show the margin with a chance of 80 %, if the models are equally good.
+    """Return the number of samples that shows the margin with a chance of 80 %, if the models are equally good.
 
-    samples: that gave the standard error ``stderr`` of the mean difference. weights: of each sample in the mean, 1 in
-    all. The formula is the usual one for paired differences, n = (z0.975 + z0.8)**2 sigma**2 / margin**2 (Julious,
-    "Sample sizes for clinical trials with Normal data", Statistics in Medicine 23, 2004).
+    It is the usual formula for paired differences, n = (z0.975 + z0.8)**2 sigma**2 / margin**2 (Julious, "Sample sizes
+    for clinical trials with Normal data", Statistics in Medicine 23, 2004).
+    samples: the number that gave ``stderr``.
+    weights: of each sample in the mean; their sum is 1.
+    stderr: of the mean difference.
     """
     normal = NormalDist()
     z = normal.inv_cdf(1 - TAIL) + normal.inv_cdf(POWER)
@@ -106,10 +112,11 @@ def samples_needed(samples: int, weights: Sequence[float], stderr: float, margin
 
 
 def judge(low: float, high: float, margin: float, *, enough: bool = True) -> Verdict:
-    """Say what the interval of the gain shows (positive: the other model is better), in the unit of ``margin``.
+    """Return the verdict that the interval of the gain allows (positive: the other model is better), in the unit of
+    ``margin``.
 
-    A margin is shown where the lower end lies above -margin: a one-sided test at 2.5 %. enough: as many samples as
-    would show the margin if the models were equally good.
+    A margin is shown where the lower end lies above -margin: a one-sided test at 2.5 %.
+    enough: there are as many samples as would show the margin if the models were equally good.
     """
     if high < -margin:
         return "worse"
@@ -121,9 +128,10 @@ def judge(low: float, high: float, margin: float, *, enough: bool = True) -> Ver
 def verdict_of(
     found: Estimate, weights: Sequence[float], margin: float, *, higher_is_better: bool = True
 ) -> tuple[Verdict, int | None]:
-    """Return what an estimated difference shows, and how many samples it takes where these were too few.
+    """Return the verdict on an estimated difference, and the number of samples needed where these were too few.
 
-    weights: of each sample in the mean, 1 in all. margin: in points.
+    weights: of each sample in the mean; their sum is 1.
+    margin: in points.
     """
     samples, margin = len(weights), margin * POINT
     if found.low is None or found.high is None or found.stderr is None:

@@ -1,10 +1,10 @@
-"""A model's predictions, kept on the disk, for another model's to be compared with: not the logits, which are vast, but
-the states that its output layer reads, and that layer.
+"""A model's predictions on disk, for comparing another model's with: the input states of its output layer, and that
+layer.
 
-A folder: ``window-N.safetensors`` (``states`` [scored tokens, hidden], the normed final hidden states),
-``head.safetensors`` (``weight`` [vocabulary, hidden] and perhaps ``bias``), and ``predictions.json``
-(``KeptPredictions``), which is written last: without it the others are worth nothing. Logits are ``states @ weight.T +
-bias``, in the dtype that both have.
+The logits themselves would be vast. A folder holds ``window-N.safetensors`` (``states`` [scored tokens, hidden], the
+normed final hidden states), ``head.safetensors`` (``weight`` [vocabulary, hidden] and perhaps ``bias``), and
+``predictions.json`` (``KeptPredictions``), which is written last: without it the others are worth nothing. Logits are
+``states @ weight.T + bias``, in the dtype that both have.
 """
 
 import shutil
@@ -26,10 +26,12 @@ ABOUT_NAME, HEAD_NAME, WINDOW_FILES = "predictions.json", "head.safetensors", "w
 
 @dataclass(frozen=True)
 class KeptPredictions(Record):
-    """What a folder of predictions holds.
+    """The description of a folder of predictions.
 
-    model: as it was named. data_sha256, ids_sha256: of the file, and of the windows' ids. window_tokens: scored tokens
-    of each window.
+    model: as it was named.
+    data_sha256: of the file.
+    ids_sha256: of the windows' ids.
+    window_tokens: scored tokens of each window.
     """
 
     model: str
@@ -42,7 +44,7 @@ class KeptPredictions(Record):
 
 
 def disk_shortage(folder: Path, needed: int) -> str | None:
-    """Return what to say if ``needed`` bytes are more than the disk of ``folder`` has free."""
+    """Return a message if ``needed`` bytes are more than the disk of ``folder`` has free; else None."""
     free = shutil.disk_usage(folder).free
     if needed <= free:
         return None
@@ -50,8 +52,8 @@ def disk_shortage(folder: Path, needed: int) -> str | None:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make ``folder`` ready to keep predictions in; earlier ones in it are removed. Raises UserError for a folder that
-    holds anything else."""
+    """Make ``folder`` ready for predictions; earlier ones in it are removed. Raises UserError if it holds anything
+    else."""
     if not folder.parent.is_dir():
         raise UserError(f"{folder}: the folder {folder.parent} does not exist")
     earlier = [*folder.glob(WINDOW_FILES), folder / HEAD_NAME, folder / ABOUT_NAME]
@@ -64,22 +66,23 @@ def prepare_folder(folder: Path) -> None:
 
 
 def write_states(folder: Path, window: int, states: "Tensor") -> None:
-    """Keep the states [scored tokens, hidden] of a window. Raises UserError where the disk is full."""
+    """Write the states [scored tokens, hidden] of a window. Raises UserError where the disk is full."""
     _save(_window_path(folder, window), states=states)
 
 
 def write_head(folder: Path, weight: "Tensor", bias: "Tensor | None" = None) -> None:
-    """Keep an output layer: weight [vocabulary, hidden], bias [vocabulary]. Raises UserError where the disk is full."""
+    """Write an output layer: weight [vocabulary, hidden], bias [vocabulary]. Raises UserError where the disk is
+    full."""
     _save(folder / HEAD_NAME, weight=weight, **({} if bias is None else {"bias": bias}))
 
 
 def write_about(folder: Path, about: KeptPredictions) -> None:
-    """Write what the folder holds, when all else is there."""
+    """Write the description of the folder, after everything else."""
     write_json(folder / ABOUT_NAME, about.to_dict())
 
 
 def read_about(folder: Path) -> KeptPredictions:
-    """Return what a folder of predictions holds; raises UserError for any other folder."""
+    """Return the description of a folder of predictions; raises UserError for any other folder."""
     path = folder / ABOUT_NAME
     if not path.is_file():
         raise UserError(
@@ -89,7 +92,7 @@ def read_about(folder: Path) -> KeptPredictions:
 
 
 class KeptReference:
-    """Another model's predictions. Raises UserError for files that do not fit each other."""
+    """The predictions of another model. Raises UserError for files that do not fit each other."""
 
     def __init__(self, folder: Path, device: "torch.device") -> None:
         self.folder, self.device, self.about = folder, device, read_about(folder)

@@ -1,4 +1,4 @@
-"""results.json: what ``ladderize eval`` writes. Imports no torch."""
+"""The content of results.json, which ``ladderize eval`` writes. Imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -12,18 +12,22 @@ from ladderize.errors import UserError
 from ladderize.eval.options import EvalBackend, EvalOptions
 from ladderize.files.records import Record
 
-# the parts of lm-eval's result that hold one entry for each task
+# The parts of lm-eval's result with one entry for each task.
 PER_TASK = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
 OWN_KEY, SAMPLES_KEY = "ladderize", "samples"  # our parts of a model's entry
 
 
 @dataclass(frozen=True)
 class Perplexity(Record):
-    """``stderr`` is the standard error of the perplexity, from the spread between windows; None for a single window.
+    """The perplexity of a text.
 
-    Of ``ladderize eval`` also what each window got, for a comparison in pairs: its summed negative log-likelihood in
-    nats and its scored tokens; data_sha256: of the file (``data.file_sha256``); ids_sha256: of the windows' ids, so
-    that another tokenizer's are told apart.
+    stderr: the standard error of the perplexity, from the spread between windows; None for a single window.
+    data_sha256: of the file (``data.file_sha256``).
+    ids_sha256: of the windows' ids, which another tokenizer changes.
+    window_nll, window_tokens: the summed negative log-likelihood of each window in nats, and its scored tokens, for a
+    comparison in pairs.
+
+    The last four are only there after ``ladderize eval``.
     """
 
     LEFT_OUT: ClassVar = ("data_sha256", "ids_sha256", "window_nll", "window_tokens")
@@ -42,8 +46,13 @@ class Perplexity(Record):
 
 
 def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray], seconds: float) -> Perplexity:
-    """Perplexity over windows, of which every token is scored but the first, and its standard error. Tokens of one
-    window are not independent, windows are taken to be."""
+    """Return the perplexity over windows, of which every token but the first is scored, and its standard error.
+
+    Windows are taken to be independent; tokens of one window are not.
+    nlls: the summed negative log-likelihood of each window in nats.
+    seconds: the time that scoring took.
+    Raises UserError where it is NaN or infinite.
+    """
     counts = np.array([len(window) - 1 for window in windows])
     mean = nlls.sum() / counts.sum()
     if not math.isfinite(mean):
@@ -65,11 +74,12 @@ def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray], seconds: f
 
 @dataclass(frozen=True)
 class Predictions(Record):
-    """How far a model's predictions are from the reference's, over the scored tokens of the perplexity's windows.
+    """The distance of a model's predictions from the reference's, over the scored tokens of the perplexity's windows.
 
-    reference: its name. mean_kl, p99_kl: mean and 99th percentile of KL(reference || model) in nats per token, over
-    the whole vocabulary. same_top_share: of tokens where both hold the same next token most likely. window_kl: the
-    summed KL of each window, beside ``Perplexity.window_tokens``.
+    reference: its name.
+    mean_kl, p99_kl: mean and 99th percentile of KL(reference || model) in nats per token, over the whole vocabulary.
+    same_top_share: of tokens where both models hold the same next token most likely.
+    window_kl: the summed KL of each window, beside ``Perplexity.window_tokens``.
     """
 
     reference: str
@@ -82,8 +92,12 @@ class Predictions(Record):
 
 @dataclass(frozen=True)
 class EvaluatedModel(Record):
-    """What was evaluated, and how. add_bos_token: whether the texts of tasks begin with BOS; None: no text was
-    read, or no model so far had a tokenizer. predictions: against the reference's; None for the reference itself."""
+    """The description of an evaluated model, with its measurements on a text.
+
+    add_bos_token: True if the texts of tasks begin with BOS; None: no text was read, or no model so far had a
+    tokenizer.
+    predictions: against the reference's; None for the reference itself.
+    """
 
     LEFT_OUT: ClassVar = ("perplexity", "predictions", "vllm_version")
 
@@ -107,8 +121,9 @@ class EvaluatedModel(Record):
 
 @dataclass(frozen=True)
 class ModelResult(Record):
-    """One model's entry: ``harness`` is lm-eval's own schema as it is, to which ``model`` is added under a key.
+    """One model's entry: lm-eval's own schema, to which ``model`` is added under a key.
 
+    harness: lm-eval's result.
     samples: task -> the .jsonl file of its samples in lm-eval's layout, relative to the folder of results.json.
     """
 
@@ -118,12 +133,12 @@ class ModelResult(Record):
 
     @property
     def tasks(self) -> Mapping[str, Mapping[str, Any]]:
-        """lm-eval's metrics: task -> ``metric,filter`` and ``metric_stderr,filter`` -> value."""
+        """The metrics of lm-eval: task -> ``metric,filter`` and ``metric_stderr,filter`` -> value."""
         found: Mapping[str, Mapping[str, Any]] = self.harness.get("results", {})
         return found
 
     def with_task(self, result: Mapping[str, Any], samples: Mapping[str, str]) -> "ModelResult":
-        """With one task's result of lm-eval added, and the files of its samples."""
+        """Return the entry with one task's result of lm-eval added, and the files of its samples."""
         joined = dict(self.harness)
         for key, value in result.items():
             if key in PER_TASK and isinstance(value, dict):
@@ -152,14 +167,18 @@ class _OwnPart(Record):
 
 @dataclass(frozen=True)
 class EvalResults(Record):
-    """options: what was the same for all models. comparisons: each later model against the first, as the JSON of
-    ``eval.comparison.ComparisonDocument``; none where there is one model only, or the run was cut off."""
+    """The document results.json.
+
+    options: shared by all models.
+    comparisons: each later model against the first, as the JSON of ``eval.comparison.ComparisonDocument``; none for a
+    single model, or if the run was cut off.
+    """
 
     options: EvalOptions
     models: list[ModelResult]
     comparisons: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of results.json; ``from_dict`` reads it back."""
+        """Return the content of results.json; ``from_dict`` reads it back."""
         content = super().to_dict()
         return content if self.comparisons else {key: part for key, part in content.items() if key != "comparisons"}

@@ -1,4 +1,4 @@
-"""Evaluate several models alike: lm-eval's tasks and perplexity, in one invocation."""
+"""The evaluation of several models with the same options: lm-eval's tasks and perplexity."""
 
 import contextlib
 import json
@@ -46,19 +46,19 @@ def evaluate(
 ) -> EvalResults:
     """Evaluate each model with the same options, seeds and BOS handling. The first is the reference of the others.
 
-    models: folders or hub ids. out: a JSON file that is written after every task, so that nothing is lost when a later
-    one fails; the samples of the tasks lie beside it, in ``STEM.samples``. On the text of ``options.perplexity`` the
-    predictions of all models but the first are compared with the first one's. Models may be evaluated one at a time,
-    too: keep_predictions is a folder for those of the first model, reference such a folder of an earlier run, whose
-    model is then the reference of all.
-
-    resume: tasks that ``out`` already has, from an earlier run with the same options, are not run again. The caller
-    knows that the models and the tasks' data are still the same.
-
+    On the text of ``options.perplexity`` the predictions of each later model are compared with the first one's. Models
+    may also be evaluated one at a time: with ``keep_predictions`` for the first, then ``reference``. Under ``accelerate
+    launch`` or ``torchrun`` every process has each model, and they share windows and questions; rank 0 writes, and all
+    return the same.
+    models: folders or hub ids.
+    out: a JSON file that is written after every task, so a later failure loses nothing; the samples of tasks lie beside
+    it, in ``STEM.samples``.
+    keep_predictions: a folder to write the first model's predictions into.
+    reference: such a folder of an earlier run, whose model is then the reference of all.
+    resume: tasks that ``out`` has from an earlier run with the same options are not run again. The caller knows that
+    models and data are unchanged.
     engine: opens a model with the backend vllm: ``open_vllm`` of ``ladderize.vllm.eval_model``.
-
-    Under ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions.
-    Rank 0 writes, and all return the same. Raises UserError.
+    Raises UserError.
     """
     options.check()
     if options.backend == "vllm" and engine is None:  # nothing in here imports vLLM
@@ -69,7 +69,7 @@ def evaluate(
     output = open_output(options, out, writes=ranks.is_main)
     answered: list[AnsweredModel] = []
     with open_baseline(len(names), keep_predictions, reference, ranks, console) as baseline:
-        # what is certain to fail is found before any model is loaded
+        # errors that are certain are found before any model is loaded
         if options.perplexity is not None:
             data.check_data_file(options.perplexity)
         folders = [check_model(name, options.revision) for name in names]
@@ -77,7 +77,7 @@ def evaluate(
             output.resume()
         manager = None
         if options.tasks:
-            # rank 0 first: what it downloads, the others find
+            # rank 0 downloads first, and the others use its cache
             with console.stage("reading the tasks of lm-eval"), console.contained(), ranks.main_first():
                 manager, _ = open_tasks(options, ranks.size)
         add_bos: bool | None = None
@@ -99,7 +99,7 @@ def evaluate(
 def run_tasks(
     model: EvalModel, described: EvaluatedModel, manager: "TaskManager | None", output: Output, console: Console
 ) -> AnsweredModel:
-    """Run the tasks of one opened model; each is saved as soon as it is there."""
+    """Run the tasks of one opened model, each saved as soon as it is done; returns the model with its answers."""
     options, entry = output.options, output.begin(described)
     answers: dict[str, Answers] = {}
     if output.out is not None:
@@ -127,8 +127,8 @@ def run_tasks(
 
 
 def compare_with_first(answered: list[AnsweredModel], console: Console) -> list[dict[str, Any]]:
-    """Return the comparisons that results.json holds. Models that cannot be compared are named and left out, since
-    results that were hard to get must not be lost for it."""
+    """Return the comparisons for results.json. A model that cannot be compared gives a warning, so that no results are
+    lost."""
     if len(answered) < 2:
         return []
     with console.stage(f"comparing with {answered[0].name}"):
@@ -142,7 +142,7 @@ def _compare(reference: AnsweredModel, other: AnsweredModel, console: Console) -
     except UserError as error:
         console.warn(f"{other.name} was not compared with {reference.name}: {error}")
     if reference.answers and other.answers:
-        with contextlib.suppress(UserError):  # the text alone may be it: another tokenizer has other windows
+        with contextlib.suppress(UserError):  # the text alone may differ: another tokenizer has other windows
             return compare_models(_without_text(reference), _without_text(other), CompareOptions())
     return None
 
@@ -153,8 +153,10 @@ def _without_text(entry: AnsweredModel) -> AnsweredModel:
 
 
 def evaluation_ranks(options: EvalOptions) -> Ranks:
-    """Return this process alone, or among those that a launcher has started. Raises UserError for a device that is not
-    there, or what the launcher was asked for in vain."""
+    """Return this process alone, or among those that a launcher has started.
+
+    Raises UserError for a missing device, or a launcher that does not fit the backend.
+    """
     device = options.device or default_device()
     check_device(device)
     if already_started() and options.backend == "vllm":
@@ -185,6 +187,6 @@ def check_predictions(options: EvalOptions, keep: Path | None, reference: Path |
 
 
 def begins_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Return whether this tokenizer by itself puts BOS in front of a text."""
+    """Return whether this tokenizer by default puts BOS in front of a text."""
     ids = tokenizer("a")["input_ids"]
     return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]

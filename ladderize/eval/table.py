@@ -12,7 +12,10 @@ from ladderize.eval.words import flip_words, interval_words, verdict_sentence
 
 @dataclass(frozen=True)
 class Measurement:
-    """One number that a model got. metric: as lm-eval names it, without its filter's ``none``."""
+    """One measured number of a model.
+
+    metric: as lm-eval names it, without the filter ``none``.
+    """
 
     task: str
     metric: str
@@ -21,8 +24,11 @@ class Measurement:
 
 
 def comparison_rows(results: EvalResults) -> list[dict[str, str]]:
-    """Rows task x model, for people: layout, value, standard error; with several models also the difference to the
-    first one, its interval and the flips. What the interval is of, and what flips are: ``table_words``."""
+    """Return rows of tasks and models, for people: layout, value, standard error.
+
+    With several models also the difference to the first one, its interval and the flips, which ``table_words``
+    explains.
+    """
     names = short_names([entry.model.model for entry in results.models])
     measured = [{(one.task, one.metric): one for one in measurements(entry)} for entry in results.models]
     compared = {document.other: _differences(document) for document in comparison_documents(results)}
@@ -50,7 +56,7 @@ def comparison_rows(results: EvalResults) -> list[dict[str, str]]:
 
 
 def _differences(document: ComparisonDocument) -> dict[tuple[str, str], dict[str, str]]:
-    """(task, metric) -> the columns of a model that was compared in pairs."""
+    """Return the columns of a model that was compared in pairs, by (task, metric)."""
     found = {}
     for one in document.tasks:
         found[one.task, metric_name(one.metric, one.filter)] = {
@@ -68,12 +74,14 @@ def _differences(document: ComparisonDocument) -> dict[tuple[str, str], dict[str
 
 
 def comparison_documents(results: EvalResults) -> list[ComparisonDocument]:
-    """The comparisons of results.json, each later model with the first."""
+    """Return the comparisons of results.json, each of a later model with the first. Raises UserError for malformed
+    ones."""
     return [ComparisonDocument.from_dict(one, "results.json: comparisons") for one in results.comparisons]
 
 
 def prediction_rows(results: EvalResults) -> list[dict[str, str]]:
-    """Rows for people: how far each model's predictions are from the reference's; none where nothing was compared."""
+    """Return rows, for people, of the distance of each model's predictions from the reference's; none without a
+    reference."""
     compared = {one.other: one.predictions for one in comparison_documents(results) if one.predictions is not None}
     rows = []
     for name, entry in zip(short_names([entry.model.model for entry in results.models]), results.models, strict=True):
@@ -96,7 +104,7 @@ def prediction_rows(results: EvalResults) -> list[dict[str, str]]:
 
 
 def verdicts(results: EvalResults) -> list[str]:
-    """For each later model a sentence on whether it is at most the margin worse over all tasks, where there are any."""
+    """Return for each later model a sentence that says if it is at most the margin worse over all tasks."""
     models = [entry.model.model for entry in results.models]
     names = dict(zip(models, short_names(models), strict=True))
     return [
@@ -107,7 +115,7 @@ def verdicts(results: EvalResults) -> list[str]:
 
 
 def table_words(rows: list[dict[str, str]]) -> str:
-    """What the columns of ``comparison_rows`` mean, as far as they hold something."""
+    """Return an explanation of the columns of ``comparison_rows`` that hold something."""
     words = []
     if any(row.get("interval") for row in rows):
         words.append("difference: to the first model on the same samples, with its 95 % interval")
@@ -119,13 +127,13 @@ def table_words(rows: list[dict[str, str]]) -> str:
 
 
 def short_names(models: list[str]) -> list[str]:
-    """The last part of each path, where these differ; else the whole."""
+    """Return the last part of each path, where these differ; else the whole paths."""
     last = [Path(model).name for model in models]
     return last if len(set(last)) == len(last) and all(last) else models  # that of . is empty
 
 
 def measurements(entry: ModelResult) -> list[Measurement]:
-    """All numbers of one model, perplexity first."""
+    """Return all measured numbers of one model, perplexity first."""
     found = []
     if (ours := entry.model.perplexity) is not None:
         found.append(Measurement("perplexity", "perplexity", ours.perplexity, ours.stderr))
@@ -147,7 +155,7 @@ def measurements(entry: ModelResult) -> list[Measurement]:
 
 
 def by_task(entry: ModelResult) -> dict[str, list[Measurement]]:
-    """All metrics of each task."""
+    """Return all metrics of each task."""
     found: dict[str, list[Measurement]] = {}
     for one in measurements(entry):
         if one.task != "perplexity":
@@ -156,17 +164,17 @@ def by_task(entry: ModelResult) -> dict[str, list[Measurement]]:
 
 
 def main_metric(found: list[Measurement]) -> Measurement:
-    """The one of a task's metrics that stands for it."""
+    """Return the metric of a task that stands for it."""
     return min(found, key=_rank)
 
 
 def is_share(one: Measurement) -> bool:
-    """Whether a metric is a share of right answers or alike, between 0 and 1."""
+    """Return whether a metric is a share of right answers or similar, between 0 and 1."""
     return 0 <= one.value <= 1 and _rank(one) < len(MAIN_METRICS)
 
 
 def mean_accuracy(entry: ModelResult) -> float | None:
-    """Over all tasks that are no groups of others; None where none has a share."""
+    """Return the mean of main metrics over all tasks that are no groups; None where none is a share."""
     leaves = leaf_tasks(entry.harness)
     mains = [main_metric(found) for task, found in by_task(entry).items() if task in leaves]
     values = [one.value for one in mains if is_share(one)]

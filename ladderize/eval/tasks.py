@@ -15,13 +15,17 @@ from ladderize.eval.options import EvalOptions
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-# what lm-eval's results say of this machine; it would start pip for that after every task
+# lm-eval describes this machine in its results, and would start pip for that after every task.
 _environment = cache(get_pretty_env_info)
 
 
 def open_tasks(options: EvalOptions, processes: int = 1) -> tuple["TaskManager", dict[str, dict[str, Any]]]:
-    """lm-eval's task manager, after every task was found and its data opened, and what each task or group of
-    ``options.tasks`` holds: lm-eval's tasks by their names. processes: that share each task."""
+    """Return lm-eval's task manager, and lm-eval's tasks by name for each task or group of ``options.tasks``.
+
+    Every task was found and its data opened.
+    processes: the number of those that share each task.
+    Raises UserError for a task that does not exist or cannot be loaded, or options that do not fit it.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"--include-path {options.include_path} is not a folder")
@@ -60,8 +64,11 @@ def open_tasks(options: EvalOptions, processes: int = 1) -> tuple["TaskManager",
 
 
 def _index(options: EvalOptions) -> "TaskManager":
-    """The tasks that lm-eval finds. Its own thousands take many seconds, and are read only where they can matter: a
-    task or a tag of ``include_path`` hides theirs of that name, but a group may hold their tasks."""
+    """Return the manager of the tasks that lm-eval finds.
+
+    Its thousands of own tasks take many seconds, and are read only where they can matter: a task or a tag of
+    ``include_path`` hides an own one of that name, but a group may hold own tasks.
+    """
     from lm_eval.tasks import TaskManager
 
     if options.include_path is not None:
@@ -72,15 +79,14 @@ def _index(options: EvalOptions) -> "TaskManager":
 
 
 def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any] | None:
-    """One task (or group) with lm-eval's ``simple_evaluate``; the seeds are set anew for each.
+    """Run one task (or group) with lm-eval's ``simple_evaluate``, the seeds set anew; return its result.
 
-    Returns lm-eval's result; its ``samples`` has every task's answers to each question, in the order of the questions
-    for each filter. None on other ranks than 0.
+    ``samples`` in it has every task's answers, for each filter in the order of the questions. None on other ranks than
+    0.
     """
     from lm_eval import simple_evaluate
 
-    # lm-eval asks git about the current folder, which says nothing of us, and git complains where there is no
-    # repository
+    # lm-eval asks git about the current folder, which says nothing of us; git complains where there is no repository.
     with (
         mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None),
         mock.patch("torch.utils.collect_env.get_pretty_env_info", _environment),

@@ -1,4 +1,4 @@
-"""The perplexity of a text, and how far predictions on it are from the reference's."""
+"""The perplexity of a text, and the distance of predictions on it from the reference's."""
 
 import contextlib
 import hashlib
@@ -28,9 +28,10 @@ from ladderize.ranks.group import Ranks
 class Baseline:
     """The reference's predictions, with which those of other models are compared.
 
-    folder: for them; None: predictions are not compared. about: what is kept there by now; None until the first model
-    was scored. strict: a model that cannot be compared, or a reference that cannot be kept, is an error, since the user
-    has named the folder; else a warning tells what is left out.
+    folder: holds them; None: predictions are not compared.
+    about: the description of what is kept there; None until the first model was scored.
+    strict: the user named the folder, so a model that cannot be compared, or a reference that cannot be kept, is an
+    error; otherwise a warning says what is left out.
     """
 
     folder: Path | None
@@ -40,7 +41,10 @@ class Baseline:
     console: Console
 
     def score_text(self, model: EvalModel, options: EvalOptions) -> tuple[Perplexity, Predictions | None]:
-        """Return the perplexity of ``options.perplexity``, and predictions where there is a reference."""
+        """Return the perplexity of ``options.perplexity``, and predictions where there is a reference.
+
+        Raises UserError for a text that cannot be scored, and with ``strict`` for one that cannot be compared.
+        """
         assert options.perplexity is not None
         windows = text_windows(model, options)
         tokens = [len(window) - 1 for window in windows]
@@ -79,7 +83,7 @@ class Baseline:
         assert self.folder is not None
         itemsize = DTYPE_BYTES[STORED_NAMES[model.described.dtype]]
         needed = (sum(about.window_tokens) + about.vocab_size) * about.hidden_size * itemsize
-        # one answer for all ranks, whatever the disk has free a moment later
+        # One answer for all ranks: free disk space may differ a moment later.
         reason = self.ranks.broadcast(model.no_predictions or disk_shortage(self.folder, needed))
         if reason is not None:
             self._refuse(f"the predictions of {model.name} are not kept: {reason}")
@@ -110,10 +114,12 @@ class Baseline:
 def open_baseline(
     models: int, keep_predictions: Path | None, reference: Path | None, ranks: Ranks, console: Console
 ) -> Iterator[Baseline]:
-    """Open the folder for predictions of the first of ``models`` models, or with those of an earlier run.
+    """Yield the baseline with a folder for predictions of the first of ``models`` models, or with those of an earlier
+    run.
 
-    Several models are compared with the first without being asked, through a temporary folder. All ranks write into one
-    folder, which those of several machines must share.
+    Several models are compared with the first by default, through a temporary folder. All ranks write into one folder,
+    which several machines must share.
+    Raises UserError for a folder that cannot be used.
     """
     if reference is not None:
         reference = resolved(reference, "--reference ")
@@ -137,7 +143,10 @@ def open_baseline(
 
 
 def text_windows(model: EvalModel, options: EvalOptions) -> list[np.ndarray]:
-    """Return the windows of ``options.perplexity`` in this model's ids, ``options.seq_len`` long."""
+    """Return the windows of ``options.perplexity`` in this model's ids, ``options.seq_len`` long.
+
+    Raises UserError for a text that cannot be read, or a length that the model does not support.
+    """
     assert options.perplexity is not None
     documents = data.read_documents(options.perplexity, model.tokenizer, vocab_size=model.vocab_size)
     seq_len = options.seq_len or data.default_seq_len(documents, options.perplexity, model.positions)
@@ -147,7 +156,7 @@ def text_windows(model: EvalModel, options: EvalOptions) -> list[np.ndarray]:
 
 
 def ids_sha256(windows: list[np.ndarray]) -> str:
-    """Return a hash of the ids of windows and of where each ends."""
+    """Return a hash of the ids of windows and of their lengths."""
     digest = hashlib.sha256(json.dumps([len(window) for window in windows]).encode())
     for window in windows:
         digest.update(np.ascontiguousarray(window, dtype="<i8").tobytes())
@@ -155,7 +164,10 @@ def ids_sha256(windows: list[np.ndarray]) -> str:
 
 
 def predictions_of(scores: WindowScores, reference: str) -> Predictions | None:
-    """Return the figures of a model whose windows were compared with the reference's."""
+    """Return the figures of a model whose windows were compared with the reference's; None where they were not.
+
+    Raises UserError where they are NaN or infinite.
+    """
     if scores.kl is None or scores.same_top is None:
         return None
     tokens = np.concatenate(scores.kl).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Comparisons for people: a table, and sentences that say as much as the intervals show. Imports no torch."""
+"""Comparisons for people: a table, and sentences that claim no more than the intervals show. Imports no torch."""
 
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -8,7 +8,7 @@ from ladderize.eval.comparison import POINT, ComparisonDocument, PooledCompariso
 
 
 def heading(document: ComparisonDocument) -> str:
-    """Return the names of both models, short where they differ."""
+    """Return the names of both models, short ones where these differ."""
     reference, other = (PurePath(name).name or name for name in (document.reference, document.other))
     if reference == other:
         reference, other = document.reference, document.other
@@ -42,14 +42,14 @@ def _row(one: TaskComparison | PooledComparison, margin: float) -> dict[str, str
 
 
 def flip_words(one: TaskComparison | PooledComparison) -> str:
-    """Return how many answers became wrong, and how many right; nothing for metrics that are not 0 or 1."""
+    """Return the number of answers that became wrong, and right; empty for metrics that are not 0 or 1."""
     if not isinstance(one, TaskComparison) or one.right_to_wrong is None:
         return ""
     return f"-{one.right_to_wrong} +{one.wrong_to_right}"
 
 
 def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
-    """Yield what the whole comparison shows, then what to keep in mind."""
+    """Yield the results of the whole comparison, then its limits."""
     if document.overall is not None:
         yield verdict_sentence(document.overall, document.margin)
     if (perplexity := document.perplexity) is not None:
@@ -70,7 +70,8 @@ def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
 
 
 def verdict_sentence(one: PooledComparison, margin: float) -> str:
-    """Say whether the other model is at most the margin worse, and claim no more than the interval shows."""
+    """Return a sentence that says if the other model is at most the margin worse, and claims no more than the interval
+    shows."""
     points = margin_text(margin)
     interval = _from_to(one.low, one.high, "+.2f", unit=POINT)
     numbers = f"{one.difference / POINT:+.2f} points{interval}, {one.samples:,} samples"
@@ -84,12 +85,15 @@ def verdict_sentence(one: PooledComparison, margin: float) -> str:
 
 
 def margin_text(margin: float) -> str:
-    """Return ``1 point``."""
+    """Return the margin in words, such as ``1 point``."""
     return f"{margin:g} point{'s' * (margin != 1)}"
 
 
 def interval_words(low: float | None, high: float | None, digits: str, *, unit: float = 1.0) -> str:
-    """Return ``-0.1 to +0.2``. digits: how the ends are written, as for ``format``."""
+    """Return an interval, such as ``-0.1 to +0.2``.
+
+    digits: the format of its ends, as for ``format``.
+    """
     return "none" if low is None or high is None else f"{low / unit:{digits}} to {high / unit:{digits}}"
 
 
