@@ -1,7 +1,7 @@
 """Turn a dense checkpoint into one that waits less for communication under tensor parallelism.
 
 The commands as functions; docs/python.md shows each. ``import ladderize`` imports no torch: a name is imported when it
-is first used, from the module that ``__init__.pyi`` says.
+is first used, from the module that ``__init__.pyi`` gives.
 """
 
 import ast

@@ -1,8 +1,7 @@
-"""The layers of a checkpoint one by one, in any mode of their sync points: what sensitivity and distillation compute
-with.
+"""The layers of a checkpoint one by one, in any mode of their sync points, for sensitivity, alignment and distillation.
 
-A whole model need not fit in memory: ``Blocks`` reads one layer's weights at a time, and makes of them the very class
-that every converted checkpoint carries, so that nothing here has its own notion of what a layout computes.
+A whole model need not fit in memory. ``Blocks`` reads one layer's weights at a time and builds the class that every
+converted checkpoint carries, so nothing here defines a second time what a layout computes.
 """
 
 import math
@@ -24,11 +23,11 @@ from ladderize.families.registry import complete_config, family_of
 from ladderize.layout import Layout
 from ladderize.modeling import dense_class, ladderized_class, load_tokenizer
 
-# Of the logits so many numbers are held at once, in float32: a vocabulary of 128,000 makes a gigabyte of 2048 tokens.
+# The numbers of logits in memory at once, in float32: with a vocabulary of 128,000, 2048 tokens would take a gigabyte.
 LOGITS_AT_ONCE = 1 << 26
 
-# Between two layers: the complete residual stream, or, where the MLP sync point before is overlapped, (complete,
-# visible), visible being the stream without that MLP's output. [batch, tokens, hidden] each.
+# The state between two layers: the complete residual stream, or, where the MLP sync point before is overlapped,
+# (complete, visible). The visible stream lacks that MLP's output. [batch, tokens, hidden] each.
 State = Tensor | tuple[Tensor, Tensor]
 
 
@@ -43,7 +42,7 @@ def to_device(state: State, device: torch.device) -> State:
 
 
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint by folder or hub id, checked as ``convert`` checks its source; raises UserError."""
+    """Return a checkpoint by folder or hub id, checked as ``convert`` checks its source; raises UserError."""
     folder, is_local = resolve_json(model, revision)
     checkpoint = read_checkpoint(folder if is_local else fetch_weights(model, revision))
     check_config(checkpoint.config, model)
@@ -52,13 +51,16 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that a checkpoint is stored in, by torch's name; a mixture goes by its final norm."""
+    """Return the dtype of a checkpoint's weights, by torch's name; in a mixture the final norm's."""
     return FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
 
 
 def compute_dtype(asked: str, stored: str) -> torch.dtype:
-    """Return the dtype to train in weights that are stored as ``stored``. asked: a dtype's name, or auto: float32 where
-    weights are stored so, else bfloat16."""
+    """Return the dtype to train in.
+
+    asked: a dtype's name, or auto: float32 where weights are stored so, else bfloat16.
+    stored: the dtype of the stored weights.
+    """
     auto = "float32" if stored in ("float32", "float64") else "bfloat16"
     dtype: torch.dtype = getattr(torch, auto if asked == "auto" else asked)
     return dtype
@@ -67,10 +69,11 @@ def compute_dtype(asked: str, stored: str) -> torch.dtype:
 def read_windows(
     checkpoint: Checkpoint, file: str, *, seq_len: int | None, samples: int | None, seed: int
 ) -> np.ndarray:
-    """Return ``samples`` full windows (None: all there are) of a data file, in an order drawn with ``seed``: int64
-    [samples, seq_len].
+    """Return full windows of a data file, in an order drawn with ``seed``: int64 [samples, seq_len].
 
-    Text goes through the checkpoint's own tokenizer. Raises UserError for data that are too few, or another model's.
+    The checkpoint's tokenizer tokenises text.
+    samples: the number of windows; None: all there are.
+    Raises UserError for data that are too few, or made for another model.
     """
     data.check_data_file(file)
     config = checkpoint.config
@@ -81,9 +84,9 @@ def read_windows(
 
 
 class Blocks:
-    """The layers, embedding and LM head of ``checkpoint``, computing in ``dtype`` on ``device``.
+    """The layers, embedding and LM head of ``checkpoint``, computed in ``dtype`` on ``device``.
 
-    The layout of the checkpoint itself is ``self.layout``; ``layer`` makes a layer of any other layout too.
+    ``self.layout`` is the checkpoint's own layout; ``layer`` makes layers of any other layout too.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
@@ -116,8 +119,10 @@ class Blocks:
         return {name.removeprefix(prefix): tensor for name, tensor in zip(names, self.read(names), strict=True)}
 
     def layer(self, index: int, layout: Layout, weights: Mapping[str, Tensor] | None = None) -> torch.nn.Module:
-        """Return layer ``index`` of ``layout``, in eval mode, over ``weights`` (not copied), or over its own, read
-        anew."""
+        """Return layer ``index`` of ``layout``, in eval mode.
+
+        weights: used without a copy; None: the checkpoint's, read anew.
+        """
         with torch.device("meta"):
             layer = ladderized_class(self.family, "DecoderLayer")(self.model_config(layout), index)
         layer.load_state_dict(dict(self.weights(index) if weights is None else weights), assign=True)
@@ -136,13 +141,13 @@ class Blocks:
         return config
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the state that enters layer 0, [batch, tokens, hidden], of ids [batch, tokens]."""
+        """Return the state that enters layer 0, [batch, tokens, hidden], from ids [batch, tokens]."""
         embedded = torch.nn.functional.embedding(ids.to(self.device), self._end("model.embed_tokens.weight"))
         return embedded * self.decoder.embedding_scale
 
     def run(self, layer: torch.nn.Module, state: State) -> State:
-        """Return the state that leaves ``layer``; every row is a full window, attended to causally, as far back as the
-        layer's own window."""
+        """Return the state that leaves ``layer``. Every row is a full window with causal attention, within the layer's
+        own window."""
         tokens = complete(state).shape[1]
         positions = torch.arange(tokens, device=self.device)[None]
         return cast(
@@ -156,7 +161,7 @@ class Blocks:
         )
 
     def mask(self, layer: int, tokens: int) -> Tensor | None:
-        """Return the tokens that each one sees in this layer, bool [1, 1, tokens, tokens]; None: all up to itself."""
+        """Return the tokens that each token sees in this layer, bool [1, 1, tokens, tokens]; None: all up to itself."""
         window = self.decoder.windows[layer]
         if window is None or window >= tokens:
             return None
@@ -175,10 +180,11 @@ class Blocks:
         return self._rope[tokens]
 
     def nll(self, complete: Tensor, ids: Tensor) -> Tensor:
-        """Return summed negative log-likelihood of each window, in nats: float64 [batch]. Every token is scored but the
-        first.
+        """Return the summed negative log-likelihood of each window in nats, float64 [batch]. Every token but the first
+        is scored.
 
-        complete: the stream that leaves the last layer, [batch, tokens, hidden]; ids: [batch, tokens].
+        complete: the stream that leaves the last layer, [batch, tokens, hidden].
+        ids: [batch, tokens].
         """
         targets = ids[:, 1:].to(self.device).flatten()
         losses = [
@@ -188,15 +194,15 @@ class Blocks:
         return torch.cat(losses).view(len(ids), -1).double().sum(1)
 
     def logits(self, complete: Tensor) -> Tensor:
-        """Return the logits, float32 [batch, tokens, vocab], of the stream that leaves the last layer [batch, tokens,
+        """Return the logits, float32 [batch, tokens, vocab], from the stream that leaves the last layer [batch, tokens,
         hidden]."""
         parts = [logits for (logits,), _ in self._logits([complete], torch.empty(complete.shape[:2].numel()))]
         return torch.cat(parts).unflatten(0, complete.shape[:2])
 
     def divergence(self, reference: Tensor, complete: Tensor) -> Tensor:
-        """Return summed KL(reference || model) of the predictions of each window but its last token's, in nats: float64
-        [batch].
+        """Return the summed KL(reference || model) of each window's predictions in nats, float64 [batch].
 
+        The prediction of the last token is left out.
         reference, complete: the streams that leave the last layer, [batch, tokens, hidden] each.
         """
         streams = [reference[:, :-1], complete[:, :-1]]
@@ -207,8 +213,12 @@ class Blocks:
         return torch.cat(sums).view(len(complete), -1).double().sum(1)
 
     def _logits(self, streams: Sequence[Tensor], beside: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """Yield of each stream [batch, tokens, hidden] the float32 logits [some tokens, vocab], and the part of
-        ``beside`` [batch * tokens] that goes with them; so many tokens at a time as have room."""
+        """Yield the float32 logits [some tokens, vocab] of each stream [batch, tokens, hidden], and their part of
+        ``beside``.
+
+        beside: [batch * tokens].
+        At most ``LOGITS_AT_ONCE`` numbers are computed at a time.
+        """
         eps = complete_config(self.config)["rms_norm_eps"]
         norm = dense_class(self.family, "RMSNorm")(streams[0].shape[-1], eps=eps)
         norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
@@ -220,8 +230,7 @@ class Blocks:
             yield [linear(own.split(at_once)[number], head).float().mul_(scale) for own in rows], part
 
     def ends_differ(self, other: "Blocks") -> bool:
-        """Return whether what surrounds the layers, embedding, final norm and LM head, has other values in
-        ``other``."""
+        """Return whether embedding, final norm or LM head have other values in ``other``."""
         names = [name for name in self.checkpoint.tensors if not name.startswith("model.layers.")]
         theirs = [name for name in other.checkpoint.tensors if not name.startswith("model.layers.")]
         return {*names} != {*theirs} or any(
@@ -229,7 +238,7 @@ class Blocks:
         )
 
     def _end(self, name: str) -> Tensor:
-        """Return embedding, final norm or LM head, read once and kept."""
+        """Return the embedding, the final norm or the LM head, read once and kept."""
         if name not in self._ends:
             (self._ends[name],) = self.read([name])
         return self._ends[name]
@@ -238,13 +247,14 @@ class Blocks:
 def window_streams(
     blocks: Blocks, layer_at: Callable[[int], torch.nn.Module], windows: Tensor, *, batch_size: int
 ) -> list[Tensor]:
-    """Return the complete streams that leave the last layer, a batch of windows each, on the CPU; one layer in memory
-    at once.
+    """Return the complete streams that leave the last layer, one tensor per batch of windows, on the CPU.
 
-    windows: [windows, tokens]. ``layer_at(i)`` makes layer i.
+    One layer is in memory at a time.
+    layer_at: returns a layer by its number.
+    windows: [windows, tokens].
     """
     with torch.no_grad():
-        host = torch.device("cpu")  # where the states of all windows lie; those of one batch are on the device
+        host = torch.device("cpu")  # the states of all windows lie on the host, those of one batch on the device
         states = [to_device(blocks.embed(batch), host) for batch in windows.split(batch_size)]
         for index in range(blocks.num_layers):
             layer = layer_at(index)
@@ -256,10 +266,11 @@ def window_streams(
 def window_nlls(
     blocks: Blocks, layer_at: Callable[[int], torch.nn.Module], windows: Tensor, *, batch_size: int
 ) -> Tensor:
-    """Return summed negative log-likelihood of each window, layer by layer with one layer in memory at a time: float64
-    [windows] in nats.
+    """Return the summed negative log-likelihood of each window in nats, float64 [windows].
 
-    windows: [windows, tokens]. ``layer_at(i)`` makes layer i. ``eval.hf.score_windows`` takes a whole model.
+    One layer is in memory at a time; ``eval.hf.score_windows`` scores with a whole model.
+    layer_at: returns a layer by its number.
+    windows: [windows, tokens].
     """
     streams = window_streams(blocks, layer_at, windows, batch_size=batch_size)
     with torch.no_grad():
@@ -268,6 +279,6 @@ def window_nlls(
 
 
 def check_finite(value: float, what: str) -> None:
-    """Raise UserError if ``what`` came out as NaN or infinite."""
+    """Raise UserError if the value of ``what`` is NaN or infinite."""
     if not math.isfinite(value):
         raise UserError(f"{what} is NaN or infinite; check the model's weights, or compute in float32")

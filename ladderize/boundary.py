@@ -1,4 +1,4 @@
-"""One place that turns errors and signals into sentences and exit codes."""
+"""The one place that turns errors and signals into sentences and exit codes."""
 
 import atexit
 import contextlib
@@ -23,7 +23,10 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun reads a rank's error
 
 @contextlib.contextmanager
 def error_boundary(debug: bool) -> Iterator[None]:
-    """Turn known exceptions into one sentence on stderr and an exit code; with ``debug`` the traceback comes too."""
+    """Turn known exceptions into one sentence on stderr and an exit code.
+
+    debug: show the traceback too.
+    """
     from ladderize.layout import RangeSyntaxError
 
     terminated: list[int] = []
@@ -31,11 +34,11 @@ def error_boundary(debug: bool) -> Iterator[None]:
         with _terminable(terminated):
             yield
     except BrokenPipeError:
-        # the reader of our stdout went away (`| head`): nothing to say to anybody
+        # The reader of our stdout is gone (`| head`), so nobody can be told.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
-        with _handled(signal.SIGINT, signal.SIG_IGN):  # nothing interrupts the last words
+        with _handled(signal.SIGINT, signal.SIG_IGN):  # the message must not be interrupted
             if is_main_rank():  # Ctrl-C reaches all of them
                 say("Stopped by SIGTERM." if terminated else "Interrupted.")
         sys.exit(TERMINATED if terminated else INTERRUPTED)
@@ -50,14 +53,14 @@ def error_boundary(debug: bool) -> Iterator[None]:
         _say_error(sentence(error))
         sys.exit(2 if isinstance(error, UsageError | RangeSyntaxError) else 1)
     except BaseException as error:
-        # what Rust code ends in, such as the tokenizers library on some regular expressions, is no Exception
+        # A panic of Rust code, such as the tokenizers library's on some regular expressions, is no Exception.
         _record(error)
         if debug or not (isinstance(error, Exception) or type(error).__name__ == PANIC):
             raise
         _say_error(_unplanned(error))
         sys.exit(1)
     finally:
-        # as an exception, Ctrl-C while libraries tidy up after all would show as a traceback of theirs
+        # As an exception, Ctrl-C during the libraries' own cleanup would print their traceback.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
@@ -83,7 +86,7 @@ def _unplanned(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _handled(number: int, handler: Any) -> Iterator[None]:
-    """Handle a signal within the block, where Python lets us: in the main thread."""
+    """Handle a signal within the block, where Python allows it: in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -95,15 +98,16 @@ def _handled(number: int, handler: Any) -> Iterator[None]:
 
 
 class _Terminated(KeyboardInterrupt):
-    """Stands for SIGTERM. KeyboardInterrupt itself, raised amid an import, makes Python end by SIGINT."""
+    """An exception for SIGTERM. KeyboardInterrupt itself, raised during an import, makes Python end by SIGINT."""
 
 
 @contextlib.contextmanager
 def _terminable(received: list[int]) -> Iterator[None]:
-    """SIGTERM, which batch systems send before they kill, ends the block as Ctrl-C does, and is put in ``received``; a
-    second one ends the process at once.
+    """Let SIGTERM, which batch systems send before they kill, end the block as Ctrl-C does; a second one ends the
+    process.
 
-    A launcher's rank it ends at once as ever: it may wait for others where no exception gets in.
+    A launcher's rank ends at once as usual: it may wait for others where no exception is raised.
+    received: the signals so far.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -119,7 +123,7 @@ def _terminable(received: list[int]) -> Iterator[None]:
 
 
 def _record(error: BaseException) -> None:
-    """Give a rank's error to torchrun, whose report names the rank that failed first."""
+    """Pass a rank's error to torchrun, whose report names the rank that failed first."""
     if os.environ.get(ERROR_FILE) and os.environ.get(WORLD_SIZE, "1") != "1":
         from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
@@ -127,8 +131,8 @@ def _record(error: BaseException) -> None:
 
 
 def _say_error(text: str) -> None:
-    """Say it on rank 0; torchrun's report says it of any rank. A sentence that quotes a name of 5,000 characters loses
-    the middle of it."""
+    """Print the error on rank 0; torchrun's report has those of other ranks. A very long sentence is shortened in its
+    middle."""
     if os.environ.get(ERROR_FILE) and not is_main_rank():
         return
     text = text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR - 500]} [...] {text[-400:]}"
@@ -136,7 +140,7 @@ def _say_error(text: str) -> None:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Return True where this rank could not speak to another one, which gloo says as a plain RuntimeError."""
+    """Return whether this rank could not reach another one, for which gloo raises a plain RuntimeError."""
     if not isinstance(error, RuntimeError):
         return False
     lost = any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))

@@ -1,7 +1,7 @@
-"""The words that options take, and how an option is described: once, for the command line, for Python and for the type
+"""The words that options take, and the description of an option, once for the command line, Python and the type
 checker.
 
-Here is what several rooms share; an option of one room is described beside the dataclass that has it.
+Only shared options are here; those of one package are described beside their dataclass.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ DeviceName = Literal["cpu", "cuda"]
 SendingBackend = Literal["auto", "nccl", "symm_mem", "gloo", "shm"]  # how ranks communicate
 BackendName = Literal[SendingBackend, "none"]
 EngineName = Literal["runtime", "vllm"]  # whose forward pass ``bench`` times
-# what names a shape: those of runtime/shapes.json, the Llamas first
+# the names of shapes in runtime/shapes.json, the Llamas first
 SHAPE_NAMES = "1b, 3b, 8b, 70b, 405b, qwen3-32b, qwen2.5-72b, mistral-small, granite-8b or a config.json"
 
 MAX_SEED = 2**32 - 1
@@ -26,8 +26,10 @@ OPTION = "option"  # the key of a field's metadata under which its Option is
 
 @dataclass(frozen=True)
 class Option:
-    """The description of an option beyond the name, the type and the default of the dataclass's field that it is
-    described at. ``check_options`` and the command line hold values to it; commands/builder.py makes the help of it."""
+    """The description of an option, beyond the name, type and default of its dataclass field.
+
+    ``check_options`` and the command line check values by it; commands/builder.py makes the help from it.
+    """
 
     help: str
     metavar: str | None = None  # None: N for an integer, X for another number, nothing for a switch, else typer's
@@ -35,8 +37,8 @@ class Option:
     max: float | None = None
     signed: bool = False  # whether a number may be negative
     shown: str | None = None  # the default in words; such an option is None where it is not given
-    # its names; none: that of the field. A switch whose name begins with --no- makes its field False; what stands
-    # behind a slash says no to one that is left open where nothing is said
+    # Its names; empty: the field's. A switch with a name that begins with --no- sets its field to False. The name after
+    # a slash is the negative of a switch that is None when not given.
     flags: str = ""
     optional: bool = False  # the command line may leave out what the field needs; the command says what is missing
     needs: str = ""  # the field of the same dataclass without which it has no effect
@@ -47,38 +49,41 @@ class Option:
 
 
 def option(what: str | Option, default: Any = None, **more: Any) -> Any:
-    """A field of a dataclass that is an option of a command. what: the help of it, or the description of one that is
-    shared; more: of ``Option``. default: a value, a function that makes one, or ``...``: it must be given."""
+    """Return a dataclass field that is an option of a command.
+
+    what: its help, or the description of a shared option.
+    default: a value, a function that makes one, or ``...``: it must be given.
+    more: further fields of ``Option``.
+    """
     known = Option(what, **more) if isinstance(what, str) else replace(what, **more)
     given = {} if default is ... else {"default_factory" if callable(default) else "default": default}
     return dataclasses.field(**given, metadata={OPTION: known})
 
 
 def argument(metavar: str, help: str, default: Any = ...) -> Any:
-    """A field of a dataclass that is an argument of a command."""
+    """Return a dataclass field that is an argument of a command."""
     return option(help, default, metavar=metavar, positional=True)
 
 
 def described(options: Any) -> list[dataclasses.Field]:
-    """The fields of a dataclass, or of an object of it, that are described as options."""
+    """Return the fields of a dataclass, or of its instance, that are options."""
     return [field for field in fields(options) if OPTION in field.metadata]
 
 
 def parameter_name(field: dataclasses.Field) -> str:
-    """The option's name with underscores: in messages, in files of --config, and as a command's parameter."""
+    """Return the option's name with underscores, as in messages, in files of --config, and as a command's parameter."""
     flags = field.metadata[OPTION].flags if OPTION in field.metadata else ""
     names = flags.partition("/")[0].split()
     return max(names, key=len).lstrip("-").replace("-", "_") if names else field.name
 
 
 def flag(name: str) -> str:
-    """``seq_len`` -> ``--seq-len``."""
+    """Return the flag of a name: ``seq_len`` -> ``--seq-len``."""
     return f"--{name.replace('_', '-')}"
 
 
 def check_number(field: dataclasses.Field, value: Any) -> None:
-    """Raise UsageError for a number that no option takes: infinite or NaN, and, where it is not ``signed``,
-    negative."""
+    """Raise UsageError for a number that is infinite or NaN, or negative where the option is not ``signed``."""
     signed = OPTION in field.metadata and field.metadata[OPTION].signed
     if isinstance(value, float) and not (math.isfinite(value) and (signed or value >= 0)):
         least = "" if signed else " of at least 0"
@@ -86,8 +91,8 @@ def check_number(field: dataclasses.Field, value: Any) -> None:
 
 
 def check_options(options: Any) -> None:
-    """Raise UsageError for a field of a dataclass of options that holds none of the words of its annotation, is out of
-    its range, or has no effect without another one. None was not given."""
+    """Raise UsageError for a field with an unknown word, out of its range, or without effect. None: it was not
+    given."""
     check_choices(options)
     for field in described(options):
         known: Option = field.metadata[OPTION]
@@ -106,7 +111,7 @@ def check_options(options: Any) -> None:
 
 
 def check_at_least(options: Any, least: int, *names: str) -> None:
-    """Raise UsageError for a field of a dataclass of options that is below ``least``; None was not given."""
+    """Raise UsageError for a field that is below ``least``; None: it was not given."""
     for name in names:
         value = getattr(options, name)
         if value is not None and (type(value) is not int or value < least):
@@ -114,7 +119,7 @@ def check_at_least(options: Any, least: int, *names: str) -> None:
 
 
 def check_choices(options: Any) -> None:
-    """Raise UsageError for a field of a dataclass of options that holds none of the words of its annotation."""
+    """Raise UsageError for a field that holds none of the words of its annotation."""
     hints = get_type_hints(type(options))
     for field in fields(options):
         kinds = [hints[field.name], *get_args(hints[field.name])]  # a Literal, or Literal | None
@@ -125,18 +130,21 @@ def check_choices(options: Any) -> None:
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """``a, b`` -> (a, b)."""
+    """Return the names in a comma-separated text: ``a, b`` -> (a, b)."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def distinct_names(text: str) -> tuple[str, ...]:
-    """Return the names in a text, each once."""
+    """Return the names in a comma-separated text, each once."""
     return tuple(dict.fromkeys(split_names(text)))
 
 
 def ppl_increase(said: float | str, dense: float) -> float:
-    """Return the increase that --max-ppl-increase allows, in perplexity: ``2%`` of the dense one, or a number. Raises
-    UsageError."""
+    """Return the increase of perplexity that --max-ppl-increase allows. Raises UsageError for anything else.
+
+    said: ``2%`` of the dense perplexity, or a number.
+    dense: the dense model's perplexity.
+    """
     text = str(said).strip()
     try:
         value = float(text.removesuffix("%"))
@@ -151,7 +159,7 @@ def ppl_increase(said: float | str, dense: float) -> float:
 
 
 def parse_increase(text: str) -> float | str:
-    """The option as options hold it: a number, or per cent as they were said."""
+    """Return the value of --max-ppl-increase as a number, or as text where it is in per cent. Raises UsageError."""
     return text.strip() if ppl_increase(text, 1.0) and text.strip().endswith("%") else float(text)
 
 

@@ -44,18 +44,18 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line of ``sys.argv``. It is the console script."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     if debug:
         os.environ[DEBUG] = "1"  # for the ranks that a command starts
-    if sys.stderr is None:  # closed, as by `2>&-`
+    if sys.stderr is None:  # closed by `2>&-`
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a locale may not have the characters of a model's text
+            stream.reconfigure(errors="backslashreplace")  # the locale may lack characters of a model's text
     with error_boundary(debug=debug):
-        if sys.stdout is None:  # the next file that is opened would take its place
+        if sys.stdout is None:  # otherwise the next opened file becomes stdout
             raise UserError("stdout is closed, so no result can be printed; redirect it to a file or to /dev/null")
         check_arguments(arguments)
         try:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _command_line_error(error: Any) -> str:
-    """Return what is wrong with the command line, or with the file of --config, and where help is."""
+    """Return the error in the command line, or in the file of --config, and the command that shows help."""
     context = error.ctx
     message = usage_message(error)
     parameter = getattr(error, "param", None)

@@ -1,4 +1,5 @@
-"""What the commands say: results on stdout, progress on stderr, numbers and text of strangers for people."""
+"""Output of the commands: results on stdout, progress on stderr, and numbers and strangers' text formatted for
+people."""
 
 import contextlib
 import io
@@ -25,23 +26,25 @@ SCHEMA_VERSION = 1
 
 
 class Advance(Protocol):
-    """Says that ``steps`` more of a progress are done; ``detail`` stands behind the time left."""
+    """A function that reports ``steps`` more of a progress; ``detail`` is shown behind the time left."""
 
     def __call__(self, steps: int = 1, detail: str = "") -> None: ...
 
 
 LOG_INTERVAL_S = 60.0  # between two lines of progress where stderr is no terminal
 FIRST_LOG_S = 15.0
-# What a terminal would obey rather than show, but for new lines and tabs; and what turns the text around it
+# Characters that a terminal would obey rather than show, except new lines and tabs, and those that reverse text.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
 
 @dataclass(frozen=True)
 class Console:
-    """One command's output. ``as_json``: exactly one JSON document on stdout, nothing else.
+    """The output of one command.
 
-    On a terminal tables fit its width, words wrap, and colours show; NO_COLOR turns these off. Piped, all is plain text
-    of any width. ``quiet``: nothing at all, on stdout or stderr; what a library wants.
+    On a terminal tables fit its width, words wrap, and colours show; NO_COLOR disables colours. Piped, all is plain
+    text of any width.
+    as_json: print exactly one JSON document on stdout, nothing else.
+    quiet: print nothing on stdout or stderr, for use as a library.
     """
 
     as_json: bool = False
@@ -49,16 +52,19 @@ class Console:
 
     @property
     def speaks(self) -> bool:
-        """True if this process prints: rank 0 does, unless it is to be quiet."""
+        """True if this process prints: rank 0, unless it is quiet."""
         return not self.quiet and is_main_rank()
 
     def result(self, text: str) -> None:
-        """A line for a person; silent with --json and on other ranks than 0."""
+        """Print a line for people; silent with --json and on other ranks than 0."""
         if not self.as_json and self.speaks:
             print(printable(text), flush=True)
 
     def prose(self, text: str, *, indent: int = 0) -> None:
-        """A result in sentences: on a terminal wrapped at words, its lines after the first indented."""
+        """Print a result in sentences, which wrap on a terminal.
+
+        indent: spaces before all lines but the first.
+        """
         width = terminal_width(sys.stdout)
         if width is not None:
             indented = " " * indent
@@ -68,28 +74,28 @@ class Console:
         self.result(text)
 
     def table(self, rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()) -> None:
-        """Rows of equal keys as a result; columns named in ``right`` are right-aligned."""
+        """Print rows with equal keys as a result; columns named in ``right`` are right-aligned."""
         if not self.as_json and self.speaks:
             print(table(rows, right=right, width=terminal_width(sys.stdout)), flush=True)
 
     def document(self, value: Mapping[str, Any]) -> None:
-        """The JSON document of a command; printed only with --json."""
+        """Print the JSON document of a command; silent without --json."""
         if self.as_json and self.speaks:
             print(to_json(value), flush=True)
 
     def note(self, text: str) -> None:
-        """A remark on stderr that the user should see."""
+        """Print a remark for the user on stderr."""
         if self.speaks:
             say(text)
 
     def warn(self, text: str) -> None:
-        """Say what the user should know before he trusts the result."""
+        """Print a warning that the user should read before trusting the result."""
         if self.speaks:
             say(f"Warning: {text}", style="yellow")
 
     @contextlib.contextmanager
     def stage(self, text: str) -> Iterator[None]:
-        """Name work of unknown length: by a spinner on a terminal, elsewhere by a line, and one more each
+        """Show work of unknown length: by a spinner on a terminal, elsewhere by a line at the beginning and every
         minute."""
         if not self.speaks:
             yield
@@ -105,7 +111,7 @@ class Console:
             from rich.markup import escape
 
             text = escape(printable(text))
-            # stderr of now, by a descriptor of its own: what is done meanwhile may replace or redirect it
+            # A descriptor of its own, since the block may replace or redirect stderr.
             with os.fdopen(os.dup(sys.stderr.fileno()), "w") as file, RichConsole(file=file).status(text):
                 yield
 
@@ -113,14 +119,12 @@ class Console:
     def progress(
         self, description: str, total: int, *, done: int = 0, is_bytes: bool = False, animated: bool = True
     ) -> Iterator[Advance]:
-        """Progress on stderr; yields ``advance(n, detail="")``.
+        """Show progress on stderr; yields ``advance(n, detail="")``.
 
-        A terminal shows a bar with the time left. Elsewhere a line is written every minute, so that the log of a batch
-        job tells how far it is.
-
-        done: what an earlier run did of ``total``; it does not count for the speed. animated: False where nothing may
-        run beside what is measured: the bar is then drawn by ``advance`` alone, and a line a minute is all that a log
-        costs.
+        A terminal shows a bar with the time left. Elsewhere a line is written every minute, so that a batch job's log
+        shows how far it is.
+        done: the part of ``total`` that an earlier run did; it does not count for the speed.
+        animated: False where nothing may run beside a measurement: only ``advance`` then draws the bar.
         """
         if not self.speaks:
             yield lambda steps=1, detail="": None
@@ -139,9 +143,9 @@ class Console:
 
     @contextlib.contextmanager
     def contained(self, *, bars: bool = False) -> Iterator[None]:
-        """Hide what a library prints; with ``bars`` its progress on stderr is seen.
+        """Hide what a library prints.
 
-        Elsewhere than on a terminal the last state of its bar is a line every minute.
+        bars: show its progress on stderr; where that is no terminal, a line every minute.
         """
         if not (bars and self.speaks):
             stream: Any = io.StringIO()
@@ -183,7 +187,7 @@ def _bar(description: str, total: int, is_bytes: bool, animated: bool) -> "Progr
 
 
 class _LoggedProgress:
-    """Progress as a line of text."""
+    """Progress as lines of text."""
 
     def __init__(self, description: str, total: int, done: int, is_bytes: bool) -> None:
         self.description, self.total, self.is_bytes = description, total, is_bytes
@@ -204,9 +208,11 @@ class _LoggedProgress:
 
 @contextlib.contextmanager
 def _said_every_minute(line: Callable[[], str], first_s: float) -> Iterator[None]:
-    """Say ``line()`` each minute while the block runs, by a thread: one step of it may take longer. first_s: until the
-    first line, so that short work says nothing."""
-    ended, stderr = threading.Event(), sys.stderr  # of now: a library's output may be redirected meanwhile
+    """Print ``line()`` every minute while the block runs. A thread does it, since one step may take longer.
+
+    first_s: seconds until the first line, so that short work prints nothing.
+    """
+    ended, stderr = threading.Event(), sys.stderr  # the present stderr: a library's output may be redirected later
 
     def speak() -> None:
         pause = first_s
@@ -224,7 +230,7 @@ def _said_every_minute(line: Callable[[], str], first_s: float) -> Iterator[None
 
 
 class _LoggedBar(io.TextIOBase):
-    """A stream for tqdm: passes the newest state of a bar on as a line, now and then."""
+    """A stream for tqdm that prints the latest state of its bar about once a minute."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -239,7 +245,7 @@ class _LoggedBar(io.TextIOBase):
 
 
 def terminal_width(stream: TextIO) -> int | None:
-    """Columns of the terminal behind a stream; None where there is none."""
+    """Return the columns of the terminal behind a stream; None where there is none."""
     if not stream.isatty():
         return None
     from rich.console import Console as RichConsole
@@ -248,7 +254,7 @@ def terminal_width(stream: TextIO) -> int | None:
 
 
 def say(text: str, *, style: str = "") -> None:
-    """A line on stderr: wrapped at words and coloured on a terminal, as it is elsewhere."""
+    """Print a line on stderr: wrapped at words and coloured on a terminal, unchanged elsewhere."""
     text = printable(text)
     if not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
@@ -260,8 +266,10 @@ def say(text: str, *, style: str = "") -> None:
 
 @contextlib.contextmanager
 def silenced(stream: int) -> Iterator[None]:
-    """Drop what C++ code writes to stdout (1) or stderr (2): gloo's lines in the one document that ``--json``
-    promises, torch's stack frames before an error that we catch."""
+    """Drop what C++ code writes to stdout (1) or stderr (2).
+
+    gloo's lines would break the one document of ``--json``; torch prints stack frames before an error that we catch.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     kept, nowhere = os.dup(stream), os.open(os.devnull, os.O_WRONLY)
@@ -275,20 +283,22 @@ def silenced(stream: int) -> Iterator[None]:
 
 
 def with_schema(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the keys that every result file carries in front."""
+    """Return the document with the keys of every result file in front."""
     from ladderize import __version__
 
     return {"schema_version": SCHEMA_VERSION, "ladderize_version": __version__, **value}
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    """A result document as strict JSON."""
+    """Return a result document as strict JSON."""
     return json.dumps(strict_json(with_schema(value)), indent=2, allow_nan=False)
 
 
 def strict_json(value: Any) -> Any:
-    """A value as strict JSON holds it: arrays' scalars become numbers, NaN and infinity null, sets lists, anything else
-    its text."""
+    """Return a value as strict JSON holds it.
+
+    Scalars of arrays become numbers, NaN and infinity null, sets lists, and other objects their text.
+    """
     if isinstance(value, Mapping):
         return {str(key): strict_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
@@ -301,9 +311,10 @@ def strict_json(value: Any) -> Any:
 
 
 def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = (), width: int | None = None) -> str:
-    """Rows of equal keys as an aligned text table; columns named in ``right`` are right-aligned.
+    """Return rows with equal keys as an aligned text table.
 
-    width: columns to fit into: cells wrap at words, and where that is not enough, rows are stacked.
+    right: columns to align right.
+    width: the width to fit into: cells wrap at words, and where that is not enough, rows are stacked. None: any width.
     """
     if not rows:
         return ""
@@ -337,16 +348,16 @@ def _stacked(row: Mapping[str, str]) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """``1234567`` -> ``1.23 MB`` (decimal units, as disks and links are sold)."""
+    """Return bytes in words: ``1234567`` -> ``1.23 MB`` (decimal units, as disks and links are sold)."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:  # what is more, three digits round to 1000
+        if count < 999.5:  # more would round to 1000
             return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
 
 
 def human_count(count: float) -> str:
-    """``11804672`` -> ``11.8M``."""
+    """Return a count in words: ``11804672`` -> ``11.8M``."""
     for unit in ("", "k", "M", "B"):
         if count < 999.5:
             return f"{count:.3g}{unit}"
@@ -355,7 +366,7 @@ def human_count(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """``95`` -> ``1.6 min``."""
+    """Return a duration in words: ``95`` -> ``1.6 min``."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     if seconds < 5400:
@@ -365,14 +376,16 @@ def human_seconds(seconds: float) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if Python, or torch's allocator of a GPU or the CPU (a plain RuntimeError), got no memory."""
+    """Return whether Python, or torch's allocator of a GPU or the CPU (a plain RuntimeError), ran out of memory."""
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise UsageError for an argument with bytes that are no text: Python keeps them as halves of surrogate pairs,
-    which no tokenizer and no document can hold."""
+    """Raise UsageError for an argument that is not UTF-8.
+
+    Python keeps such bytes as halves of surrogate pairs, which no tokenizer and no document can hold.
+    """
     for argument in arguments:
         if not is_text(argument):
             raise UsageError(
@@ -381,13 +394,15 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """Text of strangers for a terminal: a name with an escape sequence would colour, move or overwrite what is
-    shown. New lines and tabs stay; what else is no character to see is written as in Python."""
+    """Return strangers' text for a terminal, where an escape sequence would colour, move or overwrite other text.
+
+    New lines and tabs stay; other characters that cannot be seen are written as in Python.
+    """
     return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def code_span(text: str) -> str:
-    """Text of strangers as code in Markdown: no backtick in it ends that, and nothing turns what is around it."""
+    """Return strangers' text as code in Markdown, which no backtick in it can end."""
     text = printable(text).replace("\n", "\\n")
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if len(fence) > 1 else ""
@@ -395,7 +410,7 @@ def code_span(text: str) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Return True if UTF-8 can hold this: no half of a surrogate pair."""
+    """Return whether UTF-8 can hold this text: it has no half of a surrogate pair."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -404,7 +419,7 @@ def is_text(value: str) -> bool:
 
 
 def sentence(error: BaseException) -> str:
-    """An exception as one line; system errors name the file and what to do about it."""
+    """Return an exception as one line; a system error's names the file."""
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror.lower()}"

@@ -1,5 +1,7 @@
-"""Text, jsonl or token ids -> windows of token ids, for scoring. The one place that decides about joins and the last
-window, and about BOS, lines and ids for what training reads (adapt/data), too.
+"""Windows of token ids for scoring, from text, jsonl or arrays of ids.
+
+Only this module decides on joins and on the last window, and, for training's data (adapt/data) too, on BOS, lines and
+ids.
 
 * A ``.txt`` file is one document; each line of a ``.jsonl`` file is one (its ``input_ids`` if it has them, since text
   need not survive being decoded and encoded; else its ``text``); each row of a 2-D array of ids is one; a 1-D array is
@@ -31,7 +33,7 @@ MAX_TEXT_BYTES = 1 << 30  # of a .txt file, which is one document, read and toke
 
 
 def check_data_file(spec: str) -> None:
-    """Raise UserError unless ``spec`` names a file that ``read_documents`` can read; cheap, for use before long
+    """Raise UserError unless ``spec`` names a file that ``read_documents`` can read. It is cheap, for use before long
     work."""
     path, key = split_name(spec)
     if not path.exists():
@@ -44,14 +46,15 @@ def check_data_file(spec: str) -> None:
 
 
 def needs_tokenizer(spec: str) -> bool:
-    """Whether a tokenizer is of use: a ``.jsonl`` file may hold ids alone, which only reading it shows."""
+    """Return whether a tokenizer may be needed. A ``.jsonl`` file may hold ids only, which cannot be known before it is
+    read."""
     return split_name(spec)[0].suffix not in (".npy", ".npz")
 
 
 def read_documents(
     spec: str, tokenizer: "PreTrainedTokenizerBase | None", *, vocab_size: int | None = None
 ) -> list[np.ndarray]:
-    """The documents of a file as 1-D int64 arrays of token ids; raises UserError for what cannot be read."""
+    """Return the documents of a file as int64 [tokens] each; raises UserError for a file that cannot be read."""
     path, key = split_name(spec)
     documents = list(_read_text(path, tokenizer)) if needs_tokenizer(spec) else read_id_rows(path, key)
     if not sum(map(len, documents)):
@@ -66,7 +69,7 @@ def read_documents(
 
 
 def _read_text(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[np.ndarray]:
-    """The documents of a text or jsonl file, one after another."""
+    """Yield the documents of a text or jsonl file. Raises UserError for a line that cannot be read."""
 
     def encoded(text: str, origin: str) -> np.ndarray:
         (ids,) = text_ids(need_tokenizer(tokenizer, origin), [text])
@@ -96,7 +99,10 @@ def _read_text(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Itera
 
 
 def need_tokenizer(tokenizer: "PreTrainedTokenizerBase | None", origin: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer; raises UserError where a model has none, naming the text that needs it."""
+    """Return the tokenizer; raises UserError where the model has none.
+
+    origin: the text that needs it, for the message.
+    """
     if tokenizer is None:
         raise UserError(
             f"{origin} is text, but the model has no tokenizer; give token ids (input_ids, .npy or .npz) instead"
@@ -105,15 +111,17 @@ def need_tokenizer(tokenizer: "PreTrainedTokenizerBase | None", origin: str) -> 
 
 
 def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
-    """The ids of texts, with the tokenizer's own special tokens (for Llama: BOS before each). Together is several times
-    as fast as one by one."""
+    """Return the ids of texts, with the tokenizer's own special tokens (for Llama: BOS before each).
+
+    A batch is several times as fast as single texts.
+    """
     encoded = tokenizer(list(texts), verbose=False, return_attention_mask=False, return_token_type_ids=False)
     ids: list[list[int]] = encoded["input_ids"]
     return ids
 
 
 def parse_line(line: bytes) -> Any:
-    """A line of a ``.jsonl`` file; raises ValueError, which says what is wrong."""
+    """Return the value of a line of a ``.jsonl`` file; raises ValueError with the reason."""
     try:
         return parse_json(line, constants=True)
     except ValueError as error:
@@ -121,8 +129,7 @@ def parse_line(line: bytes) -> Any:
 
 
 def as_ids(value: Any) -> np.ndarray:
-    """A list of token ids as int64; raises ValueError, which says what is wrong, for anything else than integers from 0
-    to 2**31 - 1."""
+    """Return a list of token ids as int64; raises ValueError unless all are integers from 0 to 2**31 - 1."""
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError):
@@ -137,8 +144,11 @@ def as_ids(value: Any) -> np.ndarray:
 
 
 def default_seq_len(documents: list[np.ndarray], spec: str, max_positions: int) -> int:
-    """Rows of a 2-D array of ids are windows already, unless they are of one id; else 2048, or what the model can read
-    if that is less."""
+    """Return the default length of windows.
+
+    Rows of a 2-D array of ids are already windows, unless they have one id each. Otherwise it is 2048, or the model's
+    positions if these are fewer.
+    """
     rows = {len(document) for document in documents}
     if not needs_tokenizer(spec) and len(documents) > 1 and len(rows) == 1 and rows != {1}:
         return min(rows.pop(), max_positions)
@@ -146,8 +156,11 @@ def default_seq_len(documents: list[np.ndarray], spec: str, max_positions: int) 
 
 
 def windows(documents: list[np.ndarray], seq_len: int) -> list[np.ndarray]:
-    """Cut the joined documents into consecutive windows of ``seq_len`` ids; the last may be shorter (2 ids at
-    least)."""
+    """Return the joined documents in consecutive windows of ``seq_len`` ids. The last may be shorter, with at least 2
+    ids.
+
+    Raises UserError where there is none.
+    """
     stream = np.concatenate(documents)
     cut = [stream[start : start + seq_len] for start in range(0, len(stream), seq_len)]
     if len(cut[-1]) < 2:
@@ -163,11 +176,13 @@ def windows(documents: list[np.ndarray], seq_len: int) -> list[np.ndarray]:
 def draw_windows(
     documents: list[np.ndarray], *, spec: str, positions: int, seq_len: int | None, samples: int | None, seed: int
 ) -> np.ndarray:
-    """``samples`` (None: all) different full windows of the joined documents, in an order drawn with ``seed``: int64
-    [samples, seq_len].
+    """Return different full windows of the joined documents, in an order drawn with ``seed``: int64 [samples, seq_len].
 
-    spec: the data as the user named them. positions: the most that the model reads. seq_len: None takes
-    ``default_seq_len``. Raises UserError where the data give fewer.
+    spec: the data as the user named them.
+    positions: the most that the model reads.
+    seq_len: None: ``default_seq_len``.
+    samples: the number of windows; None: all.
+    Raises UserError where the data give fewer.
     """
     seq_len = seq_len or default_seq_len(documents, spec, positions)
     if seq_len > positions:
@@ -184,7 +199,7 @@ def draw_windows(
 
 
 def file_sha256(spec: str) -> str:
-    """A hash of the file behind ``spec`` and of the array chosen in it: whether two runs read the same data."""
+    """Return a hash of the file of ``spec`` and of the array chosen in it, to tell if two runs read the same data."""
     path, key = split_name(spec)
     digest = hashlib.sha256()
     with open_regular(path) as file:

@@ -6,7 +6,7 @@ class LadderizeError(Exception):
 
 
 class UserError(LadderizeError):
-    """Something the user can mend: one sentence that says what is wrong, where, and what to do. Exit code 1."""
+    """An error that the user can mend: one sentence that says what is wrong, where, and what to do. Exit code 1."""
 
 
 class UsageError(UserError):

@@ -20,23 +20,23 @@ from ladderize.families.registry import is_authors, is_ladderized, known_family
 BLOCKING, OVERLAPPED, DROPPED = "blocking", "overlapped", "dropped"
 ATTENTION_MODES = (BLOCKING, OVERLAPPED, DROPPED)
 MLP_MODES = (BLOCKING, OVERLAPPED)
-ONE_OVERLAPPED = "attention overlapped", "entering MLP overlapped"  # names of layers of which one sync point is
+ONE_OVERLAPPED = "attention overlapped", "entering MLP overlapped"  # names of layers with one overlapped sync point
 CONFIG_KEYS = ("attention_sync", "mlp_sync", "sync_tp_size")
 DEFAULT_RANKS = 8  # the GPUs of the usual machine
 
 
 class LayoutError(LadderizeError, ValueError):
-    """A layout, or a range of layers, that makes no sense; the message is one sentence for the user."""
+    """An error for a layout, or a range of layers, that makes no sense; the message is one sentence for the user."""
 
 
 class RangeSyntaxError(LayoutError):
-    """A range that is wrong whatever the model is."""
+    """An error for a range that is wrong for every model."""
 
 
 def parse_ranges(text: str, num_layers: int, *, option: str = "layers") -> list[int]:
-    """Resolve ``16:32``, ``:8``, ``-16:``, ``5``, ``all`` or several of them with commas to sorted layer indices.
+    """Return the sorted layers of ``16:32``, ``:8``, ``-16:``, ``5``, ``all`` or several of them with commas.
 
-    Half-open like Python's slices, but nothing is clipped: what lies outside, or is empty, raises LayoutError.
+    Ranges are half-open as in Python, but not clipped: one that lies outside, or is empty, raises LayoutError.
     """
     layers: set[int] = set()
     for part in str(text).split(","):
@@ -94,9 +94,10 @@ def format_ranges(layers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """The modes of all sync points. Consistent by construction: raises LayoutError otherwise.
+    """The modes of all sync points. Raises LayoutError for inconsistent ones.
 
-    attention_sync, mlp_sync: one mode for each layer. sync_tp_size: virtual ranks, iff something is dropped.
+    attention_sync, mlp_sync: one mode for each layer.
+    sync_tp_size: virtual ranks, iff something is dropped.
     """
 
     attention_sync: tuple[str, ...]
@@ -140,10 +141,11 @@ class Layout:
     def from_layers(
         cls, num_layers: int, *, ladder: Iterable[int] = (), spd: Iterable[int] = (), sync_tp_size: int | None = None
     ) -> "Layout":
-        """Compile named layers to sync points.
+        """Return the layout of named layers.
 
-        A ladder layer overlaps its own attention sync and the MLP sync entering it (the previous layer's); an spd
-        layer drops its attention sync; one that is both drops its attention sync and overlaps the entering MLP sync.
+        A ladder layer overlaps its own attention sync and the MLP sync entering it (the previous layer's); an spd layer
+        drops its attention sync; one that is both drops its attention sync and overlaps the entering MLP sync.
+        Raises LayoutError for layers that do not go together.
         """
         ladder_set, spd_set = set(ladder), set(spd)
         attention = (
@@ -154,8 +156,10 @@ class Layout:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Layout":
-        """Read the layout of a config.json: ladderized, the authors' ``llamaLadder``, or dense where nothing is
-        said."""
+        """Return the layout of a config.json: ladderized, the authors' ``llamaLadder``, or dense where it states none.
+
+        Raises LayoutError for an invalid one.
+        """
         num_layers = config["num_hidden_layers"]
         if is_authors(config):
             return cls.from_layers(num_layers, ladder=_authors_ladder_layers(config.get("ladder_layers"), num_layers))
@@ -181,7 +185,7 @@ class Layout:
 
     @property
     def ladder_layers(self) -> list[int]:
-        """Layers that are ladder by name; an spd layer counts when the MLP sync entering it is overlapped."""
+        """The layers that are ladder by name; an spd layer counts when the MLP sync entering it is overlapped."""
         return [i for i in range(self.num_layers) if "ladder" in self.layer_name(i)]
 
     @property
@@ -190,7 +194,7 @@ class Layout:
 
     @property
     def converted_layers(self) -> list[int]:
-        """Return the layers that compute something else than the dense model's, or read another stream."""
+        """The layers that compute something else than the dense model's, or read another stream."""
         return [
             layer
             for layer in range(self.num_layers)
@@ -202,7 +206,8 @@ class Layout:
         return self.mlp_sync[layer - 1] if layer else BLOCKING
 
     def layer_name(self, layer: int) -> str:
-        """``dense``, ``ladder``, ``spd``, ``spd+ladder``, or which one of its two sync points is overlapped."""
+        """Return ``dense``, ``ladder``, ``spd``, ``spd+ladder``, or the name of the one sync point that is
+        overlapped."""
         attention, entering = self.attention_sync[layer], self.entering(layer)
         if attention == DROPPED:
             return "spd" if entering == BLOCKING else "spd+ladder"
@@ -211,11 +216,11 @@ class Layout:
         return "dense" if entering == BLOCKING else ONE_OVERLAPPED[1]
 
     def count(self, mode: str) -> int:
-        """Return the number of sync points, of 2 L, that have this mode."""
+        """Return the number of sync points with this mode, of 2 per layer."""
         return (self.attention_sync + self.mlp_sync).count(mode)
 
     def to_config(self) -> dict[str, Any]:
-        """Return the keys that config.json holds; ``from_config`` reads them back."""
+        """Return the layout's keys of config.json; ``from_config`` reads them back."""
         return {
             "attention_sync": list(self.attention_sync),
             "mlp_sync": list(self.mlp_sync),
@@ -233,7 +238,7 @@ class Layout:
             check_split(config, self.sync_tp_size, name="sync-tp-size")
 
     def __str__(self) -> str:
-        """Return one line: ``32 layers: ladder 16:32``."""
+        """Return the layout in one line, such as ``32 layers: ladder 16:32``."""
         if self.is_dense:
             return f"{self.num_layers} layers: dense"
         parts = []
@@ -247,7 +252,7 @@ class Layout:
         return f"{self.num_layers} layers: " + ", ".join(parts)
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row for each layer: its name, the mode entering it, and its two sync points."""
+        """Return one row for each layer: its name and its two sync points."""
         return [
             {
                 "layer": i,
@@ -260,7 +265,10 @@ class Layout:
 
 
 def check_split(config: Mapping[str, Any], ranks: int, *, name: str) -> None:
-    """Raise LayoutError unless ``ranks`` divides the query heads and the intermediate size and fits the KV heads."""
+    """Raise LayoutError unless ``ranks`` divides the query heads and the intermediate size and fits the KV heads.
+
+    name: of the option, for the message.
+    """
     problem = _split_problem(config, ranks)
     if problem:
         raise LayoutError(f"{name} {ranks} {problem}; this model takes {', '.join(map(str, fitting_ranks(config)))}")
@@ -277,8 +285,8 @@ def runnable_sizes(config: Mapping[str, Any], layout: Layout) -> list[int]:
 
 
 def usual_ranks(config: Mapping[str, Any], layout: Layout) -> int:
-    """Return the number of ranks that a model of this layout is made for: its sync_tp_size, else 8, or the most below
-    that it splits into."""
+    """Return the number of ranks that this layout is made for: its sync_tp_size, else 8 or the most below that it
+    splits into."""
     return layout.sync_tp_size or max(ranks for ranks in fitting_ranks(config) if ranks <= DEFAULT_RANKS)
 
 
@@ -296,7 +304,10 @@ def _split_problem(config: Mapping[str, Any], ranks: int) -> str | None:
 
 
 def _authors_ladder_layers(value: object, num_layers: int) -> list[int]:
-    """``ladder_layers`` of the published checkpoints: an integer N for the last N layers, or a list of layers."""
+    """Return the layers that ``ladder_layers`` of a published checkpoint names: the last N for an integer N, or a list.
+
+    Raises LayoutError for anything else.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= num_layers:
         return list(range(num_layers - value, num_layers))
     if isinstance(value, list) and all(isinstance(i, int) and 0 <= i < num_layers for i in value):

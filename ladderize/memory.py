@@ -1,4 +1,4 @@
-"""Memory: how far it rises while something runs, how much is free, and a faster allocator."""
+"""Memory: the peak of a block of code, the free bytes, and a faster allocator."""
 
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,7 @@ STATUS, CLEAR, MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"
 MAPS = Path("/proc/self/maps")
 LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
 CGROUP = Path("/sys/fs/cgroup")
-# of versions 2 and 1: limit, usage, and a table that says how much of the usage is page cache that can be dropped
+# Control groups of versions 2 and 1: limit, usage, and a table with the part of the usage that is droppable page cache.
 CGROUPS = (
     (CGROUP / "memory.max", CGROUP / "memory.current", CGROUP / "memory.stat"),
     (CGROUP / "memory/memory.limit_in_bytes", CGROUP / "memory/memory.usage_in_bytes", CGROUP / "memory/memory.stat"),
@@ -20,9 +20,9 @@ CGROUPS = (
 
 
 class PeakMemory:
-    """Measures ``rise``: bytes of this process's peak above where it stood on entry; None where the system cannot tell.
+    """Measures ``rise``: the bytes by which this process's peak exceeds its use on entry; None where it is unknown.
 
-    GPU: of the device's allocator. Linux: of the resident set, whose high-water mark is reset on entry.
+    On a GPU it is of torch's allocator, on Linux of the resident set, whose high-water mark is reset on entry.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class PeakMemory:
 
 
 def resident(key: str) -> int | None:
-    """Return VmRSS or VmHWM of this process in bytes."""
+    """Return VmRSS or VmHWM of this process in bytes; None where the system does not tell."""
     for line in STATUS.read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
@@ -61,13 +61,15 @@ def resident(key: str) -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the most bytes that this process has held so far: of the device's allocator on a GPU, else resident."""
+    """Return the most bytes that this process has held so far: in torch's allocator on a GPU, else resident."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the bytes that can still be taken: of a GPU those that are free, or kept ready by torch's allocator; else
-    of this machine, or of its control group if that is less."""
+    """Return the bytes that can still be allocated; None where it is unknown.
+
+    On a GPU those that are free or kept by torch's allocator; otherwise the machine's, or its control group's if fewer.
+    """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
@@ -83,10 +85,10 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def check_room(needed: int, device: torch.device, what: str, advice: str, *, processes: int = 1) -> None:
-    """Raise UserError if ``what`` takes more bytes than are free: before the system starts to kill processes.
+    """Raise UserError if ``what`` needs more bytes than are free, before the system starts to kill processes.
 
-    advice: what to lower, for the end of the sentence. processes: of this machine that each take as much at once; they
-    share its memory, and have a GPU each.
+    advice: what to lower; it ends the sentence.
+    processes: those of this machine that each need as much at once. They share its memory, and have a GPU each.
     """
     available = available_bytes(device)
     if device.type == "cpu" and processes > 1:
@@ -104,10 +106,10 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def tcmalloc_advice() -> str | None:
-    """Return how to train faster on this CPU: glibc returns large blocks to the system, and every page that comes back
-    costs a fault.
+    """Return advice on faster training on this CPU; None where tcmalloc (or jemalloc) is loaded, or the system is not
+    Linux.
 
-    None where tcmalloc (or jemalloc) is loaded already, or the system is no Linux.
+    glibc returns large blocks to the system, and every page that comes back costs a fault.
     """
     if not MAPS.is_file() or any(name in MAPS.read_text() for name in ("tcmalloc", "jemalloc")):
         return None

@@ -1,5 +1,5 @@
-"""The one way to open a model, ``load``, and a tokenizer, ``load_tokenizer``; ``register`` makes the class known to
-transformers.
+"""The one way to open a model, ``load``, and a tokenizer, ``load_tokenizer``. ``register`` tells transformers of our
+classes.
 
 Nothing happens at import.
 """
@@ -21,7 +21,7 @@ from ladderize.families.base import Family
 from ladderize.families.registry import find_family, is_ladderized
 from ladderize.families.supported import SUPPORTED
 
-# transformers' Auto classes of models -> what of ours they make
+# Transformers' Auto classes of models -> the part of our classes' names.
 AUTO_MODELS = {"AutoModel": "Model"} | {
     f"AutoModelFor{task}": f"For{task}"
     for task in ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
@@ -29,32 +29,35 @@ AUTO_MODELS = {"AutoModel": "Model"} | {
 
 
 def ladderized_name(family: Family, what: str) -> str:
-    """Return module and name of a class of converted models; ``what``: ``Config``, ``Model``, ``ForCausalLM``, ..."""
+    """Return module and name of a class of converted models.
+
+    what: ``Config``, ``Model``, ``ForCausalLM``, ...
+    """
     kind = "configuration" if what == "Config" else "modeling"
     return f"{kind}_ladderized_{family.model_type}.Ladderized{family.class_prefix}{what}"
 
 
 def auto_map(family: Family) -> dict[str, str]:
-    """transformers' Auto classes -> the names of ours, as config.json has them."""
+    """Return the names of our classes, by transformers' Auto classes, as config.json has them."""
     return {auto: ladderized_name(family, what) for auto, what in {"AutoConfig": "Config", **AUTO_MODELS}.items()}
 
 
 def ladderized_class(family: Family, what: str) -> Any:
-    """Return a class of converted models (``Config``, ``DecoderLayer``, ...), as every checkpoint has it."""
+    """Return a class of converted models (``Config``, ``DecoderLayer``, ...), as every converted checkpoint has it."""
     module, name = ladderized_name(family, what).split(".")
     return getattr(import_module(f"ladderize.convert.remote_code.{module}"), name)
 
 
 def dense_class(family: Family, what: str) -> Any:
-    """transformers' own class of a family: ``RMSNorm``, ``RotaryEmbedding``, ``ForCausalLM``, ..."""
+    """Return transformers' own class of a family: ``RMSNorm``, ``RotaryEmbedding``, ``ForCausalLM``, ..."""
     module = import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
     return getattr(module, f"{family.class_prefix}{what}")
 
 
 def register() -> None:
-    """Tell transformers' Auto classes about converted models; they then load without ``trust_remote_code``.
+    """Register converted models with transformers' Auto classes; they then load without ``trust_remote_code``.
 
-    ``save_pretrained`` of a model loaded this way writes the .py files too, as a converted checkpoint has them.
+    ``save_pretrained`` of a model loaded this way also writes the .py files of a converted checkpoint.
     """
     import transformers
 
@@ -77,12 +80,15 @@ def load(
     trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> "PreTrainedModel":
-    """Open a causal language model, ladderized or not, in eval mode.
+    """Return a causal language model, ladderized or not, in eval mode.
 
-    model: a folder or a hub id. dtype: "auto" (as stored) or a torch dtype's name. device: such as "cuda:1"; None
-    leaves it to ``kwargs`` (``device_map``) or the CPU. ``trust_remote_code`` is for other models: a ladderized
-    checkpoint always runs this package's code, never the copy in its folder. Raises UserError for what is truncated or
-    incomplete, for an adapter, and for pickle weights, which are never opened.
+    A ladderized checkpoint always runs this package's code, never the copy in its folder.
+    model: a folder or a hub id.
+    dtype: "auto" (as stored) or a torch dtype's name.
+    device: such as "cuda:1"; None leaves it to ``kwargs`` (``device_map``) or the CPU.
+    trust_remote_code: run the code of other models.
+    Raises UserError for a truncated or incomplete checkpoint, for an adapter, and for pickle weights, which are never
+    opened.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -94,7 +100,8 @@ def load(
         trust_remote_code = False
     if device is not None:
         kwargs["device_map"] = {"": device}
-    # what transformers would read itself says more than counts (checkpoint/opening.py): of it the class alone is taken
+    # transformers would read keys that do not count (checkpoint/opening.py), so only the class is taken from its
+    # config.
     kind = type(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
     config = kind.from_dict(dict(taken))
     return AutoModelForCausalLM.from_pretrained(
@@ -103,7 +110,7 @@ def load(
 
 
 def check_transformers_runs(model: str, config: Mapping[str, Any], folder: Path) -> None:
-    """Raise UserError where transformers does not run the weights here, which are quantised."""
+    """Raise UserError where the weights are quantised and transformers does not run them here."""
     quantised = quantisation_of(config, folder) if find_family(config) is not None else None
     if quantised is not None and (problem := quantised.problem_in_transformers) is not None:
         raise UserError(f"{model}: {problem}; `ladderize eval --backend vllm` and `vllm serve` run them")
@@ -112,14 +119,16 @@ def check_transformers_runs(model: str, config: Mapping[str, Any], folder: Path)
 def load_tokenizer(
     model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> "PreTrainedTokenizerBase | None":
-    """Return the tokenizer of a checkpoint, or None where its folder has none.
+    """Return the tokenizer of a checkpoint; None where its folder has none.
 
-    model: a folder or a hub id. A stranger's tokenizer code is never run unless ``trust_remote_code``. kwargs: more for
-    transformers. Raises UserError for one that cannot be loaded.
+    model: a folder or a hub id.
+    trust_remote_code: run a stranger's tokenizer code.
+    kwargs: passed to transformers.
+    Raises UserError for one that cannot be loaded.
     """
     from transformers import AutoTokenizer
 
-    register()  # or transformers warns of a config that it does not know
+    register()  # otherwise transformers warns of an unknown config
     folder = Path(model).expanduser()
     if folder.is_dir() and not has_tokenizer(folder):
         return None

@@ -1,5 +1,7 @@
-"""What a row may look like by its columns: token ids, a conversation, a prompt with its completion, or text. And files
-of rows, read one after the other."""
+"""The formats of a row, told by its columns: token ids, a conversation, a prompt with its completion, or text.
+
+It also reads files of rows, one after the other.
+"""
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
@@ -22,7 +24,10 @@ class BadRow(UserError):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a source. origin: its place, for people."""
+    """One row of a source.
+
+    origin: its place, for people.
+    """
 
     values: Mapping[str, Any]
     origin: str
@@ -33,14 +38,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Formats:
-    """What rows are read for. columns: those of each format, the first of which is taken that a row has all of.
-    in_words: the same, for messages."""
+    """The formats of rows that a reader accepts.
+
+    columns: of each format; the first is taken whose columns a row has.
+    in_words: the same, for messages.
+    """
 
     columns: Mapping[str, tuple[str, ...]]
     in_words: str
 
     def find(self, columns: Collection[str]) -> str | None:
-        """The first format whose columns are all there."""
+        """Return the first format whose columns are all there; None where there is none."""
         return next((name for name, needed in self.columns.items() if all(one in columns for one in needed)), None)
 
 
@@ -57,7 +65,8 @@ TRAINING = Formats(
 
 
 def check_row(row: Row, formats: Formats = TRAINING) -> str:
-    """The format of a row whose values have the right types; raises BadRow. Cheap: nothing is tokenised."""
+    """Return the format of a row; raises BadRow for one with missing or mistyped values. Nothing is tokenised, so it is
+    cheap."""
     if not isinstance(row.values, Mapping):
         raise BadRow(f"{row.origin}: not an object with named values; a row needs {formats.in_words}")
     present = [name for name, value in row.values.items() if value is not None]
@@ -74,7 +83,10 @@ def check_row(row: Row, formats: Formats = TRAINING) -> str:
 
 
 def read_ids(row: Row) -> tuple[np.ndarray, np.ndarray]:
-    """A row's ``input_ids`` (int64) and which of them its ``loss_mask`` scores (bool; all, where there is none)."""
+    """Return a row's ``input_ids`` (int64) and its ``loss_mask`` (bool; True for all, where there is none).
+
+    Raises BadRow for invalid ones.
+    """
     try:
         ids = as_ids(row.values["input_ids"])
     except ValueError as error:
@@ -88,7 +100,10 @@ def read_ids(row: Row) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_messages(row: Row, column: str) -> list[dict[str, Any]]:
-    """A conversation as chat templates want it; ShareGPT's names (from, value; human, gpt) are translated."""
+    """Return a conversation as chat templates take it; ShareGPT's names (from, value; human, gpt) are translated.
+
+    Raises BadRow for an invalid one.
+    """
     role, content = ("role", "content") if column == "messages" else ("from", "value")
     turns = row.values[column]
     if not isinstance(turns, list) or not turns:
@@ -112,7 +127,7 @@ def read_messages(row: Row, column: str) -> list[dict[str, Any]]:
 
 
 def jsonl_rows(path: Path, formats: Formats) -> Iterator[Row]:
-    """Yield the JSON object of each line that is not empty. Raises BadRow naming the first bad line."""
+    """Yield the JSON object of each line that is not empty. Raises BadRow, which names the first bad line."""
     for number, line in enumerate(read_lines(path), start=1):
         if line.strip():
             origin = f"{path}, line {number}"
@@ -125,7 +140,8 @@ def jsonl_rows(path: Path, formats: Formats) -> Iterator[Row]:
 
 
 def parquet_rows(path: Path, formats: Formats) -> Iterator[Row]:
-    """Yield the rows of a parquet file, whose columns alone are checked."""
+    """Yield the rows of a parquet file, of which only the columns are checked. Raises UserError for one that cannot be
+    read."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -153,7 +169,7 @@ def parquet_rows(path: Path, formats: Formats) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """``datasets`` without its bars and log lines."""
+    """Silence the progress bars and log lines of ``datasets`` in the block."""
     import datasets
     from datasets.utils import logging
 

@@ -1,4 +1,4 @@
-"""sweep.json: the models that a sweep measures, and where their results lie. Reports and plans read it. Imports no
+"""sweep.json: the models that a sweep measures, and the places of their results. Reports and plans read it. Imports no
 torch.
 
 Paths in it are relative to the sweep's folder, so that the folder can be moved.
