@@ -1,4 +1,4 @@
-"""Conversations to text by a tokenizer's chat template, which transformers renders in Jinja's sandbox."""
+"""Conversations rendered to text by a tokenizer's chat template, in the sandbox of Jinja that transformers uses."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,14 +8,15 @@ from ladderize.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The date that templates are told where data are made or read, whenever that is: Llama 3.2's own default.
+# The date that templates get for today where data are made or read, whatever the real one: Llama 3.2's own default.
 DATE_OF_DATA = "26 Jul 2024"
 
 
 def chat_template_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
-    """Return the template. Raises UserError where there is none, or several of which none is the default.
+    """Return a tokenizer's chat template.
 
-    name: of the model or of the data, for the message.
+    name: of the model or the data, for the message.
+    Raises UserError where there is none, or several of which none is the default.
     """
     try:
         return str(tokenizer.get_chat_template())
@@ -27,9 +28,10 @@ def chat_template_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
 
 
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, Any]], **given: Any) -> str:
-    """Return the text of a conversation up to where the assistant's answer begins.
+    """Return the text of a conversation up to the beginning of the assistant's answer.
 
-    Raises UserError where the template refuses it. given: further variables of the template.
+    given: more variables of the template.
+    Raises UserError where the template refuses it.
     """
     try:
         return str(tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True, **given))
@@ -38,6 +40,6 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[
 
 
 def refused_conversation(error: Exception) -> UserError:
-    """Return the error of a template as a sentence."""
+    """Return an error of a template as a UserError with one sentence."""
     problem = " ".join(str(error).split())[:200] or type(error).__name__
     return UserError(f"the chat template refuses the conversation ({problem})")

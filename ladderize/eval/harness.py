@@ -1,4 +1,4 @@
-"""lm-eval's model classes around models that are open already."""
+"""lm-eval's model classes around models that are already open."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from ladderize.ranks.group import Ranks
 class SharedHFLM(HFLM):
     """lm-eval's HF backend on several processes, each with the whole model and its share of the questions.
 
-    lm-eval's own asks Accelerate who it is and how to gather, but only where it has loaded the model itself; this one
-    asks the ranks. Its logits_cache is off: lm-eval 0.4.13 scores a continuation of one token at a wrong position with
-    it, where context and continuation together are another request's context.
+    lm-eval asks Accelerate for rank and gathering only where it has loaded the model itself; this class asks the ranks.
+    Its logits_cache is off: with it lm-eval 0.4.13 scores a continuation of one token at a wrong position, where
+    context and continuation together are another request's context.
     """
 
     def __init__(self, ranks: Ranks, **given: Any) -> None:
@@ -22,7 +22,7 @@ class SharedHFLM(HFLM):
         self._rank, self._world_size = ranks.rank, ranks.size
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the number of each rank, in order: [ranks]."""
+        """Return the numbers of all ranks, in order: [ranks]."""
         return torch.stack(self.ranks.gather(tensor.detach().cpu()))
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
