@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTATION = "adaptation.json"  # how an adapter, or a checkpoint, was trained
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PEFT_PREFIX = "base_model.model."  # what PEFT puts before the names of the model that it wraps
+PEFT_PREFIX = "base_model.model."  # PEFT's prefix of the names of the model that it wraps
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def add_adapters(model: Any, config: "LoraConfig", seed: int) -> "PeftModel":
     from peft import get_peft_model
 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name of before
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses a deprecated name of transformers
         torch.manual_seed(seed)
         return get_peft_model(model, config)
 
@@ -130,7 +130,7 @@ def adapter_base(base: Checkpoint, name: str, revision: str | None) -> AdapterBa
     name, revision: where others get ``base``: a folder or a hub id.
     """
     if Path(name).expanduser().is_dir():
-        name = str(Path(name).expanduser().resolve())  # wherever the next command is started
+        name = str(Path(name).expanduser().resolve())  # the next command may start in another folder
     layout = Layout.from_config(base.config)
     return AdapterBase(name, revision, fingerprint(base), str(layout), **layout.to_config())
 
@@ -166,7 +166,7 @@ def write_adapter(
     config = copy.deepcopy(config)
     config.base_model_name_or_path, config.revision, config.inference_mode = belongs.model, revision, True
     if isinstance(config.target_modules, set):
-        config.target_modules = sorted(config.target_modules)  # or each run would write them in another order
+        config.target_modules = sorted(config.target_modules)  # a set has another order in each run
     texts = {**(extra_files or {}), ADAPTATION: to_json({**document, "base": belongs.to_dict()}) + "\n"}
     texts["README.md"] = adapter_card(out.name, belongs, config.r)
     try:
@@ -183,7 +183,7 @@ def write_adapter(
 def adapter_card(name: str, base: AdapterBase, rank: int) -> str:
     """Return the README.md of an adapter of this rank. It names no local folder as the base, which the hub refuses."""
     from ladderize import __version__
-    from ladderize.convert.card import TAGS  # the command line starts without all that a card is made of
+    from ladderize.convert.card import TAGS  # the command line must start without the card's imports
 
     hub = "" if Path(base.model).is_dir() else f"base_model: {base.model}\n"
     tags = ["ladderize", "lora", *(tag for kind, tag in TAGS.items() if kind in base.layout)]

@@ -19,7 +19,7 @@ CONVERTED: Final = "converted"  # of --train
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"]  # transformers' implementations
 FLASH: Final = "flash_attention_2"
 FLEX: Final = "flex_attention"
-Write = Literal["best", "last"]  # which weights become the output
+Write = Literal["best", "last"]  # the weights that become the output
 ScheduleKind = Literal["cosine", "wsd", "constant"]  # of the learning rate
 
 METRICS = "metrics.jsonl"  # of retraining: a line for each step and each validation

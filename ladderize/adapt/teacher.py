@@ -12,8 +12,8 @@ from ladderize.checkpoint.tensors import TensorReader, dense_function
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 
-ROWS = 1024  # of a tensor that are compared
-RELATED = 0.5  # fine-tuning moves weights by a few percent of their size; those of another model are 1 or more away
+ROWS = 1024  # compared of each tensor
+RELATED = 0.5  # fine-tuning changes weights by a few percent of their size; another model's are 1 or more away
 
 
 def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> Layout:

@@ -22,8 +22,8 @@ from ladderize.data import need_tokenizer, text_ids
 from ladderize.errors import UserError
 from ladderize.rows import BadRow, Row, check_row, read_ids, read_messages
 
-Span = tuple[int, int]  # of characters, from and to
-Scored = tuple[np.ndarray, np.ndarray]  # int64 ids, and bool, which of them are scored: [tokens] each
+Span = tuple[int, int]  # [begin, end) in characters
+Scored = tuple[np.ndarray, np.ndarray]  # int64 ids and a bool mask of those that are scored: [tokens] each
 # Columns of an example. conversation: the number of its row where the row has several examples, which share turns; else
 # -1.
 COLUMNS = ("input_ids", "scored", "length", "truncated", "conversation")
@@ -134,10 +134,10 @@ def _scored(ids: list[int], offsets: list[tuple[int, int]], spans: list[Span]) -
 
     offsets: the characters of each token.
     """
-    # transformers' own ``return_assistant_tokens_mask`` scores nothing or all the rest where a turn begins or ends in a
-    # space, and the tokenizer's offsets leave spaces out (Llama 3's do)
+    # transformers' ``return_assistant_tokens_mask`` scores nothing, or all the rest, where a turn begins or ends with a
+    # space that the tokenizer's offsets leave out (Llama 3's do).
     begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    # a token of spaces alone may have lost them all: it begins where the token before it ended
+    # A token of spaces only may have an empty offset: it begins where the token before it ended.
     empty = np.flatnonzero(begins[1:] == ends[1:]) + 1
     begins[empty] = ends[empty - 1]
     inside = [(begins >= begin) & (begins < end) for begin, end in spans]
@@ -156,7 +156,7 @@ def marked_texts(
     """
     from transformers.utils import chat_template_utils as templates
 
-    to_text: Any = templates.render_jinja_template  # annotated as returning a string
+    to_text: Any = templates.render_jinja_template  # it returns a tuple, but is annotated as a string
 
     def render(part: list[dict[str, Any]], **options: bool) -> tuple[str, list[Span]]:
         try:

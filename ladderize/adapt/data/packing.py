@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# Targets below 0 do not count: of a position whose next token is not scored, and of padding.
+# Targets below 0 are not scored: the next token is not scored, or the position is padding.
 IGNORED_TARGET, PADDING_TARGET = -100, -101
 
 
@@ -94,7 +94,7 @@ def show_batch(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
         shown, end, before = "", 0, ""
         for counts, group in groupby(scored):
             begin, end = end, end + len(list(group))
-            # decoded with all that comes before it, since some tokenizers drop the space before a text's first word
+            # Decoded with the text before it, since some tokenizers drop the space before a text's first word.
             whole = decode(ids[:end])
             text = whole[len(before) :] if whole.startswith(before) else decode(ids[begin:end])
             text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -18,7 +18,7 @@ from ladderize.files.regular import open_regular, split_name
 from ladderize.rows import TRAINING, quiet_datasets
 
 ID_SUFFIXES = (".npy", ".npz")
-END_BYTES = 1 << 20  # hashed of a file's beginning and of its end
+END_BYTES = 1 << 20  # of a file's beginning and of its end that are hashed
 
 
 @quiet_datasets()
@@ -49,9 +49,9 @@ def open_rows(spec: SourceSpec) -> Any:
             columns = rows.column_names
     except UserError:
         raise
-    except Exception as error:  # datasets' own, pyarrow's, pandas' and the network's, one around the other
+    except Exception as error:  # of datasets, pyarrow, pandas or the network, nested
         for file in spec.files() if len(files) > 1 else ():
-            open_rows(replace(spec, text=file))  # raises the same for the file that is wrong, where it is one
+            open_rows(replace(spec, text=file))  # raises the error of the broken file by its name
         problem = " ".join(str(error.__cause__ or error).split())[:200] or type(error).__name__
         raise UserError(f"{spec.name} cannot be read ({problem}); is it there, and complete?") from None
     if not columns:

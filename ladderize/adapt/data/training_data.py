@@ -105,7 +105,7 @@ def open_data(
     found = [(_stream if spec.is_streamed else _map)(spec, tokenizer, parted) for spec in specs]
     rows, apart, tokens_of_row, counts = (list(column) for column in zip(*found, strict=True))
     apart = [_examples(spec, tokenizer, options)[0] for spec in eval_specs] or apart
-    if not all(counts):  # one is a stream: all have to be
+    if not all(counts):  # if one is a stream, all must be
         pairs = zip(rows, counts, strict=True)
         rows = [one.shuffle(options.seed).to_iterable_dataset().repeat(None) if own else one for one, own in pairs]
     train = concatenate_datasets(rows) if len(rows) > 1 and specs[0].weight is None else rows[0]
@@ -125,18 +125,18 @@ def _examples(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[A
     """Return the examples of a source that have something to score, and the number of those that have not (0 for a
     stream)."""
     rows = open_rows(spec)
-    columns = rows.column_names or list(next(iter(rows)))  # a stream may not know
+    columns = rows.column_names or list(next(iter(rows)))  # a stream may not know its columns
     encoder = Encoder(tokenizer, options.seq_len, options.vocab_size, spec.name)
     given = {"batched": True, "batch_size": ROWS_AT_ONCE, "with_indices": True, "remove_columns": columns}
     if spec.is_streamed:
         return rows.map(encoder, **given).filter(lambda example: example["length"] > 0), 0
     decides: list[Any] = [options.seq_len, options.vocab_size]
-    if tokenizer is not None:  # datasets' own hash of a tokenizer is not the same in every process
+    if tokenizer is not None:  # datasets' hash of a tokenizer differs between processes
         ids = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
         decides += [type(tokenizer), ids, tokenizer.special_tokens_map, tokenizer.chat_template]
     try:
         every = rows.map(encoder, **given, new_fingerprint=_key(rows, *decides)).with_format(None)
-    except UnicodeDecodeError:  # which datasets finds when it reads a row
+    except UnicodeDecodeError:  # datasets raises it while it reads a row
         raise UserError(f"{spec.name} holds text that is not UTF-8") from None
     usable = np.flatnonzero(every["length"][:])
     if not len(usable):

@@ -12,10 +12,10 @@ from ladderize.files.records import Record
 from ladderize.layout import Layout, format_ranges, parse_ranges
 
 RIDGES = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # tried for every projection on held-out windows, strongest first
-LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # by default so many, or so many for each input of the widest projection
-RANDOM_SHARE = 0.25  # of windows of random tokens, for each of the data (docs/align.md)
+LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # the default, or so many per input of the widest projection
+RANDOM_SHARE = 0.25  # windows of random tokens for each window of the data (docs/align.md)
 MOST_RANDOM = 10
-SHORT = 1 << 14  # tokens in the place of LEAST_TOKENS; eight times as many gain little (docs/results.md)
+SHORT = 1 << 14  # instead of LEAST_TOKENS; eight times as many gain little (docs/results.md)
 
 
 @dataclass(frozen=True)

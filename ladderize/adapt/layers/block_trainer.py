@@ -130,7 +130,7 @@ class BlockTrainer:
             block=self.index,
             loss_before=before,
             loss_after=after,
-            # a block that adds nothing, as an expanded model's new ones, has nothing to lose
+            # A block that adds nothing, such as a new one of an expanded model, has nothing to lose.
             share_lost_before=before / own if own else 0.0,
             share_lost_after=after / own if own else 0.0,
             steps=step,

@@ -122,7 +122,7 @@ def match(units: Units, groups: Sequence[Sequence[Sequence[int]]], values: np.nd
     groups: the groups of each family.
     values: [groups in order, ranks].
     """
-    from scipy.optimize import linear_sum_assignment  # here, so that the rest runs where there is no scipy
+    from scipy.optimize import linear_sum_assignment  # imported here, so that the rest runs without scipy
 
     count, width = len(groups), units.ranks_per_family
     inner = {}
@@ -173,7 +173,7 @@ class Probe:
     def norms(self, groups: Sequence[Sequence[int]]) -> np.ndarray:
         """Return ||MLP_m(group)||, averaged over tokens: [groups, ranks]."""
         values = [self.output(rank, group).norm(dim=-1).mean() for group in groups for rank in range(self.ranks)]
-        return torch.stack(values).double().view(len(groups), self.ranks).cpu().numpy()  # a GPU is asked once
+        return torch.stack(values).double().view(len(groups), self.ranks).cpu().numpy()  # one copy from the GPU
 
 
 def _rows(projection: torch.nn.Linear, rank: int, ranks: int, x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def descend(probe: Probe, units: Units, start: Assignment, *, seed: int = 0) -> 
     the MLP.
     """
     descent, rng = Descent(probe, units, start), np.random.default_rng(seed)
-    while sum(descent.attempt(change) for change in descent.exchanges(rng)):  # a whole pass, then another
+    while sum(descent.attempt(change) for change in descent.exchanges(rng)):  # passes until one changes nothing
         pass
     return [sorted(members) for members in descent.held]
 

@@ -60,7 +60,7 @@ class LayerFiles:
         key: is only called where there is a file to compare.
         """
         try:
-            read_header(self.folder, self.path(layer).name)  # cut off by a power failure, say
+            read_header(self.folder, self.path(layer).name)  # the file may be cut off, for example by a power failure
             return self._metadata(layer)["key"] == key()
         except (FileNotFoundError, UserError, SafetensorError, KeyError):
             return False

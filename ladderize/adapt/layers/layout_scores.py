@@ -21,7 +21,7 @@ from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
 
 TOKENS_PER_PASS = 4096
-# in a layer: the mode of the MLP sync point that enters it, and that of its attention
+# What a layout does in one layer: the mode of the MLP sync point that enters it, and that of its attention.
 LayerStep = tuple[str, str]
 
 

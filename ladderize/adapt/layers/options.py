@@ -40,7 +40,7 @@ class WindowOptions:
     dtype: Dtype = option(COMPUTE_DTYPE, "auto")
     device: str = option(DEVICE, default_device)
     work_dir: Path | None = option(WORK_DIR)
-    write: Write = "best"  # best: nothing where the held-out KL did not get lower; last: all the same
+    write: Write = "best"  # best: nothing where the held-out KL did not fall; last: always
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -171,7 +171,7 @@ class CheckpointRun:
         self.sources = [source.folder for source in sources]
         self.folder = work_folder(out, work_dir, *self.sources)
         self.earlier = EarlierRun(resolved(out), document, self.folder, overwrite=overwrite)
-        self.maybe_done = ranks.broadcast(self.earlier.may_have_finished())  # then OUT may be full
+        self.maybe_done = ranks.broadcast(self.earlier.may_have_finished())  # a finished run leaves OUT full
         if not self.maybe_done:
             self._check_target()
 

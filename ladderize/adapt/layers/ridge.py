@@ -138,7 +138,7 @@ def refit(
     for ridge in ridges:
         solved = [part.solve(ridge) for part in parts]
         failed = torch.tensor([float(any(weights is None for weights in solved))], device=before.device)
-        if ranks.sum(failed):  # on any rank: unlike machines round otherwise
+        if ranks.sum(failed):  # on any rank, since different machines round differently
             continue
         rounded = [weights.to(stored).float() for weights in solved if weights is not None]
         del solved

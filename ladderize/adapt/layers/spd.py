@@ -49,7 +49,7 @@ from ladderize.layout import Layout, check_split, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
 
 SPD_FILE = "spd.json"
-# what to try where a step made the model worse
+# Advice where a step made the model worse.
 ADVICE_AFTER = {
     "head grouping": "--head-grouping none",
     "alignment": "more --samples",
@@ -151,7 +151,7 @@ def spd(
         selection = replace(selection, sensitivity=replace(selection.sensitivity, file=SENSITIVITY))
         layout = chosen.layout(dense)
         head_map = group(teacher, selection, options, calibration, work, ranks, console)
-        # repair: of some layers alignment, of those that are dropped distillation
+        # Repair, by the options: alignment of layers from the first dropped one on, distillation of dropped ones.
         repaired = to_repair(selection, options)
         if not repaired:
             console.note(

@@ -109,7 +109,7 @@ def read_rows(
     order = np.arange(len(rows)) if enough is None else np.random.default_rng(seed).permutation(len(rows))
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         numbers = order[begin : begin + ROWS_AT_ONCE].tolist()
-        # of a conversation in several examples the last, which has all turns
+        # A conversation may be several examples, of which the last has all turns.
         found += [parts[-1][0] for _, parts in encoder.encode(rows[numbers], numbers)]
         if enough is not None and sum(map(len, found)) >= enough:
             break

@@ -37,7 +37,7 @@ from ladderize.runtime.training.batch import Batch
 
 HEARD = b"\nstopping after the step under way, whose state is then saved (Ctrl-C again stops at once)\n"
 FEW_SCORED = 0.05  # the share of scored tokens below which a warning is given
-RECENT, EXPLOSIONS = 50, 3  # steps that a loss is compared with; so many in a row far above them end the run
+RECENT, EXPLOSIONS = 50, 3  # earlier steps to compare a loss with; so many losses in a row far above them end the run
 HostBatch = Mapping[str, Tensor]  # of ``collate``
 
 

@@ -109,7 +109,7 @@ def estimate(task: Task) -> TrainingEstimate:
     # Left out: norms and replicated KV heads are on every rank.
     held = task.launch.processes if task.launch.sharded else tp_size
     shared = 0 if task.launch.sharded else frozen  # held once for both models
-    if task.is_lora and shared and read_retrainings(task.checkpoint.folder):  # then the base is not the teacher's
+    if task.is_lora and shared and read_retrainings(task.checkpoint.folder):  # the base then differs from the teacher
         shapes, behind = expected_tensors(config), range(min(layout.converted_layers, default=0), layout.num_layers)
         shared -= sum(math.prod(shapes[name]) for name in trained_tensors(shapes, behind, False))
     per_layer, width = parameters // layout.num_layers, FP32 if compute == FP32 else 3  # streams are wide, products not

@@ -151,7 +151,7 @@ def merge_tensors(
             loaded = model.load_adapter(str(folder), "default", torch_device="cpu")
             peft = logits_of(model)
             model = model.merge_and_unload(safe_merge=True)
-        except Exception as error:  # whatever a stranger's config leads PEFT to
+        except Exception as error:  # a stranger's config may lead PEFT to any error
             raise UserError(f"PEFT cannot merge {folder} into {name}: {sentence(error)[:400]}") from error
     if other := [*loaded.missing_keys, *loaded.unexpected_keys]:
         raise UserError(f"{folder}: {ADAPTER_CONFIG} and {ADAPTER_TENSORS} differ: only one of them has {other[0]}")
@@ -198,6 +198,6 @@ def story_of(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     for path in files:
         check_stays(path, folder)
     story: dict[str, Any] = {"extra_files": {path.name: read_text(path) for path in files}}
-    with contextlib.suppress(UserError):  # there is none, or it is not one of a retraining
+    with contextlib.suppress(UserError):  # there may be none, or another tool's
         story["note"] = Adaptation.from_dict(document, ADAPTATION).card_note()
     return story

@@ -25,7 +25,7 @@ from ladderize.files.temporaries import fsync, fsync_tree
 from ladderize.files.work import WorkFolder
 
 STATE, STATES_KEPT = "state.json", 2
-STATE_BYTES, WEIGHT_BYTES = 12, 4  # of a trained number: a state (weights and two moments), and weights alone
+STATE_BYTES, WEIGHT_BYTES = 12, 4  # per trained number: a state (weights and two moments), and weights alone
 DIGITS = 8 * "[0-9]"
 STEP, STEP_WEIGHTS = f"step-{DIGITS}", f"weights-{DIGITS}.safetensors"
 

@@ -103,7 +103,7 @@ class ScoredLogits(nn.Module):
         """
         rows: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         attention = self.model.config._attn_implementation
-        if attention == FLASH:  # which keeps packed texts apart in a single row only
+        if attention == FLASH:  # FlashAttention keeps packed texts apart only in a single row
             rows = {name: tensor.reshape(1, -1) for name, tensor in rows.items()}
             for side in ("q", "k"):
                 rows |= {f"cu_seq_lens_{side}": batch.starts, f"max_length_{side}": batch.longest}
@@ -233,7 +233,7 @@ def make_student(
         parameter.requires_grad_(name in trained)
         parameter.data = parameter.data.to(torch.float32 if name in trained else compute)
     if lora is not None:
-        add_adapters(model, lora, seed)  # puts them into the model's own modules
+        add_adapters(model, lora, seed)  # in place
     if gradient_checkpointing:
         # transformers renamed it, and will drop the old name in version 6
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -254,7 +254,7 @@ def make_teacher(model: Any, compute: torch.dtype, student: Student | None) -> S
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
         other, value = own.get(name), parameter.data.to(compute)
-        # a copy: as long as one tensor lies in the file, all that was read of the file stays in memory
+        # A copy: while one tensor lies in the mapped file, everything read from the file stays in memory.
         parameter.data = other.data if other is not None and torch.equal(value, other) else value.clone()
     return ScoredLogits(model, compute).eval()
 
