@@ -16,7 +16,7 @@ from ladderize.files.parsing import MAX_YAML_BYTES, parse_yaml
 from ladderize.files.regular import read_bytes
 from ladderize.layout import format_ranges, usual_ranks
 
-MARK = "<!-- written by ladderize convert -->"  # tells our cards from those that people write
+MARK = "<!-- written by ladderize convert -->"  # distinguishes our cards from those that people write
 TAGS = {"ladder": "ladder-residual", "spd": "sync-point-drop"}
 
 

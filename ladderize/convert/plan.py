@@ -64,7 +64,7 @@ class Changes:
 CARDS = ("README.md", "README.source.md")
 MADE_HERE = {"config.json", "ladderize.yaml", *CARDS, INDEX}
 CLOSED = ("original", "__pycache__")  # and hidden folders: nothing in them is carried over
-# weights that are not the ones converted, their indices, and code
+# Other weights than the converted ones, their indices, and code.
 FOREIGN = (*OTHER_WEIGHTS, ".safetensors", ".npz", ".index.json", ".py", ".pyc", ".so", ".dll")
 
 

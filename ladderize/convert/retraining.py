@@ -91,7 +91,7 @@ class _Document(Record):
     layers: list[_Layer] | list[int]
     heldout_perplexity: dict[str, _Score] | dict[str, float | None] | None
     heldout_divergence: dict[str, float] = field(default_factory=dict)
-    method: str = "spd"  # which its own document does not say, nor the teacher: the model itself
+    method: str = "spd"  # spd.json states no method and no teacher: that is the model itself
     teacher: str | None = None
 
     def retraining(self, name: str) -> Retraining | None:
@@ -121,7 +121,7 @@ class _Document(Record):
 
 
 STEPS = ("dense", "before", "after")  # of the perplexities in adaptation.json, where other figures stand too
-# in the order in which they usually follow each other
+# in their usual order
 DOCUMENTS = ("spd.json", "alignment.json", "distillation.json", "adaptation.json")
 
 
@@ -138,7 +138,7 @@ def read_retrainings(folder: Path) -> list[Retraining]:
             continue
         content = read_json(path, advice="restore it, or remove it")
         if not {"ladderize_version", "model"} <= content.keys():
-            continue  # somebody else's, or an adapter's that says only what it belongs to
+            continue  # another tool's, or an adapter's that names only its base
         if (retraining := _Document.from_dict(content, path).retraining(name)) is not None:
             found.append(retraining)
     return found

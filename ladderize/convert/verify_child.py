@@ -59,6 +59,6 @@ def load_as_a_stranger() -> None:
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux":  # a parent that is killed leaves nothing behind that computes
+    if sys.platform == "linux":  # this process must end when its parent is killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     load_as_a_stranger()
