@@ -45,7 +45,7 @@ OTHER_JSON = (
 )
 # These choose the code that computes; for a name such as attacker/kernel transformers fetches code from the hub.
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation\w*")
-BUFFERS = re.compile(r"rotary_emb\.inv_freq")  # computed anew, wherever an old checkpoint has them
+BUFFERS = re.compile(r"rotary_emb\.inv_freq")  # recomputed, even where an old checkpoint has them
 BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # of the model without its LM head
 COMPARED_BYTES = 4 << 20  # of two tensors at a time
 

@@ -43,7 +43,7 @@ KNOWN_DTYPES: dict[str, tuple[int, str | None]] = {
 DTYPE_BYTES = {stored: width for stored, (width, _) in KNOWN_DTYPES.items()}
 FLOAT_DTYPES = {stored: KNOWN_DTYPES[stored][1] or "" for stored in ("F64", "F32", "F16", "BF16")}
 STORED_NAMES = {name: stored for stored, (_, name) in KNOWN_DTYPES.items() if name is not None}
-CAST_DTYPES = ("float32", "float16", "bfloat16")  # what weights may be stored as anew, and be run in
+CAST_DTYPES = ("float32", "float16", "bfloat16")  # dtypes that weights may be converted to and run in
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -179,7 +179,7 @@ def second_weights(folder: Path) -> str | None:
         return None
     try:
         files = sorted({*read_weight_map(folder).values()} - {WEIGHTS})
-    except UserError:  # nobody reads it
+    except UserError:  # the single file counts, so nobody reads the index
         return None
     if not files or not all((folder / name).is_file() for name in files):
         return None

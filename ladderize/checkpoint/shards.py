@@ -23,7 +23,7 @@ from ladderize.checkpoint.tensors import TensorReader, encode_header
 from ladderize.errors import UsageError, UserError
 
 MOVED_AT_ONCE = 4 << 20  # bytes read at a time; a multiple of every element size
-ROUNDED_AT_ONCE = 128 << 10  # where numpy casts: malloc keeps pieces this small; fresh pages cost more than the cast
+ROUNDED_AT_ONCE = 128 << 10  # for casts by numpy: malloc reuses pieces this small; fresh pages cost more than the cast
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

@@ -80,9 +80,9 @@ def write_weights(content: Content, folder: Path, *, copy: bool, advance: Callab
                 how["rewritten"] += 1
             else:
                 how[output.transfer(source / shard.file, folder / shard.file, copy=copy, advance=advance)] += 1
-            on_disk.append(behind.submit(fsync, folder / shard.file))  # the disk works while the next is written
+            on_disk.append(behind.submit(fsync, folder / shard.file))  # syncs while the next file is written
         for done in on_disk:
-            done.result()  # Linux tells an error of the disk once: the fsync at the end would not see it
+            done.result()  # Linux reports a disk error only once: the fsync at the end would not see it
     if [shard.file for shard in content.shards] != [WEIGHTS]:
         index = index_for(content.shards)
         if "rewritten" not in how and index["weight_map"] == read_weight_map(source):
