@@ -54,7 +54,7 @@ def parse_json(content: bytes, *, constants: bool = False) -> Any:
 
 def check_characters(value: Any) -> None:
     """Raise ValueError where a text in ``value`` holds half of a surrogate pair."""
-    if not is_text(json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)):  # YAML has keys that are no text
+    if not is_text(json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)):  # YAML's keys need not be text
         raise ValueError("it holds half of a surrogate pair, which is not a character")
 
 
@@ -80,7 +80,7 @@ def check_nesting(value: Any) -> None:
 # ---- YAML, with the scalars of YAML 1.2: ``16:32`` is text and not 992, ``no`` is Norwegian and not false, dates stay
 # text ----
 
-MAX_YAML_BYTES = 4 << 20  # people write these, and the parser needs a second for each megabyte
+MAX_YAML_BYTES = 4 << 20  # people write these, and the parser takes a second per megabyte
 
 
 class Yaml12Loader(yaml.SafeLoader):

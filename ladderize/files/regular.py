@@ -30,7 +30,7 @@ def resolved(path: str | Path, what: str = "") -> Path:
     """
     try:
         return Path(path).expanduser().resolve()
-    except FileNotFoundError:  # of the current folder: a path need not exist
+    except FileNotFoundError:  # the current folder is missing: a path itself need not exist
         raise UserError(
             f"{what}{path} is relative to the current folder, which was deleted; change to another folder, or give an"
             " absolute path"
