@@ -6,7 +6,7 @@ from typing import Any
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder, Family, everywhere, layer_windows, positive, window_of
 
-AUTHORS_TYPE = "llamaLadder"  # of the checkpoints that the authors of Ladder Residual have published
+AUTHORS_TYPE = "llamaLadder"  # in checkpoints published by the authors of Ladder Residual
 
 
 def attention_biases(config: Mapping[str, Any]) -> dict[str, Any]:
