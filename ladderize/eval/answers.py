@@ -33,7 +33,7 @@ class ModelAnswer:
     values: Mapping[str, float | None]
 
 
-Answers = Mapping[str, Mapping[int, ModelAnswer]]  # filter -> doc_id -> what passed it
+Answers = Mapping[str, Mapping[int, ModelAnswer]]  # filter -> doc_id -> answer
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def finite_number(value: Any) -> float | None:
         number = float(value)
     except (OverflowError, TypeError, ValueError):
         return None
-    return number if abs(number) <= MAX_VALUE else None  # which NaN is not
+    return number if abs(number) <= MAX_VALUE else None  # False for NaN
 
 
 def read_answers(path: Path) -> Answers:
@@ -180,7 +180,7 @@ def _read_model(path: Path, result: ModelResult) -> AnsweredModel:
     name, answers = result.model.model, {}
     if missing := [task for task in leaf_tasks(result.harness) if task not in result.samples]:
         raise UserError(f"{path} keeps no samples of {missing[0]} for {name}; evaluate the model again")
-    for task, file in result.samples.items():  # which may come from a stranger: it lies in the same folder
+    for task, file in result.samples.items():  # the path may come from a stranger, so it must lie in the same folder
         samples = inside(path.parent, file)
         if samples is None:
             raise UserError(f"{path} names samples of {task} outside of its folder ({file}); do not trust it")

@@ -51,7 +51,7 @@ def comparison_rows(results: EvalResults) -> list[dict[str, str]]:
                 row |= {"interval": "", "flips": ""}
                 row |= compared.get(entry.model.model, {}).get(key, {}) if entry is not results.models[0] else {}
             rows.append(row)
-            task = metric = ""  # once for all models
+            task = metric = ""  # shown once for all models
     return rows
 
 
@@ -129,7 +129,7 @@ def table_words(rows: list[dict[str, str]]) -> str:
 def short_names(models: list[str]) -> list[str]:
     """Return the last part of each path, where these differ; else the whole paths."""
     last = [Path(model).name for model in models]
-    return last if len(set(last)) == len(last) and all(last) else models  # that of . is empty
+    return last if len(set(last)) == len(last) and all(last) else models  # the name of . is empty
 
 
 def measurements(entry: ModelResult) -> list[Measurement]:

@@ -108,7 +108,7 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
     if result is None:
         return None
     found: dict[str, Any] = dict(result)
-    for samples in found["samples"].values():  # which come rank by rank
+    for samples in found["samples"].values():  # they come rank by rank
         filters = list(dict.fromkeys(sample["filter"] for sample in samples))
         samples.sort(key=lambda sample, filters=filters: (filters.index(sample["filter"]), sample["doc_id"]))
     return found

@@ -74,7 +74,7 @@ class Baseline:
         if keep is not None:
             if self.ranks.is_main:
                 write_about(keep, about)
-            self.ranks.barrier()  # it is there when any rank goes on
+            self.ranks.barrier()  # no rank goes on before it is written
             self.about = about
             return measured, None
         return measured, predictions_of(scores, self.about.model) if reference and self.about else None
