@@ -18,7 +18,7 @@ INTERRUPTED, TERMINATED = 130, 143  # the exit codes after Ctrl-C and SIGTERM
 DEBUG = "LADDERIZE_DEBUG"  # in the environment of started ranks: --debug was given
 LONGEST_ERROR = 1500  # characters
 PANIC = "PanicException"  # the name of pyo3's class, which cannot be imported
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun reads a rank's error
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # names the file from which torchrun reads a rank's error
 
 
 @contextlib.contextmanager

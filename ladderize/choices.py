@@ -16,7 +16,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]  # to compute in; auto
 DeviceName = Literal["cpu", "cuda"]
 SendingBackend = Literal["auto", "nccl", "symm_mem", "gloo", "shm"]  # how ranks communicate
 BackendName = Literal[SendingBackend, "none"]
-EngineName = Literal["runtime", "vllm"]  # whose forward pass ``bench`` times
+EngineName = Literal["runtime", "vllm"]  # the engine that ``bench`` times
 # the names of shapes in runtime/shapes.json, the Llamas first
 SHAPE_NAMES = "1b, 3b, 8b, 70b, 405b, qwen3-32b, qwen2.5-72b, mistral-small, granite-8b or a config.json"
 
@@ -35,7 +35,7 @@ class Option:
     metavar: str | None = None  # None: N for an integer, X for another number, nothing for a switch, else typer's
     min: float | None = None  # with an integer here, the value must be one
     max: float | None = None
-    signed: bool = False  # whether a number may be negative
+    signed: bool = False  # a number may be negative
     shown: str | None = None  # the default in words; such an option is None where it is not given
     # Its names; empty: the field's. A switch with a name that begins with --no- sets its field to False. The name after
     # a slash is the negative of a switch that is None when not given.
@@ -43,7 +43,7 @@ class Option:
     optional: bool = False  # the command line may leave out what the field needs; the command says what is missing
     needs: str = ""  # the field of the same dataclass without which it has no effect
     kind: Any = None  # its type on the command line, where that is not the field's
-    parse: Callable[[str], Any] | None = None  # makes the field's value of what the command line has
+    parse: Callable[[str], Any] | None = None  # converts the command line's value to the field's
     parser: Callable[[str], Any] | None = None  # the same at once: it raises typer's BadParameter
     positional: bool = False
 

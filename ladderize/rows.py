@@ -113,7 +113,8 @@ def read_messages(row: Row, column: str) -> list[dict[str, Any]]:
         where = f"{row.origin}: turn {number} of its {column}"
         if not isinstance(turn, Mapping) or not all(isinstance(turn.get(key), str) for key in (role, content)):
             raise BadRow(f"{where} has no {role} and {content} that are strings")
-        # other keys of a message (a name, say) are the template's business; parquet fills in None where a turn has none
+        # Other keys of a message, such as a name, are left to the template; parquet fills in None where a turn has
+        # none.
         message = {key: value for key, value in turn.items() if value is not None}
         if column == "conversations":
             if turn["from"] not in SHAREGPT:

@@ -10,7 +10,7 @@ from typing import Literal
 from ladderize.files.records import Record
 
 AS_CONVERTED, THEN = "none", " + "  # of ``adapted``: no stage; between two stages
-# skipped: what it depends on failed; not promoted: others are better (promote of a sweep.yaml)
+# skipped: a stage that it depends on failed; not promoted: others are better (promote of a sweep.yaml)
 Status = Literal["waiting", "running", "done", "failed", "skipped", "not promoted"]
 
 
