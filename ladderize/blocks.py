@@ -72,6 +72,7 @@ def read_windows(
     """Return full windows of a data file, in an order drawn with ``seed``: int64 [samples, seq_len].
 
     The checkpoint's tokenizer tokenises text.
+
     samples: the number of windows; None: all there are.
     Raises UserError for data that are too few, or made for another model.
     """
@@ -203,6 +204,7 @@ class Blocks:
         """Return the summed KL(reference || model) of each window's predictions in nats, float64 [batch].
 
         The prediction of the last token is left out.
+
         reference, complete: the streams that leave the last layer, [batch, tokens, hidden] each.
         """
         streams = [reference[:, :-1], complete[:, :-1]]
@@ -250,6 +252,7 @@ def window_streams(
     """Return the complete streams that leave the last layer, one tensor per batch of windows, on the CPU.
 
     One layer is in memory at a time.
+
     layer_at: returns a layer by its number.
     windows: [windows, tokens].
     """
@@ -269,6 +272,7 @@ def window_nlls(
     """Return the summed negative log-likelihood of each window in nats, float64 [windows].
 
     One layer is in memory at a time; ``eval.hf.score_windows`` scores with a whole model.
+
     layer_at: returns a layer by its number.
     windows: [windows, tokens].
     """

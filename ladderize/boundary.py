@@ -107,6 +107,7 @@ def _terminable(received: list[int]) -> Iterator[None]:
     process.
 
     A launcher's rank ends at once as usual: it may wait for others where no exception is raised.
+
     received: the signals so far.
     """
 

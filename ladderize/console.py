@@ -43,6 +43,7 @@ class Console:
 
     On a terminal tables fit its width, words wrap, and colours show; NO_COLOR disables colours. Piped, all is plain
     text of any width.
+
     as_json: print exactly one JSON document on stdout, nothing else.
     quiet: print nothing on stdout or stderr, for use as a library.
     """
@@ -123,6 +124,7 @@ class Console:
 
         A terminal shows a bar with the time left. Elsewhere a line is written every minute, so that a batch job's log
         shows how far it is.
+
         done: the part of ``total`` that an earlier run did; it does not count for the speed.
         animated: False where nothing may run beside a measurement: only ``advance`` then draws the bar.
         """

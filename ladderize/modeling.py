@@ -83,6 +83,7 @@ def load(
     """Return a causal language model, ladderized or not, in eval mode.
 
     A ladderized checkpoint always runs this package's code, never the copy in its folder.
+
     model: a folder or a hub id.
     dtype: "auto" (as stored) or a torch dtype's name.
     device: such as "cuda:1"; None leaves it to ``kwargs`` (``device_map``) or the CPU.

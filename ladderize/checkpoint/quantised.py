@@ -175,6 +175,7 @@ def plain_view(
     """Return the checkpoint as if its projections held floats, for the checks that all checkpoints pass.
 
     A weight of the projection's shape stands for the tensors of each quantised one. Nothing can be read from it.
+
     expected: every tensor of the unquantised model, name -> shape.
     Raises UserError for a quantised projection without its scales.
     """

@@ -66,6 +66,7 @@ class TensorReader:
         """Return a tensor, or the indices ``start`` to ``stop`` of its dimension ``dim`` (0 or 1).
 
         It has its own memory: the file is mapped only while it is read, since mapped pages count as the process's.
+
         dtype: None keeps the stored one.
         """
         import torch
@@ -154,6 +155,7 @@ def write_tensors(
     """Write the file ``path`` with the tensors that ``produce(name)`` returns one after the other, and fsync it.
 
     safetensors' own save_file wants all tensors in memory at once. On any error no file is left.
+
     infos: name -> (dtype, shape) of each: floats and integers of any shape, 0-d too.
     produce: may return a tensor on any device, not contiguous.
     Raises UserError where the system cannot write, for example on a full disk; ValueError for a tensor that is not as

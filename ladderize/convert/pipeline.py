@@ -153,6 +153,7 @@ def convert_checkpoint(
     The output appears whole or not at all, and ``src`` is never touched. Weight files that do not change are
     hard-linked where possible; ``copy=True`` copies them. Where ``out`` already holds the output of the same
     conversion, nothing is done.
+
     recipe: what to do, or just the layout to make.
     changes: changes besides the layout.
     check: receives the finished folder before it appears as ``out``; if it raises, nothing appears. Its result is the

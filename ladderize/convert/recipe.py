@@ -29,6 +29,7 @@ class Recipe:
 
     With spd or ladder (not both) "auto", layers are selected from the sensitivity file by spd_fraction or
     ladder_fraction, by max_ppl_increase, or by their class; sync_tp_size is then the file's and may be left out.
+
     attention_sync, mlp_sync: the modes of all layers, for a layout that no names of layers compile to.
     Raises UsageError or LayoutError for options that contradict each other.
     """

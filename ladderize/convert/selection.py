@@ -78,6 +78,7 @@ def select(
     first.
 
     Without ``fraction`` and ``max_increase`` all of class insensitive are selected.
+
     path: of the sensitivity file.
     fraction: the share of all blocks, in (0, 1]; at least one block.
     max_increase: the limit of their summed sensitivities (those below 0 count as 0), in perplexity or per cent of the

@@ -51,6 +51,7 @@ class AlignmentWindows(Record):
     """The windows that layouts were aligned on, as ``ladderize adapt --method align`` does.
 
     They follow the scored windows in the order of the draw.
+
     samples: to solve with.
     heldout: after those, to choose between solutions.
     """

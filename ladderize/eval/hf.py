@@ -135,6 +135,7 @@ def score_windows(
 
     The model's body runs on batches, its output layer on so few tokens at a time that memory stays bounded for any
     vocabulary.
+
     keep: the folder for this model's states.
     reference: a folder of predictions for the same windows.
     Raises UserError where a folder cannot be written or read.
@@ -178,6 +179,7 @@ def score_tokens(
     [n].
 
     The latter two are empty without a reference.
+
     layer: states [n, hidden] -> logits [n, vocabulary].
     targets: the tokens that follow the states [n].
     kept: the reference.

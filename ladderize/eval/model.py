@@ -43,6 +43,7 @@ class EvalModel(ABC):
     """One opened model, used as a context that closes it. Its folder was checked before.
 
     described: layout, size and numerics.
+
     vocab_size: ids are below it.
     positions: the longest window that the model reads.
     hidden_size: of the states that are kept as predictions.

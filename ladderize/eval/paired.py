@@ -101,6 +101,7 @@ def samples_needed(samples: int, weights: Sequence[float], stderr: float, margin
 
     It is the usual formula for paired differences, n = (z0.975 + z0.8)**2 sigma**2 / margin**2 (Julious, "Sample sizes
     for clinical trials with Normal data", Statistics in Medicine 23, 2004).
+
     samples: the number that gave ``stderr``.
     weights: of each sample in the mean; their sum is 1.
     stderr: of the mean difference.
@@ -116,6 +117,7 @@ def judge(low: float, high: float, margin: float, *, enough: bool = True) -> Ver
     ``margin``.
 
     A margin is shown where the lower end lies above -margin: a one-sided test at 2.5 %.
+
     enough: there are as many samples as would show the margin if the models were equally good.
     """
     if high < -margin:

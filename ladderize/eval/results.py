@@ -49,6 +49,7 @@ def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray], seconds: f
     """Return the perplexity over windows, of which every token but the first is scored, and its standard error.
 
     Windows are taken to be independent; tokens of one window are not.
+
     nlls: the summed negative log-likelihood of each window in nats.
     seconds: the time that scoring took.
     Raises UserError where it is NaN or infinite.

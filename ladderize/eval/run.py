@@ -50,6 +50,7 @@ def evaluate(
     may also be evaluated one at a time: with ``keep_predictions`` for the first, then ``reference``. Under ``accelerate
     launch`` or ``torchrun`` every process has each model, and they share windows and questions; rank 0 writes, and all
     return the same.
+
     models: folders or hub ids.
     out: a JSON file that is written after every task, so a later failure loses nothing; the samples of tasks lie beside
     it, in ``STEM.samples``.

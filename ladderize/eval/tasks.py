@@ -23,6 +23,7 @@ def open_tasks(options: EvalOptions, processes: int = 1) -> tuple["TaskManager",
     """Return lm-eval's task manager, and lm-eval's tasks by name for each task or group of ``options.tasks``.
 
     Every task was found and its data opened.
+
     processes: the number of those that share each task.
     Raises UserError for a task that does not exist or cannot be loaded, or options that do not fit it.
     """

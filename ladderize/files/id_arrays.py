@@ -14,6 +14,7 @@ def open_ids(path: Path, key: str | None = None) -> np.ndarray:
     """Return the token ids of a ``.npy`` file, which is mapped, or of an array in a ``.npz`` archive.
 
     They are integers in one or two dimensions, each from 0 to 2**31 - 1. Arrays of Python objects are never unpickled.
+
     key: the name of the array in the archive; None: the only one.
     Raises UserError for anything else.
     """

@@ -188,6 +188,7 @@ def copy_span(
     before.
 
     The kernel copies, and shares blocks where the file system can.
+
     advance: is called with the number of bytes of each step.
     """
     writer.flush()

@@ -31,6 +31,7 @@ def parse_json(content: bytes, *, constants: bool = False) -> Any:
     """Return the value of a JSON text; raises ValueError with the reason.
 
     Half a surrogate pair, which JSON can write but no text can hold, is refused.
+
     constants: accept NaN and Infinity, which are not JSON.
     """
 

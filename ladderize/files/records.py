@@ -17,6 +17,7 @@ class Record:
     """Base of dataclasses that are JSON objects.
 
     Fields are plain values, other Records, or lists, tuples, dicts and unions of these.
+
     KEYS: field -> its key, where JSON has another name (a reserved word such as ``class``).
     LEFT_OUT: fields that JSON lacks while they are None; other fields are null there.
     ALIASES: field -> another key that some documents use for it.

@@ -82,6 +82,7 @@ def show_batch(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
     """Return the text of every row's examples, for --show-data.
 
     Scored tokens stand in double brackets; control characters are escaped.
+
     tokenizer: None shows ids.
     """
 

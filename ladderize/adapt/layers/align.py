@@ -150,6 +150,7 @@ def align(
     """Solve the projections of every layer of ``student.layers`` that ``files`` does not hold yet, in order.
 
     All ranks call it; each has a part of the windows.
+
     own: the student's embedding.
     dense_weights: returns the dense model's stored weights of a layer, their heads in the student's order.
     about: everything that the result depends on besides the student.

@@ -80,6 +80,7 @@ def layers_to_align(layout: Layout, ranges: str | None) -> tuple[int, ...]:
 
     Layers behind the first converted one read a changed stream too, and repairing them helped on every layout that was
     measured (docs/results.md).
+
     ranges: ``converted``, ranges, or None: every layer from the first converted one on.
     Raises UserError for layers whose input is the dense model's.
     """

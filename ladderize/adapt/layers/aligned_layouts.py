@@ -156,6 +156,7 @@ def score_aligned(
 
     Layouts with the fewest layers to align come first, so that ranks work on equally long ones side by side. All ranks
     return the same.
+
     known: rows of windows, by layout, that were measured before.
     keep: is given all rows after each round.
     what: the name of the work in messages.

@@ -85,6 +85,7 @@ def spread(distance: np.ndarray, groups: int, *, seed: int = 0) -> list[list[int
 
     A local search exchanges the best pair until none helps. It starts from the given order and from ``RESTARTS`` random
     ones, so the result is never worse than the given order.
+
     distance: [units, units], symmetric.
     """
     size = len(distance) // groups
@@ -263,6 +264,7 @@ def group_heads(
     """Return the head map of ``layers`` of a dense model for ``sync_tp_size`` virtual ranks.
 
     One layer is in memory at a time.
+
     windows: ids [windows, tokens], of which the first ``GROUPING_WINDOWS`` are read.
     advance: is called for each layer passed.
     Raises UserError where the heads cannot be split among the ranks.

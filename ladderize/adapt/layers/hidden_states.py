@@ -51,6 +51,7 @@ class StateStore:
         """Write the rows from ``first`` on.
 
         A state that is no pair leaves the second part as it is: nothing was in flight before it.
+
         model: the one that it belongs to, for messages.
         Raises UserError for NaN or infinite states.
         """

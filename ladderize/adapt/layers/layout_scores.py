@@ -173,6 +173,7 @@ def score_layouts(
     """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts].
 
     All ranks return the same.
+
     windows: ids [windows, tokens], which the ranks share.
     what: the name of the work in messages.
     Raises UserError where memory is too small, or a result is NaN or infinite.

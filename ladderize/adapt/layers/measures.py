@@ -64,6 +64,7 @@ def heldout_measures(
 
     One layer is in memory at a time. Ranks share the batches of one process, so the results are equal, bit by bit, on
     every rank and for every number of ranks.
+
     variants: blocks and layers, by name.
     ids: [windows, tokens].
     """

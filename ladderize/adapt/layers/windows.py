@@ -48,6 +48,7 @@ def training_windows(
     """Return full windows for training and others that are held out, drawn with ``seed``.
 
     There are fewer where the data give fewer.
+
     tokens: how many to train on where ``options.samples`` is None; an eighth as many windows are held out, and no more
     rows are read than that needs. None: 1024 and 64 windows, out of all rows.
     Raises UserError where the data give too few.
@@ -83,6 +84,7 @@ def window_counts(
     """Return the number of windows to learn from, and of those to hold out.
 
     Where ``there`` are too few, the first is below 1, or their sum is above ``there``.
+
     samples, heldout: the numbers asked for; None: the default.
     tokens: as in ``training_windows``.
     """

@@ -48,6 +48,7 @@ def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
 
     A second Ctrl-C interrupts. A terminal sends Ctrl-C to all processes: a rank that ladderize has started leaves it to
     the process that started it, which passes it on as SIGTERM.
+
     announce: say on stderr that the signal was understood.
     """
     received: list[int] = []

@@ -56,6 +56,7 @@ def merge(
 
     The whole model is in memory, in float32 (or float64, if stored so). Changed weights are rounded once, to their
     stored dtype. The logits of ``out`` are compared with PEFT's before it appears.
+
     base, revision: the base, where it is not where the adapter says.
     verify: load ``out`` in plain transformers too.
     Raises UserError.
@@ -131,6 +132,7 @@ def merge_tensors(
     """Write the tensors that merging changes into ``file``, in their stored dtype.
 
     Returns a function that compares a written checkpoint's logits with PEFT's and raises UserError where they differ.
+
     name: the base's, for messages.
     Raises UserError where PEFT cannot merge.
     """

@@ -217,8 +217,7 @@ def tracker_names(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RetrainOptions:
-    """The options of ``ladderize adapt --method full`` and ``lora``; see its --help. None: ``resolve`` chooses for the
-    model.
+    """The options of ``ladderize adapt``; see its --help. None: ``resolve`` chooses the default for the model.
 
     align: align with ``distill_from`` before training; the aligned checkpoint stays beside OUT.
     schedule: the order of sub-modules and all-reduces in a model that ``tp_size`` ranks share.
@@ -460,6 +459,7 @@ def peak_after_alignment(left: float) -> float:
     """Return the share of the default peak learning rate that suits aligned weights.
 
     A divergence grows with the square of the distance to go, and Adam's rate is the length of its steps.
+
     left: the divergence from the dense model in nats per token.
     """
     return min(1.0, max(LEAST_PEAK, math.sqrt(left / WHOLE_PEAK_FROM)))

@@ -59,6 +59,7 @@ def adapt_checkpoint(
     Returns the document of adaptation.json; None on other ranks than 0. The processes are those of accelerate launch or
     torchrun. Without such a launcher, an ``options.tp_size`` above 1 starts that many on this host; they end with this
     one, and SIGTERM and Ctrl-C let them save first. A killed run resumes from its last saved state.
+
     model: a folder or a hub id of a converted checkpoint, or, with layers named by ``options.train``, of a dense one (a
     control).
     Raises UserError; UsageError for options that do not go together.

@@ -45,6 +45,7 @@ def token_losses(
     Without a teacher the second is 0. Many tokens are computed in parts, whose fp32 copies are recomputed for the
     backward
     pass: with a vocabulary of 128k they would be most of the memory.
+
     logits, teacher_logits: [tokens, vocab], any float dtype.
     targets: [tokens].
     """
@@ -99,6 +100,7 @@ class ScoredLogits(nn.Module):
         ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins. It
         looks by waiting for the device, with FlashAttention in every layer, so it is told where that is
         possible.
+
         outputs: receives what the sub-modules add to the stream; needs layers that are ``CollectingLayer``.
         """
         rows: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
