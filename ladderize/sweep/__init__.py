@@ -1,1 +1,2 @@
-"""Many layouts from conversion to speed, on one machine: stages are planned, run one after another, and kept."""
+"""The sweep of many layouts from conversion to speed, on one machine: stages are planned, run one after another, and
+kept."""

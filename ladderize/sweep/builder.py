@@ -36,15 +36,16 @@ from ladderize.sweep.sweep_file import AdaptStage, BenchChoice, SweepSpec
 
 CACHE = "inputs.json"  # in the sweep's folder: the hashes of files that have not changed since
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
-EVAL_PACKAGES = ("torch", "transformers", "lm-eval")  # accuracies of two versions are no pairs
+EVAL_PACKAGES = ("torch", "transformers", "lm-eval")  # accuracies of two versions cannot be compared in pairs
 
 
 @dataclass
 class Inputs:
-    """The files that a sweep reads and did not make, known by their content: a stage runs anew when one is another.
+    """The files that a sweep reads and did not make, identified by their content. When one changes, its stages run
+    anew.
 
-    cache: a file that keeps the hashes, each with what the file system says of its file. A file of which it says the
-    same is not read again.
+    cache: a file that keeps the hashes, each with its file's size, time and inode. A file with the same ones is not
+    read again.
     seen: the hashes that this run has asked for.
     """
 
@@ -61,27 +62,28 @@ class Inputs:
         return _digest({path.name: self.file(path) for path in files})
 
     def data(self, spec: str) -> str:
-        """Return the hash of one file as ``--perplexity`` or ``sensitivity --data`` takes it."""
+        """Return the hash of a file of ``--perplexity`` or ``sensitivity --data``. Raises UserError if it is not
+        there."""
         path, array = split_name(spec)
         if not path.exists():
             raise UserError(f"{path} does not exist")
         return _digest({"file": self.file(path), "array": array})
 
     def source(self, spec: SourceSpec) -> str:
-        """Return the hash of one source of training data; a dataset on the hub is known by its name alone."""
+        """Return the hash of one source of training data. A dataset on the hub is identified by its name alone."""
         if spec.is_streamed:
             return _digest({"hub": spec.text, "weight": spec.weight})
         return _digest({"weight": spec.weight, "files": [self.data(name) for name in spec.files()]})
 
     def folder(self, path: Path) -> str:
-        """Return the hash of all files in a folder of tasks."""
+        """Return the hash of all files in a folder of tasks. Raises UserError if it is no folder."""
         if not path.is_dir():
             raise UserError(f"{path} is not a folder")
         files = sorted(entry for entry in path.rglob("*") if entry.is_file() and "__pycache__" not in entry.parts)
         return _digest({str(entry.relative_to(path)): self.file(entry) for entry in files})
 
     def file(self, path: Path) -> str:
-        """Return the sha256 of a file's content."""
+        """Return the sha256 of a file's content. Raises UserError if the file changes meanwhile."""
         path = path.resolve()
         signature = _signature(path)
         known = self.remembered.get(str(path))
@@ -97,7 +99,7 @@ class Inputs:
         write_json(self.cache, {"files": self.seen})
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a file that is not what it was when this run began."""
+        """Raise UserError for a file that has changed since this run began."""
         for name, before in self.seen.items():
             path = Path(name)
             is_same = path.exists() and (
@@ -121,8 +123,11 @@ def _digest(value: Any) -> str:
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """model: the dense one as stages name it; digest: the hash of its content.
-    gpus: their number.
+    """A builder of stages.
+
+    model: the dense model as stages name it.
+    digest: the hash of its content.
+    gpus: the number of GPUs.
     """
 
     spec: SweepSpec
@@ -133,7 +138,7 @@ class StageBuilder:
 
     @classmethod
     def of(cls, spec: SweepSpec, inputs: Inputs) -> "StageBuilder":
-        """Read everything that the sweep reads, once. Raises UserError for a file that is not there."""
+        """Return a builder for the dense model. Raises UserError unless the model is sound."""
         folder = check_model(spec.model, spec.revision)
         model = spec.model if spec.revision is None else str(folder)
         return cls(spec, inputs, model, inputs.model(spec.model, spec.revision), len(visible_gpus()))
@@ -166,7 +171,11 @@ class StageBuilder:
         )
 
     def adaptation(self, asked: AdaptStage, before: Stage | None, name: str) -> Stage:
-        """before: the stage that writes the model to adapt; None: it is the dense one."""
+        """Return the stage of one step of adaptation.
+
+        before: the stage that writes the model to adapt; None: the dense model.
+        name: the title's words.
+        """
         model = f"{before.output}/{MODEL_FOLDER}" if before is not None else self.model
         content = {
             key: [self.inputs.source(spec) for spec in parse_specs(texts if isinstance(texts, list) else [texts])]
@@ -182,7 +191,7 @@ class StageBuilder:
         launch = StageLaunch.of(asked.options, asked.method, self.gpus)
         sharing = launch.processes // int(asked.options.get("tp_size", 1))
         if sharing > 1 and asked.method in SHARDS and "batch_size" not in asked.options:
-            identity["processes"] = sharing  # the default batch is then made divisible by it
+            identity["processes"] = sharing  # the default batch then depends on it
         return make_stage(
             "adapt",
             f"adapt: {name}",
@@ -193,7 +202,9 @@ class StageBuilder:
         )
 
     def evaluation(self, model: str, name: str, made_by: Stage | None, reference: Stage | None) -> Stage:
-        """made_by: the stage that writes the model, None for the dense one.
+        """Return the stage that evaluates a model.
+
+        made_by: the stage that writes the model; None: the dense model.
         reference: the dense model's evaluation.
         """
         options = self.spec.evaluation or {}
@@ -210,7 +221,7 @@ class StageBuilder:
             "versions": {package: importlib.metadata.version(package) for package in packages},
         }
         if made_by is None:
-            identity["name"] = model  # results.json holds it, and everything is joined by it
+            identity["name"] = model  # results.json holds it, and the report joins by it
         own: Given = {}
         if has_text and made_by is not None and reference is not None:
             identity["reference"] = self.digest
@@ -252,7 +263,7 @@ class StageBuilder:
 
 
 def machine() -> dict[str, Any]:
-    """Return what times depend on and is known without measuring."""
+    """Return the facts of the machine that times depend on."""
     import torch
 
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]

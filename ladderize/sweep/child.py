@@ -1,4 +1,4 @@
-"""A stage's commands, run as function calls in a process of its own."""
+"""The process of a stage, in which its commands run as function calls."""
 
 import contextlib
 import os
@@ -21,12 +21,14 @@ from ladderize.runtime.launch import Send, end_with_parent, how_it_ended, run_pr
 from ladderize.sweep.stages import COMMANDS, LOG, Stage, StageLaunch, Words
 
 STOP_SECONDS = 120.0  # after Ctrl-C, to save what can be saved
-LOCK_SECONDS = 30.0  # for the process of a killed sweep, which notices within a moment, to leave the folder
+LOCK_SECONDS = 30.0  # for the process of a killed sweep to leave the folder, which it does within a moment
 
 
 def run_stage(stage: Stage, root: Path) -> str | None:
-    """Run a stage's commands in the sweep's folder; return why it failed, or None. Ctrl-C lets it save, and is raised
-    again."""
+    """Run a stage's commands in the sweep's folder; return the reason of a failure, or None.
+
+    After Ctrl-C the stage can save; then KeyboardInterrupt is raised again.
+    """
     context = start_context()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(stage, root, dict(os.environ), theirs), name=stage.title)
@@ -53,9 +55,9 @@ def run_stage(stage: Stage, root: Path) -> str | None:
 
 
 def _work(stage: Stage, root: Path, environment: Mapping[str, str], pipe: Connection) -> None:
-    """Send an error, or None.
+    """Run a stage's commands, and send an error or None.
 
-    environment: of the sweep, which may not be that of the server that forks.
+    environment: of the sweep. The server that forks may have another.
     """
     os.setsid()  # Ctrl-C goes to the sweep, which stops this process by SIGTERM
     signal.signal(signal.SIGTERM, _interrupt)
@@ -86,7 +88,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def run_command(launch: StageLaunch, words: Words) -> None:
-    """Run a command of ladderize in this process, or on several as torchrun starts them."""
+    """Run a command of ladderize in this process, or in several with torchrun's variables."""
     if launch.processes == 1:
         run_words(COMMANDS[words[0]], words)
         return
@@ -105,7 +107,10 @@ def _run_as_rank(place: Place, send: Send, words: Words, folder: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock the stage's folder: the process of a sweep that was killed a moment ago may still be in it."""
+    """Lock the stage's folder, which the process of a sweep that was killed a moment ago may still use.
+
+    Raises UserError if it does not leave within LOCK_SECONDS.
+    """
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -119,7 +124,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _write_to(path: Path) -> None:
-    """Let everything that is printed, also by C++ and by child processes, end in a log."""
+    """Redirect all output of this process, also by C++ and by child processes, to a log."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in (1, 2):
         os.dup2(log, number)

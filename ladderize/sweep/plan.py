@@ -1,4 +1,4 @@
-"""From a sweep.yaml to its models and their stages. Layouts that do not fit are refused before anything runs."""
+"""The plan of a sweep: its models and their stages. Layouts that do not fit are refused before anything runs."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,12 +36,12 @@ OF_CONVERTED = ("hidden_weight",)  # options of training that compare converted 
 Choice = TypeVar("Choice", AdaptChoice, BenchChoice)
 
 
-# ---- what is planned ----
+# ---- the parts of a plan ----
 
 
 @dataclass(frozen=True)
 class Hold:
-    """The reason for which a point gets no further stages: waiting for what decides, not promoted, skipped, failed."""
+    """The reason why a point gets no further stages: waiting for a decision, not promoted, skipped, or failed."""
 
     status: Status
     message: str | None = None
@@ -52,10 +52,10 @@ WAITING = Hold("waiting")
 
 @dataclass(frozen=True)
 class LayoutGroup:
-    """Entries of the file that come to one layout; none: the dense model.
+    """Entries of the file that have one layout; no entries: the dense model.
 
-    layout: None while it is not known, or where there is none; hold says why.
-    label: its name.
+    layout: None while it is not known, or where there is none; ``hold`` has the reason.
+    label: the name of the layout.
     converting: the stage that makes it.
     """
 
@@ -67,13 +67,12 @@ class LayoutGroup:
 
     @property
     def text(self) -> str:
-        """The layout in words, or how it is chosen."""
+        """The layout in words, or the rule that chooses it."""
         return layout_words(self.choices[0]) if self.layout is None else str(self.layout).partition(" layers: ")[2]
 
     @property
     def names(self) -> set[str]:
-        """All that ``layouts`` of an entry may call it: its name, and what is printed of it, now or before it was
-        chosen."""
+        """The names that ``layouts`` of an entry may use: its name, and its words, now or before it was chosen."""
         names = {choice.name for choice in self.choices if choice.name is not None}
         texts = {self.text, *map(layout_words, self.choices)}
         return names | texts | {f"{name}: {text}" for name in names for text in texts}
@@ -83,9 +82,11 @@ class LayoutGroup:
 class Point:
     """A layout, adapted in one way.
 
-    asked: its stages of adaptation in the file; adapting: those that run, as far as it may go (``hold``).
-    model: its folder; timed: the model that has its times.
-    control: the model that the dense one becomes in the same way.
+    asked: its stages of adaptation in the file.
+    adapting: those of them that run, up to a ``hold``.
+    model: its folder.
+    timed: the model that has its times.
+    control: the dense model after the same training.
     """
 
     name: str
@@ -105,7 +106,7 @@ class Point:
 
     @property
     def identity(self) -> object:
-        """A value that is equal for two entries of the file that come to one point."""
+        """A value that is equal for two entries of the file that make one point."""
         asked = [(stage.method, sorted(stage.options.items())) for stage in self.asked]
         return self.group.label, str(asked), len(self.adapting)
 
@@ -116,7 +117,9 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """points: dense first.
+    """The models and stages of a sweep.
+
+    points: dense first.
     benches: of the models that can be timed.
     notes: remarks on the file for the user.
     """
@@ -128,14 +131,14 @@ class SweepPlan:
 
     @property
     def stages(self) -> list[Stage]:
-        """All in the order in which they run: the dense model and sensitivities first, timings last."""
+        """All stages in the order in which they run: the dense model and sensitivities first, benchmarks last."""
         dense, *others = self.points
         listed = [*dense.stages, *self.sensitivities, *(stage for point in others for stage in point.stages)]
         return list({stage.key: stage for stage in (*listed, *self.benches)}.values())
 
     @property
     def waiting(self) -> list[Point]:
-        """Points of which not every stage is known yet."""
+        """The points whose stages are not all known yet."""
         return [point for point in self.points if point.hold == WAITING]
 
 
@@ -166,7 +169,7 @@ def point_name(label: str, stages: Sequence[AdaptStage]) -> str:
 
 
 def named_apart(points: Iterable[Point]) -> list[Point]:
-    """Return the points with a number behind each name that came before."""
+    """Return the points, with a number behind each name that another point has already."""
     counts: Counter[str] = Counter()
     named = []
     for point in points:
@@ -176,13 +179,16 @@ def named_apart(points: Iterable[Point]) -> list[Point]:
     return named
 
 
-# ---- does it fit? ----
+# ---- checks of the fit ----
 
 
 def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any], folder: Path) -> None:
     """Raise UserError, which names the entry, for a layout or a stage that this model cannot have.
 
-    model: the dense one, as stages name it; folder: its own. Layers that are yet to be chosen are taken as all of them.
+    Layers that are yet to be chosen count as all layers.
+
+    model: the dense model as stages name it.
+    folder: its folder.
     """
     dense = Layout.from_config(config)
     if not dense.is_dense:
@@ -196,7 +202,7 @@ def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any], folder: Pa
     trained = [stage.where for choice in spec.adapt for stage in choice.stages]
     for where in [*trained, *([f"{file}: sensitivity"] if spec.sensitivity is not None else [])]:
         with errors_begin_with(where):
-            check_config(config, spec.model)  # these compute with weights of floats only
+            check_config(config, spec.model)  # these compute with float weights only
     if spec.eval_options is not None:
         with errors_begin_with(f"{file}: eval"):
             check_transformers_runs(spec.model, config, folder)
@@ -220,8 +226,8 @@ def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any], folder: Pa
 class Way:
     """One way of adapting.
 
-    stops: by the layouts that it is for, the number of stages that each gets and why no more; None: it gets all.
-    control: the dense model, adapted in the same way.
+    stops: by the number of each layout that it is for, the number of its stages and the reason for no more; None: all
+    stages. control: the dense model, adapted in the same way.
     """
 
     choice: AdaptChoice
@@ -231,7 +237,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes the plan anew whenever something was measured.
+    """A maker of plans. The plan is made anew whenever something was measured.
 
     root: the sweep's folder.
     """
@@ -243,14 +249,15 @@ class Planner:
 
     @classmethod
     def of(cls, spec: SweepSpec, builder: StageBuilder, root: Path) -> "Planner":
-        """Raises UserError for a model that is not dense, and for layouts that do not fit it or a benchmark."""
+        """Return a planner. Raises UserError for a model that is not dense, and for layouts that do not fit it or a
+        benchmark."""
         folder = check_model(spec.model, spec.revision)
         config = read_config(folder)
         check_fit(spec, builder.model, config, folder)
         return cls(spec, builder, config, root)
 
     def plan(self, lost: Collection[str] = ()) -> SweepPlan:
-        """Return all that is known by now.
+        """Return the plan as far as it is known by now.
 
         lost: keys of stages that failed, or need one that did.
         """
@@ -277,7 +284,8 @@ class Planner:
         return SweepPlan(named_apart(points), list(sensitivities.values()), benches if is_known else [], notes)
 
     def _sensitivities(self) -> list[tuple[str, int | None]]:
-        """Return those that a layout is chosen by; where none is, those of all kinds of layers that the grid has."""
+        """Return the sensitivities to measure: those that layouts are chosen by, else those of all kinds of layers in
+        the grid."""
         if self.spec.sensitivity is None:
             return []
         wanted = [choice.sensitivity_of(kind) for choice in self.spec.layouts for kind in choice.auto]
@@ -291,7 +299,7 @@ class Planner:
     def _groups(
         self, sensitivities: Mapping[tuple[str, int | None], Stage], lost: Collection[str]
     ) -> list[LayoutGroup]:
-        """Return the entries of the file, those together that come to the same layout."""
+        """Return the entries of the file, grouped by layout."""
         groups: dict[Any, LayoutGroup] = {}
         for choice in self.spec.layouts:
             needed = {kind: sensitivities[choice.sensitivity_of(kind)] for kind in choice.auto}
@@ -347,9 +355,9 @@ class Planner:
         bench: Stage | None,
         lost: Collection[str],
     ) -> Way:
-        """Return a way of adapting, with all that is decided so far.
+        """Return a way of adapting, with the decisions so far.
 
-        bench: times every layout.
+        bench: the benchmark that times every layout.
         """
         stops: dict[int, tuple[int, Hold] | None] = {
             number: (0, group.hold) if group.hold is not None else None
@@ -371,7 +379,7 @@ class Planner:
     def _holds(
         self, before: Sequence[Point], dense: Point, bench: Stage | None, count: int, lost: Collection[str]
     ) -> list[Hold | None]:
-        """Return for each layout None where it is promoted, else why it is not.
+        """Return None for each promoted layout, and the reason for each other one.
 
         before: the models before the stage.
         """
@@ -399,7 +407,7 @@ class Planner:
         return [failed if is_lost(point) else next(others) for point in before]
 
     def _points(self, groups: Sequence[LayoutGroup], ways: Sequence[Way], reference: Stage | None) -> Iterator[Point]:
-        """Yield of each layout one for every way of adapting it, and those that decide whether it is promoted."""
+        """Yield the points of each layout: one for every way of adapting it, and those that decide on its promotion."""
         for number, group in enumerate(groups):
             for way in [way for way in ways if number in way.stops] or [Way(AdaptChoice("adapt"), {number: None})]:
                 stop, stages = way.stops[number], way.choice.stages
@@ -419,7 +427,7 @@ class Planner:
         """Return a layout adapted in one way.
 
         reference: the dense model's evaluation.
-        stop: the number of stages that it gets, and why no more.
+        stop: the number of its stages, and the reason for no more; None: all stages.
         """
         name = point_name(group.label, asked)
         if group.layout is None:
@@ -443,8 +451,10 @@ class Planner:
         )
 
     def _control(self, choice: AdaptChoice, groups: Sequence[LayoutGroup], dense: Point) -> Point | None:
-        """Return the dense model, trained in the same way; where a layout trains its converted layers, those that any
-        of ``groups`` converts. None: no layout can be made."""
+        """Return the dense model, trained in the same way; None where no layout can be made.
+
+        Where layouts train their converted layers, it trains those that any of ``groups`` converts.
+        """
         stages = control_stages(choice.stages, [group.layout for group in groups if group.layout is not None])
         holds = [group.hold for group in groups if group.hold is not None]
         unknown = [hold for hold in holds if hold.status != "failed"]
@@ -455,7 +465,7 @@ class Planner:
 
 
 def _for_layouts(choice: Choice, groups: Sequence[LayoutGroup]) -> Choice:
-    """Return the entry; raises UserError if its key ``layouts`` names one that there is not."""
+    """Return the entry. Raises UserError if its key ``layouts`` names an unknown one."""
     known = {name for group in groups for name in group.names}
     if unknown := [name for name in choice.layouts if name not in known]:
         raise UserError(
@@ -466,8 +476,11 @@ def _for_layouts(choice: Choice, groups: Sequence[LayoutGroup]) -> Choice:
 
 
 def control_stages(stages: Sequence[AdaptStage], layouts: Sequence[Layout]) -> tuple[AdaptStage, ...]:
-    """Return the stages for the dense model: without what changes nothing in it, and with the layers that any of
-    ``layouts`` converts instead of its own converted ones."""
+    """Return the stages for the dense model.
+
+    Stages and options without effect on it are left out. In place of converted layers it trains those that any of
+    ``layouts`` converts.
+    """
     layers = format_ranges({layer for layout in layouts for layer in layout.converted_layers})
     made = []
     for stage in stages:

@@ -1,4 +1,4 @@
-"""A tournament of layouts: which of them go on to a stage of adaptation that only the best get."""
+"""The promotion of the best layouts to a stage of adaptation that the others do not get."""
 
 import math
 from collections.abc import Sequence
@@ -31,8 +31,11 @@ class Entrant:
 
 
 def ranking(entrants: Sequence[Entrant]) -> list[Entrant]:
-    """Return the best first: those on the Pareto front, then those on the front of the rest, and so on; of one front
-    the more accurate first. Their numbers are finite."""
+    """Return the entrants, the best first. Their numbers are finite.
+
+    Those on the Pareto front come first, then those on the front of the rest, and so on; on one front the more accurate
+    first.
+    """
     left, ranked = list(entrants), []
     while left:
         on = pareto_front([(one.speed, one.accuracy) for one in left])
@@ -42,9 +45,9 @@ def ranking(entrants: Sequence[Entrant]) -> list[Entrant]:
 
 
 def promoted(entrants: Sequence[Entrant], dense: Entrant | None, count: int) -> list[str | None]:
-    """Return for each None if it is one of the ``count`` best, else why it is not promoted.
+    """Return None for each of the ``count`` best, and the reason for each other one.
 
-    dense: takes part, but no place: a layout that is neither faster nor better than the dense model comes later.
+    dense: is ranked but takes no place: a layout that is neither faster nor better than dense comes after the others.
     """
     sound = [one for one in (dense, *entrants) if one is not None and math.isfinite(one.accuracy)]
     best = [one for one in ranking(sound) if one is not dense][:count]
@@ -63,9 +66,9 @@ def promoted(entrants: Sequence[Entrant], dense: Entrant | None, count: int) -> 
 
 
 def entrant(name: str, results: Path, bench: Path | None, layout: Layout | None, timed: str | None) -> Entrant:
-    """Return what was measured of a layout.
+    """Return the measurements of a layout. Raises UserError if its times are missing.
 
-    bench: its times; None: the fewer blocking sync points, the faster.
+    bench: the file of its times; None: fewer blocking sync points count as faster.
     """
     assert layout is not None
     if bench is None:
@@ -78,7 +81,7 @@ def entrant(name: str, results: Path, bench: Path | None, layout: Layout | None,
 
 
 def accuracy_in(results: Path) -> float:
-    """Return the mean over the tasks of results.json; without tasks the perplexity with a minus."""
+    """Return the mean over the tasks of results.json, or without tasks minus the perplexity."""
     models = EvalResults.from_dict(read_document(results, "results file"), results).models
     if len(models) != 1:
         raise UserError(f"{results} holds {len(models)} models, but a sweep's evaluation holds one; run it again")

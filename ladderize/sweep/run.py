@@ -1,4 +1,5 @@
-"""``ladderize sweep`` from a sweep.yaml to sweep.json: plan, run the next stage, keep its output, plan again."""
+"""The command ``ladderize sweep`` from a sweep.yaml to sweep.json: plan, run the next stage, keep its output, plan
+again."""
 
 import os
 import shlex
@@ -46,11 +47,13 @@ def run_sweep(
 ) -> SweepDocument:
     """Measure every point of a sweep.yaml, from conversion to accuracy and speed; return the document of sweep.json.
 
-    out: the sweep's folder; None takes the file's. The outputs of earlier runs in it are kept and reused, also those of
-    another sweep.yaml.
-    prune: remove outputs of the folder that are not of this sweep any more.
-    A stage that fails does not stop the others: see the document's points and stages. Raises UserError for a file, a
-    folder or layouts that do not fit.
+    Raises UserError for a file, a folder or layouts that do not fit.
+
+    out: the sweep's folder; None: the file's. Outputs of earlier runs in it are kept and reused, also those of another
+    sweep.yaml.
+    prune: remove outputs in the folder that this sweep does not have.
+
+    A stage that fails does not stop the others: see the document's points and stages.
     """
     if already_started():
         raise UserError("a sweep starts the processes of its stages itself; run it without torchrun or srun")
@@ -78,13 +81,14 @@ def run_sweep(
 
 
 def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Console = SILENT) -> tuple[SweepPlan, Path]:
-    """Return what ``run_sweep`` would do, and the sweep's folder; nothing is written."""
+    """Return the plan of ``run_sweep``, and the sweep's folder. Nothing is written."""
     spec, root = find_folder(file, out)
     return make_planner(spec, root, console).plan(), root
 
 
 def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepSpec, Path]:
-    """Return what the file asks for and the sweep's folder; raises UserError for one that holds something else."""
+    """Return the content of the file and the sweep's folder. Raises UserError for a folder that holds something
+    else."""
     spec = read_sweep(Path(file))
     if out is None and spec.out is None:
         raise UsageError(f"say where to keep everything: --out DIR, or a line 'out: DIR' in {file}")
@@ -100,8 +104,10 @@ def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepS
 
 
 def _is_sweep(root: Path) -> bool:
-    """Return True if a sweep keeps its outputs here, was killed when it had hardly begun, or had its stages run by
-    hand."""
+    """Return True if a folder is a sweep's.
+
+    That includes a sweep that was killed when it had hardly begun, and one whose stages were run by hand.
+    """
     if "points" in read_own(root / SWEEP_JSON):
         return True
     stages = [entry.name.partition("-")[0] for entry in (root / STAGES).glob("*")]
@@ -111,7 +117,8 @@ def _is_sweep(root: Path) -> bool:
 
 
 def make_planner(spec: SweepSpec, root: Path, console: Console) -> Planner:
-    """Read everything that the sweep reads. Raises UserError for what does not fit, or is not there."""
+    """Return the planner, after reading the sweep's inputs. Raises UserError for an input that does not fit, or is not
+    there."""
     with console.stage("reading the model and the data"):
         planner = Planner.of(spec, StageBuilder.of(spec, Inputs(root / CACHE)), root)
         evaluating = planner.plan().points[0].evaluating
@@ -124,7 +131,8 @@ def make_planner(spec: SweepSpec, root: Path, console: Console) -> Planner:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Keep other sweeps out of the folder. One that was made in vain is removed."""
+    """Lock the folder against other sweeps. A new folder that stays empty is removed. Raises UserError if it is
+    locked."""
     is_new = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
     try:
@@ -147,8 +155,10 @@ def _locked(root: Path) -> Iterator[None]:
 class SweepProgress:
     """The results of this run so far.
 
-    failures: key of a stage -> why it failed; new: keys of those that this run has completed; running: the key of the
-    one that runs.
+    failures: the reason of each failed stage, by its key.
+    new: the keys of stages that this run has completed.
+    running: the key of the stage that runs.
+    lost: the keys of stages that failed, or need one that did.
     """
 
     planner: Planner
@@ -177,7 +187,7 @@ class SweepProgress:
         return states
 
     def write(self, plan: SweepPlan, states: Mapping[str, StageState] | None = None) -> SweepDocument:
-        """Write sweep.json as things stand."""
+        """Write sweep.json with the state so far, and return the document."""
         states = self.states(plan) if states is None else states
         document = sweep_document(plan, states, self.planner, self.command)
         write_json(self.planner.root / SWEEP_JSON, document.to_dict())
@@ -185,7 +195,7 @@ class SweepProgress:
 
 
 def _run_all(progress: SweepProgress, board: Board) -> SweepDocument:
-    """Run every stage that can be run, one after another. What was measured may decide which stages there are."""
+    """Run every stage that can be run, one after another. Measurements may decide on further stages."""
     planner = progress.planner
     while True:
         plan = planner.plan(progress.lost)
@@ -285,7 +295,7 @@ def _point(point: Point, states: Mapping[str, StageState], root: Path) -> SweepP
 
 
 def _summed(counts: Collection[int | None]) -> int | None:
-    """Return the sum; None where one is not known, and of none."""
+    """Return the sum; None where a count is not known, or there is none."""
     known = [count for count in counts if count is not None]
     return sum(known) if known and len(known) == len(counts) else None
 
@@ -301,9 +311,9 @@ def _folder(method: Method) -> str:
 
 
 def _tokens(folder: Path, method: Method) -> int | None:
-    """Return the number of tokens that a stage says that it read.
+    """Return the number of tokens that a stage has read, by its document; None where it is not known.
 
-    folder: the stage's; the checkpoint in it has the documents of earlier stages too.
+    folder: of the stage. The checkpoint in it has the documents of earlier stages too.
     """
     place = folder / _folder(method)
     if method in (FULL, LORA):

@@ -1,4 +1,4 @@
-"""The words and tables of a sweep: its plan, a live table while it runs, at its end the models and the answer."""
+"""The output of a sweep: its plan, a live table while it runs, and at its end the models and the answer."""
 
 import shlex
 import sys
@@ -30,7 +30,7 @@ STYLES = {
 
 
 def plan_document(plan: SweepPlan, root: Path) -> dict[str, Any]:
-    """Return the JSON of ``--dry-run``. unplanned: points whose stages are decided by what is not measured yet."""
+    """Return the JSON of ``--dry-run``. ``unplanned`` has the points whose stages depend on future measurements."""
     outputs = {stage.key: stage.output for stage in plan.stages}
     stages = [
         {
@@ -67,7 +67,7 @@ def show_stages(plan: SweepPlan, root: Path, console: Console) -> None:
 
 
 def plan_script(plan: SweepPlan, root: Path) -> str:
-    """Return the commands of all stages that are to run, for a shell, each with the stages that come before it."""
+    """Return a shell script with the commands of all stages to run, each with the numbers of the stages before it."""
     numbers = {stage.key: number for number, stage in enumerate(plan.stages, 1)}
     lines = [f"cd {shlex.quote(str(root))}"]
     for stage in plan.stages:
@@ -86,8 +86,10 @@ def plan_script(plan: SweepPlan, root: Path) -> str:
 
 
 class Board:
-    """A live table on a terminal, a line for each change elsewhere. It is drawn when a stage begins or ends: no clock
-    runs beside a benchmark."""
+    """A live table on a terminal; elsewhere a line for each change.
+
+    It is drawn only when a stage begins or ends, so that nothing runs beside a benchmark.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -108,7 +110,10 @@ class Board:
             self.live.stop()
 
     def show(self, plan: SweepPlan, states: Mapping[str, StageState]) -> None:
-        """states: by the stages' keys."""
+        """Show the states of all stages.
+
+        states: by the stages' keys.
+        """
         if self.live is not None:
             self.live.update(_table(plan, states), refresh=True)
         for note in plan.notes:

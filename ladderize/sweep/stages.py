@@ -1,4 +1,5 @@
-"""A stage of a sweep is a command of ladderize. Its output is kept in a folder under a hash of what it depends on."""
+"""The stages of a sweep. A stage is a command of ladderize. Its output is kept in a folder named by a hash of its
+inputs."""
 
 import shlex
 import shutil
@@ -32,7 +33,10 @@ STAGES = "stages"  # the folder of their outputs
 MARKER, LOG = "stage.json", "log.txt"  # in a stage's folder; the marker is written last
 MODEL_FOLDER, ADAPTER_FOLDER, PREDICTIONS = "model", "adapter", "predictions"
 RESULTS, SENSITIVITY_JSON, BENCH_JSON = "results.json", "sensitivity.json", "bench.json"
-SAY_COMPLETE = {"sensitivity": SENSITIVITY_JSON, "bench": BENCH_JSON}  # documents that say so themselves
+SAY_COMPLETE = {
+    "sensitivity": SENSITIVITY_JSON,
+    "bench": BENCH_JSON,
+}  # documents with a field ``complete``, or written at the end
 KEY_DIGITS = 16
 COMMANDS = {
     "sensitivity": sensitivity,
@@ -42,10 +46,10 @@ COMMANDS = {
     "eval": evaluate,
     "bench": bench,
 }
-PROCESSES, FSDP = "processes", "fsdp"  # keys that say how a command is started
+PROCESSES, FSDP = "processes", "fsdp"  # keys for starting a command
 LAUNCH_KEYS = {"sensitivity": (PROCESSES,), "adapt": (PROCESSES, FSDP), "eval": (PROCESSES,)}
-SHARDS = (FULL, LORA)  # methods whose models FSDP2 shards, and whose batch is shared
-# options that a sweep.yaml may not give: the sweep does, or has no use for them
+SHARDS = (FULL, LORA)  # methods with models that FSDP2 shards, and a batch that processes share
+# options that a sweep.yaml may not give: the sweep gives them, or has no use for them
 OF_THE_SWEEP = {
     "sensitivity": "model out sync_tp_size plot overwrite revision json",
     "convert": "src out dense recipe sensitivity dtype max_shard_size copy dry_run overwrite no_verify revision json",
@@ -58,7 +62,7 @@ OF_THE_SWEEP = {
 
 @contextmanager
 def errors_begin_with(where: str) -> Iterator[None]:
-    """Put the place in the file in front of an error in the block."""
+    """Raise errors of the block as UserErrors that begin with the place in the file."""
     try:
         yield
     except LadderizeError as error:
@@ -66,12 +70,14 @@ def errors_begin_with(where: str) -> Iterator[None]:
         raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
 
 
-# ---- how a command is started ----
+# ---- the start of a command ----
 
 
 @dataclass(frozen=True)
 class StageLaunch:
-    """processes: the number that share the work.
+    """The way in which a command is started.
+
+    processes: the number that share the work.
     fsdp: True if they shard weights, gradients and the optimizer.
     """
 
@@ -80,10 +86,11 @@ class StageLaunch:
 
     @classmethod
     def of(cls, options: Given, method: str, gpus: int) -> "StageLaunch":
-        """Return what a section asks for; without ``processes`` as many as there are GPUs and its batch is divisible
-        by.
+        """Return the launch that a section asks for.
 
-        method: of adapt, or the name of another section's command.
+        Without ``processes`` there are as many as there are GPUs and divide the batch.
+
+        method: of adapt, or the command of another section.
         """
         tp_size, batch = int(options.get("tp_size", 1)), options.get("batch_size") if method in SHARDS else None
         shared = options.get(PROCESSES, 1)
@@ -94,7 +101,7 @@ class StageLaunch:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables as accelerate launch sets them for FSDP2."""
+        """The environment variables that accelerate launch sets for FSDP2."""
         wrapped = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}  # else the whole model is gathered at once
         return {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **wrapped} if self.fsdp else {}
 
@@ -110,7 +117,7 @@ IN_ONE = StageLaunch()
 
 
 def check_launch(options: Given, where: str, method: str) -> None:
-    """Raise UserError for ``processes`` and ``fsdp`` that are no values or do not go with the other options."""
+    """Raise UserError for ``processes`` and ``fsdp`` that are not valid or do not go with the other options."""
     processes = read_value(int | None, options.get(PROCESSES), f"{where}: {PROCESSES}")
     fsdp = read_value(bool | None, options.get(FSDP), f"{where}: {FSDP}")
     tp_size, batch = int(options.get("tp_size", 1)), options.get("batch_size")
@@ -133,10 +140,11 @@ def check_launch(options: Given, where: str, method: str) -> None:
 def words_of(command: str, arguments: Sequence[str], own: Given, given: Given, where: str = "") -> Words:
     """Return the command line of a command.
 
-    own: options that the sweep gives, given: those of the file.
+    Raises UserError, which begins with ``where``, for an option that the command does not have, or that a file may not
+    give.
 
-    Raises UserError, which begins with ``where``, for an option that the command does not have, or that is not for the
-    file to give.
+    own: options that the sweep gives.
+    given: options of the file.
     """
     given = computing(command, given)
     if taken := [key for key in given if key in OF_THE_SWEEP[command].split()]:
@@ -145,23 +153,26 @@ def words_of(command: str, arguments: Sequence[str], own: Given, given: Given, w
 
 
 def computing(command: str, options: Given) -> dict[str, Any]:
-    """Return the options that decide a result: without those that say how the command is started."""
+    """Return the options that decide a result: all but those for starting the command."""
     return {key: value for key, value in options.items() if key not in LAUNCH_KEYS.get(command, ())}
 
 
 def parsed_options(words: Words) -> GivenOptions:
-    """Return what these words give to their command; raises UsageError."""
+    """Return the options that these words give to their command. Raises UsageError."""
     return parsed(COMMANDS[words[0]], words[1:])
 
 
 def sensitivity_words(model: str, output: str, options: Given, mode: str, ranks: int | None, where: str = "") -> Words:
-    """mode, ranks: of the layers whose sensitivity is measured."""
+    """Return the command line that measures a sensitivity.
+
+    mode, ranks: the mode, and the virtual ranks of spd.
+    """
     own = {"mode": mode, "sync_tp_size": ranks, "out": f"{output}/{SENSITIVITY_JSON}"}
     return words_of("sensitivity", [model], own, options, where)
 
 
 def check_sensitivity(options: Given, where: str) -> None:
-    """Raise UserError for options that do not make a sensitivity."""
+    """Raise UserError for options of a sensitivity that are not valid."""
     with errors_begin_with(where):
         mode = str(options.get("mode", "layers"))
         words = sensitivity_words("DENSE", "OUTPUT", options, mode, 2, where)
@@ -177,7 +188,7 @@ def convert_words(model: str, output: str, recipe: Given, revision: str | None, 
 def adapt_words(
     model: str, output: str, method: Method, dense: str, options: Given, verify: bool, where: str = ""
 ) -> tuple[Words, ...]:
-    """Return the commands of a stage: an adapter is merged right away.
+    """Return the commands of a stage of adaptation. An adapter is merged right away.
 
     dense: the teacher, unless distill_weight and hidden_weight are 0.
     """
@@ -201,12 +212,15 @@ def check_adapt(method: Method, options: Given, where: str) -> None:
 
 
 def eval_words(model: str, output: str, options: Given, own: Given, where: str = "") -> Words:
-    """own: more options of the sweep."""
+    """Return the command line of an evaluation.
+
+    own: further options that the sweep gives.
+    """
     options = dict(options)
     if "include_default_tasks" in options:
         are_known = read_value(bool, options.pop("include_default_tasks"), f"{where}: include_default_tasks")
         own = {"no_default_tasks": not are_known, **own}
-    # the stage's key vouches for the model and the data
+    # --resume is safe: the stage's key identifies the model and the data
     return words_of("eval", [model], {**own, "out": f"{output}/{RESULTS}", "resume": True}, options, where)
 
 
@@ -242,10 +256,11 @@ class Stage:
     """A command whose output is kept.
 
     title: for people.
-    identity: everything that decides its output; key: its hash.
-    commands: those that it runs in the sweep's folder.
+    identity: everything that decides its output.
+    key: the hash of that.
+    commands: the command lines that it runs in the sweep's folder.
     needs: keys of the stages whose output it reads.
-    launch: of the first command; one that follows runs in one process.
+    launch: of the first command. Later ones run in one process.
     """
 
     kind: StageKind
@@ -280,9 +295,9 @@ def make_stage(
     needs: tuple[str, ...] = (),
     launch: StageLaunch = IN_ONE,
 ) -> Stage:
-    """Return a stage under its hash.
+    """Return a stage with its hash as key.
 
-    commands: called with the folder for its output.
+    commands: called with the folder for its output; returns its command lines.
     """
     key = run_digest({"stage": kind, "version": STAGE_VERSIONS[kind], **identity})[:KEY_DIGITS]
     return Stage(kind, title, identity, key, commands(f"{STAGES}/{kind}-{key}"), needs, launch)
@@ -293,7 +308,7 @@ class FinishedStage(Record):
     """The marker of a complete output.
 
     seconds: the time that it took; None where the command was run by hand.
-    files: path in the folder -> bytes, of everything that belongs to it.
+    files: bytes of each file that belongs to it, by path in the folder.
     """
 
     stage: str
@@ -306,10 +321,10 @@ class FinishedStage(Record):
 
 
 def finished_stage(stage: Stage, root: Path) -> FinishedStage | None:
-    """Return the marker of a complete output: nothing may be missing, or have another size. What somebody added is no
-    reason to make it anew.
+    """Return the marker of a complete output; None: a file is missing, or has another size.
 
-    A document that says itself that it is complete, and lies there alone, needs no marker: its command was run by hand.
+    Added files do not matter. A document that is complete by itself, and lies there alone, needs no marker: its command
+    was run by hand.
     """
     folder = root / stage.output
     if not folder.is_dir():
@@ -341,8 +356,7 @@ def _marker(stage: Stage, files: dict[str, int], seconds: float | None) -> Finis
 def make_folder(stage: Stage, root: Path) -> None:
     """Make the folder of a stage that is about to run.
 
-    The work of a killed run is kept where the stage goes on with it. An output that was complete, and is not any more,
-    is removed.
+    The work of a killed run is kept if the stage can go on with it. A damaged output is removed.
     """
     folder = root / stage.output
     folder.mkdir(parents=True, exist_ok=True)
@@ -360,7 +374,7 @@ def remove_others(root: Path, kept: set[str]) -> None:
 
 
 def stage_files(folder: Path) -> dict[str, int]:
-    """Return everything in a stage's folder but its log and the marker, with its size."""
+    """Return the size of each file in a stage's folder, by its path, but the log's and the marker's."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     named = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
     return {name: size for name, size in named.items() if name not in (LOG, MARKER)}

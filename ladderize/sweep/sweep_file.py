@@ -1,4 +1,4 @@
-"""sweep.yaml: read, its grids unfolded, and checked as far as the file alone decides."""
+"""The reading of sweep.yaml: its grids are expanded, and all is checked that needs nothing but the file."""
 
 import difflib
 import itertools
@@ -36,7 +36,7 @@ KEYS = ("model", "revision", "out", "data", "sensitivity", "layouts", "adapt", "
 PATH_KEYS = ("data", "eval_data", "perplexity", "include_path", "head_map")
 # keys whose lists are no grids
 LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines")}
-MOST_COMBINATIONS = 1000  # of one grid; more is a slip
+MOST_COMBINATIONS = 1000  # of one grid; more is taken for a mistake
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LayoutChoice:
     """One layout of the grid, with options of ``ladderize convert``.
 
     where: its place in the file.
-    ladder, spd: ranges, or "auto": chosen by their sensitivity.
+    ladder, spd: ranges of layers, or "auto": chosen by their sensitivity.
     """
 
     where: str
@@ -69,15 +69,15 @@ class LayoutChoice:
         return Recipe(**options, sensitivity=sensitivity, max_ppl_increase=self.max_ppl_increase)
 
     def recipe(self, chosen: Mapping[str, str] | None = None) -> Recipe:
-        """Return the whole recipe.
+        """Return the recipe with all layers.
 
-        chosen: the layers of each kind that is auto; None: all of them.
+        chosen: the layers of each kind that is "auto"; None: all layers.
         """
         layers = {LADDER: self.ladder, SPD: self.spd, **(dict.fromkeys(self.auto, "all") if chosen is None else chosen)}
         return Recipe(ladder=layers[LADDER], spd=layers[SPD], sync_tp_size=self.sync_tp_size, head_map=self.head_map)
 
     def sensitivity_of(self, kind: str) -> tuple[str, int | None]:
-        """Return the sensitivity that selects layers of a kind: the kind and, of spd, the virtual ranks."""
+        """Return the key of the sensitivity that selects layers of a kind: the kind and, for spd, the virtual ranks."""
         return kind, self.sync_tp_size if kind == SPD else None
 
 
@@ -86,7 +86,7 @@ class AdaptStage:
     """One run of ``ladderize adapt``.
 
     where: its place in the file.
-    promote: the number of layouts that get it, the best of those that come to it; None: all.
+    promote: the number of layouts that get it, the best of those before it; None: all.
     """
 
     where: str
@@ -96,7 +96,7 @@ class AdaptStage:
 
     @property
     def tokens(self) -> int | None:
-        """The number of tokens that it reads, where the file says it."""
+        """The number of tokens that it reads; None where the file does not give it."""
         if self.method in (FULL, LORA):
             budget = self.options.get("max_tokens")
             return parse_count(str(budget), option="max_tokens") if budget is not None else None
@@ -108,7 +108,7 @@ class AdaptStage:
 class AdaptChoice:
     """One way of adapting: stages, each of which reads the output of the one before; none: as converted.
 
-    layouts: the names of those that it is for; empty: all.
+    layouts: the names of the layouts that it is for; empty: all.
     control: True if the dense model is trained in this way, too.
     """
 
@@ -122,7 +122,8 @@ class AdaptChoice:
 class BenchChoice:
     """One benchmark.
 
-    options, link: of ``ladderize bench``; given: the same as the file has them.
+    options, link: of ``ladderize bench``.
+    given: the options as the file has them.
     """
 
     where: str
@@ -132,7 +133,7 @@ class BenchChoice:
     layouts: tuple[str, ...] = ()
 
     def times(self, names: Iterable[str]) -> bool:
-        """Return True if it is for a layout that has these names."""
+        """Return True if it times a layout that has these names."""
         return not self.layouts or any(name in self.layouts for name in names)
 
 
@@ -167,16 +168,16 @@ class SweepSpec:
 
 
 def read_sweep(path: Path) -> SweepSpec:
-    """Read a sweep.yaml; raises UserError for an error in it, with the place."""
+    """Return the content of a sweep.yaml. Raises UserError, with the place, for an error in it."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the sweep's YAML file (--write-example writes one)")
     return sweep_spec(read_yaml(path), str(path), path.read_text(encoding="utf-8"))
 
 
 def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
-    """Check the mapping that a sweep.yaml holds.
+    """Return the checked content of a sweep.yaml. Raises UserError for an error in it.
 
-    where: precedes every message.
+    where: the begin of every message.
     """
     given = mapping(document, where, KEYS)
     if "model" not in given:
@@ -228,9 +229,9 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
 
 
 def mapping(given: object, where: str, known: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return ``given`` as a mapping without nulls.
+    """Return ``given`` as a mapping without nulls. Raises UserError for anything else, and for unknown keys.
 
-    known: its keys; None: the section's command knows them.
+    known: the valid keys; None: the section's command checks them.
     """
     if not isinstance(given, Mapping):
         raise UserError(f"{where} is {'empty' if given is None else repr(given)}, but must hold options: 'key: value'")
@@ -246,7 +247,7 @@ def mapping(given: object, where: str, known: Sequence[str] | None = None) -> di
 
 
 def absolute(options: Given) -> dict[str, Any]:
-    """Return the options with absolute paths: stages run in the sweep's folder."""
+    """Return the options with absolute paths, since stages run in the sweep's folder."""
 
     def path(text: Any) -> Any:
         if isinstance(text, list):
@@ -259,14 +260,14 @@ def absolute(options: Given) -> dict[str, Any]:
 
 
 def grid(options: Given, where: str, section: str = "") -> Iterator[dict[str, Any]]:
-    """Yield every combination of the values that are lists, but those of ``LISTS``."""
+    """Return every combination of the values that are lists. Keys in ``LISTS`` keep their lists."""
     plain = LISTS.get(section, ())
     axes = [value if isinstance(value, list) and key not in plain else [value] for key, value in options.items()]
     return (dict(zip(options, values, strict=True)) for values in combinations(axes, where))
 
 
 def combinations(axes: Iterable[Collection[Any]], where: str) -> Iterator[tuple[Any, ...]]:
-    """Yield one of each axis; raises UserError for more than anybody means."""
+    """Yield every combination of one value of each axis. Raises UserError for more than MOST_COMBINATIONS."""
     for number, combination in enumerate(itertools.product(*axes)):
         if number >= MOST_COMBINATIONS:
             raise UserError(f"{where} is a grid of more than {MOST_COMBINATIONS:,} combinations; give fewer values")
@@ -283,7 +284,7 @@ def _entries(given: Given, key: str, where: str) -> list[Any]:
 
 
 def _take_layouts(options: dict[str, Any]) -> tuple[str, ...]:
-    """Take the names of the layouts that an entry is for out of it."""
+    """Remove the key ``layouts`` from an entry, and return its names."""
     value = options.pop("layouts", ())
     return tuple(str(text).strip() for text in (value if isinstance(value, list | tuple) else [value]))
 
@@ -304,7 +305,10 @@ def _layouts(entries: list[Any], where: str, has_sensitivity: bool) -> Iterator[
 
 
 def _layout(options: dict[str, Any], at: str, has_sensitivity: bool) -> LayoutChoice:
-    """Return one combination, its shorthands written out: a mode with a fraction is that fraction by sensitivity."""
+    """Return one combination with its shorthands expanded: a mode with a fraction is that fraction by sensitivity.
+
+    Raises UserError for an entry that is not valid.
+    """
     name, mode, fraction = (options.pop(key, None) for key in ("name", "mode", "fraction"))
     if mode not in (None, SPD, LADDER, BOTH):
         raise UserError(f"{at}: mode is {mode!r}, but must be one of {SPD}, {LADDER}, {BOTH}")
@@ -336,7 +340,7 @@ def _layout(options: dict[str, Any], at: str, has_sensitivity: bool) -> LayoutCh
 def _ways(entries: list[Any], where: str, data: Given) -> Iterator[AdaptChoice]:
     """Yield a way of adapting for each combination of the values that are lists.
 
-    data: of stages that name none.
+    data: the data of stages that name none.
 
     An entry is ``none``; one stage, which is a method's name or a mapping with ``method`` and its options; or a chain,
     which is a list of stages or a mapping with ``stages``.
@@ -370,7 +374,7 @@ def _chains(stages: Any, at: str, data: Given) -> Iterator[tuple[AdaptStage, ...
 
 
 def _stages(entry: Any, at: str, data: Given) -> Iterator[AdaptStage]:
-    """Yield a stage with each combination of its values."""
+    """Yield a stage for each combination of its values. Raises UserError for one that is not valid."""
     given = {**data, **absolute(mapping(entry, at) if isinstance(entry, Mapping) else {"method": entry})}
     method = given.pop("method", None)
     if method not in get_args(Method):
