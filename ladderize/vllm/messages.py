@@ -1,9 +1,9 @@
 """Messages between the ranks of vLLM's tensor-parallel group that are in flight while a sub-module computes.
 
 ``start`` and ``wait`` are operators of torch, so that they keep their place when vLLM compiles the model or captures it
-in a CUDA graph. The compiler moves pure operators: the wait up to the start, or the start down to the wait. So each
-is declared to write a tensor that it never touches. ``start`` "writes" what the hiding sub-module is going to read, and
-``wait`` "writes" what that sub-module has made: the sub-module stays between them.
+in a CUDA graph. The compiler moves pure operators: the wait up to the start, or the start down to the wait. So each is
+declared to write a tensor that it never touches. ``start`` "writes" the input of the hiding sub-module, and ``wait``
+"writes" its output. So the sub-module stays between them.
 
 On CPUs the compiler sees the whole model, and may give an operator a copy of its argument, whose memory it uses again
 after the call. There a message in flight has memory of its own, and ``wait`` returns a tensor of its own. On GPUs vLLM
@@ -37,7 +37,7 @@ logger = init_logger("vllm.ladderize")
 class Messages:
     """The messages of one model. At most one is in flight: each is waited for before the next all-reduce begins.
 
-    The operators find this object by ``name`` in vLLM's forward context, as attention layers are found.
+    The operators find this object by ``name`` in vLLM's forward context, where attention layers are found, too.
     """
 
     def __init__(self, name: str, vllm_config: VllmConfig) -> None:
@@ -52,7 +52,7 @@ class Messages:
         self.in_place = torch.device(get_tp_group().device).type != "cpu"
         logger.info("Messages in flight: %s", why)
         if isinstance(vllm_config.additional_config, dict):
-            # the graph differs (``all_reduce``), so the key of vLLM's compile cache must
+            # the graph depends on it (``all_reduce``), so the key of vLLM's compile cache must, too
             vllm_config.additional_config["ladderize_messages"] = self.collectives.name
         contexts = vllm_config.compilation_config.static_forward_context
         if name in contexts:
@@ -60,9 +60,9 @@ class Messages:
         contexts[name] = self
 
     def start(self, partial: Tensor, reads: Tensor) -> None:
-        """Begin to sum ``partial`` [tokens, hidden] over the ranks; the caller keeps it until ``wait``.
+        """Start to sum ``partial`` [tokens, hidden] over the ranks. The caller keeps it until ``wait``.
 
-        reads: what the sub-module that hides it reads.
+        reads: the input of the sub-module that hides the message.
         """
         if not self.alone:
             torch.ops.ladderize.start(partial, reads, self.name)
@@ -70,10 +70,11 @@ class Messages:
     def wait(self, partial: Tensor, made: Tensor) -> Tensor:
         """Return the sum [tokens, hidden] of ``partial``, which was started.
 
-        made: what the sub-module that hid it has made.
+        made: the output of the sub-module that hid the message.
 
-        One rank waits, too: without an operator here, Inductor (torch 2.13, CPUs) puts who reads ``partial``
-        later into one kernel with an earlier norm, ahead of the product that fills it.
+
+        One rank waits, too. Without an operator here, Inductor (torch 2.13, CPUs) fuses later readers of ``partial``
+        with an earlier norm, ahead of the product that fills it.
         """
         if not self.in_place:
             return torch.ops.ladderize.wait(partial, made, self.name)
@@ -81,8 +82,11 @@ class Messages:
         return partial
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Return the sum over the ranks at once. Two ranks over a network swap their partials, which is one step where
-        gloo's all-reduce takes two; otherwise it is vLLM's own."""
+        """Return the sum over the ranks, and wait for it.
+
+        Two ranks over gloo swap their partials, which is one step where gloo's all-reduce takes two. Otherwise the
+        all-reduce is vLLM's own.
+        """
         if self.emulated or (self.collectives.name == "gloo" and self.collectives.ranks == 2):
             reads = torch.empty_like(partial)  # nothing hides it
             self.start(partial, reads)
@@ -92,7 +96,8 @@ class Messages:
 
 @functools.cache
 def define_operators() -> torch.library.Library:
-    """``start``, ``wait`` and ``wait_in_place`` in ``torch.ops.ladderize``, once in a process; the library is kept."""
+    """Define ``start``, ``wait`` and ``wait_in_place`` in ``torch.ops.ladderize``, once in a process; return their
+    library."""
     library = torch.library.Library("ladderize", "FRAGMENT")
     library.define("start(Tensor partial, Tensor(a!) reads, str messages) -> ()")
     library.define("wait(Tensor partial, Tensor(a!) made, str messages) -> Tensor")
@@ -108,11 +113,11 @@ def define_operators() -> torch.library.Library:
 
 
 def _nothing(*arguments: Any) -> None:
-    """The result of an operator that returns nothing."""
+    """Stand for an operator that returns nothing."""
 
 
 def _like_first(partial: Tensor, *arguments: Any) -> Tensor:
-    """Return the shape of a sum."""
+    """Return an empty tensor of the sum's shape, for tracing."""
     return torch.empty_like(partial)
 
 
@@ -125,7 +130,7 @@ def _start(partial: Tensor, reads: Tensor, messages: str) -> None:
     sender, forward = _messages(messages), get_forward_context()
     if sender.in_flight and sender.forward is forward:
         raise RuntimeError("a message was started while another was in flight")
-    while sender.in_flight:  # of a pass that ended in an error: the other ranks have sent theirs, too
+    while sender.in_flight:  # left over from a pass that ended in an error: the other ranks have sent theirs, too
         sender.in_flight.popleft().wait()
     sender.forward = forward
     sender.collectives.tidy()
@@ -149,7 +154,8 @@ def _wait_in_place(partial: Tensor, made: Tensor, messages: str) -> None:
 
 
 def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Collectives, str]:
-    """Return what carries the messages, and one sentence on the choice. All ranks call it together."""
+    """Return the collectives of the messages, and one sentence on the choice. All ranks call it. Raises ValueError for
+    a backend that cannot work."""
     group = get_tp_group()
     device = torch.device(group.device)
     if backend.link is not None:
@@ -173,7 +179,7 @@ def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Coll
 
 
 class VllmAllReduce(Collectives):
-    """vLLM's all-reduce, which is done when it returns."""
+    """Collectives by vLLM's all-reduce, which returns the finished sum."""
 
     name = "vllm"
 
@@ -187,8 +193,10 @@ class VllmAllReduce(Collectives):
 
 
 class VllmOnStream(OnStream):
-    """vLLM's all-reduce (custom kernel, symmetric memory or NCCL, as vLLM chooses for the size) on a stream of its own.
-    What it returns stays on that stream: the sum takes the message's place."""
+    """Collectives by vLLM's all-reduce on a stream of its own: a custom kernel, symmetric memory or NCCL, by the size.
+
+    vLLM's result stays on that stream: the sum takes the message's place.
+    """
 
     name = "vllm"
 

@@ -1,5 +1,7 @@
-"""Converted models of every family for vLLM: its own Llama with our layers, which know what a family adds. Loading,
-attention, quantisation, LoRA, sampling and speculation stay vLLM's."""
+"""Converted models of every family for vLLM: its own Llama with our layers, which have each family's additions.
+
+Loading, attention, quantisation, LoRA, sampling and speculation stay vLLM's.
+"""
 
 import functools
 from itertools import islice
@@ -41,8 +43,13 @@ class LadderizedModel(LlamaModel):
         intermediate_tensors: IntermediateTensors | None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors | tuple[Tensor, list[Tensor]]:
-        """input_ids, positions: [tokens]. Returns the normed stream [tokens, hidden], with the streams that a drafter
-        asked for; or what the next stage of the pipeline is handed."""
+        """Return the normed stream [tokens, hidden], with the streams that a drafter asked for, or the next stage's
+        input.
+
+        The latter is for a pipeline.
+
+        input_ids, positions: [tokens].
+        """
         pending: Pending | None = None
         if get_pp_group().is_first_rank:
             delta, residual = None, self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
@@ -74,13 +81,16 @@ class LadderizedModel(LlamaModel):
         return (hidden_states, streams) if streams else hidden_states
 
     def arrived(self, pending: Pending | None, made: Tensor) -> Pending | None:
-        """Return ``pending`` with its sum there: waited for early, where somebody reads the whole stream."""
+        """Wait for ``pending`` early, where the whole stream is read; return it with its sum."""
         return pending and Pending(total_of(self.messages, pending, made), True)
 
 
 def handed_on(layout: Layout, layer: int) -> list[str]:
-    """Return the names of what a pipeline's stage that begins with ``layer`` is handed: the stream, the sum that is
-    still to be added to it, and the one that ``layer``'s attention must not see yet."""
+    """Return the names of the tensors for the pipeline's stage that begins with ``layer``.
+
+    They are the stream, the sum that is still to be added to it, and the sum that ``layer``'s attention must not see
+    yet.
+    """
     before = layer - 1
     if layer == 0 or layout.mlp_sync[before] == BLOCKING:
         return ["residual", "hidden_states"]

@@ -4,11 +4,11 @@ from typing import Any
 
 
 def register_plugin() -> None:
-    """Tell vLLM and transformers about converted models; vLLM then needs no ``--trust-remote-code`` for them.
+    """Register converted models with vLLM and transformers. vLLM then needs no ``--trust-remote-code`` for them.
 
-    vLLM's entry point of the group ``vllm.general_plugins``. It may be called several times, and touches no GPU: the
-    model class is named, not imported. In a version of vLLM that was not tested, only ladderized checkpoints are
-    refused; every other model loads as before.
+    This is vLLM's entry point of the group ``vllm.general_plugins``. It may be called several times, and touches no
+    GPU: the model class is named, not imported. In a version of vLLM that was not tested, only ladderized checkpoints
+    are refused; every other model loads as before.
     """
     from transformers import AutoConfig
 
@@ -38,7 +38,8 @@ def register_plugin() -> None:
 
 
 def _refusing(own: Any, problem: str) -> type:
-    """A config class that raises ValueError(problem) when a checkpoint's config is read: before any worker exists."""
+    """Return a config class that raises ValueError(problem) when a checkpoint's config is read, before any worker
+    exists."""
 
     class RefusedConfig(own):  # type: ignore[misc]
         @classmethod

@@ -1,5 +1,7 @@
-"""Refusals: what a layout cannot do in vLLM, or was not tested with, ends in the process that the user started, before
-workers exist."""
+"""The refusals of settings that a layout cannot have in vLLM, or was not tested with.
+
+They are raised in the process that the user started, before workers exist.
+"""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -17,10 +19,10 @@ from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend, archite
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
 
-# The graph that is compiled is cut at these, so that pieces keep the order of the program, and no piece that becomes a
+# The compiled graph is cut at these operators. So pieces keep the order of the program, and no piece that becomes a
 # CUDA graph of its own has a start without its wait.
 OPERATORS = ("ladderize::start", "ladderize::wait_in_place")
-QUANTISED = ("quantization_config", "compression_config")  # whatever vLLM itself makes of these
+QUANTISED = ("quantization_config", "compression_config")  # keys that vLLM itself reads
 KV_CACHE_UPDATES = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
 
 
@@ -29,7 +31,7 @@ class VerifyLadderized(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
-        """Raises ValueError, which vLLM shows as it is, for what this layout cannot do."""
+        """Raise ValueError, which vLLM shows as it is, for settings that this layout cannot have."""
         model_type, name = vllm_config.model_config.hf_config.model_type, vllm_config.model_config.architecture
         family = find_family({"model_type": model_type})
         if family is None or (family.ladderized_type, architecture(family)) != (model_type, name):
@@ -51,7 +53,7 @@ class VerifyStock(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
-        """Raises ValueError where a layout would be lost without a word."""
+        """Raise ValueError if a layout would be ignored silently."""
         config = vllm_config.model_config.hf_config
         family = find_family({"model_type": config.model_type})
         if family and is_ladderized({"model_type": config.model_type}) and not layout_of(vllm_config).is_dense:
@@ -77,12 +79,12 @@ def layout_of(vllm_config: "VllmConfig") -> Layout:
 
 
 def decoder_of_model(vllm_config: "VllmConfig") -> Decoder:
-    """Return what the model's family has beside a Llama's layer."""
+    """Return the decoder of the model's family: its differences from a Llama."""
     return decoder_of(_config(vllm_config))
 
 
 def _config(vllm_config: "VllmConfig") -> dict[str, Any]:
-    """config.json as vLLM has read it, without what it heeds itself."""
+    """Return config.json as vLLM has read it, without the keys that vLLM itself reads."""
     model = vllm_config.model_config
     # --disable-sliding-window takes the window out of the config, but not the list of layers that have it
     own = {*QUANTISED, *(("layer_types",) if model.disable_sliding_window else ())}
@@ -90,7 +92,7 @@ def _config(vllm_config: "VllmConfig") -> dict[str, Any]:
 
 
 def _split_graph(vllm_config: "VllmConfig") -> None:
-    """Cut the graph that is compiled at start and wait, where vLLM cuts it: on GPUs. On CPUs it stays whole."""
+    """Cut the compiled graph at start and wait on GPUs, where vLLM cuts it. On CPUs it stays whole."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda_alike() and not vllm_config.model_config.enforce_eager:
@@ -99,7 +101,7 @@ def _split_graph(vllm_config: "VllmConfig") -> None:
 
 def cut_at_messages(compilation: "CompilationConfig") -> None:
     """Add start and wait to the operators at which vLLM cuts a graph."""
-    if compilation.splitting_ops is None:  # as vLLM's own default, which it would choose after this hook
+    if compilation.splitting_ops is None:  # vLLM would choose this default after this hook
         compilation.splitting_ops = [*compilation._attention_ops, *KV_CACHE_UPDATES]
         if compilation.pass_config.fuse_attn_quant is None:
             compilation.pass_config.fuse_attn_quant = False  # it wants attention inside the pieces
@@ -107,12 +109,12 @@ def cut_at_messages(compilation: "CompilationConfig") -> None:
 
 
 def sends(layout: Layout, backend: MessageBackend) -> bool:
-    """Tell whether messages are in flight while something computes."""
+    """Return True if messages are in flight while something computes."""
     return OVERLAPPED in layout.attention_sync + layout.mlp_sync or backend.link is not None
 
 
 def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend) -> str | None:
-    """Why this layout cannot be served so, in one sentence that says what to do, or None."""
+    """Return the reason why this layout cannot be served so, in one sentence with advice, or None."""
     problems = _problems(layout, vllm_config, backend)
     if not layout.is_dense:
         problems |= _problems_of_sync_points(vllm_config)
@@ -120,7 +122,7 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
 
 
 def _problems(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend) -> dict[str, bool]:
-    """Sentence -> whether it is so, of any layout."""
+    """Return sentences on problems of any layout; True for those that apply."""
     from vllm import envs
     from vllm.platforms import current_platform
 
@@ -151,7 +153,7 @@ def _problems(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend
 
 
 def _problems_of_sync_points(vllm_config: "VllmConfig") -> dict[str, bool]:
-    """Return the same, of layouts with overlapped or dropped sync points."""
+    """Return sentences on problems of overlapped or dropped sync points; True for those that apply."""
     from vllm.config import CompilationMode
     from vllm.platforms import current_platform
 

@@ -1,1 +1,1 @@
-"""``ladderize bench --engine vllm``: the same harness, where a sample is a request to vLLM's engine."""
+"""The command ``ladderize bench --engine vllm``: bench's harness with requests to vLLM's engine as samples."""

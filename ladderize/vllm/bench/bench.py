@@ -1,4 +1,4 @@
-"""``ladderize bench --engine vllm`` from its options to its document. Only the ranks import vLLM."""
+"""The command ``ladderize bench --engine vllm`` from its options to its document. Only the ranks import vLLM."""
 
 import atexit
 import contextlib
@@ -22,19 +22,19 @@ from ladderize.runtime.launch import check_group_size
 from ladderize.vllm.bench.served import VllmPlan, served_models
 from ladderize.vllm.environment import check_vllm, configuration_refusal
 
-# a rank's own: the engine runs in the rank itself, which speaks where something is wrong
+# variables of a rank: the engine runs in the rank itself, which reports errors
 VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def bench_vllm(
     choice: ModelChoice, options: BenchOptions, *, out: Path | None = None, console: Console = SILENT
 ) -> BenchDocument:
-    """Time the chosen models in vLLM against each other; returns the result, and shows it where the console speaks.
+    """Time the chosen models in vLLM against each other, and return the result; a console that speaks shows it.
 
     A dense model runs in vLLM's own class, others in ladderize's. Raises UsageError or UserError for what cannot be
     measured.
 
-    out: a JSON file, which is written after each batch size.
+    out: a JSON file, written after each batch size.
     """
     check_vllm_usage(choice, options)
     check_vllm()
@@ -51,11 +51,11 @@ def bench_vllm(
         try:
             return run_and_show(measure_vllm, plan, device, out, console, show_bench)
         finally:
-            remove_segments(os.getpid())  # vLLM's, which have their names from host_name
+            remove_segments(os.getpid())  # vLLM's, whose names come from ``identify``
 
 
 def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocument:
-    """Start the engines of all rows and time them; each rank's part. Raises UserError for what vLLM refuses."""
+    """Start the engines of all rows and time them. All ranks call it. Raises UserError for what vLLM refuses."""
     engines: list[Any] = []
     with prepared_rank(engines):
         from ladderize.vllm.bench.measure import measure_engines, start_engines
@@ -66,9 +66,9 @@ def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocumen
 
 @contextlib.contextmanager
 def prepared_rank(engines: list[Any]) -> Iterator[None]:
-    """Set what vLLM must find in a rank's process before it is imported, and hear its refusals as UserErrors.
+    """Prepare a rank's process for the import of vLLM, and raise vLLM's refusals in the block as UserErrors.
 
-    engines: of vLLM. Where one goes, vLLM ends the group that all share: they live as long as the process.
+    engines: of vLLM. They live as long as the process, since vLLM ends the group of all when one is deleted.
     """
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""vLLM's engine of one row of the benchmark, in a rank's own process."""
+"""vLLM's engine of one row of the benchmark, in a rank's process."""
 
 import contextlib
 import os
@@ -27,13 +27,16 @@ KV_BLOCK = 128  # tokens: vLLM's blocks on a CPU; those of GPUs are smaller
 
 
 class ServingEngine:
-    """vLLM serving one row of the benchmark. All ranks make it, and call the same methods in the same order.
+    """vLLM serving one row of the benchmark. All ranks create it, and call the same methods in the same order.
 
-    replica: the group that this rank belongs to, where replicas of the model serve it.
+    replica: the group of this rank, where replicas of the model serve the row.
     """
 
     def __init__(self, served: Served, options: BenchOptions, ranks: Ranks, sharing: int) -> None:
-        """sharing: engines in this process, which share a GPU's memory."""
+        """Start the engine. Raises UserError if vLLM takes another class for the model.
+
+        sharing: the number of engines in this process, which share a GPU's memory.
+        """
         self.served = served
         self.replica = ReplicaGroup(ranks, served.replicas) if served.replicas > 1 else None
         length, batch = options.prompt_len + options.output_len, served.part(max(options.batch_sizes))
@@ -62,7 +65,7 @@ class ServingEngine:
                 **placement,
                 **({"compilation_config": {"pass_config": {NORM_FUSION: False}}} if served.baseline == UNFUSED else {}),
             )
-        # where the plugin is missing, vLLM takes a class for models of transformers
+        # without the plugin, vLLM takes a class for models of transformers
         resolved = self.llm.llm_engine.vllm_config.model_config.architecture
         if resolved != served.architecture:
             raise UserError(f"{served.name}: vLLM runs it as {resolved}, and not as {served.architecture}")
@@ -77,16 +80,16 @@ class ServingEngine:
         self.made: dict[str, list[int]] = {}
 
     def group(self) -> AbstractContextManager[None]:
-        """Inside the block, vLLM's tensor-parallel group is this engine's."""
+        """Return a context in which vLLM's tensor-parallel group is this engine's."""
         return contextlib.nullcontext() if self.replica is None else self.replica.entered()
 
     def share_of(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Return the prompts of a batch that this rank's replica serves, which may be none."""
+        """Return the prompts of a batch that this rank's replica serves. There may be none."""
         return prompts if self.replica is None else prompts[self.replica.number :: self.served.replicas]
 
     @property
     def messages(self) -> Messages | None:
-        """The carrier of this model's messages in flight, or None in vLLM's own class."""
+        """The messages of this model; None in vLLM's own class."""
         contexts = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context
         return next((found for found in contexts.values() if isinstance(found, Messages)), None)
 
@@ -98,13 +101,13 @@ class ServingEngine:
 
     @property
     def fused_norm(self) -> bool:
-        """vLLM was configured to fuse norms into the all-reduces before them."""
+        """True if vLLM was configured to fuse norms into the all-reduces before them."""
         return bool(getattr(self.llm.llm_engine.vllm_config.compilation_config.pass_config, NORM_FUSION))
 
     def prefill(self, prompts: list[list[int]], output_len: int) -> None:
-        """Ask for ``output_len`` greedy tokens after each prompt, and go on until each has its first.
+        """Request ``output_len`` greedy tokens after each prompt, and run until each prompt has its first.
 
-        Raises UserError where vLLM did not prefill all prompts in one step: what it took would not be a prefill.
+        Raises UserError if vLLM did not prefill all prompts in one step: the time would not be that of a prefill.
         """
         sampling = self.sampling.clone()
         sampling.max_tokens = output_len
@@ -124,7 +127,7 @@ class ServingEngine:
             )
 
     def decode(self) -> None:
-        """Go on to the end of every request; ``made`` then has their tokens, by the request's name."""
+        """Run to the end of every request. Then ``made`` has the tokens of each, by its name."""
         with self.group():
             while self.llm.llm_engine.has_unfinished_requests():
                 self._step()
@@ -138,7 +141,7 @@ NORM_FUSION = "fuse_allreduce_rms"  # of vLLM's PassConfig
 
 
 def communicator() -> str:
-    """Return what carries vLLM's own all-reduces between the ranks of this process's group."""
+    """Return the name of the backend of vLLM's own all-reduces in this process's group."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -155,14 +158,14 @@ def communicator() -> str:
 
 
 def kv_cache_bytes(served: Served, options: BenchOptions) -> int:
-    """Return the bytes of one rank's KV cache: every request of the largest batch to its end, and blocks to spare."""
+    """Return the bytes of one rank's KV cache, for every request of the largest batch to its end, and spare blocks."""
     tokens = KV_BLOCK * (-(-(options.prompt_len + options.output_len) // KV_BLOCK) + 1)
     texts = served.part(max(options.batch_sizes)) + 2
     return cache_bytes(served.shape(options.tp_size), texts, tokens, served.spec.torch_dtype.itemsize)
 
 
 class TimedEngine(Timed):
-    """A sample: the seconds until every request has its first token, and from then on per token of each."""
+    """The timing of a batch: the seconds until every request has its first token, and the seconds per further token."""
 
     parts = PHASES
 

@@ -1,4 +1,4 @@
-"""The ranks for vLLM: which of them share memory, and groups of a part of them.
+"""The ranks for vLLM: the ranks that share memory, and groups of a part of the ranks.
 
 vLLM keeps its tensor-parallel group in a module's variable, and FlashInfer's buffers for that group in others. An
 engine of a part of the ranks has its own values there while it is built and while it runs.
@@ -20,7 +20,7 @@ from ladderize.ranks.group import Ranks, host_id
 IDENTITY = "LADDERIZE_VLLM_HOST"
 NETWORK = "/proc/self/ns/net"  # a link, whose target names the network namespace
 GROUP = (parallel_state, "_TP")
-# what vLLM makes when they are first needed
+# the values before vLLM makes the buffers, which it does at first use
 MADE_LATER: dict[tuple[ModuleType, str], Any] = {
     (flashinfer_all_reduce, "_fi_ar_workspace"): None,
     (flashinfer_all_reduce, "_fi_ar_quant_workspace"): None,
@@ -30,9 +30,9 @@ MADE_LATER: dict[tuple[ModuleType, str], Any] = {
 
 
 def identify(ranks: Ranks, starter: int) -> None:
-    """Let vLLM see which ranks share memory: name this rank's host and network namespace (worker.py).
+    """Name this rank's host and network namespace, so that vLLM finds the ranks that share memory (worker.py).
 
-    starter: the process that removes what has its number in its name (``remove_segments``).
+    starter: the process that removes segments with its number in their names (``remove_segments``).
     """
     namespace = os.readlink(NETWORK) if os.path.islink(NETWORK) else ""
     host = hashlib.sha256((host_id() + namespace).encode()).hexdigest()[:12]
@@ -40,8 +40,10 @@ def identify(ranks: Ranks, starter: int) -> None:
 
 
 class ReplicaGroup:
-    """The group of this rank and its neighbours, one of ``count`` of equal size; all ranks make it together, after
-    vLLM made its own of all."""
+    """The group of this rank and its neighbours, one of ``count`` of equal size.
+
+    All ranks create it together, after vLLM has created its group of all.
+    """
 
     def __init__(self, ranks: Ranks, count: int) -> None:
         size = ranks.size // count
@@ -51,13 +53,13 @@ class ReplicaGroup:
             [list(range(first, first + size)) for first in range(0, ranks.size, size)],
             world.local_rank,
             torch.distributed.get_backend(world.device_group),
-            group_name="tp",  # by which vLLM tells where its fast all-reduces are allowed
+            group_name="tp",  # the name of groups that vLLM allows its fast all-reduces
         )
         self.values = {GROUP: group, **MADE_LATER}
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside the block, this is vLLM's tensor-parallel group."""
+        """Make this vLLM's tensor-parallel group until the end of the block."""
         kept = _current(self.values)
         _set(self.values)
         try:

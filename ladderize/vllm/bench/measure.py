@@ -1,6 +1,6 @@
 """One rank's part of ``ladderize bench --engine vllm``: vLLM's engines of all rows side by side, timed in turn.
 
-Changing from one to the next costs nothing, and no idle processes disturb the engine that is timed.
+A change from one to the next costs nothing, and no idle processes disturb the engine that is timed.
 """
 
 import os
@@ -38,9 +38,12 @@ from ladderize.vllm.plugin import register_plugin
 
 
 def start_engines(engines: list[ServingEngine], ranks: Ranks, plan: VllmPlan, console: Console) -> None:
-    """Start the engines of all rows, into ``engines``; all ranks call it."""
+    """Start the engines of all rows, and add them to ``engines``. All ranks call it.
+
+    Raises UserError if memory is too small, or vLLM refuses a model.
+    """
     options, needed = plan.options, 0
-    for served in plan.served:  # they live side by side
+    for served in plan.served:  # they share the memory
         weights = weight_bytes(served.shape(options.tp_size), served.spec.torch_dtype.itemsize, packed=False)
         needed += weights + kv_cache_bytes(served, options)
     check_bench_memory(needed, ranks)
@@ -56,7 +59,7 @@ def start_engines(engines: list[ServingEngine], ranks: Ranks, plan: VllmPlan, co
 def measure_engines(
     engines: Sequence[ServingEngine], ranks: Ranks, options: BenchOptions, console: Console
 ) -> BenchDocument:
-    """Time the engines against each other; each rank's part."""
+    """Time the engines against each other, and return the document. All ranks call it."""
     surroundings = environment(ranks, settings=("VLLM_", "LADDERIZE_"), vllm=installed_version() or "unknown")
     rows: list[BenchRow] = []
     for batch in options.batch_sizes:
@@ -89,7 +92,8 @@ def _variant(engine: ServingEngine, options: BenchOptions, batch: int) -> TimedV
 
 
 def _trace(variant: TimedVariant, ranks: Ranks, path: Path) -> dict[str, Overlap] | None:
-    """Return the overlap of each phase; None for vLLM's own class, which has no messages in flight."""
+    """Write a trace; return the overlap of each phase, or None for vLLM's own class, which has no messages in
+    flight."""
     engine, prompts, device = variant.timed.engine, variant.timed.prompts, ranks.device
 
     def run() -> None:

@@ -23,10 +23,10 @@ BASELINE_ROWS = {PLUGIN: PLUGIN_ROW, UNFUSED: "dense, norms not fused", REPLICAS
 
 @dataclass(frozen=True)
 class Served:
-    """A row: a folder that vLLM opens, and the model in it; random weights where the model has no folder.
+    """A row: a folder that vLLM opens, and the model in it. Weights are random where the model has no folder.
 
     architecture: vLLM's model class, its own or the plugin's.
-    baseline: of --baselines; it runs the first model's weights.
+    baseline: one of --baselines, which runs the first model's weights.
     """
 
     spec: ModelSpec
@@ -40,11 +40,11 @@ class Served:
 
     @property
     def replicas(self) -> int:
-        """The number of groups that the ranks fall into, each of which serves its part of a batch."""
+        """The number of groups of ranks, each of which serves its part of a batch."""
         return 2 if self.baseline == REPLICAS else 1
 
     def part(self, batch: int) -> int:
-        """Return the largest number of texts that one group has of a batch."""
+        """Return the largest number of texts of a batch that one group serves."""
         return -(-batch // self.replicas)
 
     def shape(self, tp_size: int) -> Shape:
@@ -54,7 +54,7 @@ class Served:
 
 @dataclass(frozen=True)
 class VllmPlan:
-    """The rows that are timed, and how.
+    """The rows to time, and the options.
 
     starter: the process that started the ranks.
     """
@@ -65,9 +65,11 @@ class VllmPlan:
 
 
 def served_models(specs: list[ModelSpec], options: BenchOptions, work: Path) -> list[Served]:
-    """Make a folder for each row under ``work``: checkpoints' files are linked to, and only configs are written.
+    """Make a folder for each row under ``work``, and return the rows. Checkpoints' files are linked; only configs are
+    written.
 
-    Raises UserError for what vLLM's classes cannot take, LayoutError for a model that half of the ranks cannot run.
+    Raises UserError for a baseline of a model that is not dense, LayoutError for a model that half of the ranks cannot
+    run.
     """
     rows = [_served(spec, work / str(number), plugin=not spec.layout.is_dense) for number, spec in enumerate(specs)]
     for name in reversed(options.baselines):
@@ -90,7 +92,7 @@ def _served(spec: ModelSpec, folder: Path, *, plugin: bool, baseline: str | None
 
 
 def vllm_config(config: dict[str, Any], layout: Layout, *, plugin: bool) -> dict[str, Any]:
-    """Return config.json for vLLM's own class, or for the plugin's, which takes dense layouts, too."""
+    """Return config.json for vLLM's own class, or for the plugin's, which runs dense layouts, too."""
     kept = {key: value for key, value in config.items() if key not in {*CONFIG_KEYS, "auto_map"}}
     family = known_family(config)
     kept["model_type"] = family.ladderized_type if plugin else family.model_type
@@ -99,7 +101,7 @@ def vllm_config(config: dict[str, Any], layout: Layout, *, plugin: bool) -> dict
 
 
 def vllm_rows(variants: Sequence[TimedVariant], options: BenchOptions, batch: int) -> list[BenchRow]:
-    """Return the rows of one batch size; the first is what speed-ups are over."""
+    """Return the rows of one batch size. Speed-ups are over the first."""
     emulated = MessageBackend.from_environment(os.environ).link is not None
     first = variants[0].timed.seconds
     return [

@@ -1,6 +1,6 @@
-"""vLLM's worker of a CPU rank, named by its path alone (``worker_cls``).
+"""vLLM's worker of a CPU rank. Others name it by its path (``worker_cls``), and do not import it.
 
-vLLM's module of it replaces torch.cuda's Event, Stream and more for the whole process where it is imported.
+The import of vLLM's module replaces torch.cuda's Event, Stream and more for the whole process.
 """
 
 import os
@@ -11,11 +11,11 @@ from ladderize.vllm.bench.groups import IDENTITY
 
 
 class IdentifiedWorker(CPUWorker):
-    """A worker that shares memory only with ranks that it can share it with.
+    """A worker that shares memory only with ranks of its host and network namespace.
 
-    Ranks that others start get one name for their shared memory from vLLM, wherever they are; it then sums over memory
-    that they may not share, or over memory where they are to use a link. With a name for each host and network
-    namespace, vLLM's own check finds out, and takes gloo.
+    vLLM gives ranks that others start one name for their shared memory, wherever they are. Then it sums over memory
+    that they do not share, or in place of a link. With a name for each host and network namespace, vLLM's own check
+    finds this, and takes gloo.
     """
 
     def init_device(self) -> None:
