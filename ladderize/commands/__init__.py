@@ -1,2 +1,4 @@
-"""A file for each command: parse, call, print. Heavy imports are inside of functions; only cli and what runs
-commands (sweep, demo) import from here."""
+"""The commands, a file for each: parse, call, print.
+
+Heavy imports are inside of functions. Only cli, sweep and demo, which run commands, import from here.
+"""

@@ -43,7 +43,7 @@ SHOWN_ROWS = 4  # of --show-data
 
 @dataclass(frozen=True)
 class AdaptArguments:
-    """Options that every method heeds. Those without a description are described at RetrainOptions."""
+    """The options of every method. Those without a description are described at RetrainOptions."""
 
     model: str = argument(
         "MODEL", "A converted checkpoint, or with --train a dense one: folder or hub id. It is never changed."
@@ -66,7 +66,7 @@ class AdaptArguments:
 
 @dataclass(frozen=True)
 class RetrainArguments:
-    """Options of retraining alone."""
+    """The options of retraining alone."""
 
     show_data: bool = option(f"Print the first {SHOWN_ROWS} rows of the data, decoded, and stop.", False)
     schedule: ScheduleName = option(
@@ -134,14 +134,14 @@ def check_effect(method: Method, given: GivenOptions) -> None:
 
 
 def adapt_options(given: GivenOptions) -> RetrainOptions | WindowOptions:
-    """Return the options of the method, checked as far as they alone decide. Raises UsageError."""
+    """Return the options of the method after all checks that need nothing else. Raises UsageError."""
     own = given.fill(AdaptArguments)
     check_effect(own.method, given)
     return retrain_options(given) if own.method in (FULL, LORA) else _window_options(given, own)
 
 
 def _window_options(given: GivenOptions, own: AdaptArguments) -> WindowOptions:
-    """Return those of methods that work layer by layer, on windows of data."""
+    """Return the options of a method that works layer by layer, on windows of data. Raises UsageError."""
     if own.distill_from is None:
         raise UsageError(
             f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from"
@@ -156,7 +156,7 @@ def _window_options(given: GivenOptions, own: AdaptArguments) -> WindowOptions:
 
 
 def _estimate(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
-    """Show what --dry-run asks for."""
+    """Show the estimate of --dry-run."""
     from ladderize.adapt.train.memory import estimate_training
 
     options = adapt_options(given)
@@ -228,7 +228,7 @@ def _retrain(given: GivenOptions, own: AdaptArguments, console: Console) -> None
 
 
 def retrain_options(given: GivenOptions) -> RetrainOptions:
-    """Return the options of retraining, checked."""
+    """Return the options of retraining, checked. Raises UsageError."""
     _check_retraining(given)
     more = given.fill(RetrainArguments)
     check_options(more)

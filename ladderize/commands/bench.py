@@ -25,7 +25,7 @@ from ladderize.runtime.bench.options import (
 
 @dataclass(frozen=True)
 class BenchArguments:
-    """The options that no dataclass of the benchmarks has."""
+    """The options that are in no dataclass of the benchmarks."""
 
     engine: EngineName = option(
         "Whose inference to time: ladderize's runtime, or vLLM with ladderize's layers in it.", "runtime"
@@ -79,13 +79,13 @@ def bench(given: GivenOptions) -> None:
     if arguments.engine == "vllm":
         options = given.fill(BenchOptions, device="cpu")
         check_vllm_usage(choice, options)
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM binds memory, and torch says so for each engine
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM binds memory, and torch logs that for each engine
         with console.stage("loading torch"):
             start_server(options.tp_size)
             from ladderize.vllm.bench.bench import bench_vllm
         bench_vllm(choice, options, out=out, console=console)
     elif arguments.train:
-        options = given.fill(TrainingBenchOptions, device="cpu")  # which GPUs there are, torch says later
+        options = given.fill(TrainingBenchOptions, device="cpu")  # the device is known once torch is imported
         check_training_usage(choice, options, arguments.link)
         options = given.fill(TrainingBenchOptions, device=start_bench("training.bench", options, given, console))
         ladderize.bench_training(choice, options, arguments.link, out=out, console=console)
@@ -108,7 +108,7 @@ def check_way(given: GivenOptions, arguments: BenchArguments) -> None:
 
 
 def start_bench(module: str, options: GroupOptions, given: GivenOptions, console: Console) -> str:
-    """Import torch and ``module`` of runtime.bench, and check where to compute; returns the device."""
+    """Import torch and ``module`` of runtime.bench, check the device, and return it. Raises UsageError or UserError."""
     with console.stage("loading torch"):
         start_server(options.tp_size)
         importlib.import_module(f"ladderize.runtime.bench.{module}")

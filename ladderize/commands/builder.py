@@ -1,4 +1,4 @@
-"""A command is made of the dataclasses of its options: typer's signature, the help, and what the user gave."""
+"""The making of commands from the dataclasses of their options: typer's signature, the help, and the given values."""
 
 import difflib
 import functools
@@ -18,7 +18,8 @@ NOT_IN_FILES = {"config", "help"}
 
 
 def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Take the file's values for what the command line does not say; raises UserError for a file that does not fit."""
+    """Take values for options that the command line does not give from the file. Raises UserError for a file that does
+    not fit."""
     if path is None or ctx.resilient_parsing:
         return path
     from ladderize.files.parsing import read_yaml
@@ -32,13 +33,13 @@ def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def given_names(ctx: typer.Context) -> list[str]:
-    """The parameters that the user gave, in the command's order, also where the value is the default."""
+    """Return the parameters that the user gave, in the command's order, also where the value is the default."""
     names = [parameter.name for parameter in ctx.command.params if parameter.name is not None]
     return [name for name in names if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"]
 
 
 def file_keys(made: Any) -> dict[str, Any]:
-    """Return the keys of a --config file: the parameters of typer's command by the names of their options, with
+    """Return the parameters of typer's command by their keys in a --config file: their options' names with
     underscores."""
     keys = {}
     for parameter in made.params:
@@ -50,8 +51,12 @@ def file_keys(made: Any) -> dict[str, Any]:
 
 
 def given_parameters(made: Any, name: str | None, document: Mapping[Any, Any], where: str) -> Iterator[tuple[Any, Any]]:
-    """Each option of a file as typer's parameter, with its value as the command line would have it. name: of the
-    command. Raises UserError, which begins with ``where``, for an unknown key and for a value of another kind."""
+    """Yield each option of a file as typer's parameter, with its value in the command line's form.
+
+    Raises UserError, which begins with ``where``, for an unknown key and for a value of another kind.
+
+    name: of the command.
+    """
     parameters = file_keys(made)
     for key, value in document.items():
         wanted = str(key).replace("-", "_")
@@ -64,7 +69,10 @@ def given_parameters(made: Any, name: str | None, document: Mapping[Any, Any], w
 
 
 def _as_given(parameter: Any, value: Any, where: str) -> Any:
-    """A value of the file as the command line would have it: text, which the option's own type then reads."""
+    """Return a value of the file in the command line's form: text, which the option's own type then reads.
+
+    Raises UserError for a value of another kind.
+    """
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, dict | list) or item is None for item in items):
         raise UserError(f"{where} is {value!r}; write one value, or a list of them")
@@ -85,27 +93,33 @@ MEMORY, OUTPUT, ADVANCED = "Memory and devices", "Output", "Advanced"
 METAVARS = {int: "N", float: "X"}
 CONFIG = Option("Read options from this YAML file. The command line wins over it.", "FILE")
 
-# what typer raises for a bad command line; its home has moved between versions
+# typer's error for a bad command line, whose module differs between versions
 BadCommandLine: Any = typer.BadParameter.__base__
 Filled = TypeVar("Filled")
 
 
 class GivenOptions:
-    """The options of a command as they were given. params: every option and argument by its name, None where it was not
-    given and has no default; names: those that the user gave, in the command's order, also where the value is the
-    default."""
+    """The options of a command as they were given.
+
+    params: every option and argument by its name; None: it was not given and has no default.
+    names: those that the user gave, in the command's order, also where the value is the default.
+    """
 
     def __init__(self, context: typer.Context) -> None:
-        # an option that may be repeated and was not given is an empty list or tuple, by the version of typer
+        # a repeatable option that was not given is an empty list or tuple, depending on typer's version
         self.params: dict[str, Any] = {
             name: None if value in ([], ()) else value for name, value in context.params.items()
         }
         self.names = given_names(context)
 
     def fill(self, kind: type[Filled], *, prefix: Any = "", **more: Any) -> Filled:
-        """A dataclass of options, each field from the option of its name. One that is None was not given, so the
-        field's own default holds. prefix: of the options' names, such as ``lora_``. more: fields that no option gives;
-        they win."""
+        """Return a dataclass of options, each field from the option of its name.
+
+        An option that is None was not given, so the field's own default holds.
+
+        prefix: of the options' names, such as ``lora_``.
+        more: values of fields, which win over options.
+        """
         values = {}
         for field in fields(kind):  # type: ignore[arg-type]
             value = self.params.get(prefix + parameter_name(field))
@@ -114,25 +128,31 @@ class GivenOptions:
         return kind(**values, **more)
 
     def refuse(self, idle: Collection[str], why: str, instead: Mapping[str, str] | None = None) -> None:
-        """Raise UsageError if one of ``idle`` was given. why: it has no effect; instead: of some, what follows that."""
+        """Raise UsageError if one of ``idle`` was given.
+
+        why: the reason why it has no effect.
+        instead: by option, a text that follows the reason.
+        """
         for name in self.names:
             if name in idle:
                 raise UsageError(f"{flag(name)} has no effect {why}{(instead or {}).get(name, '')}")
 
 
 def names_of(kind: type, prefix: str = "") -> set[str]:
-    """The options that fill this dataclass."""
+    """Return the names of the options that fill this dataclass."""
     return {prefix + parameter_name(field) for field in fields(kind)}
 
 
 def command(
     *kinds: type, panels: Mapping[str, str], configurable: bool = True, left_out: str = ""
 ) -> Callable[[Callable[[GivenOptions], None]], Any]:
-    """Make a function the command that has the options of these dataclasses; where several have one of the same name,
-    the first describes it.
+    """Return a decorator that makes a function a command with the options of these dataclasses.
 
-    panels: titles of the help, each with its options in their order. configurable: with --config. left_out: options
-    that only Python has.
+    Where several have an option of one name, the first describes it.
+
+    panels: titles of the help, each with its options in their order.
+    configurable: add --config.
+    left_out: options that only Python has.
     """
 
     def decorate(function: Callable[[GivenOptions], None]) -> Any:
@@ -159,20 +179,20 @@ def command(
 
 
 def add(app: typer.Typer, panel: str, function: Any, name: str | None = None) -> None:
-    """Give the command line what ``command`` made."""
+    """Add a function that ``command`` made to the command line."""
     app.command(name, rich_help_panel=panel, cls=Command)(function)
 
 
 @functools.cache
 def _made_of(function: Any) -> Any:
-    """typer's command."""
+    """Return typer's command of a function."""
     app = typer.Typer()
     add(app, "", function)
     return typer.main.get_command(app)
 
 
 def option_words(function: Any, name: str, options: Mapping[str, Any], where: str) -> list[str]:
-    """Options as a file has them, as words of a command line. Raises UserError, which begins with ``where``."""
+    """Return options of a file as words of a command line. Raises UserError, which begins with ``where``."""
     words: list[str] = []
     for parameter, value in given_parameters(_made_of(function), name, options, where):
         option = max(parameter.opts, key=len)
@@ -192,19 +212,24 @@ def parsed(function: Any, words: Sequence[str]) -> GivenOptions:
 
 
 def run_words(function: Any, words: Sequence[str]) -> None:
-    """Run a command in this process. words: its name, and what follows it on a command line."""
+    """Run a command in this process.
+
+    words: the command's name, and the words after it on a command line.
+    """
     with _made_of(function).make_context(words[0], list(words[1:])) as context:
         context.command.invoke(context)
 
 
 def usage_message(error: Any) -> str:
-    """Return what is wrong with a command line, as typer says it."""
+    """Return typer's message about a bad command line."""
     return str(error.format_message()).replace("Value error, ", "").rstrip(".")
 
 
 class SwitchesWithoutType:
-    """Shows no type for switches in the help: ``--overwrite`` takes no value. What says no to one stands in its text:
-    beside its name there is no room."""
+    """A mixin that shows switches without a type and without their negation in the help.
+
+    ``--overwrite`` takes no value, and beside its name there is no room for the negation.
+    """
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         both = [(parameter, parameter.secondary_opts) for parameter in self.params]  # type: ignore[attr-defined]
@@ -223,7 +248,7 @@ class SwitchesWithoutType:
 
 
 class Command(SwitchesWithoutType, TyperCommand):
-    """One command."""
+    """A command in the help's style."""
 
 
 class Commands(SwitchesWithoutType, TyperGroup):
@@ -231,8 +256,10 @@ class Commands(SwitchesWithoutType, TyperGroup):
 
 
 def _parameter(kind: type, field: Field, panel: str) -> Parameter:
-    """typer's parameter of an option or argument. Its default is None where the field's is worked out later, or where
-    the command line has another kind of value."""
+    """Return typer's parameter of an option or argument.
+
+    Its default is None where the field's default is computed later, or the command line has another kind of value.
+    """
     known: Option = field.metadata[OPTION]
     hint = known.kind or (str if known.parse else get_type_hints(kind)[field.name])
     if get_origin(hint) is tuple:
@@ -256,7 +283,7 @@ def _built(name: str, known: Option, hint: Any, default: Any, panel: str, callba
             *(known.flags.split() or [flag(name)]),
             metavar=known.metavar or METAVARS.get(plain),
             help=known.help,
-            min=None if known.parse else known.min,  # typer sees the text
+            min=None if known.parse else known.min,  # typer sees the text, before it is parsed
             max=known.max,
             parser=known.parser,
             show_default=known.shown or True,

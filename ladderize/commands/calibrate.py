@@ -52,7 +52,7 @@ def calibrate(given: GivenOptions) -> None:
 
 
 def _show(document: "CalibrationDocument", console: Console) -> None:
-    """Print the figures, how far the fit is off what was timed, and what to know before the file is used."""
+    """Print the figures, the errors of the fit, and notes on the use of the file."""
     from ladderize.plan.calibrate import relative_errors
 
     device, link, dtype = document.device, document.link, document.groups[0].dtype

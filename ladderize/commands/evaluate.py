@@ -83,7 +83,7 @@ def evaluate(given: GivenOptions) -> None:
 
 
 def _engine(options: EvalOptions) -> "OpenModel | None":
-    """Return what opens a model in vLLM, where that is to compute. Raises UserError where it is not there."""
+    """Return the function that opens a model in vLLM; None for other backends. Raises UserError if vLLM is missing."""
     if options.backend != "vllm":
         return None
     from ladderize.vllm.environment import check_vllm

@@ -88,12 +88,12 @@ def generate(given: GivenOptions) -> None:
             engine=engine,
             console=console,
         )
-    if document is not None:  # which it is on other ranks than 0
+    if document is not None:  # None on other ranks than 0
         console.document(document.to_dict())
 
 
 def _check_mode(arguments: GenerateArguments) -> None:
-    """Raise UsageError unless there is something to continue, with all that it needs and nothing that is another's."""
+    """Raise UsageError unless there is one source of prompts, with the options that it needs and no others."""
     if sum(map(bool, (arguments.prompt, arguments.prompt_file, arguments.from_bos))) > 1:
         raise UsageError("give one of --prompt, --prompt-file and --from-bos, and leave the others out")
     if arguments.from_bos and arguments.num_samples is None:

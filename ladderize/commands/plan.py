@@ -80,7 +80,7 @@ def _options(given: GivenOptions) -> PlanOptions:
 
 
 def _goal(given: GivenOptions) -> PlanGoal | None:
-    """Return what to choose a layout by; None where none is to be chosen."""
+    """Return the goal of a choice; None where no layout is chosen."""
     if {"sensitivity", "max_ppl_increase", "min_speedup"}.isdisjoint(given.names):
         given.refuse(names_of(PlanGoal), "where no layout is chosen; give --max-ppl-increase or --min-speedup")
         return None
@@ -107,7 +107,7 @@ def _show_next(console: Console, choice: PlanModel, options: PlanOptions, result
 
 
 def _layout_words(choice: PlanModel) -> dict[str, object]:
-    """Return the options of ``bench --random-weights`` that time the rows of the plan. Its default is the same."""
+    """Return the options of ``bench --random-weights`` for the rows of the plan. Both have the same default."""
     if choice.layout is None:
         return {"--sync-tp-size": choice.sync_tp_size}
     layouts = list(dict.fromkeys(["dense", *(name for name in choice.rows if name not in BOUNDS)]))
@@ -118,8 +118,8 @@ def _layout_words(choice: PlanModel) -> dict[str, object]:
 def _show_next_of_choice(
     console: Console, model: str, options: PlanOptions, recipe: Path | None, choice: PlanChoice
 ) -> None:
-    """Show the commands that make what was chosen."""
-    target = f"{resolved(model).name}-planned"  # beside where the user is, also for "." and hub ids
+    """Show the commands that make the chosen model."""
+    target = f"{resolved(model).name}-planned"  # in the current folder, also for "." and hub ids
     steps = [("make it", command_line("convert", model, target, "--recipe", recipe or "RECIPE.yaml"))]
     made = target
     if choice.aligned is not None:

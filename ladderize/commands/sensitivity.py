@@ -50,7 +50,7 @@ def sensitivity(given: GivenOptions) -> None:
     console.note(f"wrote {own.out}")
     ranks = options.sync_tp_size
     kind = LADDER if ranks is None else SPD
-    target = f"{resolved(own.model).name}-{kind}"  # beside where the user is, also for "." and hub ids
+    target = f"{resolved(own.model).name}-{kind}"  # in the current folder, also for "." and hub ids
     words = ("--sensitivity", own.out, *(() if ranks is None else ("--sync-tp-size", ranks)), f"--{kind}-fraction", 0.5)
     steps = [("convert with it", command_line("convert", own.model, target, f"--{kind}", "auto", *words))]
     if options.mode == "layers":

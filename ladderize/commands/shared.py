@@ -1,5 +1,4 @@
-"""What several commands share: where to compute, with checks of it, and the next command to try, with which an output
-ends."""
+"""The parts that several commands share: checks of the device, and the next commands, with which an output ends."""
 
 import os
 import shlex
@@ -11,14 +10,15 @@ from ladderize.errors import UserError
 from ladderize.ranks.environment import WORLD_SIZE
 
 LOADING = "loading torch and transformers"  # the first line of a command that computes
-FILE = "FILE"  # of a next command: stands for what was not named yet
+FILE = "FILE"  # in a next command: stands for a file that was not named yet
 
 
-# ---- where to compute ----
+# ---- the device ----
 
 
 def start_server(ranks: int) -> None:
-    """Start the server that forks a command's processes, before its own imports: both import at once."""
+    """Start the server that forks a command's processes. Called before the command's own imports, so that both run at
+    once."""
     if ranks > 1 and not os.environ.get(WORLD_SIZE):
         from ladderize.ranks.server import start_context
 
@@ -26,7 +26,7 @@ def start_server(ranks: int) -> None:
 
 
 def compute_options(device: DeviceName | None, threads: int | None) -> DeviceName:
-    """Check where and how to compute; returns the device."""
+    """Check device and threads; return the device. Raises UserError."""
     from ladderize.ranks.device import check_device, default_device
     from ladderize.ranks.threads import cores
 
@@ -38,7 +38,7 @@ def compute_options(device: DeviceName | None, threads: int | None) -> DeviceNam
 
 
 def runtime_device(device: DeviceName | None, backend: BackendName, threads: int | None, ranks: int) -> DeviceName:
-    """Check where and how the runtime's ranks compute; returns the device."""
+    """Check device, threads and backend of the runtime's ranks; return the device. Raises UsageError or UserError."""
     from ladderize.runtime.collectives.choose import check_backend
 
     device = compute_options(device, threads)
@@ -47,9 +47,10 @@ def runtime_device(device: DeviceName | None, backend: BackendName, threads: int
 
 
 def start_on(device: DeviceName | None, threads: int | None) -> DeviceName:
-    """Check where to compute, and share the cores out among the processes of this machine; returns the device.
+    """Check the device, divide the cores among the processes of this machine, and return the device.
 
-    One process keeps the threads that OMP_NUM_THREADS gave torch. Of several it may be torchrun that set it, to 1.
+    One process keeps the threads that OMP_NUM_THREADS gave torch. With several, torchrun may have set the variable to
+    1.
     """
     device = compute_options(device, threads)
     from ladderize.ranks.environment import OMP_NUM_THREADS, launched
@@ -65,26 +66,31 @@ def start_on(device: DeviceName | None, threads: int | None) -> DeviceName:
 
 
 def command_line(*words: object) -> str:
-    """A command line of ``ladderize`` as a shell takes it."""
+    """Return a command line of ``ladderize``, quoted for a shell."""
     return shlex.join(["ladderize", *map(str, words)])
 
 
 def align_command(converted: str, dense: str, data: str = FILE) -> str:
-    """The command that aligns a converted checkpoint."""
+    """Return the command that aligns a converted checkpoint."""
     aligned = f"{converted.rstrip('/')}-aligned"
     return command_line("adapt", converted, aligned, "--method", "align", "--distill-from", dense, "--data", data)
 
 
 def retrain_command(converted: str, out: str, dense: str, data: str = FILE, *, align: bool) -> str:
-    """The command that retrains a converted checkpoint as docs/results.md found best for short runs. align: first,
-    which is for checkpoints that were neither aligned nor retrained."""
+    """Return the command that retrains a converted checkpoint as docs/results.md found best for short runs.
+
+    align: align first, for checkpoints that were neither aligned nor retrained.
+    """
     first = ["--align"] if align else []
     what = ["--distill-from", dense, *first, "--hidden-weight", 1, "--data", data, "--max-tokens", "20M"]
     return command_line("adapt", converted, out, *what)
 
 
 def show_next(console: Console, *steps: tuple[str, str]) -> None:
-    """steps: what for, and the command."""
+    """Print the next commands.
+
+    steps: the purpose and the command of each.
+    """
     if not steps:
         return
     wide = max(len(purpose) for purpose, _ in steps)
@@ -94,7 +100,7 @@ def show_next(console: Console, *steps: tuple[str, str]) -> None:
 
 
 def scoring_file(*files: Sequence[str]) -> str:
-    """The first of the files that ``eval --perplexity`` reads, or a word that stands for one."""
+    """Return the first of the files that ``eval --perplexity`` can read, or a placeholder."""
     from ladderize.data import SUFFIXES
     from ladderize.files.regular import split_name
 

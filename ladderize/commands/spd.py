@@ -88,7 +88,7 @@ def spd(given: GivenOptions) -> None:
 
 
 def spd_rows(document: "SpdDocument") -> list[dict[str, str]]:
-    """Return a row for each block, for people; steps that no block got have no column."""
+    """Return the table's row of each block. Steps that no block got have no column."""
     columns: dict[str, Callable[[SpdBlock], str]] = {
         "block": lambda row: str(row.block),
         "S": lambda row: f"{row.sensitivity:+.4f}",
