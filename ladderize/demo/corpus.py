@@ -1,6 +1,6 @@
 """The demo's language: short English-like items that a tiny model learns and that a conversion can break.
 
-Four genres, each testing something that lives in a different part of a transformer:
+Four genres test different parts of a transformer:
 
 * ``agreement``: a verb agrees with a subject that is several words away, past nouns of the other number;
 * ``arithmetic``: addition and subtraction of small numbers, digit by digit;
@@ -53,7 +53,11 @@ WORDS = sorted({word for pair in NOUNS for word in pair[:1]} | set(ADJECTIVES) |
 
 @dataclass(frozen=True)
 class Item:
-    """One line of the corpus: ``prompt + answer``; ``choices`` holds the answers a reader could take for right."""
+    """A line of the corpus: ``prompt + answer``.
+
+    choices: the answers that a reader could take for right.
+    key: the part that has to be generalised.
+    """
 
     genre: str
     prompt: str
@@ -71,7 +75,8 @@ class Item:
 
 
 def agreement_item(rng: random.Random) -> Item:
-    """``The old dog near the trees by the river runs .``: the verb follows ``dog``, not ``trees``."""
+    """Return an item such as ``The old dog near the trees by the river runs .``: the verb follows ``dog``, not
+    ``trees``."""
     number = rng.randrange(2)
     subject, verb = rng.choice(NOUNS), rng.choice(VERBS)
     words = ["The", *rng.sample(ADJECTIVES, rng.randrange(2)), subject[number]]
@@ -87,7 +92,7 @@ def agreement_item(rng: random.Random) -> Item:
 
 
 def arithmetic_item(rng: random.Random) -> Item:
-    """``47 + 8 = 55 .`` and ``47 - 8 = 39 .`` with a second operand of one digit."""
+    """Return an item such as ``47 + 8 = 55 .`` or ``47 - 8 = 39 .``, with a second operand of one digit."""
     a, b = rng.randrange(10, 100), rng.randrange(10)
     sign, result = ("+", a + b) if rng.randrange(2) else ("-", a - b)
     near = tuple(f" {result + step} ." for step in (0, 1, -1, 10))
@@ -95,7 +100,7 @@ def arithmetic_item(rng: random.Random) -> Item:
 
 
 def copying_item(rng: random.Random) -> Item:
-    """``Repeat : kite park old ; kite park old .``, ``First : ...`` and ``Last : ...``."""
+    """Return an item such as ``Repeat : kite park old ; kite park old .``, ``First : ...`` or ``Last : ...``."""
     words = rng.sample(WORDS, rng.randint(3, 6))
     order = rng.choice(["Repeat", "Repeat", "First", "Last"])
     wanted = {"Repeat": words, "First": words[:1], "Last": words[-1:]}[order]
@@ -106,7 +111,7 @@ def copying_item(rng: random.Random) -> Item:
 
 
 def story_item(rng: random.Random) -> Item:
-    """Three people with one object each, perhaps a walk, perhaps a gift; then: who has one of the objects?"""
+    """Return a story of three people with one object each, perhaps a walk and a gift, that asks who has an object."""
     people, things = rng.sample(PEOPLE, 3), rng.sample(OBJECTS, 3)
     holder = dict(zip(things, people, strict=True))
     sentences = [f"{holder[thing]} has the {thing} ." for thing in things]
@@ -129,7 +134,8 @@ GENRES: dict[str, Callable[[random.Random], Item]] = {
     "stories": story_item,
 }
 
-# Of what converted models are aligned and retrained on: what breaks first comes back last, so there is more of it
+# The weights of the data for alignment and retraining. Arithmetic breaks first and comes back last, so there is more of
+# it
 REPAIR_WEIGHTS = {"agreement": 2, "arithmetic": 12, "copying": 3, "stories": 1}
 GENRE_WEIGHTS = {"agreement": 2, "arithmetic": 3, "copying": 3, "stories": 3}  # sums are short, so they come often
 
@@ -151,7 +157,7 @@ def items(genre: str, count: int, *, test: bool, seed: int = 0, begin: str = "")
 
 
 def documents(count: int, *, test: bool, seed: int = 0, weights: Mapping[str, int] = GENRE_WEIGHTS) -> Iterator[str]:
-    """Yield ``count`` documents: one to six lines of mixed genres; lines may repeat across documents."""
+    """Yield ``count`` documents of one to six lines of mixed genres. Lines may repeat across documents."""
     rng = random.Random(f"documents/{test}/{seed}")
     for _ in range(count):
         lines: list[str] = []

@@ -15,13 +15,13 @@ HERE = Path(__file__).parent
 MODEL, TASKS = HERE / "model", HERE / "tasks"
 DEMO_YAML, MEASURED = "sweep.yaml", "sweep"
 TRAIN_DOCUMENTS, HELDOUT_DOCUMENTS = 12_000, 200  # about 20 tokens each
-DEMO_MARK = "# ladderize demo"  # how a sweep.yaml of the demo begins
+DEMO_MARK = "# ladderize demo"  # the begin of a sweep.yaml of the demo
 
 
 def write_documents(
     path: Path, count: int, *, test: bool, seed: int, weights: Mapping[str, int] = GENRE_WEIGHTS
 ) -> Path:
-    """Write texts of the demo's corpus, a line of JSON each."""
+    """Write texts of the demo's corpus, a line of JSON each; return the path."""
     with replacement(path) as file:
         texts = documents(count, test=test, seed=seed, weights=weights)
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
@@ -29,7 +29,7 @@ def write_documents(
 
 
 def demo_folder(path: Path) -> Path:
-    """Return ``path``, made if it is not there; raises UserError if it holds anything but an earlier demo."""
+    """Return ``path``, which is made if it is not there. Raises UserError if it holds anything but an earlier demo."""
     folder = resolved(path, "--out ")
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_demo(folder))):
         raise UserError(f"--out {path} is not an empty folder, nor one of an earlier demo; choose another")
@@ -46,18 +46,18 @@ def _is_demo(folder: Path) -> bool:
 
 
 def as_typed(path: Path) -> str:
-    """Return a path as a user types it: relative to the current folder where it lies below that."""
+    """Return a path as a user types it: relative to the current folder if it lies below that."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def write_inputs(folder: Path, *, quick: bool) -> Path:
-    """Put the sweep.yaml into the folder, and beside it what it names where that is not there yet; returns its path."""
+    """Write the sweep.yaml into the folder, and the files that it names if they are missing; return its path."""
     template = (HERE / ("quick.yaml" if quick else DEMO_YAML)).read_text(encoding="utf-8")
     named = {name: folder / file for name, file in _FILES.items()}
     places = {name: json.dumps(as_typed(path)) for name, path in named.items()}
     yaml = folder / DEMO_YAML
-    with replacement(yaml) as file:  # first: what a killed demo leaves is then known as a demo's
+    with replacement(yaml) as file:  # first, so that the folder of a killed demo is known as a demo's
         file.write(Template(template).substitute(places, tasks=json.dumps(str(TASKS))))
     if not named["dense"].exists():
         copy = folder / f".{named['dense'].name}.unfinished"

@@ -1,4 +1,5 @@
-"""``ladderize demo``: a sweep of the bundled model, from conversion to accuracy and speed, and the report about it."""
+"""The command ``ladderize demo``: a sweep of the bundled model, from conversion to accuracy and speed, and its
+report."""
 
 import webbrowser
 from dataclasses import replace
@@ -23,9 +24,9 @@ REPORT = "report.html"
 def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> dict[str, Any]:
     """Measure the demo's layouts, write the report and print both; return the sweep's document and the report's.
 
-    out: the folder that everything is kept in; an earlier demo in it goes on.
+    out: the folder for everything; an earlier demo in it goes on.
     open_page: show the report in a browser.
-    Raises UserError where a stage of the sweep failed; the report of what was measured is written before.
+    Raises UserError if a stage of the sweep failed; the report is written before.
     """
     check_libraries()  # not after minutes of work
     folder = demo_folder(out)

@@ -1,1 +1,1 @@
-"""This process's place among its ranks: launchers' variables, cores and threads, groups. A leaf."""
+"""The ranks of a process: launchers' variables, cores and threads, groups. A leaf."""

@@ -1,4 +1,4 @@
-"""Devices to compute on. Torch is imported when it is asked."""
+"""The devices to compute on. Torch is imported inside of functions."""
 
 import os
 
@@ -14,7 +14,7 @@ def default_device() -> DeviceName:
 
 
 def check_device(device: str) -> None:
-    """Raise UserError for a word that names no device, or one that is not here."""
+    """Raise UserError for a word that names no device, or a device that is not here."""
     import torch
 
     try:

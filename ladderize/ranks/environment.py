@@ -1,4 +1,4 @@
-"""This process's place among others, as torchrun's variables name it. Imports no torch: the console asks who prints."""
+"""The place of this process among others, by torchrun's variables. Imports no torch, since the console needs it."""
 
 import contextlib
 import os
@@ -16,7 +16,11 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Place:
-    """The number of a process among all and among those of its machine, and how many there are of both."""
+    """The place of a process among all processes, and among those of its machine.
+
+    rank, size: its number among all, and their number.
+    local_rank, local_size: the same on its machine.
+    """
 
     rank: int
     size: int
@@ -28,9 +32,9 @@ ALONE = Place(rank=0, size=1, local_rank=0, local_size=1)
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Place:
-    """Return where a launcher such as torchrun has put this process; ``ALONE`` without one.
+    """Return the place that a launcher such as torchrun gave this process; ``ALONE`` without one.
 
-    A launcher that says nothing of this machine has started all processes here. Raises UserError for variables that
+    Without variables about this machine, all processes count as started here. Raises UserError for variables that
     contradict each other or are no numbers.
     """
     size, rank = _number(environment, WORLD_SIZE), _number(environment, RANK)
@@ -81,7 +85,7 @@ def is_main_rank() -> bool:
 
 
 def started_rank_variables(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank that ladderize itself starts, on top of ``environment``, as torchrun sets them.
+    """Return torchrun's variables for a rank that ladderize itself starts.
 
     Ranks of one host meet on its loopback interface. Where there are several hosts, the user knows the interface.
     """

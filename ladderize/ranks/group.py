@@ -1,4 +1,4 @@
-"""A process among its ranks: how it joins their group, and how they speak with each other."""
+"""The group of ranks: joining it, and messages between its processes."""
 
 import contextlib
 import itertools
@@ -21,7 +21,7 @@ from ladderize.ranks.environment import ALONE, LOCAL_RANK, MASTER_ADDR, MASTER_P
 _Piece = TypeVar("_Piece")
 _Result = TypeVar("_Result")
 
-# For ranks to find each other; what they do afterwards may take longer.
+# The time for ranks to find each other. Later operations may take longer.
 MEETING_TIMEOUT = timedelta(minutes=5)
 # Loading, and the fp32 reference that rank 0 computes while the others wait, can be long; a dead rank is noticed
 # otherwise.
@@ -29,8 +29,8 @@ INFERENCE_TIMEOUT = timedelta(hours=2)
 # In training one rank measures, or trains its last block, while the others wait: as long as that takes. The launcher
 # ends them if one fails.
 TRAINING_TIMEOUT = timedelta(days=30)
-# Of what GPUs send each other, and CPUs through shared memory. Who waits for another rank's work does so over gloo;
-# these messages come from ranks that do the same at the same time, give or take a compilation.
+# The timeout of messages between GPUs, and between CPUs through shared memory. These ranks do the same work at the same
+# time, give or take a compilation. A rank that waits for another's work waits over gloo.
 SAME_WORK_TIMEOUT = timedelta(hours=1)
 
 
@@ -40,12 +40,16 @@ def _unheard(value: Any) -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process is ``rank`` of ``size``, ``local_size`` of them on this machine; ``device`` is what it computes on.
+    """This process as one of a group of ranks.
 
     All ranks call the same methods in the same order. Messages between them go over the CPU.
-    ``report(value)`` gives a value to whoever started the ranks, while they go on; only what rank 0 reports is heard.
-    ``split`` makes subgroups. ``group``: torch's process group of these ranks; None: the default one, of all ranks that
-    were started, or a rank alone. ``others``: ranks of this machine that were started with these and are not of them.
+
+    rank, size: its number, and the number of ranks.
+    device: the device that it computes on.
+    local_size: the number of these ranks on this machine.
+    report: gives a value to the process that started the ranks, while they run; only rank 0's reports count.
+    group: torch's process group of these ranks; None: the default one, of all ranks that were started, or a rank alone.
+    others: the number of ranks on this machine that were started with these and are not in the group.
     """
 
     rank: int
@@ -58,15 +62,15 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Return True for the first of these ranks.
+        """True for the first of these ranks.
 
-        Every subgroup has a first rank of its own. Who writes or prints for all asks the Ranks of all.
+        Every subgroup has a first rank of its own. Code that writes or prints for all uses the Ranks of all.
         """
         return self.rank == 0
 
     @property
     def words(self) -> str:
-        """Return where these ranks compute, for a sentence."""
+        """The words for these ranks and their device, for a sentence."""
         return str(self.device) if self.size == 1 else f"{self.size} processes ({self.device.type})"
 
     def gather(self, value: Any) -> list[Any]:
@@ -95,7 +99,7 @@ class Ranks:
             yield [*itertools.chain.from_iterable(self.gather([work(piece) for piece in own]))]
 
     def barrier(self) -> None:
-        """Wait for all ranks, blocked in the kernel rather than spinning, so that whoever is late has the cores."""
+        """Wait for all ranks, blocked in the kernel rather than spinning, so that late ranks have the cores."""
         self.gather(None)
 
     @contextlib.contextmanager
@@ -108,7 +112,7 @@ class Ranks:
             self.barrier()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum ``values`` over the ranks, in place, wherever the tensor is."""
+        """Sum ``values`` over the ranks, in place, and return it. The tensor may be on any device."""
         if self.size > 1:
             dist.all_reduce(values, group=self.group)
         return values
@@ -116,8 +120,10 @@ class Ranks:
     def split(self, tp_size: int) -> tuple["Ranks", "Ranks"]:
         """Arrange the ranks as a table of ``size / tp_size`` rows and ``tp_size`` columns; return (data, tensor).
 
-        tensor: this rank's row, ``tp_size`` neighbours that share one model. data: its column, the ranks that hold the
-        same part of the model and read different data. All ranks call it. ``tp_size`` divides them.
+        ``tensor`` is this rank's row: ``tp_size`` neighbours that share one model. ``data`` is its column: the ranks
+        that hold the same part of the model and read different data. All ranks call it.
+
+        tp_size: divides the ranks.
         """
         alone = replace(self, rank=0, size=1, local_size=1, group=None, others=self.others + self.local_size - 1)
         if tp_size == 1:
@@ -140,7 +146,8 @@ class Ranks:
 
 
 def _limit_nccl(group: Any, device: torch.device) -> None:
-    """Give the NCCL backend of a group SAME_WORK_TIMEOUT; a timeout of the group itself would be of both backends."""
+    """Give the NCCL backend of a group SAME_WORK_TIMEOUT. A timeout of the group itself would hold for both
+    backends."""
     if device.type == "cuda":
         group._get_backend(device)._set_default_timeout(SAME_WORK_TIMEOUT)
 
@@ -156,7 +163,7 @@ def rank_device(kind: str, local_rank: int) -> torch.device:
     """
     if kind != "cuda":
         device = torch.device(kind)
-        if device.type == "cuda":  # by its number; streams and CUDA graphs are the current one's
+        if device.type == "cuda":  # a numbered GPU; streams and CUDA graphs belong to the current device
             torch.cuda.set_device(device)
         return device
     count = torch.cuda.device_count()
@@ -216,7 +223,7 @@ def join_ranks(device: str) -> Ranks:
 
 
 def host_id() -> str:
-    """Return a name that only processes of the same running host share."""
+    """Return a name that processes share only if they run on one host, since one boot, with one mount namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/mnt")
     mounts = os.readlink(namespace) if namespace.is_symlink() else ""

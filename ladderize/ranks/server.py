@@ -1,4 +1,5 @@
-"""The server that processes of this host are forked from. Imports no torch, as a command that starts it."""
+"""The server that processes of this host are forked from. Imports no torch, since commands start it before that
+import."""
 
 import contextlib
 import multiprocessing

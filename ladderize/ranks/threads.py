@@ -1,4 +1,4 @@
-"""Cores and threads: a rank that takes a core which another one has slows both down."""
+"""The cores and threads of ranks. Two ranks on one core slow each other down."""
 
 import os
 import platform
@@ -21,19 +21,22 @@ def processor() -> str:
 
 
 def set_threads(threads: int | None, ranks: int) -> None:
-    """Share the cores out: spinning OpenMP teams that overlap on a core slow each other down a hundredfold.
+    """Set torch's threads: spinning OpenMP teams that overlap on a core slow each other down a hundredfold.
 
-    threads: of each process; None divides the cores by ``ranks``, the processes of this machine.
+    threads: of each process; None: the cores of this machine divided by ``ranks``.
+    ranks: the number of processes on this machine.
     """
     torch.set_num_threads(threads or max(1, len(cores()) // ranks))
 
 
 def take_cores(rank: int, ranks: int, threads: int | None) -> int | None:
-    """Keep this process, ``rank`` of ``ranks`` on this machine, on its share of the cores; returns its threads.
+    """Keep this process, ``rank`` of ``ranks`` on this machine, on its share of the cores; return its threads.
 
-    A rank that waits for a message over gloo sleeps. Where it wakes up on a core on which another rank computes, the
-    two take turns, for as long as a tick of the clock (4 ms), though another core is idle. Nothing changes where there
-    are fewer cores than ranks, or more ``threads`` than a share has cores; None: as many as it has.
+    A rank that waits for a message over gloo sleeps. If it wakes up on a core of another rank, the two take turns for a
+    tick of the clock (4 ms), though another core is idle. Nothing changes where there are fewer cores than ranks, or
+    more ``threads`` than a share has cores.
+
+    threads: that were asked for; None: as many as the share has cores.
     """
     own = sorted(cores())
     share = len(own) // ranks

@@ -40,11 +40,11 @@ SAMPLED = 32
 # Positions whose logits are gathered at once: shared memory is as large as the longest message.
 PIECE = 8
 # Tolerances as multiples of transformers' own error in the model's dtype: of the root mean square of all differences,
-# and of the largest. The
-# runtime's were 0.7 to 1.1 and 0.6 to 2 times as large, of random models of 2 to 30 layers, the demo's and SmolLM2's.
+# and of the largest. The runtime's errors were 0.7 to 1.1 and 0.6 to 2 times as large, for random models of 2 to 30
+# layers, the demo's and SmolLM2's.
 _RMS, _LARGEST = 3, 5
-# The tolerance for another order of sums in float32: standard deviations of the reference's logits, for each
-# square root of a layer.
+# The tolerance for another order of sums in float32: standard deviations of the reference's logits, for each square
+# root of a layer.
 _FLOAT32 = 5e-5
 
 
