@@ -96,8 +96,11 @@ class WorkFolder:
         return any(entry.name != ABOUT for entry in self.folder.iterdir())
 
     def _only_ours(self) -> bool:
-        """Return whether the folder holds a record and only names of ``CONTENT``: names alone may be somebody
-        else's."""
+        """Return whether the folder is empty or ours: only names of ``CONTENT``, and among them the record or its
+        temporaries.
+
+        Names alone may be somebody else's.
+        """
         entries = list(self.folder.iterdir())
         known = (self.folder / ABOUT).is_file() or all(entry.match(f".{ABOUT}.*") for entry in entries)
         return known and all(any(entry.match(pattern) for pattern in self.CONTENT) for entry in entries)
