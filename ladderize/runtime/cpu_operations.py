@@ -139,8 +139,10 @@ def _layer_of(cache: KVCache, layer: int, columns: int | Tensor) -> Cache | None
 
 
 def _seen(mask: Tensor | None, causal: bool, size: tuple[int, int, int]) -> Seen:
-    """mask: bool [batch or 1, 1, tokens, columns in view].
-    size: the three.
+    """Return a mask for the kernels. Raises ValueError for one of another dtype or shape.
+
+    mask: bool [batch or 1, 1, tokens, columns in view].
+    size: rows, tokens and columns in view.
     """
     if mask is None:
         return Seen(None, 0, 0, causal)

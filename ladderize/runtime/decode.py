@@ -309,8 +309,9 @@ def generate_tokens(
 ) -> Iterator[list[list[int]]]:
     """Yield the new tokens of each row, a few steps at a time. A row that has ended yields nothing after its EOS.
 
-    first_row: the number by which ``sampling`` knows the first of the rows, where they are some of many. Raises
-    UserError where logits are NaN or infinite: what is sampled from them means nothing.
+    Raises UserError if logits are NaN or infinite.
+
+    first_row: the number of the first row for ``sampling``, where the rows are some of many.
     """
     draws = sampling.draws(len(prompts), max_new_tokens, first_row).to(generator.device)
     # a host that waits for every token keeps a GPU idle; a CPU has nothing to gain

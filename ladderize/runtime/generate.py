@@ -128,8 +128,9 @@ def generate(
 ) -> GenerateDocument | None:
     """Continue ``prompts`` as one batch on the tensor-parallel runtime. Returns None on other ranks than 0.
 
-    model: a folder or a hub id. With a console that speaks, texts are shown, a single one as it is made. Raises
-    UserError or LayoutError.
+    A console that speaks shows texts, a single one as it is made. Raises UserError or LayoutError.
+
+    model: a folder or a hub id.
     """
     options, prompts = options or GenerateOptions(), list(prompts)
     if not prompts:

@@ -52,7 +52,7 @@ PROMPT_FORMATS = Formats(
 )
 
 
-# ---- what is asked ----
+# ---- the prompts and the task ----
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,8 @@ def generate_file(
 ) -> GenerateFileDocument | None:
     """Write a line to ``out`` for each row of ``prompt_file``, or ``samples`` texts from BOS; see docs/files.md.
 
-    A killed run goes on when it is called again. Returns None on other ranks than 0. Raises UserError for what cannot
-    be answered or written.
+    A killed run goes on when it is called again. Returns None on other ranks than 0. Raises UserError for prompts that
+    cannot be answered, or an OUT that cannot be written.
 
     model: a folder or a hub id.
     prompt_file: .jsonl, .parquet or .txt; None: texts begin with BOS alone.
@@ -274,7 +274,7 @@ def generate_file(
         lines = LineWriter(task, prompts, tokenizer, part, console, stack)
         if done:
             console.note(f"{done} texts are already there")
-        if done < total or already_started():  # other ranks are told what is done
+        if done < total or already_started():  # with a launcher, other ranks wait for ``done``
             (engine or answer_on_runtime)(task, done, lines.report, console)
         if part is None:
             return None
@@ -361,7 +361,7 @@ class PartFile:
             raise UserError(f"another run writes {out}; wait for it, or choose another --out")
         end = 0
         for line in read_lines(self.path):
-            try:  # what a kill or a power failure has left of a line is cut off
+            try:  # the rest of a line after a kill or a power failure is cut off
                 reason = parse_json(line)["finish_reason"] if line.endswith(b"\n") else None
             except (ValueError, KeyError, TypeError):
                 break
@@ -555,6 +555,6 @@ def _answer_on_rank(group: Ranks, task: FileTask, done: int, console: Console) -
                 group.report(before - len(running))
                 if not running:
                     break
-            group.report(len(running))  # what is cut off at its length
+            group.report(len(running))  # texts that are cut off at their length
             group.report((numbers[0], new))
     generator.model.collectives.close()

@@ -16,7 +16,9 @@ from torch import Tensor
 
 
 class Linear:
-    """y = x W^T + b for an inference-only weight [out, in]. ``pack``: store it in oneDNN's blocked layout (CPU).
+    """The product y = x W^T + b with an inference-only weight [out, in].
+
+    pack: store the weight in oneDNN's blocked layout (CPU).
 
     A packed bfloat16 product of one token reads memory about 1.5 times as fast as F.linear, which reorders as it goes;
     a packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both).
@@ -52,7 +54,7 @@ class Linear:
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once.
+    """The norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once.
 
     On a CPU it is layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2. That takes three
     kernels, where torch's rms_norm takes nine.
@@ -158,7 +160,8 @@ def _bytes(norm: RMSNorm, linears: list[Linear], bias: Tensor | None) -> int:
 class Weights:
     """One rank's part of a Llama.
 
-    embed: [own_vocab, hidden]; head: [own_vocab, hidden] as a Linear.
+    embed: [own_vocab, hidden].
+    head: [own_vocab, hidden] as a Linear.
     """
 
     embed: Tensor

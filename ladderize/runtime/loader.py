@@ -69,11 +69,12 @@ def load_weights(
     advance: Callable[[int], None] = lambda count: None,
     made: Callable[[int, AttentionWeights, MlpWeights], None] = lambda index, attention, mlp: None,
 ) -> Weights:
-    """One rank's weights for ``layout``.
+    """Return one rank's weights for ``layout``.
 
-    pack: see Linear.
-    columns: parts of the products that are sent (see Schedule).
-    ``advance(1)`` is called after each layer, and before it ``made`` with the layer, whose tensors it may replace.
+    pack: store weights in oneDNN's layout; see Linear.
+    columns: parts of the products that are sent; see Schedule.
+    advance: called with 1 after each layer.
+    made: called before that with the layer, whose tensors it may replace.
     """
 
     def read(name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:

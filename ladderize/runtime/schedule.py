@@ -18,7 +18,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Schedule(Record):
-    """chunks: parts that domino cuts the batch into.
+    """A schedule. Raises UsageError for numbers that do not fit its name.
+
+    chunks: parts that domino cuts the batch into.
     columns: parts of a sub-module's last product, by its output columns, each of which is sent as soon as it is
     computed (the paper's column split).
     """

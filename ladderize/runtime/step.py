@@ -57,7 +57,7 @@ class Step:
         return replace(self, near=near if seen is None else {window: mask & seen for window, mask in near.items()})
 
     def seen(self, window: int | None) -> tuple[Tensor | None, bool]:
-        """``mask`` and ``causal`` of a layer with this window; None: without."""
+        """Return ``mask`` and ``causal`` of a layer with this window; None: without one."""
         near = None if window is None else self.near.get(window)
         return (self.mask, self.causal) if near is None else (near, False)
 
@@ -109,7 +109,7 @@ def split_parts(ids: Tensor, step: Step, cache: KVCache, schedule: Schedule) -> 
 
 
 def join_parts(results: Sequence[Tensor], rows: int) -> Tensor:
-    """Join what the parts' walks returned, [rows, tokens, hidden] each.
+    """Join the results of the parts' walks, [rows, tokens, hidden] each.
 
     rows: of the whole batch.
     """

@@ -298,7 +298,7 @@ class ReferenceAgreement(Record):
 
 @dataclass(frozen=True)
 class BenchDocument(TimedDocument):
-    """bench.json of inference, on ladderize's runtime or in vLLM.
+    """The document bench.json of inference, on ladderize's runtime or in vLLM.
 
     checks: by name of a checkpoint that passed the reference check.
     engine: ``vllm``, or None for ladderize's runtime.

@@ -150,7 +150,7 @@ def _weight_cache(run: BenchRun[BenchOptions], *, replicate_vocab: bool) -> Weig
     return WeightCache(run.group.device, pack=not options.compile, replicate_vocab=replicate_vocab, columns=columns)
 
 
-# ---- what is timed ----
+# ---- the timed models ----
 
 
 class ParallelLlama(TPLlama):
@@ -248,7 +248,7 @@ def _open_variants(
 
 
 def _record_messages(variant: TimedVariant, collectives: Collectives) -> None:
-    """Run a prefill and a decode step, and note what they send."""
+    """Run a prefill and a decode step, and keep their messages in ``variant``. Raises UserError for unexpected ones."""
     prompts, generator = variant.timed.prompts, variant.timed.eager()
     model, rows, schedule = generator.model, len(prompts), generator.schedule
     sums = model.shape.layers if isinstance(model, ParallelLlama) else sent_sums(model.layout)

@@ -60,7 +60,7 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
     for spec in specs:
         check_positions(spec, options)
         check_cuts(spec, schedule, options, options.prompt_len, "--prompt-len")
-        if parsed is not None:  # refuses what the link's time is not known for
+        if parsed is not None:  # raises for a size that the link's time is not known for
             width = spec.torch_dtype.itemsize
             parsed.seconds(width * spec.config["hidden_size"] * batch * options.prompt_len)
             if not options.replicate_vocab:

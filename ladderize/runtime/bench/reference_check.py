@@ -259,7 +259,7 @@ def check_against_reference(
 ) -> ReferenceAgreement | str:
     """Compare the model's logits and tokens with the reference; return the differences, or a failure in words.
 
-    All ranks call it, each checks what it has computed, and all return the same failure.
+    All ranks call it. Each checks its own results, and all return the same failure.
 
     generator: has as many rows as there are texts.
     """

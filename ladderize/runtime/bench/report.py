@@ -93,7 +93,7 @@ def table_line(
 ) -> dict[str, str]:
     """Return one line of a benchmark's table.
 
-    variant: a further column that identifies what was timed.
+    variant: a further column that identifies the row.
     more: further columns of figures.
     """
     line = {"model": label, **(variant or {}), "batch": str(row.batch_size), "ms": short_ms(milliseconds)}

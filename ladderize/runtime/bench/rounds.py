@@ -112,7 +112,7 @@ class TimedVariant:
         return folder / f"{number}-{stem}-batch{batch}-rank{rank}.json"
 
     def row_figures(self, ranks: int, batch: int) -> dict[str, Any]:
-        """Return the fields of a ``VariantRow`` that say what was timed.
+        """Return the fields of a ``VariantRow`` that describe the timed model.
 
         ranks: real or emulated.
         """
@@ -165,7 +165,7 @@ def _take_sample(group: Ranks, timed: Timed, *, counted: bool) -> None:
 
 
 def both(variants: Sequence[TimedVariant]) -> list[Timed]:
-    """Return what runs in each round: every variant with communication, and without."""
+    """Return the samples of each round: every variant with communication, and without."""
     return [timed for variant in variants for timed in (variant.timed, variant.silent)]
 
 

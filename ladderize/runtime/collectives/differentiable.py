@@ -79,7 +79,7 @@ class _Link:
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
-        self.held = False  # whether a gradient of the stream before the sum is wanted
+        self.held = False  # True if a gradient of the stream before the sum is needed
         self.handles: dict[int, Handle] = {}
         self.direct: dict[int, Tensor] = {}
         self.apart: dict[int, Tensor] = {}  # gradients of the sum that was taken: of the products, not of the stream

@@ -17,7 +17,7 @@ MOST_SIZES = 8
 
 
 class Gloo(Collectives):
-    """torch.distributed's CPU backend. All ranks create it together.
+    """Collectives by torch.distributed's CPU backend. All ranks create them together.
 
     Two ranks swap whole messages, which is one step where an all-reduce takes two.
     """

@@ -1,7 +1,7 @@
 // What a CPU computes between two products of a decoder's layer.
 //
 // A number is float (type 0) or bfloat16 (type 1); sums, roots and exponentials are in float, and results are rounded to
-// nearest even. NaN and infinities pass through. build.py compiles this file, library.py describes it to Python.
+// nearest even. NaN and infinities pass through. library.py compiles this file and describes it to Python.
 
 #include <cstddef>
 #include <cstdint>

@@ -96,7 +96,7 @@ class _NotCompiledError(Exception):
 def kernels() -> ctypes.CDLL | str:
     """Return the compiled kernels, or the reason why there are none. A failure is cached, too, since it may take long.
 
-    Their functions are named as in kernels.cpp; those that look into a KV cache return whether they did not fit it.
+    Their functions are named as in kernels.cpp. Those that access a KV cache return 1 if it does not fit.
     """
     try:
         compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)

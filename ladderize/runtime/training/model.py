@@ -69,9 +69,9 @@ class TPTraining(nn.Module):
         teacher_logits: Tensor | None = None,
         teacher_outputs: SubModuleOutputs | None = None,
     ) -> Tensor:
-        """teacher_logits: [tokens that count, own vocab].
+        """Return the sums of cross-entropy, divergence and hidden error: [3], fp32, equal on all ranks.
 
-        Returns the sums of cross-entropy, divergence and hidden error: [3], fp32, equal on all ranks.
+        teacher_logits: [tokens that count, own vocab].
         """
         outputs = None if teacher_outputs is None else teacher_outputs.again()
         logits = self.scored_logits(batch, outputs)
@@ -91,7 +91,7 @@ class TPTraining(nn.Module):
         return torch.stack((*sums, apart))
 
     def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
-        """This rank's columns of the logits where a target counts: [tokens that count, own vocab].
+        """Return this rank's columns of the logits where a target counts: [tokens that count, own vocab].
 
         outputs: receives what the sub-modules add to the stream.
         """

@@ -45,7 +45,7 @@ class Piece:
     head_dim: int = 0
 
     def local(self, of: Pick) -> Tensor:
-        """This rank's part, as the checkpoint orders it; of a padded vocabulary with the padding."""
+        """Return this rank's part, as the checkpoint orders it; of a padded vocabulary with the padding."""
         found = [of(parameter)[rows] for parameter, rows in self.parts]
         joined = found[0] if len(found) == 1 else torch.cat(found, self.dim or 0)
         return unpair_rope_rows(joined, self.head_dim) if self.head_dim else joined

@@ -91,7 +91,7 @@ def plan_training_bench(
     numbers = max(LOSS_STATISTICS, *(int(spec.config["hidden_size"]) for spec in specs))
     longest = 4 * numbers * max(options.batch_sizes) * options.seq_len
     if parsed is not None:
-        parsed.seconds(longest)  # refuses what the link's time is not known for
+        parsed.seconds(longest)  # raises for a size that the link's time is not known for
     make_profile_folder(options.profile)
     in_flight = max(schedule.in_flight for schedule in options.timed_schedules)
     return BenchPlan(specs, options, parsed, longest, in_flight)

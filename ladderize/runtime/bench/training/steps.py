@@ -48,7 +48,7 @@ class ModelStep:
         self.spec, self.weights, self.schedule, self.batch, self.group = spec, weights, schedule, batch, group
         self.collectives = collectives
         self.model = TPTraining(weights, spec.config, spec.layout, collectives, schedule=schedule)
-        # numbers of the one message in which the ranks sum what they know parts of (weights.sum_partial_gradients)
+        # numbers in the one message that sums partial gradients (weights.sum_partial_gradients)
         self.partial = sum(parameter.numel() for parameter in weights.partial_parameters())
         for parameter, rows, copies in weights.copied_rows():
             self.partial += parameter[rows].numel() * weights.shape.tp_size // copies
