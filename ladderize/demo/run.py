@@ -26,6 +26,7 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
 
     out: the folder for everything; an earlier demo in it goes on.
     open_page: show the report in a browser.
+
     Raises UserError if a stage of the sweep failed; the report is written before.
     """
     check_libraries()  # not after minutes of work

@@ -114,8 +114,8 @@ class LayoutNll(Record):
 class PlannedLayout(Record):
     """A layout with its time and its costs.
 
-    ms: the time of the part that is to be fast: prefill and all decode steps, the prefill, or one decode step. speedup:
-    over the dense layout.
+    ms: the time of the part that is to be fast: prefill and all decode steps, the prefill, or one decode step.
+    speedup: over the dense layout.
     estimated_nats: the sum of the costs of its layers.
     measured: on the windows that it was chosen on.
     held_out: on other windows.

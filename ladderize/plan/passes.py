@@ -193,7 +193,7 @@ class _Pass:
         self.own_query = shape.own_heads * shape.head_dim
         self.own_qkv = self.own_query + 2 * shape.own_kv_heads * shape.head_dim
 
-    # ---- seconds of what a device does ----
+    # ---- seconds of a device's work ----
 
     def product(self, rows: float, inner: float, outer: float) -> float:
         """Return the time of a projection, [rows, inner] times [inner, outer], without its start."""
@@ -281,7 +281,7 @@ class _Pass:
         width = self.width if engine.cache_bytes is None else engine.cache_bytes
         heads = shape.own_heads if engine.kv_per_query_head else shape.own_kv_heads
         seen = mean_keys(*self.seen, window)
-        # a decode step reads what it sees; a prompt reads each key once for many tokens
+        # a decode step reads the keys that it sees; a prompt reads each key once for many tokens
         columns = seen if self.tokens == 1 else self.seen[1]
         cache = 2 * self.batch * heads * columns * shape.head_dim * width
         pairs = self.batch * shape.own_heads * self.tokens * seen

@@ -112,7 +112,7 @@ def _digits(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-# ---- what the figures say ----
+# ---- verdicts ----
 
 
 def plan_verdicts(result: PlanResult) -> list[str]:
@@ -340,7 +340,7 @@ def write_plan_recipe(path: Path, choice: PlanChoice) -> None:
         file.write(text)
 
 
-# ---- what is known ----
+# ---- the known names ----
 
 
 def show_known(console: Console) -> None:

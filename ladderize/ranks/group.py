@@ -181,8 +181,9 @@ def join_group(place: Place, device: str, *, timeout: timedelta, init_method: st
     """Join torch's process group at ``place``, unless this process has; device: cpu or cuda. Alone there is no group.
 
     timeout: of the group's operations.
-    init_method: where the ranks meet; by default where torchrun's variables say. Raises UserError where ranks do not
-    find each other.
+    init_method: the place where the ranks meet; by default that of torchrun's variables.
+
+    Raises UserError if ranks do not find each other.
     """
     ranks = Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
     if place.size > 1 and not dist.is_initialized():

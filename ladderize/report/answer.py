@@ -120,7 +120,7 @@ def _details(best: Subject, timing: Timing, fastest: list[tuple[Subject, Timing]
 
 
 def _doubts(content: ReportContent, best: Subject | None = None) -> list[str]:
-    """Return sentences on missing data, and on whether training alone explains a trained model's gain."""
+    """Return sentences on missing data, and on the gain that training alone gives the dense model."""
     sentences = []
     if best is not None and best.was_trained and best.difference is not None and best.difference.value > 0:
         control = next((one for one in content.models if one.is_control and one.model == best.control), None)

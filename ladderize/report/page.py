@@ -98,6 +98,7 @@ def write_report(
     paths: folders of sweeps, or files and folders with results.json, bench.json, sensitivity.json and metrics.jsonl.
     margin: the accuracy that may be lost, in points; None: that of the sweep, or 1.
     markdown: a file for the answer, the table of models and links to pictures, which lie in FILE-pictures.
+
     Raises UserError for documents that are corrupt, foreign, or do not belong together.
     """
     out = _place(out, "--out", ".html", ".htm")

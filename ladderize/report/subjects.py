@@ -134,8 +134,7 @@ class Timing:
     row: of bench.json or plan.json.
     is_first: True if speed-ups are over this row.
     speedup: by phase.
-    spent: by phase, without
-    ``end_to_end``.
+    spent: by phase, without ``end_to_end``.
     """
 
     setting: Setting
@@ -162,7 +161,8 @@ class Subject:
     is_model: False for a baseline, a shape, or random weights.
     accuracy: the mean over tasks, 0 to 1.
     comparison: with the reference, in pairs.
-    control: the dense model after the same training; over_control: points of accuracy from it.
+    control: the dense model after the same training.
+    over_control: points of accuracy from the control.
     timed_as: the model whose times it has, where it was not timed itself.
     """
 

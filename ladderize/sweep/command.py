@@ -40,7 +40,7 @@ def sweep_command(given: GivenOptions) -> None:
         raise UsageError("name the sweep's YAML file; --write-example writes one to start from")
     from ladderize.files.parsing import read_yaml
 
-    read_yaml(file)  # raises for what is no YAML, before seconds of imports
+    read_yaml(file)  # raises for a file that is no YAML, before seconds of imports
     with console.stage(LOADING):
         from ladderize.sweep.run import SWEEP_JSON, find_folder, plan_sweep, run_sweep
         from ladderize.sweep.show import plan_document, plan_script, show_models, show_stages

@@ -227,7 +227,8 @@ class Way:
     """One way of adapting.
 
     stops: by the number of each layout that it is for, the number of its stages and the reason for no more; None: all
-    stages. control: the dense model, adapted in the same way.
+    stages.
+    control: the dense model, adapted in the same way.
     """
 
     choice: AdaptChoice

@@ -119,7 +119,7 @@ class VLLMModel(EvalModel):
 
 
 def _dtype(checkpoint: Checkpoint, options: EvalOptions) -> str:
-    """Return the dtype to compute in. vLLM's own "auto" takes 16 bits for what is stored in 32; ours is: as stored."""
+    """Return the dtype to compute in. Our "auto" is the stored dtype; vLLM's takes 16 bits for a checkpoint in 32."""
     if options.dtype != "auto":
         return options.dtype
     norm = checkpoint.tensors.get("model.norm.weight")

@@ -72,7 +72,7 @@ def prepared_rank(engines: list[Any]) -> Iterator[None]:
     """
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    warnings.simplefilter("ignore")  # of vLLM and what it imports
+    warnings.simplefilter("ignore")  # of vLLM and its imports
     atexit.register(engines.clear)
     try:
         yield
