@@ -189,7 +189,6 @@ class PlanResult(Record):
     """The content of plan.json without its schema.
 
     model: the model that was asked for.
-
     link, links: None and empty where only one rank was asked for.
     vllm_links: the names of vLLM's all-reduce over the link's wires, by ranks.
     exact: rivals of the layouts that change no result.

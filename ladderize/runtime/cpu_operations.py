@@ -18,7 +18,7 @@ from ladderize.runtime.step import Step
 class CpuOperations(Operations):
     """Operations by our own CPU kernels. Results are those of ``Operations``, up to rounding, in float32 and bfloat16.
 
-    own: of ``kernels``.
+    own: the library that ``kernels`` returns.
     """
 
     name = "compiled"
@@ -123,7 +123,8 @@ def _layer(keys: Tensor, values: Tensor) -> Cache:
 
 
 def _layer_of(cache: KVCache, layer: int, columns: int | Tensor) -> Cache | None:
-    """Return where the kernels find layer ``layer`` of a cache and the columns of a pass; None where they cannot."""
+    """Return the place of layer ``layer`` in a cache and of the columns of a pass, for the kernels; None where they
+    cannot access it."""
     memory = cache.memory()
     if memory is None or memory[0].dtype != torch.float32:
         return None

@@ -155,7 +155,7 @@ class FileTask:
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest prompt."""
+        """The number of tokens of the longest prompt."""
         return 1 if self.bos is not None else max(map(len, self.prompts))
 
     def ids(self, number: int) -> list[int]:
@@ -171,8 +171,9 @@ class FileTask:
             yield range(first, min(first + size, self.total))
 
 
-# Answers the prompts of a task that are not ``done``. Reports how its ranks communicate (str), how many more texts have
-# ended (int), and then the new ids of each whole batch: (number of the first text, list of ids).
+# A function that answers the prompts of a task that are not ``done``. It reports words for its backend (str), the
+# number of further texts that have ended (int), and then the new ids of each whole batch: (number of the first text,
+# list of ids).
 Engine = Callable[[FileTask, int, Report, Console], object]
 
 

@@ -83,8 +83,9 @@ class TPLlama:
         return join_parts(run_walks(walks), ids.shape[0])
 
     def walk(self, ids: Tensor, step: Step, cache: KVCache, columns: int = 1) -> Generator[None, None, Tensor]:
-        """Return the one forward: it yields after each sum that it has sent, so that others may compute meanwhile, and
-        returns what ``forward`` does.
+        """Run the forward pass as a generator, which returns the result of ``forward``.
+
+        It yields after each sum that it has sent, so that other walks may compute meanwhile.
 
         columns: parts in which sums are sent.
 

@@ -14,7 +14,9 @@ from ladderize.runtime.step import Step
 
 
 class Operations:
-    """A rank's share of a layer without the products that are sent. name: the name in benchmarks.
+    """A rank's share of a layer without the products that are sent.
+
+    name: the name in benchmarks.
 
     note: a remark for the user; empty: none.
     """
@@ -35,7 +37,6 @@ class Operations:
         """Return queries, keys and values [batch, own heads, tokens, head_dim], float32.
 
         x: the residual stream [batch, tokens, hidden].
-
         rope_factors: None in a layer without rope.
         """
         fused = weights.qkv(weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))

@@ -159,7 +159,10 @@ def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | N
 
 
 def cache_bytes(shape: Shape, batch: int, columns: int, width: int) -> int:
-    """Return the bytes of one rank's keys and values of ``batch`` texts of ``columns`` tokens; width: of a number."""
+    """Return the bytes of one rank's keys and values of ``batch`` texts of ``columns`` tokens.
+
+    width: bytes of a number.
+    """
     return 2 * shape.layers * batch * shape.own_kv_heads * columns * shape.head_dim * width
 
 

@@ -62,7 +62,6 @@ class VirtualRanks:
         """Return each virtual rank's gate and up, side by side: [count, tokens, 2 * intermediate / count].
 
         inputs: each virtual rank's own, [count, tokens, hidden].
-
         projection: vLLM's merged gate_up_proj.
         """
         base = unwrapped(projection)

@@ -27,8 +27,8 @@ END_TO_END = "end_to_end"  # the prefill and all decode steps
 MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
 PARALLEL, NO_COMM, UNSCHEDULED = "parallel baseline", "no-comm baseline", "sequential baseline"  # their rows
 
-LEAST_ROUNDS = 3  # below, an interval says nothing
-ENOUGH_ROUNDS = 5  # below, an interval is too narrow
+LEAST_ROUNDS = 3  # with fewer there is no interval
+ENOUGH_ROUNDS = 5  # with fewer an interval is too narrow
 DRAWN_ROUNDS = 2000
 
 
@@ -176,7 +176,9 @@ class VariantRow(Record):
 class SpeedRow(VariantRow):
     """The speed of a model, or of a baseline, that answers: measured or predicted.
 
-    kind: MODEL_ROW or BASELINE_ROW. A speed-up is over the first model; its interval is a 95 % interval.
+    A speed-up is over the first model. Its interval is a 95 % interval.
+
+    kind: MODEL_ROW or BASELINE_ROW.
     """
 
     kind: str
@@ -223,7 +225,8 @@ class BenchRow(SpeedRow):
     communication, no_communication_samples_ms: by phase; None in the row of the no-comm baseline, and in vLLM.
     overlap: by phase, with --profile.
     architecture: vLLM's model class.
-    fused_norm: vLLM was configured to fuse norms into all-reduces. Both are None on ladderize's runtime.
+    fused_norm: True if vLLM was configured to fuse norms into all-reduces; this and ``architecture`` are None on
+    ladderize's runtime.
     """
 
     LEFT_OUT: ClassVar = (

@@ -34,8 +34,8 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule, ScheduleName
 
 LAYOUT_NAMES = {"dense": (), "ladder": ("ladder",), "spd": ("spd",), "spd+ladder": ("spd", "ladder")}
 BASELINES = ("parallel", "no-comm", "sequential")
-# with --engine vllm: the first model, which is dense, in the class that runs layouts; in vLLM's own class with norms
-# that are not fused into the all-reduces before them; and there twice at the same time, on half of the ranks each
+# with --engine vllm, of the first model, which is dense: in the class that runs layouts; in vLLM's own class without
+# norms fused into the all-reduces before them; and in that class twice at once, on half of the ranks each
 PLUGIN, UNFUSED, REPLICAS = VLLM_BASELINES = ("plugin", "unfused", "replicas")
 
 

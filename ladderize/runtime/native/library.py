@@ -26,7 +26,7 @@ BLOCK, LANES = 64, 16  # of attention: columns whose scores are held at a time, 
 
 
 class Cache(Structure):
-    """See kernels.cpp: one layer's keys and values."""
+    """One layer's keys and values; see kernels.cpp."""
 
     _fields_ = (
         *(("keys", c_void_p), ("values", c_void_p), ("row", c_int64), ("head", c_int64)),
@@ -42,7 +42,7 @@ class Heads(Structure):
 
 
 class Seen(Structure):
-    """See kernels.cpp: which columns a token sees."""
+    """The columns that a token sees; see kernels.cpp."""
 
     _fields_ = (("bytes", c_void_p), *((name, c_int64) for name in ("row", "token", "causal")))
 

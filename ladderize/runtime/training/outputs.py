@@ -20,8 +20,7 @@ class SubModuleOutputs:
 
     layers: the layers that are compared.
     real: bool [rows, tokens], False for padding.
-
-    kept: (layer, sub-module) -> its output [rows, tokens, hidden], in the parts in which a schedule computes the pass.
+    kept: the output [rows, tokens, hidden] by (layer, sub-module), in the parts in which a schedule computes the pass.
     """
 
     def __init__(self, layers: Collection[int], real: Tensor) -> None:
@@ -69,7 +68,6 @@ class LayerOutputs:
         Call it once the MLP's sum is sent: sums are waited for in the order in which they are sent.
 
         partials: of this rank's virtual ranks.
-
         bias: o_proj's; each rank knows a part of its gradient.
         """
         own = torch.stack(partials).sum(0)  # new memory: a message belongs to the backend, and the MLP reads these
@@ -81,10 +79,11 @@ def hidden_error(student: SubModuleOutputs, teacher: SubModuleOutputs) -> Tensor
     """Return the distance of the student's outputs from the teacher's: a scalar, fp32, differentiable in the student's.
 
     A sub-module's error in a row is the mean square of the difference over that of the teacher's output, on real
-    tokens. Returns the mean over the sub-modules, summed over the rows, each of which counts as often as it has real
-    tokens: divided by the tokens of a step it is the same however the step is cut into micro-batches. Where the teacher
-    adds nothing, as new blocks of an expanded model do, no error is told. The fp32 copies are made anew for the
-    backward pass instead of kept.
+    tokens. The result is the mean over the sub-modules, summed over the rows with their numbers of real tokens as
+    weights. So, divided by the tokens of a step, it does not depend on the cut into micro-batches.
+
+    Where the teacher adds nothing, as in new blocks of an expanded model, the error is 0. The fp32 copies are made anew
+    for the backward pass instead of kept.
     """
     real = teacher.real
     errors = []

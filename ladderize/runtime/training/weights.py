@@ -1,6 +1,6 @@
 """One rank's part of a Llama as parameters: fp32 where they are trained, else in the dtype that is computed in.
 
-They lie as the runtime computes with them (loader.py); ``pieces`` says where a checkpoint's tensors are among them.
+They have the runtime's order (loader.py). ``pieces`` gives the place of a checkpoint's tensors among them.
 """
 
 import functools
@@ -28,10 +28,10 @@ Pick = Callable[[Tensor], Tensor]
 class Piece:
     """One rank's part of the checkpoint's tensor of ``shape``.
 
-    parts: the parameters that hold it, each with the rows that do, side by side along ``dim``, along which the ranks,
-    too, hold parts of the tensor, ``start`` being this rank's first index. With ``dim`` None every rank holds all of it
-    in one parameter.
-    copies: so many neighbouring ranks hold the same.
+    parts: the parameters that hold it, each with its rows, side by side along ``dim``.
+    dim: the dimension that the ranks share; None: every rank holds all of the tensor in one parameter.
+    start: this rank's first index of ``dim``.
+    copies: the number of neighbouring ranks that hold the same.
     head_dim: of rows that are paired up for rope, else 0.
 
     Methods take ``of``, which picks a tensor of a parameter: itself, its gradient, or a moment of the optimizer.
@@ -51,7 +51,7 @@ class Piece:
         return unpair_rope_rows(joined, self.head_dim) if self.head_dim else joined
 
     def whole(self, of: Pick, tensor: Ranks) -> Tensor:
-        """Return the checkpoint's tensor, on every rank of ``tensor``; all of them call it."""
+        """Return the checkpoint's tensor, on every rank of ``tensor``. All of them call it."""
         local = self.local(of).detach()
         if self.dim is None or tensor.size == 1:
             return local if self.dim is None else local.narrow(self.dim, 0, self.shape[self.dim])
@@ -122,9 +122,10 @@ class TrainedMlp(nn.Module):
 
 
 class TrainedWeights(nn.Module):
-    """See ``build_weights``. ``head`` is the embedding where the two are tied.
+    """The trained and the frozen weights of one rank; see ``build_weights``.
 
-    pad_id: of the token that only fills rows up: its row of the embedding has no gradient, as in transformers.
+    head: the embedding, where the two are tied.
+    pad_id: the token that only fills rows. Its row of the embedding has no gradient, as in transformers.
     """
 
     norm: Tensor

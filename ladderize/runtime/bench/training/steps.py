@@ -75,7 +75,7 @@ class ModelStep:
         loss.backward()
         if self.is_real:
             self.weights.sum_partial_gradients(self.group)
-        elif self.collectives.ranks > 1:  # the same message, which others are said to wait for
+        elif self.collectives.ranks > 1:  # the same message, for its emulated delay
             self.collectives.all_reduce(loss.new_zeros(self.partial))
 
     def gradients(self) -> Mapping[str, Tensor]:
