@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,6 @@ LEAVES = {
     "data",
     "rows",
     "memory",
-    "predictions",
     "sweep_document",
 }
 # of the runtime: what computes a model on several ranks, and starts them; not its commands
@@ -48,17 +48,15 @@ MAY_IMPORT = {
     "runtime": LEAVES | {"convert", "runtime"},
     "eval": LEAVES | {"convert", "runtime", "eval"},
     "adapt": LEAVES | ENGINE | {"convert", "adapt", "eval.results", "eval.options"},
-    "workflows": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows"},
-    "plan": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan"},
-    "report": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "plan", "report"},
-    "vllm": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "vllm"},
+    "plan": LEAVES | {"convert", "runtime", "eval", "adapt", "plan"},
+    "report": LEAVES | {"convert", "runtime", "eval", "adapt", "plan", "report"},
+    "vllm": LEAVES | {"convert", "runtime", "eval", "adapt", "vllm"},
     "commands": LEAVES
     | {
         "convert",
         "runtime",
         "eval",
         "adapt",
-        "workflows",
         "plan",
         "report",
         "vllm",
@@ -71,7 +69,6 @@ MAY_IMPORT = {
         "runtime",
         "eval",
         "adapt",
-        "workflows",
         "report",
         "sweep",
         "commands",
@@ -356,3 +353,16 @@ def test_the_runtime_needs_neither_lm_eval_nor_datasets(tmp_path):
     outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert outcome.returncode == 0, outcome.stderr
     assert (tmp_path / "bench.json").is_file()
+
+
+# ---- words ----
+
+UNFINISHED = re.compile(r"(What|Of|Whether|The same|That)\b")
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_docstrings_can_be_read_alone(path):
+    """They begin with a verb or with what is returned, and do not finish the sentence that a name begins."""
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
+    found = {node.name: ast.get_docstring(node) or "" for node in ast.walk(tree_of(path)) if isinstance(node, kinds)}
+    assert [name for name, text in found.items() if UNFINISHED.match(text)] == []

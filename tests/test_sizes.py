@@ -50,8 +50,7 @@ def test_what_no_machine_holds(place, tmp_path, name, more, code, expected):
     ("name", "more", "expected"),
     [
         ("blocks", ["--batch-size", TRILLION], "a step on 22 windows of 16 tokens needs"),
-        ("sensitivity", ["--batch-size", TRILLION], "sensitivity (spd) with 24 windows of 16 tokens at a time needs"),
-        ("eval", ["--batch-size", TRILLION], "scoring 24 windows of 16 tokens at a time needs"),
+        ("sensitivity", ["--batch-size", TRILLION], "sensitivity with 24 windows of 16 tokens at a time needs"),
         ("generate", ["--num-samples", 64], "a KV cache for 64 texts of 9 tokens needs"),
     ],
 )

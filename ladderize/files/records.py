@@ -35,8 +35,7 @@ class Record:
 
     @classmethod
     def from_dict(cls: type[OwnRecord], value: object, where: str | Path) -> OwnRecord:
-        """Return the record of a document that ``to_dict`` made. Unknown keys are ignored: a later version may have
-        more.
+        """Return the record of a document that ``to_dict`` made. Unknown keys are ignored.
 
         where: begins the messages.
         Raises UserError for a missing field or a value of another type.

@@ -51,7 +51,7 @@ LAUNCH_KEYS = {"sensitivity": (PROCESSES,), "adapt": (PROCESSES, FSDP), "eval": 
 SHARDS = (FULL, LORA)  # methods with models that FSDP2 shards, and a batch that processes share
 # options that a sweep.yaml may not give: the sweep gives them, or has no use for them
 OF_THE_SWEEP = {
-    "sensitivity": "model out sync_tp_size plot overwrite revision json",
+    "sensitivity": "model out sync_tp_size overwrite revision json",
     "convert": "src out dense recipe sensitivity dtype max_shard_size copy dry_run overwrite no_verify revision json",
     "adapt": "model out distill_from align resume dry_run show_data log_with overwrite no_verify json",
     "eval": "models out keep_predictions reference resume revision no_default_tasks json",

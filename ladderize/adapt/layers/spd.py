@@ -85,7 +85,7 @@ class SpdDocument(Record):
     options: DistillSettings
     dtype: str
     divergence: dict[str, float] = field(default_factory=dict)
-    repair: str = "blocks"  # as SpdOptions has it; before there was a choice blocks were distilled
+    repair: str = "align"  # as SpdOptions has it
 
     def card_note(self) -> str:
         """Return the held-out figures, for the model card."""
