@@ -81,7 +81,9 @@ def test_generated_texts(pair):
     wish = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
     rng = fresh_rng()
     theirs, ours = answers(pair, "generate_until", [(" ".join(rng.choice(WORDS, 6)), wish) for _ in range(4)])
-    same = sum(one.strip() == other.strip() for one, other in zip(ours, theirs, strict=True))
+    # vLLM leaves out what is no whole character at a text's end
+    ours, theirs = ([text.strip().rstrip("\ufffd") for text in texts] for texts in (ours, theirs))
+    same = sum(one == other for one, other in zip(ours, theirs, strict=True))
     assert same >= 3  # rounding may turn one
 
 
@@ -99,7 +101,7 @@ def test_what_cannot_run_is_one_sentence(tmp_path):
 
 def test_the_command(tmp_path):
     """One document on stdout, and a comparison of two models."""
-    models = [model_with_tokenizer(name, tmp_path / name) for name in ("dense", "ladder")]
+    models = [model_with_tokenizer(name, tmp_path / name) for name in ("dense", "mixed")]
     (tmp_path / "text.txt").write_text("the cat sees the dog and the dog sees the cat")
     command = ["eval", *models, "--backend", "vllm", "--tasks", "demo_agreement", "--include-path", TASKS, "--json"]
     command += ["--limit", 6, "--perplexity", tmp_path / "text.txt", "--dtype", "float32"]
