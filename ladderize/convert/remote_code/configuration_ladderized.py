@@ -1,4 +1,4 @@
-"""What any family's configuration has more when its sync points are blocking, overlapped or dropped, one by one."""
+"""The fields that a family's configuration gets for the modes of its sync points: blocking, overlapped or dropped."""
 
 import sys
 from dataclasses import dataclass

