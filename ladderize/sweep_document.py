@@ -107,4 +107,4 @@ class SweepDocument(Record):
     def failed(self) -> list[StageState]:
         """Every stage that failed, once."""
         every = [stage for point in self.points for stage in point.stages] + self.stages
-        return list({stage.key: stage for stage in every if stage.status == "failed"}.values())
+        return list({stage.key or stage.message: stage for stage in every if stage.status == "failed"}.values())

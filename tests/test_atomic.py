@@ -238,3 +238,16 @@ def test_an_interrupt_from_the_keyboard(llama, tmp_path):
     assert child.returncode == 130
     assert "Traceback" not in stderr
     assert listing(tmp_path) == ["src"]
+
+
+def test_what_a_killed_swap_set_aside_is_not_lost(llama, tmp_path):
+    """Also where a script has made an empty OUT meanwhile, and the next run fails."""
+    out = tmp_path / "out"
+    convert_checkpoint(llama, out, LADDER, verify=False)
+    before = fingerprint(out)
+    kill_at("output._exchange", llama, out, tmp_path)
+    assert not out.exists()
+    out.mkdir()
+    output.clean_up(out)
+    assert fingerprint(out) == before
+    assert listing(tmp_path) == ["out", "src"]

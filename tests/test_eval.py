@@ -473,7 +473,7 @@ def test_tasks_of_lm_eval_are_read_where_they_matter(tmp_path):
     (folder / "mixed.yaml").write_text("group: mixed\ntask: [demo_copying, theirs]\n")
 
     def known(*tasks, **more):
-        return open_tasks(EvalOptions(tasks=tasks, include_path=str(folder), **more))[0].all_tasks
+        return open_tasks(EvalOptions(tasks=tasks, include_path=str(folder), **more)).all_tasks
 
     assert "theirs" not in known("demo_copying", "demo_agreement")
     assert {"theirs", "demo_copying"} <= {*known("demo_copying", "theirs")}

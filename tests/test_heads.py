@@ -493,3 +493,12 @@ def test_a_map_beside_the_source_gives_way_to_the_one_applied(llama, tmp_path):
     )
     assert read_head_map(tmp_path / "out" / "head_map.json").orders == head_map.orders
     assert (report.extra_files, report.carried_over) == (["head_map.json"], ["generation_config.json"])
+
+
+def test_another_head_map_is_another_conversion(tmp_path):
+    source = save_llama(tmp_path / "dense")
+    first, second = (save_map(map_for(source), tmp_path / f"{name}.json") for name in "ab")
+    wanted = ("convert", source, tmp_path / "out", "--spd", "all", "--sync-tp-size", 4, "--no-verify", "--head-map")
+    invoke_well(*wanted, first)
+    assert "complete" in invoke_well(*wanted, first).stderr
+    assert "is not empty" in one_sentence(invoke(*wanted, second))

@@ -4,6 +4,10 @@ import shlex
 
 import numpy as np
 
+from ladderize.checkpoint.opening import read_checkpoint
+from ladderize.checkpoint.tensors import fingerprint
+from ladderize.console import to_json
+from ladderize.convert.heads import HeadMap
 from ladderize.demo.inputs import TASKS
 from tests.helpers import SHAPE, invoke, save_llama
 from tests.sweeps import FAST, planner, ran, read, rerun, set_gpus, spec, stages_of, write
@@ -141,7 +145,7 @@ def test_on_how_many_processes_a_stage_runs_is_no_part_of_it(place, tmp_path, mo
     assert all(other[2:] == one[2:] for other in others)
     for alone in ({"tp_size": 2}, {"device": "cpu"}, {"processes": 1}):
         assert started(4, **alone)[:2] == (1, False)
-    assert started(4, tp_size=2, processes=4)[:2] == (4, True)
+    assert started(4, tp_size=2, processes=4)[:2] == (4, False)
     assert len({started(gpus, batch_size=None)[3] for gpus in (0, 1, 2, 3)}) == 3
 
 
@@ -154,3 +158,15 @@ def test_an_evaluation_needs_the_dense_ones_only_for_its_text(place, tmp_path):
 
     assert needs(perplexity=str(place / "heldout.npy"))
     assert not needs(tasks=["demo_copying"], include_path=str(TASKS), include_default_tasks=False)
+
+
+def test_layouts_that_differ_in_their_heads_alone_are_two_points(place, tmp_path):
+    for name in ("a", "b"):
+        orders = {0: (1, 0, 2, 3) if name == "a" else (0, 1, 3, 2)}
+        head_map = HeadMap(2, orders, fingerprint(read_checkpoint(place / "dense")))
+        (tmp_path / f"{name}.json").write_text(to_json(head_map.to_dict()))
+    layouts = [{"spd": "all", "sync_tp_size": 2, "head_map": str(tmp_path / f"{name}.json")} for name in "ab"]
+    content = spec(place, sensitivity=None, bench=None, adapt=None, layouts=layouts)
+    points = planner(tmp_path, content).plan().points
+    assert len(points) == 3
+    assert len({point.identity for point in points}) == 3

@@ -112,17 +112,16 @@ class GivenOptions:
         }
         self.names = given_names(context)
 
-    def fill(self, kind: type[Filled], *, prefix: Any = "", **more: Any) -> Filled:
+    def fill(self, kind: type[Filled], **more: Any) -> Filled:
         """Return a dataclass of options, each field from the option of its name.
 
         An option that is None was not given, so the field's own default holds.
 
-        prefix: of the options' names, such as ``lora_``.
         more: values of fields, which win over options.
         """
         values = {}
         for field in fields(kind):  # type: ignore[arg-type]
-            value = self.params.get(prefix + parameter_name(field))
+            value = self.params.get(parameter_name(field))
             if field.name not in more and value is not None:
                 values[field.name] = _field_value(field, value)
         return kind(**values, **more)
@@ -138,9 +137,9 @@ class GivenOptions:
                 raise UsageError(f"{flag(name)} has no effect {why}{(instead or {}).get(name, '')}")
 
 
-def names_of(kind: type, prefix: str = "") -> set[str]:
+def names_of(kind: type) -> set[str]:
     """Return the names of the options that fill this dataclass."""
-    return {prefix + parameter_name(field) for field in fields(kind)}
+    return {parameter_name(field) for field in fields(kind)}
 
 
 def command(

@@ -60,6 +60,8 @@ def generate(given: GivenOptions) -> None:
     """Generate text, or training data: answers to instructions, or texts of the model's own."""
     arguments = given.fill(GenerateArguments)
     _check_mode(arguments)
+    if arguments.engine == "vllm":
+        given.refuse({"backend", "device", "threads", "compile", "replicate_vocab"}, "with --engine vllm")
     temperature = float(arguments.out is not None) if arguments.temperature is None else arguments.temperature
     sampling = given.fill(Sampling, temperature=temperature)
     console = Console(arguments.as_json)

@@ -20,7 +20,7 @@ from ladderize.plan.passes import FP8
 class PlanArguments:
     recipe_out: Path | None = option("Write the chosen layout as a recipe for convert.", metavar="FILE")
     show_list: bool = option("Show the known devices, links, engines and shapes, and stop.", False, flags="--list")
-    explain: bool = option("Show times, waits, every all-reduce, and what the figures rest on.", False)
+    explain: bool = option("Show times, waits, and what the figures rest on.", False)
     out: Path | None = option("Write everything as JSON.", metavar="FILE")
     as_json: bool = option(AS_JSON, False)
 

@@ -110,8 +110,11 @@ def is_written(plan: Plan) -> bool:
     record, source = plan.out / RECORD, plan.source.folder
     if not record.is_file() or not all((plan.out / name).is_file() for name in plan.weight_files):
         return False
-    if record.read_text(encoding="utf-8", errors="replace") != record_text(plan):
-        return False
+    texts = {RECORD: record_text(plan), **plan.changes.extra_files}  # of head_map.json the record holds the name only
+    for name, text in texts.items():
+        path = plan.out / name
+        if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
+            return False
     return all(
         (plan.out / path).is_file() and filecmp.cmp(source / path, plan.out / path, shallow=False)
         for path in plan.carried

@@ -106,7 +106,7 @@ class _Document(Record):
             numbers = [entry.number for entry in layers if (entry.alignment or entry.distillation) is not None]
             teacher, aligned = self.model, all(entry.distillation is None for entry in layers)
         elif name != "adaptation.json":
-            aligned = name == "alignment.json"
+            aligned = name == ALIGNMENT
             method = "align" if aligned else "blocks"
         scores = {
             step: value.perplexity if isinstance(value, _Score) else value
@@ -122,7 +122,8 @@ class _Document(Record):
 
 STEPS = ("dense", "before", "after")  # of the perplexities in adaptation.json, where other figures stand too
 # in their usual order
-DOCUMENTS = ("spd.json", "alignment.json", "distillation.json", "adaptation.json")
+ALIGNMENT, DISTILLATION = "alignment.json", "distillation.json"
+DOCUMENTS = ("spd.json", ALIGNMENT, DISTILLATION, "adaptation.json")
 
 
 def read_retrainings(folder: Path) -> list[Retraining]:

@@ -48,9 +48,10 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
         console.note(f"no browser could be started; open {page} yourself")
     if document.failed:
         first = document.failed[0]
+        log = f"; its log is in {root / first.output}" if first.output else ""
         raise UserError(
-            f"{len(document.failed)} stages of the demo failed, the first with: {first.message}; its log is in"
-            f" {root / first.output}, and the same command tries again"
+            f"{len(document.failed)} stages of the demo failed, the first with: {first.message}{log}; the same command"
+            " tries again"
         )
     return {"sweep": document.to_dict(), "report": summary.to_dict()}
 

@@ -41,8 +41,8 @@ class MeanComparison(Record):
     """The means of one metric of both models, on the same samples.
 
     difference: value minus reference_value.
-    low, high: the ends of its interval; None for fewer than two samples, and where all differences are equal but their
-    largest possible size is unknown.
+    low, high: the ends of its interval; None for fewer than two samples or equal differences of a metric that is not
+    between 0 and 1.
     verdict: None where a margin in points has no meaning: the metric is not between 0 and 1, or it is unknown if more
     is better.
     samples_needed: to show the margin with a chance of 80 % if the models are equally good; only with the verdict "too

@@ -35,8 +35,8 @@ class Output:
     options: EvalOptions
     out: Path | None
     finished: list[ModelResult] = field(default_factory=list)
-    earlier: dict[str, ModelResult] = field(default_factory=dict)  # of a run that is resumed, by model
-    begun: bool = False  # ``out`` is this run's
+    earlier: dict[str, ModelResult] = field(default_factory=dict)
+    begun: bool = False
 
     def resume(self) -> None:
         """Take over results that an earlier run with the same options left in ``out``, if there are any."""

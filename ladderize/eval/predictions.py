@@ -37,7 +37,6 @@ class KeptPredictions(Record):
     model: str
     data_sha256: str
     ids_sha256: str
-    seq_len: int
     window_tokens: list[int]
     hidden_size: int
     vocab_size: int

@@ -76,11 +76,12 @@ def evaluate(
         folders = [check_model(name, options.revision) for name in names]
         if resume:
             output.resume()
+            output.earlier = ranks.broadcast(output.earlier)  # all ranks leave out the tasks that are done
         manager = None
         if options.tasks:
             # rank 0 downloads first, and the others use its cache
             with console.stage("reading the tasks of lm-eval"), console.contained(), ranks.main_first():
-                manager, _ = open_tasks(options, ranks.size)
+                manager = open_tasks(options, ranks.size)
         add_bos: bool | None = None
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 _environment = cache(get_pretty_env_info)
 
 
-def open_tasks(options: EvalOptions, processes: int = 1) -> tuple["TaskManager", dict[str, dict[str, Any]]]:
-    """Return lm-eval's task manager, and lm-eval's tasks by name for each task or group of ``options.tasks``.
-
-    Every task was found and its data opened.
+def open_tasks(options: EvalOptions, processes: int = 1) -> "TaskManager":
+    """Return lm-eval's task manager. Every task of ``options.tasks`` was found and its data opened.
 
     processes: the number of those that share each task.
     Raises UserError for a task that does not exist or cannot be loaded, or options that do not fit it.
@@ -40,10 +38,9 @@ def open_tasks(options: EvalOptions, processes: int = 1) -> tuple["TaskManager",
                 else "lm-eval's `lm_eval ls tasks` lists them, --include-path adds your own"
             )
             raise UserError(f"there is no task {task!r}; {hint}")
-    opened: dict[str, dict[str, Any]] = {}
     for task in options.tasks:
         try:
-            opened[task] = loaded = manager.load([task])["tasks"]
+            loaded = manager.load([task])["tasks"]
         except Exception as error:  # a task may run any code to get its data
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
@@ -61,7 +58,7 @@ def open_tasks(options: EvalOptions, processes: int = 1) -> tuple["TaskManager",
                     f"the task {name!r} has {count} samples, fewer than the {processes} processes that share them;"
                     " start fewer processes" + (", or raise --limit" if options.limit else "")
                 )
-    return manager, opened
+    return manager
 
 
 def _index(options: EvalOptions) -> "TaskManager":

@@ -52,7 +52,6 @@ class Baseline:
             model=model.name,
             data_sha256=data.file_sha256(options.perplexity),
             ids_sha256=ids_sha256(windows),
-            seq_len=max(map(len, windows)),
             window_tokens=tokens,
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,

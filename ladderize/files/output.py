@@ -5,7 +5,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 
@@ -101,11 +101,16 @@ def _prefix(out: Path) -> str:
 def clean_up(out: Path) -> None:
     """Remove temporaries of ``out`` whose writer is gone, and restore a folder that a killed swap had set aside."""
     aside = _aside(out)
-    if aside.is_dir():
+    with suppress(FileNotFoundError):  # another run has finished its swap meanwhile
         descriptor = os.open(aside, os.O_RDONLY)
-        if try_lock(descriptor):  # else another run is swapping right now
-            shutil.rmtree(aside, ignore_errors=True) if out.exists() else os.rename(aside, out)
-        os.close(descriptor)
+        try:
+            if try_lock(descriptor):  # else another run is swapping right now
+                if out.is_dir() and any(out.iterdir()):
+                    shutil.rmtree(aside, ignore_errors=True)
+                else:
+                    os.rename(aside, out)
+        finally:
+            os.close(descriptor)
     if out.parent.is_dir():
         remove_abandoned(out.parent, _prefix(out))
 
@@ -126,6 +131,8 @@ def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
     if _exchange(temporary, out):
         return
     aside = _aside(out)  # two renames: if this run is killed between them, the next one puts the old folder back
+    if aside.exists():  # where files cannot be locked, nobody knows whose it is
+        raise UserError(f"{aside} is left of an earlier run; look whether it is needed, and delete it")
     lock = os.open(out, os.O_RDONLY)
     try:
         try_lock(lock)

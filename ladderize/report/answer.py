@@ -1,11 +1,9 @@
 """The answer that a report begins with, in prose. It claims what 95 % intervals show, and no more."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ladderize.eval.words import margin_text
-from ladderize.report.documents import find_documents
-from ladderize.report.join import ReportContent, join_documents
+from ladderize.report.join import ReportContent
 from ladderize.report.subjects import Setting, Subject, Timing, perplexity_text, points_text, speedup_text
 from ladderize.runtime.bench.document import ENOUGH_ROUNDS, few_rounds
 
@@ -26,11 +24,6 @@ class Answer:
     sentences: list[str]
     best: Subject | None = None
     setting: Setting | None = None
-
-
-def answer_of(folder: Path) -> Answer:
-    """Return the answer of a sweep's folder. Raises UserError for documents that do not belong together."""
-    return find_answer(join_documents(find_documents([folder])))
 
 
 def find_answer(content: ReportContent) -> Answer:

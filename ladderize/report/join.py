@@ -159,8 +159,9 @@ def _compare(
         if key != dense and dense in places:
             compared = stored.get(key) or compare_models(entry_of(dense), entry_of(key), options)
             remarks |= _take(subjects[key], subjects[dense], compared)
-        if (control := model_key(subjects[key].control or "")) in places:
-            overall = compare_models(entry_of(control), entry_of(key), options).overall
+        control = subjects[key].control
+        if control is not None and model_key(control) in places:
+            overall = compare_models(entry_of(model_key(control)), entry_of(key), options).overall
             subjects[key].over_control = None if overall is None else points_of(overall)
     return list(remarks)
 

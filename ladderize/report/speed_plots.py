@@ -108,7 +108,7 @@ def _speed_panel(content: ReportContent, settings: list[Setting]) -> PlotPanel:
         for phase, words in PHASE_WORDS.items()
     ]
     place = settings[0].place
-    if len(settings) > 1:
+    if len(settings) > 1 and rows:
         return PlotPanel(_speed_lines(rows, place), place)
     title = settings[0].short
     return PlotPanel(dots(f"Speed-ups: {title}", rows, SPEEDUP, [level("x", 1)], kinds=True, **CHOSEN), title)

@@ -201,7 +201,7 @@ def generate_file(
     task = FileTask(spec, options, eos, bos, ids, total, min(batch_size or DEFAULT_TEXTS_AT_A_TIME, total))
     identity = _identity(task, prompt_file, "runtime" if engine is None else "vllm")
     with contextlib.ExitStack() as stack:
-        part = stack.enter_context(PartFile(out, identity, total)) if is_main_rank() else None
+        part = stack.enter_context(PartFile(out, identity, total, overwrite=overwrite)) if is_main_rank() else None
         done = part.lines if part is not None else 0
         lines = LineWriter(task, prompts, tokenizer, part, console, stack)
         if done:
@@ -278,14 +278,16 @@ class PartFile:
     """The unfinished OUT: a locked file beside it, whose name holds a hash of all that decides its lines.
 
     So only the same command goes on with it. It is a context of the one process that writes. Raises UserError while
-    another run writes OUT.
+    another run of the same command writes OUT.
+
+    overwrite: an OUT that is there at the end is replaced.
 
     lines: the number of complete lines.
     """
 
-    def __init__(self, out: Path, identity: dict[str, Any], most: int) -> None:
+    def __init__(self, out: Path, identity: dict[str, Any], most: int, *, overwrite: bool = False) -> None:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-        self.out, self.path = out, out.with_name(f"{out.name}.{digest}.part")
+        self.out, self.path, self.overwrite = out, out.with_name(f"{out.name}.{digest}.part"), overwrite
         self.reasons, self.lines = Counter[str](), 0
         self.file = self.path.open("ab", buffering=0)
         if not try_lock(self.file.fileno()):
@@ -317,7 +319,9 @@ class PartFile:
         self.lines += len(rows)
 
     def finish(self) -> None:
-        """Give the file the name OUT."""
+        """Give the file the name OUT. Raises UserError where another run has made OUT meanwhile."""
+        if self.out.exists() and not self.overwrite:
+            raise UserError(f"--out {self.out} appeared meanwhile; the texts are in {self.path}")
         os.fsync(self.file.fileno())
         os.replace(self.path, self.out)
         fsync(self.out.parent)

@@ -30,7 +30,7 @@ class KVCache:
 
         dtype: of the model's weights.
         """
-        dtype = torch.float32 if device.type == "cpu" else dtype
+        dtype = _dtype(dtype, device)
         size = _size(shape, batch, columns)
         check_room(
             2 * math.prod(size) * dtype.itemsize,
@@ -43,8 +43,8 @@ class KVCache:
 
     def fits(self, shape: Shape, batch: int, columns: int, dtype: torch.dtype) -> bool:
         """Return True if ``allocate`` would make the same cache."""
-        expected = torch.float32 if self.keys.device.type == "cpu" else dtype
-        return tuple(self.keys.shape) == _size(shape, batch, columns) and self.keys.dtype == expected
+        size, expected = _size(shape, batch, columns), _dtype(dtype, self.keys.device)
+        return tuple(self.keys.shape) == size and self.keys.dtype == expected
 
     @property
     def columns(self) -> int:
@@ -133,6 +133,10 @@ class PartsCache(NoCache):
         own = [part for first, part in sorted(self.parts[layer].items(), key=lambda item: item[0]) if first < length]
         keys, values = zip(*own, strict=True)
         return torch.cat(keys, 2), torch.cat(values, 2)
+
+
+def _dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else dtype
 
 
 def _size(shape: Shape, batch: int, columns: int) -> tuple[int, ...]:

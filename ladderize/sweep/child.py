@@ -135,6 +135,6 @@ def _words(error: BaseException, stage: Stage) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, LadderizeError | OSError):
-        return sentence(error)
+        return sentence(error)[:4000]  # a pipe holds it until the sweep reads
     log = f"{stage.output}/{LOG}"
     return f"unexpected error: {type(error).__name__}: {sentence(error)[:300]} (the traceback is in {log})"

@@ -44,6 +44,7 @@ def sweep_command(given: GivenOptions) -> None:
     with console.stage(LOADING):
         from ladderize.sweep.run import SWEEP_JSON, find_folder, plan_sweep, run_sweep
         from ladderize.sweep.show import plan_document, plan_script, show_models, show_stages
+        from ladderize.sweep.stages import LOG
     if arguments.dry_run or arguments.print_commands:
         plan, root = plan_sweep(file, out, console=console)
         console.document(plan_document(plan, root))
@@ -59,9 +60,10 @@ def sweep_command(given: GivenOptions) -> None:
     console.result(f"\nwrote {root / SWEEP_JSON}")
     show_next(console, ("see the trade-off", command_line("report", root, "--out", "report.html")))
     if failed := document.failed:
+        log = f" (log {root / failed[0].output / LOG})" if failed[0].output else ""
         raise UserError(
-            f"{len(failed)} stage{'s' if len(failed) > 1 else ''} failed, the first with: {failed[0].message} (log"
-            f" {root / failed[0].output / 'log.txt'}); mend it and run the same command again"
+            f"{len(failed)} stage{'s' if len(failed) > 1 else ''} failed, the first with: {failed[0].message}{log};"
+            " mend it and run the same command again"
         )
 
 

@@ -25,6 +25,7 @@ from ladderize.sweep.stages import (
     RESULTS,
     SENSITIVITY_JSON,
     Stage,
+    computing,
     errors_begin_with,
     finished_stage,
 )
@@ -107,8 +108,10 @@ class Point:
     @property
     def identity(self) -> object:
         """A value that is equal for two entries of the file that make one point."""
-        asked = [(stage.method, sorted(stage.options.items())) for stage in self.asked]
-        return self.group.label, str(asked), len(self.adapting)
+        asked = [(stage.method, sorted(computing("adapt", stage.options).items())) for stage in self.asked]
+        heads = [choice.head_map for choice in self.group.choices]
+        made = self.group.converting.key if self.group.converting is not None else (self.group.label, str(heads))
+        return made, str(asked), len(self.adapting)
 
     @property
     def results(self) -> str | None:

@@ -2,7 +2,6 @@
 again."""
 
 import os
-import shlex
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,8 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.methods import ALIGN, FULL, LORA, Method
+from ladderize.commands.shared import command_line
 from ladderize.console import SILENT, Console
+from ladderize.convert.retraining import ALIGNMENT, DISTILLATION
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.tasks import open_tasks
 from ladderize.files.documents import read_own, write_json
@@ -58,7 +60,7 @@ def run_sweep(
     if already_started():
         raise UserError("a sweep starts the processes of its stages itself; run it without torchrun or srun")
     spec, root = find_folder(file, out)
-    command = shlex.join(["ladderize", "sweep", str(file), *(["--out", str(out)] if out is not None else [])])
+    command = command_line("sweep", file, *(["--out", out] if out is not None else []))
     with _locked(root):
         planner = make_planner(spec, root, console)
         progress = SweepProgress(planner, command)
@@ -68,9 +70,10 @@ def run_sweep(
         with Board(console) as board:
             try:
                 document = _run_all(progress, board)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, UserError) as error:
                 progress.write(progress.planner.plan(progress.lost))
-                board.note(f"stopped; complete stages are kept in {root}, and the same command goes on from there")
+                if isinstance(error, KeyboardInterrupt):
+                    board.note(f"stopped; complete stages are kept in {root}, and the same command goes on from there")
                 raise
         if prune and document.complete:
             kept_stages = {stage.output for point in document.points for stage in point.stages}
@@ -317,9 +320,9 @@ def _tokens(folder: Path, method: Method) -> int | None:
     """
     place = folder / _folder(method)
     if method in (FULL, LORA):
-        tokens = read_own(place / "adaptation.json").get("tokens")
+        tokens = read_own(place / ADAPTATION).get("tokens")
         return tokens if isinstance(tokens, int) else None
-    data = read_own(place / ("alignment.json" if method == ALIGN else "distillation.json")).get("data")
+    data = read_own(place / (ALIGNMENT if method == ALIGN else DISTILLATION)).get("data")
     try:
         return int(data["samples"] * data["seq_len"])  # type: ignore[index]
     except (KeyError, TypeError):

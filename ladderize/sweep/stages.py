@@ -17,6 +17,7 @@ from ladderize.commands.convert import convert
 from ladderize.commands.evaluate import evaluate
 from ladderize.commands.merge import merge
 from ladderize.commands.sensitivity import sensitivity
+from ladderize.commands.shared import command_line
 from ladderize.errors import LadderizeError, UserError
 from ladderize.eval.options import EvalOptions, SensitivityOptions
 from ladderize.files.documents import read_own, write_json
@@ -96,8 +97,8 @@ class StageLaunch:
         shared = options.get(PROCESSES, 1)
         if PROCESSES not in options and tp_size == 1 and options.get("device") != "cpu":
             shared = max(n for n in range(1, max(1, gpus) + 1) if batch is None or int(batch) % n == 0)
-        is_sharded = options.get(FSDP, method in SHARDS and shared > tp_size and gpus > 0)  # FSDP2 wants GPUs
-        return cls(shared, is_sharded)
+        by_default = method in SHARDS and tp_size == 1 and shared > 1 and gpus > 0  # FSDP2 wants GPUs
+        return cls(shared, options.get(FSDP, by_default))
 
     @property
     def variables(self) -> dict[str, str]:
@@ -108,7 +109,7 @@ class StageLaunch:
     def command(self, words: Words) -> str:
         """Return the command line as a user types it."""
         if self.processes == 1:
-            return shlex.join(["ladderize", *words])
+            return command_line(*words)
         torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(self.processes), "-m", "ladderize"]
         return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *torchrun, *words])
 
@@ -123,6 +124,8 @@ def check_launch(options: Given, where: str, method: str) -> None:
     tp_size, batch = int(options.get("tp_size", 1)), options.get("batch_size")
     if fsdp is not None and method not in SHARDS:
         raise UserError(f"{where}: {FSDP} has no effect on {method}; only {' and '.join(SHARDS)} shard a model")
+    if fsdp and tp_size > 1:
+        raise UserError(f"{where}: {FSDP} and tp_size both share the model out; leave one of them out")
     if processes is None:
         return
     if processes < 1 or processes % tp_size:

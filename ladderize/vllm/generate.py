@@ -5,11 +5,9 @@ from ladderize.errors import UserError
 from ladderize.ranks.environment import environment_with
 from ladderize.runtime.generate_file import FileTask
 from ladderize.runtime.launch import Report
-from ladderize.vllm.engine import cores_of_ranks, ends_of
-from ladderize.vllm.environment import check_vllm, configuration_refusal, installed_version
+from ladderize.vllm.engine import ends_of, engine_variables, reason_of
+from ladderize.vllm.environment import check_vllm, installed_version
 
-# a worker is a process of its own, not a fork of this one, which has threads; stdout holds the document of --json
-_VARIABLES = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 BATCHES_AT_ONCE = 8  # vLLM starts a text when another has ended; lines are written when so many batches are complete
 
 
@@ -23,7 +21,7 @@ def answer_in_vllm(task: FileTask, done: int, report: Report, console: Console) 
     from vllm import LLM, SamplingParams, TokensPrompt
 
     spec, options = task.spec, task.options
-    with environment_with(_VARIABLES | cores_of_ranks(options.tp_size)), console.stage("starting vLLM"):
+    with environment_with(engine_variables(options.tp_size)), console.stage("starting vLLM"):
         try:
             llm = LLM(
                 model=str(spec.folder),
@@ -36,8 +34,7 @@ def answer_in_vllm(task: FileTask, done: int, report: Report, console: Console) 
                 **ends_of(spec.config),
             )
         except Exception as error:
-            reason = configuration_refusal(error) or " ".join(str(error).split())[:600]
-            raise UserError(f"vLLM cannot run {spec.name}: {reason}") from error
+            raise UserError(f"vLLM cannot run {spec.name}: {reason_of(error)}") from error
     report(f"vllm {installed_version()}")
     chosen = options.sampling
     for numbers in task.parts(done, BATCHES_AT_ONCE * task.batch_size):

@@ -170,6 +170,8 @@ class CheckpointRun:
         self.out, self.document, self.ranks, self.console, self.overwrite = out, document, ranks, console, overwrite
         self.sources = [source.folder for source in sources]
         self.folder = work_folder(out, work_dir, *self.sources)
+        if ranks.is_main:
+            output.clean_up(resolved(out))  # a killed swap may have set OUT aside
         self.earlier = EarlierRun(resolved(out), document, self.folder, overwrite=overwrite)
         self.maybe_done = ranks.broadcast(self.earlier.may_have_finished())  # a finished run leaves OUT full
         if not self.maybe_done:

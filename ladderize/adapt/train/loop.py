@@ -312,7 +312,7 @@ class Loop:
             loss = scores.criterion(self.options.objective)
             progress.last_loss, progress.last_perplexity = loss, scores.perplexity
             if progress.best_loss is None or loss < progress.best_loss:
-                progress.best_step, progress.best_loss = progress.step, loss
+                progress.best_loss = loss
                 progress.best_perplexity = scores.perplexity
                 if progress.step:
                     self.folder.save_weights(progress.step, model, self.stored)

@@ -29,10 +29,12 @@ from ladderize.adapt.train.training_model import HFTraining, TrainingModel
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console, human_count
-from ladderize.convert.retraining import read_retrainings
+from ladderize.convert.retraining import ALIGNMENT, read_retrainings
 from ladderize.errors import UsageError, UserError
+from ladderize.files import output
+from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
-from ladderize.files.work import EarlierRun, work_folder
+from ladderize.files.work import ABOUT, EarlierRun, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import tcmalloc_advice
 from ladderize.modeling import load_tokenizer
@@ -136,6 +138,12 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
         place = launched()  # errors of the training are raised before the alignment
         open_task(model, options, Launch(options.device, max(place.size, options.tp_size)), job.revision)
     beside = aligned_path(out)
+    # a training that was begun belongs to the aligned checkpoint that is there
+    begun = options.resume and read_own(folder / ABOUT).get("command") == TrainingFolder.COMMAND
+    ranks = join_ranks(options.device)
+    if ranks.broadcast(begun and read_own(Path(beside) / ALIGNMENT).get("model") == model):
+        console.note(f"going on from {beside}, which an earlier run has aligned")
+        return replace(job, model=beside, revision=None)
     console.note(f"aligning first; the result stays in {beside}")
     rewrite(
         Aligning(),
@@ -148,7 +156,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
         revision=job.revision,
         console=console,
     )
-    join_ranks(options.device).barrier()  # rank 0 alone writes
+    ranks.barrier()  # rank 0 alone writes
     return replace(job, model=beside, revision=None)
 
 
@@ -209,6 +217,8 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
     """
     options = task.options
     folder = work_folder(job.out, options.work_dir, *(source.folder for source in task.sources))
+    if ranks.is_main:
+        output.clean_up(resolved(job.out))  # a killed swap may have set OUT aside
     earlier = EarlierRun(resolved(job.out), ADAPTATION, folder, overwrite=job.overwrite)
     identity = run_identity(task) if ranks.is_main else {}  # it reads files
     # a run may be killed after its output appeared

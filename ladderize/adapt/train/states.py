@@ -49,7 +49,6 @@ class Progress(Record):
     tokens: int = 0
     scored: int = 0
     seconds: float = 0.0
-    best_step: int | None = None
     best_loss: float | None = None
     best_perplexity: float | None = None
     last_loss: float | None = None

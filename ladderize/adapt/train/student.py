@@ -24,7 +24,7 @@ from ladderize.checkpoint.reading import Checkpoint
 from ladderize.convert.remote_code.modeling_ladderized import base_linear
 from ladderize.errors import UserError
 from ladderize.families.registry import decoder_of
-from ladderize.layout import Layout
+from ladderize.layout import DROPPED, Layout
 from ladderize.modeling import ladderized_class
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
@@ -173,7 +173,7 @@ class CollectingLayer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state, attention, mlp = self.with_outputs(*args, **kwargs)
-        if self.attention_sync == "dropped" and (bias := base_linear(self.self_attn.o_proj).bias) is not None:
+        if self.attention_sync == DROPPED and (bias := base_linear(self.self_attn.o_proj).bias) is not None:
             attention = attention + self.scaled(bias)
         return state, attention, mlp
 

@@ -94,7 +94,8 @@ class GroupOptions(Record):
     warmup: int = option(UNCOUNTED_ROUNDS, 2)
     repeat: int = option(COUNTED_ROUNDS, 7)
     profile: Path | None = option(
-        "Write Chrome traces here. Fails if a layout that should overlap shows no overlap.", metavar="DIR"
+        "Write Chrome traces here. On the runtime it fails if a layout that should overlap shows no overlap.",
+        metavar="DIR",
     )
     threads: int | None = option(THREADS)
     seed: int = option(SEED_OF_ROUNDS, 0)

@@ -30,7 +30,6 @@ class Piece:
 
     parts: the parameters that hold it, each with its rows, side by side along ``dim``.
     dim: the dimension that the ranks share; None: every rank holds all of the tensor in one parameter.
-    start: this rank's first index of ``dim``.
     copies: the number of neighbouring ranks that hold the same.
     head_dim: of rows that are paired up for rope, else 0.
 
@@ -40,7 +39,6 @@ class Piece:
     shape: tuple[int, ...]
     parts: tuple[tuple[Tensor, slice], ...]
     dim: int | None = None
-    start: int = 0
     copies: int = 1
     head_dim: int = 0
 
@@ -154,7 +152,7 @@ class TrainedWeights(nn.Module):
     def _all_pieces(self) -> Iterator[tuple[str, Piece]]:
         shape = self.shape
         vocabulary = (shape.vocab, shape.hidden)
-        rows = functools.partial(Piece, dim=0, start=shape.vocab_start)
+        rows = functools.partial(Piece, dim=0)
         yield EMBEDDING, rows(vocabulary, ((self.embed, slice(None)),))
         for index, (attention, mlp) in enumerate(self._layers()):
             prefix = f"model.layers.{index}."
@@ -172,10 +170,10 @@ class TrainedWeights(nn.Module):
     def _attention_pieces(self, prefix: str, attention: Any) -> Iterator[tuple[str, Piece]]:
         shape = self.shape
         query, kv = shape.own_heads * shape.head_dim, shape.own_kv_heads * shape.head_dim
-        for name, begin, size, start, heads in (
-            ("q", 0, query, shape.query_rows()[0], shape.heads),
-            ("k", query, kv, shape.kv_rows()[0], shape.kv_heads),
-            ("v", query + kv, kv, shape.kv_rows()[0], shape.kv_heads),
+        for name, begin, size, heads in (
+            ("q", 0, query, shape.heads),
+            ("k", query, kv, shape.kv_heads),
+            ("v", query + kv, kv, shape.kv_heads),
         ):
             whole, head_dim = heads * shape.head_dim, 0 if name == "v" else shape.head_dim
             copies = 1 if name == "q" else shape.kv_copies
@@ -185,11 +183,8 @@ class TrainedWeights(nn.Module):
             ):
                 if parameter is not None:
                     part = ((parameter, slice(begin, begin + size)),)
-                    yield f"{prefix}{name}_proj.{kind}", Piece(sizes, part, 0, start, copies, head_dim)
-        yield (
-            f"{prefix}o_proj.weight",
-            self._row_parallel(attention.o, shape.heads * shape.head_dim, shape.query_rows()),
-        )
+                    yield f"{prefix}{name}_proj.{kind}", Piece(sizes, part, 0, copies, head_dim)
+        yield f"{prefix}o_proj.weight", self._row_parallel(attention.o, shape.heads * shape.head_dim)
         if attention.o_bias is not None:
             yield f"{prefix}o_proj.bias", _replicated(attention.o_bias)
         if attention.q_norm is not None:
@@ -204,14 +199,14 @@ class TrainedWeights(nn.Module):
                 parameters = [getattr(linear, kind) for linear in mlp.gate_up]
                 if parameters[0] is not None:
                     parts = tuple((parameter, rows) for parameter in parameters)
-                    yield f"{prefix}{name}_proj.{kind}", Piece(sizes, parts, 0, shape.inner_rows()[0])
-        yield f"{prefix}down_proj.weight", self._row_parallel([mlp.down], shape.inner, shape.inner_rows())
+                    yield f"{prefix}{name}_proj.{kind}", Piece(sizes, parts, 0)
+        yield f"{prefix}down_proj.weight", self._row_parallel([mlp.down], shape.inner)
         if mlp.down_bias is not None:
             yield f"{prefix}down_proj.bias", _replicated(mlp.down_bias)
 
-    def _row_parallel(self, linears: Any, size: int, own: tuple[int, int]) -> Piece:
+    def _row_parallel(self, linears: Any, size: int) -> Piece:
         parts = tuple((linear.weight, slice(None)) for linear in linears)
-        return Piece((self.shape.hidden, size), parts, 1, own[0])
+        return Piece((self.shape.hidden, size), parts, 1)
 
     # ---- gradients that the ranks know parts of ----
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def bench_vllm(
     check_vllm_usage(choice, options)
     check_vllm()
     device = default_device()
+    options = replace(options, device=device)
     check_group_size(options.tp_size, device)
     specs = chosen_models(choice, GroupOptions(tp_size=options.tp_size, device=device))
     for spec in specs:

@@ -171,7 +171,7 @@ class TimedEngine(Timed):
 
     def __init__(self, engine: ServingEngine, options: BenchOptions, batch: int) -> None:
         super().__init__()
-        self.engine, self.output_len = engine, options.output_len
+        self.engine, self.output_len, self.decode_steps = engine, options.output_len, options.decode_steps
         vocab = int(engine.served.spec.config["vocab_size"])
         self.prompts = engine.share_of(random_prompts(vocab, batch, options.prompt_len, options.seed))
 
@@ -180,4 +180,4 @@ class TimedEngine(Timed):
         self.engine.prefill(self.prompts, self.output_len)
         middle = time.perf_counter()
         self.engine.decode()
-        return middle - begin, (time.perf_counter() - middle) / max(1, self.output_len - 1)
+        return middle - begin, (time.perf_counter() - middle) / self.decode_steps
