@@ -9,7 +9,7 @@ from ladderize.adapt.train import run
 from ladderize.adapt.train.options import Budget, RetrainOptions
 from ladderize.adapt.train.task import left_by_alignment
 from tests.helpers import all_tensors, invoke, invoke_well, listing, one_sentence
-from tests.train.commands import adapt, losses_of, same_weights, succeed
+from tests.train.commands import adapt, losses_of, same_weights, stopped_before_the_end, succeed
 
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32}
 
@@ -112,6 +112,19 @@ def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypat
         outcome = well_aligned(place, tmp_path / "out")
         assert said in outcome.stderr
     assert same_weights(all_tensors(tmp_path / "out"), all_tensors(done / "out"))
+
+
+def test_a_begun_training_goes_on_from_what_was_aligned(place, tmp_path, monkeypatch):
+    """Also with --overwrite, with which an alignment would be made anew."""
+    more = ("--align", "--distill-from", place / "dense", "--overwrite")
+    stopped_before_the_end(place, tmp_path / "out", *more)
+    before = all_tensors(tmp_path / "out-aligned")
+    monkeypatch.setattr("ladderize.adapt.layers.align.align", lambda *_, **__: pytest.fail("aligned again"))
+    outcome = adapt(place, tmp_path / "out", *more, steps=9)
+    assert outcome.code == 0, outcome.stderr
+    assert "out-aligned, which an earlier run has aligned" in outcome.stderr
+    assert "resuming after step 6" in outcome.stderr
+    assert same_weights(all_tensors(tmp_path / "out-aligned"), before)
 
 
 def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatch):
