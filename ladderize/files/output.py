@@ -101,7 +101,7 @@ def _prefix(out: Path) -> str:
 def clean_up(out: Path) -> None:
     """Remove temporaries of ``out`` whose writer is gone, and restore a folder that a killed swap had set aside."""
     aside = _aside(out)
-    with suppress(FileNotFoundError):  # another run has finished its swap meanwhile
+    with suppress(FileNotFoundError, NotADirectoryError):  # nothing is there, or another run has finished its swap
         descriptor = os.open(aside, os.O_RDONLY)
         try:
             if try_lock(descriptor):  # else another run is swapping right now
