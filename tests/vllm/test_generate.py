@@ -16,7 +16,7 @@ def test_lines_are_those_of_the_runtime(tmp_path):
     lines = {}
     for engine in ("runtime", "vllm"):
         out = tmp_path / f"{engine}.jsonl"
-        command = ["generate", model, "--prompt-file", prompts, "--out", out, "--engine", engine, "--device", "cpu"]
+        command = ["generate", model, "--prompt-file", prompts, "--out", out, "--engine", engine]
         command += ["--max-new-tokens", 8, "--temperature", 0, "--dtype", "float32", "--json"]
         result = subprocess.run(
             [sys.executable, "-m", "ladderize", *map(str, command)],
