@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from ladderize.convert.remote_code import modeling_ladderized_llama as modeling
-from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
+from ladderize.convert.remote_code import modeling_ladderized as modeling
+from ladderize.convert.remote_code.configuration_ladderized import LadderizedLlamaConfig
 from ladderize.layout import Layout
 from ladderize.runtime.bench.rounds import synchronize
 

@@ -34,7 +34,7 @@ def ladderized_name(family: Family, what: str) -> str:
     what: ``Config``, ``Model``, ``ForCausalLM``, ...
     """
     kind = "configuration" if what == "Config" else "modeling"
-    return f"{kind}_ladderized_{family.model_type}.Ladderized{family.class_prefix}{what}"
+    return f"{kind}_ladderized.Ladderized{family.class_prefix}{what}"
 
 
 def auto_map(family: Family) -> dict[str, str]:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.cli import main
 from ladderize.console import printable
-from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.families.registry import family_of
 from ladderize.files.records import Record
 from ladderize.layout import Layout, parse_ranges

@@ -155,7 +155,7 @@ def test_a_failed_verification_leaves_nothing(llama, tmp_path, monkeypatch):
 def test_verification_finds_code_that_does_not_work(llama, tmp_path, monkeypatch):
     broken = tmp_path / "code"
     shutil.copytree(pipeline.REMOTE_CODE, broken)
-    path = broken / "modeling_ladderized_llama.py"
+    path = broken / "modeling_ladderized.py"
     path.write_text(path.read_text() + "\nimport ladderize\n")
     monkeypatch.setattr(pipeline, "REMOTE_CODE", broken)
     with pytest.raises(UserError, match="does not load in plain transformers, so nothing was written.*ladderize"):

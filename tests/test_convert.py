@@ -232,13 +232,9 @@ def test_the_authors_format(llama, tmp_path):
     assert report.not_carried_over == ["modeling_llama_ladder.py"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "ladder_layers" not in config
-    assert config["auto_map"]["AutoConfig"] == "configuration_ladderized_llama.LadderizedLlamaConfig"
-    assert [p for p in listing(tmp_path / "out") if p.endswith(".py")] == [
-        "configuration_ladderized.py",
-        "configuration_ladderized_llama.py",
-        "modeling_ladderized.py",
-        "modeling_ladderized_llama.py",
-    ]
+    assert config["auto_map"]["AutoConfig"] == "configuration_ladderized.LadderizedLlamaConfig"
+    code = ["configuration_ladderized.py", "modeling_ladderized.py"]
+    assert [p for p in listing(tmp_path / "out") if p.endswith(".py")] == code
 
 
 def test_another_layout_and_back_to_dense(llama, tmp_path):
@@ -278,8 +274,7 @@ def test_what_is_carried_over(llama, tmp_path):
     assert set(listing(tmp_path / "out")) == {
         *(name.split("/")[0] for name in carried),
         *("model.safetensors", "config.json", "generation_config.json", "README.md", "ladderize.yaml"),
-        *("configuration_ladderized.py", "configuration_ladderized_llama.py"),
-        *("modeling_ladderized.py", "modeling_ladderized_llama.py"),
+        *("configuration_ladderized.py", "modeling_ladderized.py"),
     }
     assert listing(tmp_path / "out" / "notes") == ["data.txt"]
 

@@ -15,7 +15,7 @@ from ladderize.adapt.layers.hidden_states import StateStore, needs_pair, teacher
 from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
 from ladderize.adapt.layers.options import DistillOptions
 from ladderize.blocks import Blocks, open_checkpoint
-from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from tests import warm

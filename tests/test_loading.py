@@ -3,7 +3,6 @@ TP."""
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -69,48 +68,28 @@ def test_without_ladderize_and_saved_again(converted, tmp_path):
     torch.testing.assert_close(
         as_a_stranger(converted, ids, tmp_path / "modules", tmp_path / "saved"), expected, **TIGHT
     )
-    assert {"configuration_ladderized_llama.py", "modeling_ladderized_llama.py"} <= set(listing(tmp_path / "saved"))
+    assert {"configuration_ladderized.py", "modeling_ladderized.py"} <= set(listing(tmp_path / "saved"))
     torch.testing.assert_close(as_a_stranger(tmp_path / "saved", ids, tmp_path / "modules2"), expected, **TIGHT)
 
 
 def test_save_pretrained_after_load_writes_the_code_too(converted, tmp_path):
     model = load(converted)
     model.save_pretrained(tmp_path / "again")
-    assert {"configuration_ladderized_llama.py", "modeling_ladderized_llama.py"} <= set(listing(tmp_path / "again"))
+    assert {"configuration_ladderized.py", "modeling_ladderized.py"} <= set(listing(tmp_path / "again"))
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert config["model_type"] == "ladderized_llama"
-    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_ladderized_llama.LadderizedLlamaForCausalLM"
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_ladderized.LadderizedLlamaForCausalLM"
     ids = random_ids(1, 5)
     with torch.no_grad():
         expected = model(ids).logits
     torch.testing.assert_close(as_a_stranger(tmp_path / "again", ids, tmp_path / "modules"), expected, **TIGHT)
 
 
-def test_checkpoints_of_before_there_were_families(converted, tmp_path):
-    """Their own two files, which need no third, run where ladderize is not installed; here they are not asked."""
-    for kind in ("configuration", "modeling"):
-        base, own = (converted / f"{kind}_ladderized{end}.py" for end in ("", "_llama"))
-        text = re.sub(rf"from \.{kind}_ladderized import (\(.*?\)|\w+)\n", "", own.read_text(), flags=re.DOTALL)
-        own.write_text(base.read_text() + text)
-        base.unlink()
-    ids = random_ids(2, 7)
-    model = load(converted)
-    assert type(model).__module__ == "ladderize.convert.remote_code.modeling_ladderized_llama"
-    expected, _ = Oracle(model.state_dict(), model.config)(ids)
-    torch.testing.assert_close(
-        as_a_stranger(converted, ids, tmp_path / "modules", tmp_path / "saved"), expected, **TIGHT
-    )
-    assert len(list((tmp_path / "saved").glob("*.py"))) == 2
-    convert_checkpoint(converted, tmp_path / "anew", BOTH, verify=False)  # with our files of now
-    assert len(list((tmp_path / "anew").glob("*.py"))) == 4
-    torch.testing.assert_close(as_a_stranger(tmp_path / "anew", ids, tmp_path / "modules2"), expected, **TIGHT)
-
-
 @pytest.mark.parametrize("trust", [False, True])
 def test_a_loaded_model_runs_our_code_not_the_folders(converted, trust):
-    (converted / "modeling_ladderized_llama.py").write_text("raise SystemExit('a stranger ran')\n")
+    (converted / "modeling_ladderized.py").write_text("raise SystemExit('a stranger ran')\n")
     model = load(converted, trust_remote_code=trust)
-    assert type(model).__module__ == "ladderize.convert.remote_code.modeling_ladderized_llama"
+    assert type(model).__module__ == "ladderize.convert.remote_code.modeling_ladderized"
 
 
 def test_a_strangers_code_is_never_run_unasked(converted):

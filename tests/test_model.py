@@ -6,8 +6,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ladderize import register
-from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
-from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.convert.remote_code.configuration_ladderized import LadderizedLlamaConfig
+from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from tests.helpers import BIASES, LAYOUTS, SHAPE, make_layout, make_model, random_ids
 from tests.oracle import Oracle, assert_likeliest
 

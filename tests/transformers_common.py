@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
+from ladderize.convert.remote_code.configuration_ladderized import LadderizedLlamaConfig
 from ladderize.families.supported import LLAMA
 from ladderize.layout import Layout
 from ladderize.modeling import AUTO_MODELS, ladderized_class, register

@@ -128,10 +128,7 @@ def content_of(plan: Plan) -> Content:
     texts[RECORD] = record_text(plan)
     texts["README.md"] = make_card(plan)
     if not plan.after.is_dense:
-        family = family_of(plan.source.config)
-        for name in ("ladderized", f"ladderized_{family.model_type}"):  # what all families share, and this one's
-            for kind in ("configuration", "modeling"):
-                copied[f"{kind}_{name}.py"] = REMOTE_CODE / f"{kind}_{name}.py"
+        copied |= {path.name: path for path in REMOTE_CODE.glob("*_ladderized.py")}
     if (card := source_card(plan.source.folder)) is not None:
         copied["README.source.md"] = card
     return Content(plan.source, plan.shards, plan.carried, copied, texts)

@@ -1,7 +1,12 @@
-"""The fields that a family's configuration gets for the modes of its sync points: blocking, overlapped or dropped."""
+"""Configurations of decoders whose sync points are blocking, overlapped or dropped, one by one.
+
+The class of a family, such as LadderizedLlamaConfig, is made of transformers' own when it is first asked for.
+"""
 
 import sys
 from dataclasses import dataclass
+
+import transformers
 
 ATTENTION_MODES = ("blocking", "overlapped", "dropped")
 MLP_MODES = ("blocking", "overlapped")
@@ -75,3 +80,22 @@ class LadderizedConfig:
                     f"sync_tp_size {n} does not fit {self.num_attention_heads} heads, {kv_heads} key-value heads "
                     f"and intermediate size {self.intermediate_size}"
                 )
+
+
+def family_config(prefix):
+    """Return the configuration class of a family with a layout.
+
+    prefix: the beginning of its class names in transformers, such as Llama.
+    """
+    name = f"Ladderized{prefix}Config"
+    if name not in globals():
+        dense = getattr(transformers, f"{prefix}Config")
+        named = {"__module__": __name__, "model_type": f"ladderized_{dense.model_type}"}
+        globals()[name] = type(name, (LadderizedConfig, dense), named)
+    return globals()[name]
+
+
+def __getattr__(name):
+    if name.startswith("Ladderized") and name.endswith("Config"):
+        return family_config(name.removeprefix("Ladderized").removesuffix("Config"))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

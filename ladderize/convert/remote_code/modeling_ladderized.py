@@ -2,17 +2,28 @@
 
 Under tensor parallelism every layer has two sync points, where the partial outputs of all ranks are summed into the
 residual stream: after attention and after the MLP. This file computes, on one device, what such a group of ranks
-computes; its classes stand before a family's own among the bases of that family's. It needs only torch and
-transformers.
+computes. The classes of a family, such as LadderizedLlamaForCausalLM, are made when one is first asked for, of this
+file's and transformers' own. It needs only torch and transformers.
 """
 
+import re
+import sys
+
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils import logging
+
+from .configuration_ladderized import family_config
 
 logger = logging.get_logger(__name__)
 
@@ -274,9 +285,40 @@ def check_engine(config):
         )
 
 
-def make_known(config_class, model_class, causal_class):
-    """Tell transformers about a family's classes."""
+def make_family(prefix):
+    """Return the classes of a family with a layout, by name, and tell transformers about them.
+
+    prefix: the beginning of its class names in transformers, such as Llama.
+    """
+    dense = vars(sys.modules[getattr(transformers, f"{prefix}ForCausalLM").__module__])
+    classes = {}
+
+    def make(part, *bases, **attributes):
+        name = f"Ladderized{prefix}{part}"
+        bases = [base if isinstance(base, type) else dense[f"{prefix}{base}"] for base in bases]
+        classes[name] = type(name, tuple(bases), {"__module__": __name__, **attributes})
+        return classes[name]
+
+    # Mistral's attention, of the families here, reads the window of all its layers from the config
+    window = {"sliding_window": property(lambda self: self.config.sliding_window)} if prefix == "Mistral" else {}
+    config, attention = family_config(prefix), make("Attention", HeadsOnlyAttention, "Attention", **window)
+    layer = make("DecoderLayer", LadderizedDecoderLayer, "DecoderLayer", heads_only=attention)
+    base = make("PreTrainedModel", "PreTrainedModel", config_class=config, _no_split_modules=[layer.__name__])
+    model = make("Model", LadderizedModel, base, "Model", layer_class=layer)
+    causal = make("ForCausalLM", LadderizedForCausalLM, base, "ForCausalLM", model_class=model)
+    make("ForSequenceClassification", GenericForSequenceClassification, base)
+    make("ForTokenClassification", GenericForTokenClassification, base)
+    make("ForQuestionAnswering", GenericForQuestionAnswering, base)
     # where the classes for sequences, tokens and questions find their base model
-    AutoModel.register(config_class, model_class, exist_ok=True)
+    AutoModel.register(config, model, exist_ok=True)
     # by this list transformers' Trainer shifts the labels of label smoothing, and lm-eval knows a causal model
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = causal_class.__name__
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = causal.__name__
+    return classes
+
+
+def __getattr__(name):
+    match = re.fullmatch(r"Ladderized(\w+?)(Attention|DecoderLayer|PreTrainedModel|Model|For[A-Z]\w+)", name)
+    if match is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals().update(make_family(match[1]))
+    return globals()[name]
