@@ -123,7 +123,8 @@ def is_written(plan: Plan) -> bool:
 
 def content_of(plan: Plan) -> Content:
     """Return the content of the output's folder."""
-    copied, texts = {}, dict(plan.changes.extra_files)
+    copied: dict[str, Path] = {}
+    texts = dict(plan.changes.extra_files)
     texts["config.json"] = json.dumps(make_config(plan), indent=2, allow_nan=False) + "\n"
     texts[RECORD] = record_text(plan)
     texts["README.md"] = make_card(plan)
