@@ -8,12 +8,11 @@ import ladderize
 from ladderize.choices import AS_JSON, option
 from ladderize.commands.builder import MEASUREMENT, MEMORY, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING, command_line, runtime_device, show_next, start_server
-from ladderize.console import Console, human_bytes
+from ladderize.console import Console
 from ladderize.plan.options import CalibrateOptions
 
 if TYPE_CHECKING:
     from ladderize.plan.calibrate import CalibrationDocument
-    from ladderize.plan.timing import TimedMessage, TimedProduct
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ def calibrate(given: GivenOptions) -> None:
     options = given.fill(CalibrateOptions, device=device)
     document = ladderize.calibrate(options, out=own.out, console=console)
     console.document(document.to_dict())
-    _show(document, console)
+    figures = _figures(document)
+    console.table([{"figure": name, "value": value} for name, value in figures.items()], right=["value"])
     console.note(f"wrote {own.out}")
     if document.link is not None:
         ranks = document.link.rows[-1].ranks
@@ -51,46 +51,18 @@ def calibrate(given: GivenOptions) -> None:
         show_next(console, ("predict with it", predict))
 
 
-def _show(document: "CalibrationDocument", console: Console) -> None:
-    """Print the figures, the errors of the fit, and notes on the use of the file."""
-    from ladderize.plan.calibrate import relative_errors
-
+def _figures(document: "CalibrationDocument") -> dict[str, str]:
+    """Return the figures that were fitted, and how far their times are off, for people."""
     device, link, dtype = document.device, document.link, document.groups[0].dtype
     figures = {
         "memory bandwidth": f"{device.memory_bandwidth_gb_s * device.bandwidth_share:.3g} GB/s",
         f"products in {dtype}": f"{device.matmul_tflop_s[dtype] * device.matmul_share:.3g} TFLOP/s",
         "start of a kernel": f"{device.kernel_us:.3g} us",
+        "error of products": f"{device.relative_error:.0%}",
     }
-    if device.serial_share:
-        figures["serial share of arithmetic and memory"] = f"{device.serial_share:.2f}"
-    if device.launch_us:
-        figures["extra of a product of few rows"] = f"{device.thin_us:.3g} us"
-        figures["the host's start of an operation"] = f"{device.launch_us:.3g} us"
-    for row in link.rows if link is not None else ():
-        figures[f"latency of an all-reduce, {row.ranks} ranks"] = f"{row.alpha_us:.3g} us"
-        figures[f"bus bandwidth of an all-reduce, {row.ranks} ranks"] = f"{row.bus_gb_s:.3g} GB/s"
     if link is not None:
-        figures["contention"] = f"{link.contention:.2f}"
-    console.table([{"figure": name, "value": value} for name, value in figures.items()], right=["value"])
-    lines = []
-    for group in document.groups:
-        ranks = f"{group.ranks} rank{'s' * (group.ranks > 1)}"
-        timed: dict[str, list[TimedProduct | TimedMessage]] = {
-            f"products of {rows} row{'s' * (rows > 1)}, {ranks}": [one for one in group.products if one.rows == rows]
-            for rows in dict.fromkeys(one.rows for one in group.products)
-        }
-        timed |= {f"all-reduce of {human_bytes(one.bytes)}, {ranks}": [one] for one in group.messages}
-        for name, found in timed.items():
-            errors = relative_errors(found)
-            lines.append(
-                {
-                    "timed": name,
-                    "mean error": f"{sum(map(abs, errors)) / len(errors):.1%}",
-                    "worst": f"{max(errors, key=abs):+.1%}",
-                }
-            )
-    console.result("")
-    console.table(lines, right=["mean error", "worst"])
-    console.result("")
-    for note in document.notes:
-        console.prose(note)
+        for row in link.rows:
+            figures[f"latency of an all-reduce, {row.ranks} ranks"] = f"{row.alpha_us:.3g} us"
+            figures[f"bus bandwidth of an all-reduce, {row.ranks} ranks"] = f"{row.bus_gb_s:.3g} GB/s"
+        figures |= {"contention": f"{link.contention:.2f}", "error of all-reduces": f"{link.relative_error:.0%}"}
+    return figures

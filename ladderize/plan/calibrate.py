@@ -3,38 +3,107 @@
 A product of one row takes a start and its bytes over the bandwidth. A product of many rows takes its operations over
 the rate. A message takes a latency and its bytes over a bandwidth. A line is fitted to relative errors, so that a
 microsecond and a second weigh alike.
+
+Weights alternate among more than any cache holds. A message is timed behind a product, since in a pass ranks also wait
+for each other: over gloo it takes twice as long there as alone.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ladderize.console import SILENT, Console
 from ladderize.files.documents import check_writable, write_json
 from ladderize.files.records import Record
+from ladderize.memory import check_room
 from ladderize.plan.hardware import DeviceSpec, read_device
 from ladderize.plan.options import CalibrateOptions
 from ladderize.plan.passes import THIN_ROWS, WIDTHS, product_seconds
-from ladderize.plan.timing import SIZES, TimedGroup, TimedMessage, TimedProduct, time_group
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import is_main_rank
-from ladderize.runtime.collectives.links import (
-    ASSUMED_CONTENTION,
-    Interconnect,
-    InterconnectRow,
-    ring_share,
-)
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.document import Environment, environment
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.choose import choose
+from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, ring_share
+from ladderize.runtime.graphs import capture
 from ladderize.runtime.launch import check_group_size, run
+from ladderize.runtime.layers import Linear
 
+IN_A_ROW = 12  # products or messages of one sample: after a barrier ranks do not start at once
+STARTS = 1000  # operations that the host starts, of one sample
+COVER = 1.5  # times as long as a message: the products that run beside it
+LEAST_SECONDS = 1e-7  # the least time of a message, where timings scatter by more than it takes
 LEAST_ERROR = 0.05  # of a time: products and messages are most of a pass, not all of it
-UNEVEN = 0.1  # of a time: the largest difference of groups of ranks without a note
 LEAST_ALPHA_US, MOST_GB_S = 0.05, 1e5
 RUNTIME_ENGINES = {"cpu": "runtime-cpu", "cuda": "runtime"}  # the names of ladderize's own runtime on a device
 SERIAL_SHARES = np.linspace(0.0, 1.0, 41)
+
+
+@dataclass(frozen=True)
+class TimedSizes:
+    """The products and messages that are timed.
+
+    widths: of square weights.
+    rows: of a decode step of one text, of some texts, of 64, and of a prompt.
+    pool_bytes: of all weights of one width.
+    message_bytes: the sizes of all messages that are timed.
+    overlapped_bytes: the sizes of those that products run beside.
+    """
+
+    widths: tuple[int, ...]
+    rows: tuple[int, ...]
+    pool_bytes: int
+    message_bytes: tuple[int, ...] = (8 << 10, 64 << 10, 512 << 10, 4 << 20)
+    overlapped_bytes: tuple[int, ...] = (512 << 10, 4 << 20)
+
+
+SIZES = {
+    "cpu": TimedSizes((1024, 2048, 4096), (1, 8, 64, 256), 256 << 20),
+    "cuda": TimedSizes((2048, 4096, 8192, 16384), (1, 16, 64, 8192), 2 << 30),
+}
+
+
+@dataclass(frozen=True)
+class TimedProduct(Record):
+    """The median time of [rows, width] times [width, width], on each rank at once."""
+
+    rows: int
+    width: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TimedMessage(Record):
+    """The median time of an all-reduce behind a product."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TimedGroup(Record):
+    """All that a group of ranks has timed.
+
+    contention: the share by which a message in flight slows the compute beside it.
+    launch_us: the host's time for an operation that it starts by itself.
+    """
+
+    ranks: int
+    backend: str
+    environment: Environment
+    dtype: str
+    products: list[TimedProduct]
+    messages: list[TimedMessage]
+    contention: float | None
+    launch_us: float
 
 
 @dataclass(frozen=True)
@@ -45,7 +114,6 @@ class CalibrationDocument(Record):
     device: DeviceSpec
     link: Interconnect | None
     groups: list[TimedGroup]
-    notes: list[str]
     options: CalibrateOptions
 
 
@@ -66,57 +134,148 @@ def calibrate(options: CalibrateOptions, *, out: Path | None = None, console: Co
         known.peak_flop_s(dtype)
     for ranks in options.tp_sizes:
         check_group_size(ranks, options.device)
-    groups = []
-    for ranks in options.tp_sizes:
-        how = (SIZES[options.device], dtype, options.backend, options.repeat, console)
-        groups.append(run(time_group, *how, tp_size=ranks, device=options.device, threads=options.threads))
-    document = fit_groups(options, groups, known)
+    timed = (SIZES[options.device], dtype, options.backend, options.repeat, console)
+    groups = [
+        run(time_group, *timed, tp_size=ranks, device=options.device, threads=options.threads)
+        for ranks in options.tp_sizes
+    ]
+    device = fit_device(options, groups, known)
+    document = CalibrationDocument(device, fit_link(options.name, groups), groups, options)
     if out is not None and is_main_rank():
         write_json(out, document.to_dict())
     return document
 
 
+# ---- the times ----
+
+
+def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, repeat: int, console: Console) -> TimedGroup:
+    """Time products and messages, and return the times. All ranks call it. Raises UserError if memory is too small."""
+    kind: torch.dtype = getattr(torch, dtype)
+    widest = sizes.rows[-1] * sizes.widths[-1] * kind.itemsize
+    check_room(2 * sizes.pool_bytes + 3 * widest, group.device, "calibrate", "free some", processes=group.local_size)
+    timer = _Timer(group, repeat)
+    collectives, chosen = choose(backend, group, max_bytes=max(sizes.message_bytes))
+    products, messages, contention = [], [], None
+    with torch.inference_mode():
+        with console.progress(f"timing {group.size} rank{'s' * (group.size > 1)}", len(sizes.widths)) as advance:
+            for width in sizes.widths:
+                weights = _weights(width, sizes.pool_bytes, kind, group.device)
+                for rows in sizes.rows:
+                    x = torch.randn(rows, width, dtype=kind, device=group.device)
+                    seconds = timer(partial(_multiply, weights, x, IN_A_ROW), IN_A_ROW)
+                    products.append(TimedProduct(rows, width, seconds))
+                advance(1)
+        if group.size > 1:
+            with console.stage("timing all-reduces"):
+                weights = _weights(sizes.widths[0], sizes.pool_bytes, kind, group.device)
+                x = torch.randn(1, sizes.widths[0], dtype=kind, device=group.device)
+                alone = timer(partial(_multiply, weights, x, IN_A_ROW), IN_A_ROW)
+                for size in sizes.message_bytes:
+                    both = timer(partial(_multiply_and_sum, weights, x, size, collectives), IN_A_ROW)
+                    messages.append(TimedMessage(size, max(both - alone, LEAST_SECONDS)))
+                overlapped = [one for one in messages if one.bytes in sizes.overlapped_bytes]
+                contention = _contention(timer, collectives, weights, x, alone, overlapped)
+        launch = _launch_seconds(timer, kind) if group.device.type == "cuda" else 0.0
+    collectives.close()
+    return TimedGroup(group.size, chosen, environment(group), dtype, products, messages, contention, 1e6 * launch)
+
+
+class _Timer:
+    """A timer of functions on all ranks at once: the median of ``repeat`` samples, each of the slowest rank."""
+
+    def __init__(self, group: Ranks, repeat: int) -> None:
+        self.group, self.repeat = group, repeat
+
+    def __call__(self, run: Callable[[], object], count: int, *, graph: bool = True) -> float:
+        """Return the seconds of one of ``count`` parts.
+
+        graph: on a GPU, one graph starts them all.
+        """
+        if graph and self.group.device.type == "cuda":
+            run = capture(run, self.group.device, warm_ups=1)[0].replay
+        samples = []
+        for _ in range(self.repeat + 1):
+            self.group.barrier()
+            self._finish()
+            begin = time.perf_counter()
+            run()
+            if graph:
+                self._finish()
+            samples.append(max(self.group.gather(time.perf_counter() - begin)) / count)
+        return statistics.median(samples[1:])
+
+    def _finish(self) -> None:
+        if self.group.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _weights(width: int, pool_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Linear]:
+    """Return at least two weights, and as many as ``pool_bytes`` hold, but no more than are used in a row."""
+    count = min(IN_A_ROW, max(2, pool_bytes // (width * width * dtype.itemsize)))
+    return [Linear(torch.randn(width, width, dtype=dtype, device=device), pack=True) for _ in range(count)]
+
+
+def _multiply(weights: list[Linear], x: torch.Tensor, count: int) -> None:
+    for number in range(count):
+        weights[number % len(weights)](x)
+
+
+def _multiply_and_sum(weights: list[Linear], x: torch.Tensor, size: int, collectives: Collectives) -> None:
+    """Sum a message of ``size`` bytes behind each product."""
+    message = torch.zeros(size // x.dtype.itemsize, dtype=x.dtype, device=x.device)
+    for number in range(IN_A_ROW):
+        weights[number % len(weights)](x)
+        collectives.all_reduce(message)
+
+
+def _multiply_beside(weights: list[Linear], x: torch.Tensor, size: int, count: int, collectives: Collectives) -> None:
+    """Multiply ``count`` times while a message of ``size`` bytes is in flight."""
+    handle = collectives.all_reduce_async(torch.zeros(size // x.dtype.itemsize, dtype=x.dtype, device=x.device))
+    _multiply(weights, x, count)
+    handle.wait()
+
+
+def _contention(
+    timer: _Timer,
+    collectives: Collectives,
+    weights: list[Linear],
+    x: torch.Tensor,
+    product: float,
+    messages: Sequence[TimedMessage],
+) -> float:
+    """Return the share by which a message in flight slows the products beside it: the mean over the messages.
+
+    A message of ``a`` seconds and longer compute of ``c`` take c + contention * a together.
+    """
+    slowed = []
+    for message in messages:
+        count = max(1, round(COVER * message.seconds / product))
+        both = timer(partial(_multiply_beside, weights, x, message.bytes, count, collectives), 1)
+        slowed.append((both - count * product) / message.seconds)
+    return min(0.9, max(0.0, statistics.fmean(slowed)))
+
+
+def _launch_seconds(timer: _Timer, dtype: torch.dtype) -> float:
+    """Return the host's time for a small operation that it starts by itself."""
+    x, weight = (torch.ones(rows, 64, dtype=dtype, device="cuda") for rows in (1, 64))
+    return timer(partial(_multiply, [Linear(weight)], x, STARTS), STARTS, graph=False)
+
+
 # ---- the fit ----
 
 
-def fit_groups(
-    options: CalibrateOptions, groups: Sequence[TimedGroup], known: DeviceSpec | None = None
-) -> CalibrationDocument:
-    """Return the document of the figures that are fitted to the times of groups of ranks.
+def fit_device(options: CalibrateOptions, groups: Sequence[TimedGroup], known: DeviceSpec | None = None) -> DeviceSpec:
+    """Return the device whose figures are fitted to the products of all groups.
 
     known: a device whose data sheet is kept.
     """
-    device, launch = _fitted_device(options, groups, known), statistics.fmean(one.launch_us for one in groups)
-    device = replace(device, launch_us=launch)
-    dtype = groups[0].dtype
-
-    def fitted(one: TimedProduct) -> TimedProduct:
-        return replace(one, fitted_seconds=_product_seconds(device, dtype, one))
-
-    groups = [replace(group, products=[fitted(one) for one in group.products]) for group in groups]
-    device = replace(device, relative_error=max(LEAST_ERROR, _spread([p for one in groups for p in one.products])))
-    link, groups = _fitted_link(options, groups)
-    notes = _uneven(groups)
-    if link is None:
-        notes.append("one rank was timed, so the file has no link; time more with --tp-size, or name a link to plan")
-    return CalibrationDocument(device, link, groups, notes, options)
-
-
-def _line(x: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the slope and the intercept of the line of least relative errors, neither below 0."""
-    slope, start = np.polyfit(x, seconds, 1, w=1 / np.array(seconds)) if len(x) > 1 else (seconds[0] / x[0], 0.0)
-    if start < 0 or slope <= 0:  # through the origin
-        slope, start = 1 / float(np.mean(np.array(x) / np.array(seconds))), 0.0
-    return float(slope), float(start)
-
-
-def _fitted_device(options: CalibrateOptions, groups: Sequence[TimedGroup], known: DeviceSpec | None) -> DeviceSpec:
     dtype, products = groups[0].dtype, [one for group in groups for one in group.products]
-    width, most = WIDTHS[dtype], max(one.rows for one in products)
-    single = [one for one in products if one.rows == 1]
-    many = [one for one in products if one.rows == most]
-    per_byte, start = _line([width * one.width**2 for one in single], [one.seconds for one in single])
-    per_operation, _ = _line([2 * one.rows * one.width**2 for one in many], [one.seconds for one in many])
+    most = max(one.rows for one in products)
+    single, many = ([one for one in products if one.rows == rows] for rows in (1, most))
+    few = [one for one in products if THIN_ROWS[0] <= one.rows <= THIN_ROWS[1] and one.rows < most]
+    per_byte, start = _line([WIDTHS[dtype] * one.width**2 for one in single], single)
+    per_operation, _ = _line([2 * one.rows * one.width**2 for one in many], many)
     bandwidth, rate = 1e-9 / per_byte, 1e-12 / per_operation
     memory = groups[0].environment.gpu_memory_bytes
     device = DeviceSpec(
@@ -132,32 +291,38 @@ def _fitted_device(options: CalibrateOptions, groups: Sequence[TimedGroup], know
         engine=RUNTIME_ENGINES[options.device],
         calibrated=True,
         source="ladderize calibrate, on the device itself",
+        launch_us=statistics.fmean(one.launch_us for one in groups),
     )
     if known is not None:
         device = replace(
-            known,
-            name=options.name,
+            device,
+            memory_bandwidth_gb_s=known.memory_bandwidth_gb_s,
+            matmul_tflop_s=known.matmul_tflop_s,
+            memory_gib=known.memory_gib,
             bandwidth_share=min(1.0, bandwidth / known.memory_bandwidth_gb_s),
             matmul_share=min(1.0, 1e12 * rate / known.peak_flop_s(dtype)),
-            kernel_us=device.kernel_us,
-            thin_us=0.0,
-            thin_share=0.0,
-            serial_share=0.0,
-            engine=device.engine,
-            calibrated=True,
-            source=device.source,
+            nvlink_gb_s=known.nvlink_gb_s,
+            fused_norm_mib=known.fused_norm_mib,
+            faster_unfused_mib=known.faster_unfused_mib,
         )
-    few = [one for one in products if THIN_ROWS[0] <= one.rows <= THIN_ROWS[1] and one.rows < most]
-    if not few:
-        return device
-    if options.device == "cpu":  # a core does arithmetic and waits for memory in turns
+    if few and options.device == "cpu":  # a core does arithmetic and waits for memory in turns
         every = [replace(device, serial_share=float(share)) for share in SERIAL_SHARES]
-        return min(every, key=lambda one: sum(_off(one, dtype, product) ** 2 for product in (*few, *many)))
-    more = statistics.median(one.seconds - _product_seconds(device, dtype, one) for one in few)
-    return replace(device, thin_us=1e6 * max(0.0, more))
+        device = min(every, key=lambda one: sum(math.log1p(_off(one, dtype, p)) ** 2 for p in (*few, *many)))
+    elif few:
+        device = replace(device, thin_us=_extra_us(device, dtype, few))
+    return replace(device, relative_error=_spread([_off(device, dtype, one) for one in products]))
 
 
-def _product_seconds(device: DeviceSpec, dtype: str, one: TimedProduct) -> float:
+def _line(x: Sequence[float], timed: Sequence[TimedProduct | TimedMessage]) -> tuple[float, float]:
+    """Return the slope and the intercept of the line of least relative errors, neither below 0."""
+    seconds = np.array([one.seconds for one in timed])
+    slope, start = np.polyfit(x, seconds, 1, w=1 / seconds) if len(x) > 1 else (seconds[0] / x[0], 0.0)
+    if start < 0 or slope <= 0:  # through the origin
+        slope, start = 1 / np.mean(np.array(x) / seconds), 0.0
+    return float(slope), float(start)
+
+
+def _fitted_seconds(device: DeviceSpec, dtype: str, one: TimedProduct) -> float:
     """Return the seconds of a product on the fitted device, its start included."""
     width, flop_s = WIDTHS[dtype], device.peak_flop_s(dtype) * device.matmul_share
     product = product_seconds(
@@ -167,57 +332,37 @@ def _product_seconds(device: DeviceSpec, dtype: str, one: TimedProduct) -> float
 
 
 def _off(device: DeviceSpec, dtype: str, one: TimedProduct) -> float:
-    return math.log(_product_seconds(device, dtype, one) / one.seconds)
-
-
-def _fitted_link(
-    options: CalibrateOptions, groups: Sequence[TimedGroup]
-) -> tuple[Interconnect | None, list[TimedGroup]]:
-    """Return a link with a row for every number of ranks that sent something, and the groups with fitted messages."""
-    rows, after = [], []
-    for group in groups:
-        if group.messages:
-            per_byte, start = _line([one.bytes for one in group.messages], [one.seconds for one in group.messages])
-            sizes = [one.bytes for one in group.messages]
-            bus = min(MOST_GB_S, 1e-9 / per_byte * ring_share(group.ranks))
-            rows.append(InterconnectRow(group.ranks, max(LEAST_ALPHA_US, 1e6 * start), bus, min(sizes), max(sizes)))
-            messages = [replace(one, fitted_seconds=start + per_byte * one.bytes) for one in group.messages]
-            group = replace(group, messages=messages)
-        after.append(group)
-    if not rows:
-        return None, after
-    contentions = [one.contention for one in groups if one.contention is not None]
-    backends = " and ".join(dict.fromkeys(one.backend for one in groups if one.messages))
-    link = Interconnect(
-        options.name,
-        sorted(rows, key=lambda row: row.ranks),
-        statistics.fmean(contentions) if contentions else ASSUMED_CONTENTION,
-        min(1.0, max(LEAST_ERROR, _spread([one for group in after for one in group.messages]))),
-        True,
-        f"ladderize calibrate, on the link itself; {backends}",
-    )
-    return link, after
-
-
-def relative_errors(timed: Sequence[TimedProduct | TimedMessage]) -> list[float]:
     """Return fitted over timed seconds, less 1."""
-    return [one.fitted_seconds / one.seconds - 1 for one in timed]
+    return _fitted_seconds(device, dtype, one) / one.seconds - 1
 
 
-def _spread(timed: Sequence[TimedProduct | TimedMessage]) -> float:
-    """Return the relative standard deviation of times about the fit."""
-    errors = relative_errors(timed)
-    return min(1.0, math.sqrt(sum(error**2 for error in errors) / max(1, len(errors) - 2)))
+def _extra_us(device: DeviceSpec, dtype: str, few: Sequence[TimedProduct]) -> float:
+    """Return the median of what products of few rows take longer than the fitted device says."""
+    return 1e6 * max(0.0, statistics.median(one.seconds - _fitted_seconds(device, dtype, one) for one in few))
 
 
-def _uneven(groups: Sequence[TimedGroup]) -> list[str]:
-    """Return a note where one device does not fit all numbers of ranks: ranks that share a memory slow each other
-    down."""
-    means = {group.ranks: statistics.fmean(relative_errors(group.products)) for group in groups}
-    if len(means) < 2 or max(means.values()) - min(means.values()) < UNEVEN:
-        return []
-    listed = ", ".join(f"{mean:+.0%} with {ranks}" for ranks, mean in sorted(means.items()))
-    return [
-        f"products are predicted unevenly by the number of ranks ({listed}): ranks share a memory or a processor, and"
-        " one device does not fit all; calibrate with only the --tp-size that you plan for"
-    ]
+def fit_link(name: str, groups: Sequence[TimedGroup]) -> Interconnect | None:
+    """Return a link with a row for every number of ranks; None where nothing was sent."""
+    rows, errors = [], []
+    sending = sorted((group for group in groups if group.messages), key=lambda group: group.ranks)
+    for group in sending:
+        sizes = [one.bytes for one in group.messages]
+        per_byte, start = _line(sizes, group.messages)
+        bus = min(MOST_GB_S, 1e-9 / per_byte * ring_share(group.ranks))
+        rows.append(InterconnectRow(group.ranks, max(LEAST_ALPHA_US, 1e6 * start), bus, min(sizes), max(sizes)))
+        errors += [(start + per_byte * one.bytes) / one.seconds - 1 for one in group.messages]
+    if not rows:
+        return None
+    return Interconnect(
+        name,
+        rows,
+        statistics.fmean(one.contention for one in sending if one.contention is not None),
+        _spread(errors),
+        True,
+        f"ladderize calibrate, on the link itself; {' and '.join(dict.fromkeys(one.backend for one in sending))}",
+    )
+
+
+def _spread(errors: Sequence[float]) -> float:
+    """Return the relative standard deviation of times about the fit, between LEAST_ERROR and 1."""
+    return min(1.0, max(LEAST_ERROR, math.sqrt(sum(error**2 for error in errors) / max(1, len(errors) - 2))))
