@@ -17,7 +17,7 @@ from ladderize import data
 from ladderize.checkpoint.config import check_config, check_tensors, is_tied, most_positions
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, fetch_weights, resolve_json
-from ladderize.checkpoint.tensors import TensorReader
+from ladderize.checkpoint.tensors import read_tensor
 from ladderize.errors import UserError
 from ladderize.families.registry import complete_config, family_of
 from ladderize.layout import Layout
@@ -109,9 +109,10 @@ class Blocks:
 
     def read(self, names: Iterable[str]) -> Iterator[Tensor]:
         """Yield whole tensors by name, in order, as ``dtype`` on ``device``."""
-        reader = TensorReader(self.checkpoint.folder)
         for name in names:
-            yield reader.read(self.checkpoint.tensors[name], dtype=self.dtype, device=self.device)
+            yield read_tensor(
+                self.checkpoint.folder, self.checkpoint.tensors[name], dtype=self.dtype, device=self.device
+            )
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """Return the parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``."""

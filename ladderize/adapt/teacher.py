@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.checkpoint.tensors import TensorReader, dense_function
+from ladderize.checkpoint.tensors import dense_function, read_tensor
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 
@@ -59,8 +59,7 @@ def relative_distance(one: Checkpoint, other: Checkpoint, name: str) -> float:
     for checkpoint in (one, other):
         info = checkpoint.tensors[name]
         first = max(0, info.shape[0] - ROWS) // 2
-        with TensorReader(checkpoint.folder) as reader:
-            part = reader.read(info, dim=0, start=first, stop=min(info.shape[0], first + ROWS))
+        part = read_tensor(checkpoint.folder, info, dim=0, start=first, stop=min(info.shape[0], first + ROWS))
         rows.append(part.double())
     size = float(rows[1].norm())
     distance = float((rows[0] - rows[1]).norm())

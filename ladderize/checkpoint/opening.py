@@ -29,10 +29,10 @@ from ladderize.checkpoint.reading import (
     resolve_json,
     second_weights,
 )
-from ladderize.checkpoint.tensors import TensorReader
 from ladderize.errors import UserError
 from ladderize.families.registry import find_family
 from ladderize.files.documents import read_json
+from ladderize.files.regular import open_regular
 from ladderize.layout import Layout
 
 # Files that transformers reads besides config.json and the weights.
@@ -176,12 +176,11 @@ def have_same_values(folder: Path, one: TensorInfo, other: TensorInfo) -> bool:
     """Return whether two tensors are equal, byte for byte."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    with TensorReader(folder) as first, TensorReader(folder) as second:
-        chunks = [
-            reader.chunks(info, [(info.start, info.stop)], COMPARED_BYTES)
-            for reader, info in ((first, one), (second, other))
-        ]
-        return all(own == theirs for own, theirs in zip(*chunks, strict=True))
+    with open_regular(folder / one.file) as first, open_regular(folder / other.file) as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        sizes = [min(COMPARED_BYTES, one.nbytes - at) for at in range(0, one.nbytes, COMPARED_BYTES)]
+        return all(first.read(size) == second.read(size) for size in sizes)
 
 
 def with_zero_biases(checkpoint: Checkpoint) -> Checkpoint:

@@ -20,8 +20,8 @@ from ladderize.files.regular import check_regular, is_there, open_regular, resol
 if TYPE_CHECKING:
     import torch
 
-# safetensors' name -> bytes of an element, torch's name (None: nothing here computes with it)
-KNOWN_DTYPES: dict[str, tuple[int, str | None]] = {
+# safetensors' name -> bytes of an element, torch's name
+KNOWN_DTYPES: dict[str, tuple[int, str]] = {
     "F64": (8, "float64"),
     "F32": (4, "float32"),
     "F16": (2, "float16"),
@@ -32,17 +32,17 @@ KNOWN_DTYPES: dict[str, tuple[int, str | None]] = {
     "I8": (1, "int8"),
     "U8": (1, "uint8"),
     "BOOL": (1, "bool"),
-    "U64": (8, None),
-    "U32": (4, None),
-    "U16": (2, None),
-    "F8_E4M3": (1, None),
-    "F8_E5M2": (1, None),
-    "F8_E8M0": (1, None),
-    "C64": (8, None),
+    "U64": (8, "uint64"),
+    "U32": (4, "uint32"),
+    "U16": (2, "uint16"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+    "F8_E8M0": (1, "float8_e8m0fnu"),
+    "C64": (8, "complex64"),
 }
 DTYPE_BYTES = {stored: width for stored, (width, _) in KNOWN_DTYPES.items()}
-FLOAT_DTYPES = {stored: KNOWN_DTYPES[stored][1] or "" for stored in ("F64", "F32", "F16", "BF16")}
-STORED_NAMES = {name: stored for stored, (_, name) in KNOWN_DTYPES.items() if name is not None}
+FLOAT_DTYPES = {stored: KNOWN_DTYPES[stored][1] for stored in ("F64", "F32", "F16", "BF16")}
+STORED_NAMES = {name: stored for stored, (_, name) in KNOWN_DTYPES.items()}
 CAST_DTYPES = ("float32", "float16", "bfloat16")  # dtypes that weights may be converted to and run in
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -293,17 +293,8 @@ def _snapshot(repo: str, revision: str | None, **patterns: Any) -> Path:
 
 
 def torch_dtype(stored: str) -> "torch.dtype":
-    """Return torch's dtype for a dtype of safetensors; raises KeyError where nothing here computes with it."""
+    """Return torch's dtype for a dtype of safetensors."""
     import torch
 
-    names = {stored: name for name, stored in STORED_NAMES.items()}
-    dtype: torch.dtype = getattr(torch, names[stored])
+    dtype: torch.dtype = getattr(torch, KNOWN_DTYPES[stored][1])
     return dtype
-
-
-def stored_dtype_name(dtype: "torch.dtype") -> str:
-    """Return safetensors' name of a dtype; raises ValueError for one that is not written here."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in STORED_NAMES:
-        raise ValueError(f"tensors of {name} are not written; there are {', '.join(STORED_NAMES)}")
-    return STORED_NAMES[name]

@@ -4,27 +4,24 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from io import BufferedIOBase, BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ladderize.checkpoint.reading import (
     DTYPE_BYTES,
+    STORED_NAMES,
     Checkpoint,
     TensorInfo,
     read_header,
-    stored_dtype_name,
     torch_dtype,
 )
 from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder, everywhere
 from ladderize.families.registry import known_family
-from ladderize.files.output import copy_span
 from ladderize.files.regular import open_regular
 
 if TYPE_CHECKING:
@@ -32,102 +29,50 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class TensorReader:
-    """Reads the values of a checkpoint's tensors, whole or in part, as tensors or as bytes. Used as a context.
+def read_tensor(
+    folder: Path,
+    info: TensorInfo,
+    *,
+    dim: int | None = None,
+    start: int = 0,
+    stop: int = 0,
+    dtype: "torch.dtype | None" = None,
+    device: "torch.device | str" = "cpu",
+) -> "Tensor":
+    """Return a tensor, or the indices ``start`` to ``stop`` of its dimension ``dim`` (0 or 1).
 
-    folder: the folder that the files of ``TensorInfo`` are relative to.
+    It has its own memory: the file is mapped only while it is read, since mapped pages count as the process's.
+
+    folder: the folder that ``info.file`` is relative to.
+    dtype: None keeps the stored one.
     Raises UserError for a file that became shorter since its header was read.
     """
+    import torch
+    from safetensors import SafetensorError, safe_open
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._stack = ExitStack()
-        self._files: dict[str, BufferedReader] = {}
-
-    def __enter__(self) -> "TensorReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.clear()
-        self._stack.close()
-
-    def read(
-        self,
-        info: TensorInfo,
-        *,
-        dim: int | None = None,
-        start: int = 0,
-        stop: int = 0,
-        dtype: "torch.dtype | None" = None,
-        device: "torch.device | str" = "cpu",
-    ) -> "Tensor":
-        """Return a tensor, or the indices ``start`` to ``stop`` of its dimension ``dim`` (0 or 1).
-
-        It has its own memory: the file is mapped only while it is read, since mapped pages count as the process's.
-
-        dtype: None keeps the stored one.
-        """
-        import torch
-        from safetensors import SafetensorError, safe_open
-
-        dtype = dtype or torch_dtype(info.dtype)
-        if not info.is_stored:
-            shape = [stop - start if axis == dim else size for axis, size in enumerate(info.shape)]
-            return torch.zeros(shape, dtype=dtype, device=device)
-        try:
-            with safe_open(self.folder / info.file, framework="pt") as file:
-                if dim is None:
-                    values = file.get_tensor(info.name)
-                else:
-                    values = file.get_slice(info.name)[(slice(None),) * dim + (slice(start, stop),)]
-                copied: Tensor = values.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-        except SafetensorError:  # its header was sound when the checkpoint was opened
-            raise _shorter(self.folder / info.file) from None
-        return copied
-
-    def chunks(self, info: TensorInfo, spans: Sequence[tuple[int, int]], step: int) -> Iterator[memoryview]:
-        """Yield the bytes of a file from each span's start to its stop, at most ``step`` at a time.
-
-        A chunk is valid until the next one is asked for: they share one buffer, since fresh memory costs more than the
-        copy.
-        """
-        reader = self._open(info.file)
-        buffer = memoryview(bytearray(min(step, max(stop - start for start, stop in spans))))
-        for begin, end in spans:
-            reader.seek(begin)
-            for at in range(begin, end, step):
-                chunk = buffer[: min(step, end - at)]
-                if reader.readinto(chunk) != len(chunk):
-                    raise _shorter(self.folder / info.file)
-                yield chunk
-
-    def copy(self, info: TensorInfo, writer: BufferedIOBase, advance: Callable[[int], None]) -> None:
-        """Append a tensor's stored bytes to a file.
-
-        advance: is called with the number of bytes of each step.
-        """
-        if copy_span(self._open(info.file), writer, info.start, info.stop, advance) != info.nbytes:
-            raise _shorter(self.folder / info.file)
-
-    def middle(self, info: TensorInfo, count: int) -> bytes:
-        """Return the ``count`` bytes in the middle of a tensor, or all there are."""
-        if not info.is_stored:
-            return bytes(min(count, info.numel * DTYPE_BYTES[info.dtype]))
-        count = min(count, info.nbytes)
-        reader = self._open(info.file)
-        reader.seek(info.start + (info.nbytes - count) // 2)
-        return reader.read(count)
-
-    def _open(self, name: str) -> BufferedReader:
-        if name not in self._files:
-            self._files[name] = self._stack.enter_context(open_regular(self.folder / name))
-        return self._files[name]
+    dtype = dtype or torch_dtype(info.dtype)
+    if not info.is_stored:
+        shape = [stop - start if axis == dim else size for axis, size in enumerate(info.shape)]
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        with safe_open(folder / info.file, framework="pt") as file:
+            if dim is None:
+                values = file.get_tensor(info.name)
+            else:
+                values = file.get_slice(info.name)[(slice(None),) * dim + (slice(start, stop),)]
+            copied: Tensor = values.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+    except SafetensorError:  # its header was sound when the checkpoint was opened
+        raise UserError(
+            f"{folder / info.file} became shorter while it was read; nothing was written, read it again"
+        ) from None
+    return copied
 
 
-def _shorter(path: Path) -> UserError:
-    return UserError(f"{path} became shorter while it was read; nothing was written, read it again")
+def bytes_of(tensor: "Tensor") -> memoryview:
+    """Return a tensor's values as a safetensors file stores them."""
+    import torch
+
+    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
@@ -161,11 +106,11 @@ def write_tensors(
     Raises UserError where the system cannot write, for example on a full disk; ValueError for a tensor that is not as
     announced.
     """
-    import torch
-
     # wide elements first, so that each tensor is aligned
     ordered = sorted(infos, key=lambda name: -infos[name][0].itemsize)
-    header = encode_header((name, stored_dtype_name(infos[name][0]), infos[name][1]) for name in ordered)
+    header = encode_header(
+        (name, STORED_NAMES[str(infos[name][0])[len("torch.") :]], infos[name][1]) for name in ordered
+    )
     try:
         with path.open("wb") as file:
             file.write(header)
@@ -176,9 +121,7 @@ def write_tensors(
                     raise ValueError(
                         f"{name} was declared as {dtype} {list(shape)}, but is {tensor.dtype} {list(tensor.shape)}"
                     )
-                values = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
-                file.write(values.data)
-                advance(values.nbytes)
+                advance(file.write(bytes_of(tensor)))
             file.flush()
             os.fsync(file.fileno())
     except BaseException as error:
@@ -220,12 +163,18 @@ def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Return a sha256 of names, dtypes, shapes and a few values of every tensor, independent of the shards.
 
-    The values are those in the middle of each tensor, which distinguish two fine-tunes without reading gigabytes. Of
-    the config the dense function counts; the layout does not.
+    The values are those in the middle of each tensor, which distinguish two fine-tunes without reading gigabytes. The
+    config's dense function counts; its layout does not.
     """
     digest = hashlib.sha256(json.dumps(dense_function(checkpoint.config), sort_keys=True).encode())
-    with TensorReader(checkpoint.folder) as reader:
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open_regular(checkpoint.folder / name)) for name in checkpoint.weight_files}
         for name, tensor in sorted(checkpoint.tensors.items()):
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(reader.middle(tensor, FINGERPRINT_BYTES))
+            count = min(FINGERPRINT_BYTES, tensor.numel * DTYPE_BYTES[tensor.dtype])
+            if not tensor.is_stored:
+                digest.update(bytes(count))
+                continue
+            files[tensor.file].seek(tensor.start + (tensor.nbytes - count) // 2)
+            digest.update(files[tensor.file].read(count))
     return digest.hexdigest()

@@ -1,37 +1,167 @@
-"""Writes a checkpoint's folder, whole or not at all; its weights are linked, copied, or streamed."""
+"""Writes a checkpoint's folder, whole or not at all.
+
+A weight file that does not change is linked or copied. Others are written some rows of a tensor at a time, with another
+dtype, head order or values.
+"""
 
 import json
+import re
 import shutil
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from ladderize.checkpoint.reading import INDEX, WEIGHTS, Checkpoint, read_weight_map
-from ladderize.checkpoint.shards import Shard, index_for, write_shard
+from ladderize.checkpoint.reading import (
+    DTYPE_BYTES,
+    FLOAT_DTYPES,
+    INDEX,
+    STORED_NAMES,
+    WEIGHTS,
+    Checkpoint,
+    TensorInfo,
+    read_weight_map,
+    torch_dtype,
+)
+from ladderize.checkpoint.tensors import bytes_of, encode_header, read_tensor
 from ladderize.console import SILENT, Console, human_bytes, sentence
-from ladderize.errors import UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.files import output
 from ladderize.files.temporaries import fsync
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+READ_AT_ONCE = 16 << 20  # bytes
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Move(NamedTuple):
+    """A permutation of equal blocks of a tensor's rows (axis 0) or columns (axis 1).
+
+    order: the block at position p was at ``order[p]``.
+    """
+
+    order: tuple[int, ...]
+    axis: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file to write.
+
+    name: in the file.
+    dtype: the safetensors dtype to store.
+    source: the present place of its values.
+    move: the permutation of its rows or columns.
+    """
+
+    name: str
+    dtype: str
+    source: TensorInfo
+    move: Move | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file of the output, with its tensors in the order of the file.
+
+    rewritten: False where it is the source's own file.
+    """
+
+    file: str
+    entries: tuple[Entry, ...]
+    rewritten: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
 
 
 @dataclass(frozen=True)
 class Content:
     """The content of a checkpoint's folder.
 
-    source: the checkpoint that weights and carried files come from.
+    source: the checkpoint that weights come from.
     shards: the weight files.
-    carried: other files of the source, relative to it, that are copied byte for byte.
-    copied: name -> a file from elsewhere.
+    copied: name -> the file that is copied byte for byte.
     texts: name -> the text of a file.
     """
 
     source: Checkpoint
     shards: list[Shard]
-    carried: list[Path]
     copied: Mapping[str, Path]
     texts: Mapping[str, str]
+
+
+def parse_size(text: str, *, option: str = "--max-shard-size") -> int:
+    """Return the bytes of ``5GB``, ``500MB``, ``2GiB`` or a plain number; raises UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
+    if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
+        raise UsageError(f"{option}: {text!r} is not a size; write for example 5GB or 500MB")
+    return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
+
+
+def plan_shards(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str | None = None,
+    max_bytes: int | None = None,
+    moves: Mapping[str, Move] | None = None,
+    replace: Mapping[str, TensorInfo] | None = None,
+) -> list[Shard]:
+    """Return the weight files of an output. Without ``max_bytes`` every tensor stays in its file.
+
+    dtype: store all as float32, float16 or bfloat16.
+    moves: permutations, by tensor.
+    replace: tensors with values from elsewhere, which do not move; they are stored in the dtype of those that they
+    replace.
+    Raises UserError if one does not fit.
+    """
+    moves, replace = moves or {}, replace or {}
+    _check_replacements(checkpoint, replace)
+    groups: dict[str, list[Entry]] = defaultdict(list)
+    changed, filled = set(), 0
+    for name, old in checkpoint.tensors.items():
+        move = moves.get(name) if name not in replace else None
+        entry = Entry(name, STORED_NAMES[dtype] if dtype else old.dtype, replace.get(name, old), move)
+        if max_bytes is None:
+            group = old.file
+            if not old.is_stored or entry != Entry(old.name, old.dtype, old):
+                changed.add(group)
+        else:
+            new = not groups or filled + entry.nbytes > max_bytes
+            filled = entry.nbytes + (0 if new else filled)
+            group = str(len(groups) + new)
+            changed.add(group)
+        groups[group].append(entry)
+    names = {group: group for group in groups}
+    if max_bytes is not None:
+        names = {group: f"model-{int(group):05d}-of-{len(groups):05d}.safetensors" for group in groups}
+        names = names if len(groups) > 1 else {"1": WEIGHTS}
+    return [  # wide elements first, so that every tensor begins at a multiple of its element size
+        Shard(name, tuple(sorted(groups[group], key=lambda entry: -DTYPE_BYTES[entry.dtype])), group in changed)
+        for group, name in sorted(names.items(), key=lambda pair: pair[1])
+    ]
+
+
+def _check_replacements(checkpoint: Checkpoint, replace: Mapping[str, TensorInfo]) -> None:
+    """Raise UserError unless each replacement is a float tensor with the shape of one of the checkpoint's."""
+    for name, new in replace.items():
+        if name not in checkpoint.tensors:
+            raise UserError(f"{new.file} is to replace {name}, but {checkpoint.folder} has no such tensor")
+        wanted = checkpoint.tensors[name].shape
+        if new.shape != wanted or new.dtype not in FLOAT_DTYPES:
+            raise UserError(
+                f"{new.file} is to replace {name}, but is {new.dtype} {list(new.shape)} instead of floats"
+                f" {list(wanted)}"
+            )
 
 
 def write_checkpoint(
@@ -49,17 +179,14 @@ def write_checkpoint(
     check: receives the finished folder before it appears as ``out``; if it raises, nothing appears.
     Raises UserError where the disk is full or fails.
     """
-    check_space(content, out, copy=copy)
+    _check_space(content, out, copy=copy)
+    total = sum(shard.nbytes for shard in content.shards)
     try:
         with output.atomic_folder(out, overwrite=overwrite) as folder:
-            with console.progress(
-                "writing weights", sum(shard.read_bytes for shard in content.shards), is_bytes=True
-            ) as advance:
+            with console.progress("writing weights", total, is_bytes=True) as advance:
                 how = write_weights(content, folder, copy=copy, advance=advance)
-            for relative in content.carried:
-                (folder / relative).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(content.source.folder / relative, folder / relative)
             for name, path in content.copied.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, folder / name)
             for name, text in content.texts.items():
                 (folder / name).write_text(text, encoding="utf-8")
@@ -84,15 +211,55 @@ def write_weights(content: Content, folder: Path, *, copy: bool, advance: Callab
         for done in on_disk:
             done.result()  # Linux reports a disk error only once: the fsync at the end would not see it
     if [shard.file for shard in content.shards] != [WEIGHTS]:
-        index = index_for(content.shards)
-        if "rewritten" not in how and index["weight_map"] == read_weight_map(source):
+        weight_map = {entry.name: shard.file for shard in content.shards for entry in shard.entries}
+        if "rewritten" not in how and weight_map == read_weight_map(source):
             shutil.copyfile(source / INDEX, folder / INDEX)
         else:
+            total = sum(shard.nbytes for shard in content.shards)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return how
 
 
-def check_space(content: Content, out: Path, *, copy: bool) -> None:
+def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Callable[[int], None]) -> None:
+    """Stream the tensors of one shard from their places into ``path``."""
+    with path.open("xb") as writer:
+        writer.write(encode_header((entry.name, entry.dtype, entry.source.shape) for entry in shard.entries))
+        for entry in shard.entries:
+            for part in _parts(entry, checkpoint.folder):
+                advance(writer.write(bytes_of(_cast(part, entry))))
+
+
+def _parts(entry: Entry, folder: Path) -> "Iterator[Tensor]":
+    """Yield a tensor's values in the order in which they are stored, some rows at a time."""
+    info, move = entry.source, entry.move
+    if not info.shape:
+        yield read_tensor(folder, info)
+        return
+    blocks = move.order if move is not None and move.axis == 0 else (0,)
+    rows = info.shape[0] // len(blocks)
+    step = max(1, READ_AT_ONCE * rows // max(1, info.nbytes // len(blocks)))
+    for block in blocks:
+        for start in range(block * rows, (block + 1) * rows, step):
+            part = read_tensor(folder, info, dim=0, start=start, stop=min(start + step, (block + 1) * rows))
+            if move is not None and move.axis == 1:
+                part = part.unflatten(1, (len(move.order), -1))[:, list(move.order)].flatten(1)
+            yield part
+
+
+def _cast(values: "Tensor", entry: Entry) -> "Tensor":
+    """Return the values in the entry's dtype; raises UserError where a finite one would become infinite."""
+    if entry.dtype == entry.source.dtype:
+        return values
+    cast = values.to(torch_dtype(entry.dtype))
+    if cast.numel() and not cast.abs().max().isfinite() and values[cast.isinf()].isfinite().any():
+        raise UserError(
+            f"{entry.name} has values too large for {FLOAT_DTYPES[entry.dtype]}; take --dtype bfloat16 or float32"
+        )
+    return cast
+
+
+def _check_space(content: Content, out: Path, *, copy: bool) -> None:
     """Raise UserError where the disk has too little space, before anything is written."""
     parent = output.existing_parent(out)
     same_disk = parent.stat().st_dev == content.source.folder.resolve().stat().st_dev

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ladderize.checkpoint.config import kv_head_count
-from ladderize.checkpoint.shards import Move
+from ladderize.checkpoint.writing import Move
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.files.records import Record

@@ -123,7 +123,7 @@ def is_written(plan: Plan) -> bool:
 
 def content_of(plan: Plan) -> Content:
     """Return the content of the output's folder."""
-    copied: dict[str, Path] = {}
+    copied = {str(path): plan.source.folder / path for path in plan.carried}
     texts = dict(plan.changes.extra_files)
     texts["config.json"] = json.dumps(make_config(plan), indent=2, allow_nan=False) + "\n"
     texts[RECORD] = record_text(plan)
@@ -132,7 +132,7 @@ def content_of(plan: Plan) -> Content:
         copied |= {path.name: path for path in REMOTE_CODE.glob("*_ladderized.py")}
     if (card := source_card(plan.source.folder)) is not None:
         copied["README.source.md"] = card
-    return Content(plan.source, plan.shards, plan.carried, copied, texts)
+    return Content(plan.source, plan.shards, copied, texts)
 
 
 def convert_checkpoint(

@@ -26,8 +26,8 @@ from ladderize.checkpoint.reading import (
     has_tokenizer,
     resolve_json,
 )
-from ladderize.checkpoint.shards import Shard, parse_size, plan_shards
 from ladderize.checkpoint.tensors import fingerprint
+from ladderize.checkpoint.writing import Shard, parse_size, plan_shards
 from ladderize.console import to_json
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
 from ladderize.convert.recipe import Recipe

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from ladderize.checkpoint.shards import parse_size
+from ladderize.checkpoint.writing import parse_size
 from ladderize.choices import MOST_INCREASE, check_options, flag, option, ppl_increase
 from ladderize.convert.selection import Selection, select
 from ladderize.convert.sensitivity_file import LADDER, SPD, read_sensitivity

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.checkpoint.tensors import TensorReader
+from ladderize.checkpoint.tensors import read_tensor
 from ladderize.layout import Layout
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights
 from ladderize.runtime.shards import Shape, Slice, virtual_ranks
@@ -27,12 +27,17 @@ class CheckpointSource:
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
-        self.reader = TensorReader(checkpoint.folder)
 
     def read(self, part: Slice) -> Tensor:
         info = self.checkpoint.tensors[part.name]
-        loaded = self.reader.read(
-            info, dim=part.dim, start=part.start, stop=part.stop, dtype=self.dtype, device=self.device
+        loaded = read_tensor(
+            self.checkpoint.folder,
+            info,
+            dim=part.dim,
+            start=part.start,
+            stop=part.stop,
+            dtype=self.dtype,
+            device=self.device,
         )
         return loaded if part.rows in (None, loaded.shape[0]) else _padded(loaded, part.rows)
 

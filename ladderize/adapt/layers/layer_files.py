@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ladderize.checkpoint.reading import TensorInfo, read_header
-from ladderize.checkpoint.tensors import TensorReader, locate_tensors
+from ladderize.checkpoint.tensors import locate_tensors, read_tensor
 from ladderize.errors import UserError
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import OwnRecord, Record
@@ -90,9 +90,9 @@ class LayerFiles:
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """Return a layer's weights by their names within it."""
-        prefix, reader = f"model.layers.{layer}.", TensorReader(self.folder)
+        prefix = f"model.layers.{layer}."
         infos = read_header(self.folder, self.path(layer).name)
-        return {name.removeprefix(prefix): reader.read(info) for name, info in infos.items()}
+        return {name.removeprefix(prefix): read_tensor(self.folder, info) for name, info in infos.items()}
 
     def tensors(self, layers: Sequence[int]) -> dict[str, TensorInfo]:
         """Return the place of every tensor of these layers, for the converter."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ladderize.adapt.data_specs import SourceSpec, parse_specs
 from ladderize.adapt.methods import COMPUTE_DTYPE, TRAINING_SEED, WORK_DIR, Write, check_training
-from ladderize.checkpoint.shards import parse_size
+from ladderize.checkpoint.writing import parse_size
 from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, option
 from ladderize.errors import UsageError
 from ladderize.files.records import Record

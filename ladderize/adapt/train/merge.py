@@ -15,7 +15,7 @@ from ladderize.adapt.methods import METRICS
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint, check_entries, torch_dtype
-from ladderize.checkpoint.tensors import TensorReader, fingerprint, locate_tensors, write_tensors
+from ladderize.checkpoint.tensors import fingerprint, locate_tensors, read_tensor, write_tensors
 from ladderize.console import SILENT, Console, sentence
 from ladderize.convert.pipeline import RECORD, convert_checkpoint
 from ladderize.convert.plan import Changes, ConversionReport, check_stays
@@ -158,10 +158,9 @@ def merge_tensors(
     if other := [*loaded.missing_keys, *loaded.unexpected_keys]:
         raise UserError(f"{folder}: {ADAPTER_CONFIG} and {ADAPTER_TENSORS} differ: only one of them has {other[0]}")
     state, exact, changed = model.state_dict(), logits_of(model), {}
-    with TensorReader(checkpoint.folder) as reader:
-        for tensor, info in checkpoint.tensors.items():
-            if not torch.equal(reader.read(info, dtype=state[tensor].dtype), state[tensor]):
-                changed[tensor] = (torch_dtype(info.dtype), info.shape)
+    for tensor, info in checkpoint.tensors.items():
+        if not torch.equal(read_tensor(checkpoint.folder, info, dtype=state[tensor].dtype), state[tensor]):
+            changed[tensor] = (torch_dtype(info.dtype), info.shape)
 
     def round_once(tensor: str) -> Tensor:
         values = state[tensor].to(changed[tensor][0])
