@@ -18,7 +18,7 @@ from ladderize.adapt.layers import align as alignment
 from ladderize.adapt.layers import rewrite
 from ladderize.adapt.layers.align import Aligning
 from ladderize.adapt.layers.align_options import RANDOM_SHARE, AlignOptions
-from ladderize.adapt.layers.layer_files import LayerFiles
+from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles
 from ladderize.adapt.layers.measures import HeldoutMeasures
 from ladderize.blocks import open_checkpoint
 from ladderize.console import Console
@@ -26,6 +26,7 @@ from ladderize.demo import corpus
 from ladderize.demo.inputs import MODEL, write_documents
 from ladderize.errors import UsageError
 from ladderize.eval.results import Perplexity
+from ladderize.files.documents import write_json
 from ladderize.modeling import load
 from tests import warm
 from tests.helpers import (
@@ -500,7 +501,7 @@ def test_killed_while_states_are_on_disk(pair, tmp_path, monkeypatch):
     assert listing(tmp_path) == PLACE
     monkeypatch.setattr(alignment.LayerAlignment, "run", layer)
     (tmp_path / WORK).mkdir()
-    (tmp_path / WORK / "run.json").write_text("{}")
+    write_json(tmp_path / WORK / "run.json", {"command": BlockFolder.COMMAND})
     (tmp_path / WORK / "states-0-dense-0.bin").write_bytes(b"old")
     aligned(pair, tmp_path / "out", max_memory=1)
     assert listing(tmp_path) == sorted([*PLACE, "out"])

@@ -114,10 +114,10 @@ DAMAGE = {
     "endless name": (config(model_type="x" * 9000), r"this is a x+ \[\.\.\.\] x+, which"),
     "no model type": (config(model_type=None), "model without model_type"),
     "quantised": (config(quantization_config={"quant_method": "gptq"}), "no projection is quantised"),
-    "deeply nested": (text("config.json", DEEP), "nested deeper than 100 levels"),
-    "config is a FIFO": (fifo("config.json"), "config.json is a FIFO, not a regular file"),
-    "weights are a FIFO": (fifo("model.safetensors"), "is a FIFO, not a regular file"),
-    "any file is a FIFO": (fifo("notes.txt"), "notes.txt is a FIFO, not a regular file"),
+    "deeply nested": (text("config.json", DEEP), "nested too deeply"),
+    "config is a FIFO": (fifo("config.json"), "config.json is not a regular file"),
+    "weights are a FIFO": (fifo("model.safetensors"), "is not a regular file"),
+    "any file is a FIFO": (fifo("notes.txt"), "notes.txt is not a regular file"),
     "rope": (config(rope_parameters={"rope_type": "magic"}), "'magic', which is not one of default, linear"),
     "rope without a factor": (config(rope_parameters={"rope_type": "linear"}), "a rope_type of linear needs factor"),
     "rope of another kind": (config(rope_scaling=[2]), "must be an object"),
@@ -182,7 +182,7 @@ def test_a_source_file_that_is_none(llama, tmp_path):
     assert "lost.json is a link to nothing" in one_sentence(convert(llama, tmp_path / "out"))
     (llama / "sub" / "lost.json").unlink()
     os.mkfifo(llama / "sub" / "pipe.json")
-    assert "pipe.json is a FIFO, not a regular file" in one_sentence(convert(llama, tmp_path / "out"))
+    assert "pipe.json is not a regular file" in one_sentence(convert(llama, tmp_path / "out"))
     assert listing(tmp_path) == ["src"]
 
 

@@ -298,7 +298,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "link": (link_outside, "outside of its folder"),
     "empty": (lambda path: (path.with_suffix(".samples") / "beta.jsonl").write_text(""), "beta.jsonl holds no samples"),
-    "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "is a FIFO"),
+    "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
     "no model": (lambda path: rewrite(path, lambda c: c.update(models=[])), "holds no model"),
     "results": (
         lambda path: rewrite(path, lambda c: c["models"][0].update(results=[1])),

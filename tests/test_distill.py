@@ -318,11 +318,13 @@ def test_work_of_another_run_is_not_mixed_in(tmp_path):
         assert not work.distilled.has(0, lambda: "this key")
     with pytest.raises(UserError, match="another a; delete it"):
         BlockFolder(folder, {"a": 2, "b": [2, 3]})
-    (folder / ".run.json.abc").write_text("")  # of a killed write
-    (folder / "run.json").write_text("")
-    with BlockFolder(folder, {"a": 2}) as work:
+    with BlockFolder(folder, {"a": 1, "b": [2, 3]}) as work:
         work.remove()
     assert listing(tmp_path) == []
+    folder.mkdir()
+    (folder / ".run.json.abc").write_text("")  # of a killed write
+    with BlockFolder(folder, {"a": 2}) as work:
+        work.remove()
     folder.mkdir()
     (folder / "mine.txt").write_text("not ladderize's")
     with pytest.raises(UserError, match="not a folder of unfinished work"):

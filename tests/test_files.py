@@ -11,7 +11,7 @@ from ladderize.data import check_data_file, read_documents
 from ladderize.errors import UserError
 from ladderize.files import regular
 from ladderize.files.documents import check_writable, read_json, read_own, write_json
-from ladderize.files.parsing import MAX_DEPTH, parse_json, parse_yaml, read_yaml
+from ladderize.files.parsing import parse_json, parse_yaml, read_yaml
 from tests.helpers import invoke, one_sentence
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -20,11 +20,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (DEEP, "nested deeper than 100 levels"),
-        ('{"a":' * 3000, "nested deeper than 100 levels|Expecting"),
-        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested deeper than 100 levels"),
-        ('{"a": "\\ud800"}', "half of a surrogate pair"),
-        ('{"\\uDFFF": 1}', "half of a surrogate pair"),
+        (DEEP, "nested too deeply"),
         ("[NaN]", "holds NaN, which is not a number"),
         ("9" * 5000, "Exceeds the limit"),
         (b"\xff", "not UTF-8 text .byte 0."),
@@ -35,24 +31,16 @@ def test_json_that_nobody_can_read(content, message):
         parse_json(content if isinstance(content, bytes) else content.encode())
 
 
-def test_json_at_the_limits():
-    assert parse_json(("[" * MAX_DEPTH + "]" * MAX_DEPTH).encode())
-    assert parse_json(b'"\\ud83d\\ude42"') == "\U0001f642"
-    assert parse_json(b"[NaN]", constants=True)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: " + DEEP, "nested deeper than 100 levels"),
-        ("a: &x [*x]", "nested deeper than 100 levels"),
+        ("a: " + DEEP, "nested too deeply"),
+        ("a: &x [*x]", "nested too deeply"),
         ("a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]\n" for i in range(1, 12)), "unfolds to more"),
         ("? [1]\n: 2\n", "unhashable"),
         ("a: 1\na: 2", "the key 'a' stands twice"),
         ("{", "expected"),
         ("a: 1\nb: [c\n", r"got '<stream end>' \(line 3, column 1\)$"),
-        ('a: "\\uD800"', "half of a surrogate pair"),
-        ('"\\uD800": 1', "half of a surrogate pair"),
     ],
 )
 def test_yaml_that_nobody_can_read(tmp_path, text, message):
@@ -61,19 +49,8 @@ def test_yaml_that_nobody_can_read(tmp_path, text, message):
         read_yaml(tmp_path / "a.yaml")
 
 
-def test_yaml_may_have_keys_that_are_no_text():
-    assert parse_yaml('a: {? !!binary aGk= : "\\t"}') == {"a": {b"hi": "\t"}}
-
-
 def test_yaml_for_people_may_use_aliases():
     assert parse_yaml("a: &x [1]\nb: *x") == {"a": [1], "b": [1]}
-
-
-def test_documents_that_are_nested_too_deeply(tmp_path):
-    (tmp_path / "a.json").write_text(f'{{"a": {DEEP}}}')
-    with pytest.raises(UserError, match="a.json is not valid JSON .*nested deeper"):
-        read_json(tmp_path / "a.json")
-    assert read_own(tmp_path / "a.json") == {}
 
 
 def test_no_regular_file_is_opened(tmp_path):
@@ -86,11 +63,11 @@ def test_no_regular_file_is_opened(tmp_path):
         readers.append((lambda path: check_data_file(str(path)), name))
         readers.append((lambda path: read_documents(str(path), None), name))
     for read, name in readers:
-        with pytest.raises(UserError, match="is a FIFO, not a regular file"):
+        with pytest.raises(UserError, match="is not a regular file"):
             read(tmp_path / name)
-    with pytest.raises(UserError, match="is a character device"):
+    with pytest.raises(UserError, match="is not a regular file"):
         regular.read_bytes(regular.Path("/dev/zero"))
-    with pytest.raises(UserError, match="is a folder"):
+    with pytest.raises(UserError, match="is not a regular file"):
         read_json(tmp_path)
     assert read_own(tmp_path / "a.json") == {}
 

@@ -17,8 +17,6 @@ def check_writable(path: Path, option: str = "--out", *, inputs: Iterable[str | 
     inputs: values of options that are read; ``path`` must be none of them, since it would replace it.
     """
     path = resolved(path, f"{option} ")
-    if path.is_dir():
-        raise UserError(f"{option} {path} is a folder; name a file")
     if path.exists() and not path.is_file():
         raise UserError(f"{option} {path} is not a regular file; name another")
     files = (str(split_name(str(name))[0]) for name in inputs if name is not None)
@@ -33,10 +31,8 @@ def check_writable(path: Path, option: str = "--out", *, inputs: Iterable[str | 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a result document atomically, with schema and version first."""
-    path = resolved(path)
-    text = to_json(value)
-    with replacement(path) as file:
-        file.write(text + "\n")
+    with replacement(resolved(path)) as file:
+        file.write(to_json(value) + "\n")
 
 
 def read_document(path: Path, what: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Folders that appear whole or not at all: written beside their place, fsynced, renamed."""
 
-import ctypes
 import errno
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,10 +12,9 @@ from pathlib import Path
 
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved
-from ladderize.files.temporaries import fsync, fsync_tree, locked_folder, remove_abandoned, try_lock, why_unwritable
+from ladderize.files.temporaries import fsync, fsync_tree, lock_folder, try_lock, why_unwritable
 
 COPIED_AT_ONCE = 64 << 20
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def not_a_checkpoint(folder: Path) -> str | None:
@@ -74,49 +74,52 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 @contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
     """Yield a locked temporary folder beside ``out``, which is removed at the end. ``clean_up`` is called first."""
-    with _parents(out):
-        clean_up(out)
-        with locked_folder(out.parent, _prefix(out)) as temporary:
-            yield temporary
-
-
-@contextmanager
-def _parents(out: Path) -> Iterator[None]:
-    """Create the folders above ``out``; on an error the created ones that are empty are removed again."""
-    created = [parent for parent in (out.parent, *out.parent.parents) if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
+    clean_up(out)
+    lock = None
+    while lock is None:  # another run may take it for an abandoned one before it is locked
+        folder = out.parent / f"{_prefix(out)}{secrets.token_hex(8)}"
+        folder.mkdir()
+        with suppress(BlockingIOError):
+            lock = lock_folder(folder)
     try:
-        yield
-    except BaseException:
-        for parent in created:
-            if parent.is_dir() and not any(parent.iterdir()):
-                parent.rmdir()
-        raise
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def _prefix(out: Path) -> str:
     return f".{out.name}.ladderize-"
 
 
+def _aside(out: Path) -> Path:
+    """Return the name of the folder that was at ``out``, while another takes its place."""
+    return out.parent / f".{out.name}.ladderize-old"
+
+
 def clean_up(out: Path) -> None:
-    """Remove temporaries of ``out`` whose writer is gone, and restore a folder that a killed swap had set aside."""
+    """Remove temporaries of ``out`` whose writer is gone, and restore a folder that a killed run had set aside."""
     aside = _aside(out)
-    with suppress(FileNotFoundError, NotADirectoryError):  # nothing is there, or another run has finished its swap
-        descriptor = os.open(aside, os.O_RDONLY)
+    if aside.exists():
+        if out.is_dir() and any(out.iterdir()):
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            with suppress(FileNotFoundError):  # another run has finished its swap
+                os.rename(aside, out)
+    pattern = re.compile(re.escape(_prefix(out)) + "[0-9a-f]{16}")
+    for name in filter(pattern.fullmatch, os.listdir(out.parent) if out.parent.is_dir() else ()):
         try:
-            if try_lock(descriptor):  # else another run is swapping right now
-                if out.is_dir() and any(out.iterdir()):
-                    shutil.rmtree(aside, ignore_errors=True)
-                else:
-                    os.rename(aside, out)
-        finally:
-            os.close(descriptor)
-    if out.parent.is_dir():
-        remove_abandoned(out.parent, _prefix(out))
+            descriptor = os.open(out.parent / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # its owner removed it just now, or it may not be opened
+            continue
+        if try_lock(descriptor):  # its writer holds it while it lives
+            shutil.rmtree(out.parent / name, ignore_errors=True)
+        os.close(descriptor)
 
 
 def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
-    """Rename ``temporary`` to ``out``; the folder that was there then has the temporary's name, or is removed.
+    """Rename ``temporary`` to ``out``, and remove the folder that was there.
 
     Raises UserError where ``out`` is not empty and ``overwrite`` is False.
     """
@@ -128,41 +131,15 @@ def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
             raise
     if not overwrite:
         raise UserError(f"OUT {out} was written to by another program meanwhile; nothing was written")
-    if _exchange(temporary, out):
-        return
-    aside = _aside(out)  # two renames: if this run is killed between them, the next one puts the old folder back
-    if aside.exists():  # where files cannot be locked, nobody knows whose it is
-        raise UserError(f"{aside} is left of an earlier run; look whether it is needed, and delete it")
-    lock = os.open(out, os.O_RDONLY)
+    aside = _aside(out)  # if this run is killed between the two renames, the next one puts the old folder back
+    os.rename(out, aside)
     try:
-        try_lock(lock)
-        os.rename(out, aside)
-        try:
-            os.rename(temporary, out)
-        except BaseException:
-            os.rename(aside, out)
-            raise
-        fsync(out.parent)
-        shutil.rmtree(aside, ignore_errors=True)
-    finally:
-        os.close(lock)
-
-
-def _aside(out: Path) -> Path:
-    return out.parent / f".{out.name}.ladderize-old"
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two folders in one step (renameat2 with RENAME_EXCHANGE); return False where the system cannot."""
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    if rename(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0:
-        return True
-    if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(b))
+        os.rename(temporary, out)
+    except BaseException:
+        os.rename(aside, out)
+        raise
+    fsync(out.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int], None]) -> str:

@@ -1,4 +1,4 @@
-"""Reads all JSON and YAML: nesting, text and numbers are checked before any value is used."""
+"""The reading of JSON and YAML: nesting and numbers are checked before any value is used."""
 
 import json
 import re
@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-from ladderize.console import is_text
 from ladderize.errors import UserError
 from ladderize.files.regular import read_text
 
@@ -24,13 +23,10 @@ JSON_WORDS: dict[type, str] = {
     type(None): "null",
 }
 CONTAINERS = (dict, list, tuple, set)
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_json(content: bytes, *, constants: bool = False) -> Any:
     """Return the value of a JSON text; raises ValueError with the reason.
-
-    Half a surrogate pair, which JSON can write but no text can hold, is refused.
 
     constants: accept NaN and Infinity, which are not JSON.
     """
@@ -40,28 +36,15 @@ def parse_json(content: bytes, *, constants: bool = False) -> Any:
 
     try:
         text = content.decode("utf-8")
+        return json.loads(text) if constants else json.loads(text, parse_constant=refuse)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 text (byte {error.start})") from None
-    try:
-        value = json.loads(text) if constants else json.loads(text, parse_constant=refuse)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
-    if content.count(b"[") + content.count(b"{") > MAX_DEPTH:
-        check_nesting(value)
-    if SURROGATE.search(content):
-        check_characters(value)
-    return value
-
-
-def check_characters(value: Any) -> None:
-    """Raise ValueError where a text in ``value`` holds half of a surrogate pair."""
-    if not is_text(json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)):  # YAML's keys need not be text
-        raise ValueError("it holds half of a surrogate pair, which is not a character")
+        raise ValueError("it is nested too deeply") from None
 
 
 def check_nesting(value: Any) -> None:
-    """Raise ValueError for lists and objects that are nested too deeply (or endlessly), or unfold to too many
-    values."""
+    """Raise ValueError for YAML that is nested too deeply or endlessly, or whose aliases make too many values."""
     seen, level = 0, [value] if isinstance(value, CONTAINERS) else []
     for _ in range(MAX_DEPTH):
         seen += sum(map(len, level))
@@ -75,7 +58,7 @@ def check_nesting(value: Any) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    raise ValueError("it is nested too deeply")
 
 
 # ---- YAML, with the scalars of YAML 1.2: ``16:32`` is text and not 992, ``no`` is Norwegian and not false, dates stay
@@ -120,7 +103,7 @@ def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
     try:
         value = yaml.load(text, Loader=loader)  # noqa: S506  (a SafeLoader)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+        raise ValueError("it is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         where = error.problem_mark
         place = f" (line {where.line + 1}, column {where.column + 1})" if where is not None else ""
@@ -128,8 +111,6 @@ def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
     except (yaml.YAMLError, ValueError, TypeError) as error:  # a key that is a list is a TypeError
         raise ValueError(" ".join(str(error).split())) from None
     check_nesting(value)
-    if "\\" in text:
-        check_characters(list(value.items()) if isinstance(value, dict) else value)
     return value
 
 

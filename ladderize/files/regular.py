@@ -3,7 +3,6 @@
 A FIFO would make its reader wait for ever, and a device may never end.
 """
 
-import os
 import stat
 from collections.abc import Iterator
 from io import BufferedReader
@@ -14,13 +13,6 @@ from ladderize.errors import UserError
 
 MAX_DOCUMENT_BYTES = 128 << 20  # of a document that is read as a whole: a hundred times the largest known index
 MAX_LINE_BYTES = 64 << 20  # of one line of JSON: ten million tokens
-KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-    stat.S_IFDIR: "a folder",
-}
 
 
 def resolved(path: str | Path, what: str = "") -> Path:
@@ -30,14 +22,10 @@ def resolved(path: str | Path, what: str = "") -> Path:
     """
     try:
         return Path(path).expanduser().resolve()
-    except FileNotFoundError:  # the current folder is missing: a path itself need not exist
-        raise UserError(
-            f"{what}{path} is relative to the current folder, which was deleted; change to another folder, or give an"
-            " absolute path"
-        ) from None
     except (RuntimeError, ValueError, OSError):
         raise UserError(
-            f"{what}{path} cannot be resolved: a loop of links, or the home folder of an unknown user; name another"
+            f"{what}{path} cannot be resolved: a loop of links, the home folder of an unknown user, or a path in a"
+            " current folder that was deleted; name another"
         ) from None
 
 
@@ -69,20 +57,14 @@ def is_there(path: Path) -> bool:
 
 def check_regular(path: Path) -> None:
     """Raise UserError unless ``path`` is a regular file; raises OSError where it does not exist."""
-    kind = stat.S_IFMT(path.stat().st_mode)
-    if kind != stat.S_IFREG:
-        raise UserError(f"{path} is {KINDS.get(kind, 'a special file')}, not a regular file; name another")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise UserError(f"{path} is not a regular file; name another")
 
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a file to read its bytes; raises UserError unless it is regular, OSError where it does not exist."""
-    check_regular(path)  # before it is opened: opening a device may have effects
-    # without blocking: it may have become a FIFO since
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise UserError(f"{path} is no longer a regular file; name another")
-    return file
+    check_regular(path)
+    return path.open("rb")
 
 
 def read_bytes(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> bytes:

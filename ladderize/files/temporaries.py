@@ -1,17 +1,11 @@
-"""Temporary files and folders, which the next run removes if their owner was killed.
-
-Each is locked while its owner lives. A temporary that has our name, belongs to this user and is not locked is left over
-from a killed run.
-"""
+"""Locks, writing through to the disk, and files that appear whole or not at all."""
 
 import contextlib
 import fcntl
 import os
-import re
 import secrets
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -42,16 +36,21 @@ def try_lock(descriptor: int) -> bool:
 def lock_folder(folder: Path) -> int | None:
     """Lock a folder until the returned descriptor is closed; return None if another process has just removed it.
 
+    A file system without locks is taken for one where nobody else is.
     Raises BlockingIOError if another process holds it.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    if not try_lock(descriptor):
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         os.close(descriptor)
-        raise BlockingIOError(f"{folder} is locked")
-    if not _is_open_as(descriptor, folder):
+        raise
+    except OSError:  # the file system has no locks
+        pass
+    if not folder.exists() or not os.path.samestat(os.fstat(descriptor), folder.stat()):
         os.close(descriptor)
         return None
     return descriptor
@@ -76,91 +75,28 @@ def fsync_tree(folder: Path) -> None:
 
 
 @contextmanager
-def locked_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[Path]:
-    """Yield a new, locked folder in ``parent`` whose name begins with ``prefix``.
-
-    It is removed at the end. Folders with this prefix that killed runs left are removed at the beginning.
-    """
-    folder, lock = _make_locked(parent, prefix, lambda path: path.mkdir(mode=mode))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-@contextmanager
 def temporary_folder(purpose: str) -> Iterator[Path]:
-    """Yield a ``locked_folder`` in the system's folder for temporaries, which only this user can read."""
-    with locked_folder(Path(tempfile.gettempdir()), f"ladderize-{purpose}-", 0o700) as folder:
-        yield folder
+    """Yield a folder among the system's temporaries, which is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix=f"ladderize-{purpose}-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @contextmanager
 def replacement(path: Path) -> Iterator[IO[str]]:
-    """Yield a locked text file beside ``path``. At the end it takes ``path``'s place; on an error it is removed.
+    """Yield a text file beside ``path``. At the end it takes ``path``'s place; on an error it is removed.
 
-    Its content is on disk before it appears. Files that killed runs left are removed first.
+    Its content is on disk before it appears.
     """
-    temporary, lock = _make_locked(path.parent, f".{path.name}.", lambda made: made.touch(exist_ok=False))
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
+        os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:  # a full disk, say: a write does not know its file
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
-    finally:
-        os.close(lock)
-
-
-def remove_abandoned(folder: Path, prefix: str) -> None:
-    """Remove the temporaries in ``folder`` with names that begin with ``prefix``, unless they are locked."""
-    pattern = re.compile(re.escape(prefix) + "[0-9a-f]{8,16}")
-    with os.scandir(folder) as entries:
-        candidates = [entry for entry in entries if pattern.fullmatch(entry.name) and not entry.is_symlink()]
-    for entry in candidates:
-        try:
-            if entry.stat(follow_symlinks=False).st_uid != os.getuid():
-                continue
-            descriptor = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:  # its owner removed it just now, or it may not be opened
-            continue
-        try:
-            if not try_lock(descriptor):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            else:
-                Path(entry.path).unlink(missing_ok=True)
-        finally:
-            os.close(descriptor)
-
-
-def _make_locked(parent: Path, prefix: str, make: Callable[[Path], None]) -> tuple[Path, int]:
-    """Return a new temporary and the descriptor that locks it; a temporary that another run removes before the lock is
-    made again."""
-    remove_abandoned(parent, prefix)
-    while True:
-        path = parent / (prefix + secrets.token_hex(8))
-        make(path)
-        with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # a file system without locks: nothing is removed there
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_open_as(descriptor, path):
-                return path, descriptor
-            os.close(descriptor)
-
-
-def _is_open_as(descriptor: int, path: Path) -> bool:
-    """Return whether an open file or folder still lies at ``path``."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

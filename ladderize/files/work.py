@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,13 +18,8 @@ from ladderize.files.temporaries import lock_folder
 
 ABOUT = "run.json"
 SUFFIX = ".ladderize-work"  # of the folder beside OUT
+RUN = "run_sha256"  # the key of a document with the digest of the run that wrote it
 Folder = TypeVar("Folder", bound="WorkFolder")
-
-
-def differences(about: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
-    """Return the keys of ``identity`` that have other values in ``about``, in words; empty where a run may resume."""
-    plain = json.loads(json.dumps(identity))
-    return " and ".join(sorted(key for key in plain if key not in about or about[key] != plain[key]))
 
 
 class WorkFolder:
@@ -37,73 +31,43 @@ class WorkFolder:
     """
 
     COMMAND: str  # the command of ladderize that makes such work
-    CONTENT: tuple[str, ...] = (ABOUT, ".*.json.*")  # patterns of the names that may lie here, the record's first
     ADVICE = "delete it"
-    OPTION = "OUT"  # the argument that names another place
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
-        self.folder, self.identity = folder, dict(identity)
-        self.about: dict[str, Any] = {}
-        self.begun = False  # by this process
+        self.folder = folder
         self.lock: int | None = None
         if main:
             try:
-                self._open()
+                self._open({**json.loads(json.dumps(identity)), "command": self.COMMAND})
             except BaseException:
                 self._unlock()
                 raise
 
-    def _open(self) -> None:
+    def _open(self, identity: dict[str, Any]) -> None:
         folder = self.folder
         while self.lock is None:
-            if folder.exists() and (not folder.is_dir() or not self._only_ours()):
-                raise UserError(self._whose())
+            if folder.exists() and not _is_work(folder):
+                raise UserError(f"{folder} is not empty and not a folder of unfinished work; choose another OUT")
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 self.lock = lock_folder(folder)
             except BlockingIOError:
-                raise UserError(
-                    f"another run is using {folder}; wait for it, or choose another {self.OPTION}"
-                ) from None
-        self.about = read_own(folder / ABOUT)
-        self.begun = not self.about
-        different = differences(self.about, self.identity)
-        if self.about and different and self.has_work():
+                raise UserError(f"another run is using {folder}; wait for it, or choose another OUT") from None
+        earlier = read_own(folder / ABOUT)
+        if (command := earlier.get("command", self.COMMAND)) != self.COMMAND:
+            raise UserError(f"{folder} holds unfinished work of ladderize {command}; delete it, or choose another OUT")
+        different = [key for key, value in sorted(identity.items()) if earlier.get(key) != value]
+        if earlier and different and self.has_work():
             raise UserError(
-                f"{folder} holds unfinished work of a run with another {different}; {self.ADVICE}, or choose another"
-                f" {self.OPTION}"
+                f"{folder} holds unfinished work of a run with another {' and '.join(different)}; {self.ADVICE}, or"
+                " choose another OUT"
             )
-        if not self.about or different:
-            self.write_about()
-
-    def _whose(self) -> str:
-        """Return the error for a folder that is not this command's."""
-        about = read_own(self.folder / ABOUT)
-        if about.get("command", self.COMMAND) == self.COMMAND:
-            return f"{self.folder} is not empty and not a folder of unfinished work; choose another {self.OPTION}"
-        return (
-            f"{self.folder} holds unfinished work of ladderize {about['command']}; go on with it by the same command as"
-            f" before, or delete it, or choose another {self.OPTION}"
-        )
-
-    def write_about(self, **more: Any) -> None:
-        """Write the record of this run atomically, with ``more`` keys."""
-        write_json(self.folder / ABOUT, {**self.identity, "command": self.COMMAND, **more})
-        self.about = read_own(self.folder / ABOUT)
+        if different:
+            write_json(folder / ABOUT, identity)
 
     def has_work(self) -> bool:
         """Return whether the folder holds anything from which a run could resume."""
         return any(entry.name != ABOUT for entry in self.folder.iterdir())
-
-    def _only_ours(self) -> bool:
-        """Return whether the folder is empty or ours: only names of ``CONTENT``, and among them the record or its
-        temporaries.
-
-        Names alone may be somebody else's.
-        """
-        entries = list(self.folder.iterdir())
-        known = (self.folder / ABOUT).is_file() or all(entry.match(f".{ABOUT}.*") for entry in entries)
-        return known and all(any(entry.match(pattern) for pattern in self.CONTENT) for entry in entries)
 
     def __enter__(self: Folder) -> Folder:
         return self
@@ -112,7 +76,7 @@ class WorkFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self.begun and error is not None and self.folder.is_dir() and not self.has_work():
+            if self.lock is not None and error is not None and self.folder.is_dir() and not self.has_work():
                 self.remove()  # nothing was done that would be missed
         finally:
             self._unlock()
@@ -123,23 +87,25 @@ class WorkFolder:
             self.lock = None
 
     def remove(self) -> None:
-        """Delete what was written here, and the folder if nothing else is in it.
-
-        The record goes last, so the next run recognises the folder if this one is killed meanwhile.
-        """
-        for pattern in (*self.CONTENT[1:], ABOUT):
-            for path in self.folder.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if not any(self.folder.iterdir()):
-            self.folder.rmdir()
+        """Delete the folder. The record goes last, so that the next run knows the folder if this one is killed."""
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == ABOUT):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.folder.rmdir()
 
     @classmethod
-    def tidy(cls, folder: Path, identity: Mapping[str, Any]) -> None:
-        """Remove what a run with this ``identity`` left here, since its output is complete. Another run's work
-        stays."""
+    def tidy(cls, folder: Path, identity: Mapping[str, Any], out: Path, console: Console) -> None:
+        """Remove what the run that wrote ``out`` left here. Another run's work stays."""
         if folder.is_dir():
             with contextlib.suppress(UserError), cls(folder, identity) as work:
                 work.remove()
+        console.note(f"{out} is complete: this command wrote it in an earlier run")
+
+
+def _is_work(folder: Path) -> bool:
+    """Return whether a folder is empty or ours: it has our record, or nothing but one that was being written."""
+    if "command" in read_own(folder / ABOUT):
+        return True
+    return folder.is_dir() and all(entry.name.startswith((ABOUT, f".{ABOUT}.")) for entry in folder.iterdir())
 
 
 def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
@@ -157,48 +123,10 @@ def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
     return folder
 
 
-# Long work that makes a folder stores in its document a digest of everything that decided the result. If the command
-# was killed after the output appeared, the same command finds the digest there.
-RUN = "run_sha256"  # the key of a document with the digest of the run that wrote it
-FINISHED = "finished"  # the key of a work folder's record with the digest of the run that is about to finish
-
-
 def run_digest(identity: Mapping[str, Any]) -> str:
-    """Return the sha256 of everything that decides a run's result, which must be valid JSON."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    """Return the sha256 of everything that decides a run's result, which must be valid JSON.
 
-
-@dataclass(frozen=True)
-class EarlierRun:
-    """The output and the work folder that an earlier run of the same command may have left.
-
-    Only the main process may ask and remove; it broadcasts the answer.
+    Long work that makes a folder stores it in its document. If the command is killed after the output appeared, the
+    same command finds it there.
     """
-
-    out: Path
-    document: str
-    work: Path
-    overwrite: bool
-
-    def may_have_finished(self) -> bool:
-        """Return whether an earlier run may have written ``out``, so that its digest is worth computing."""
-        return RUN in self.read() and (not self.overwrite or FINISHED in read_own(self.work / ABOUT))
-
-    def finished(self, digest: str) -> bool:
-        """Return whether the run of this digest wrote ``out``.
-
-        With ``overwrite`` the work folder must say so too; otherwise the command is meant to run anew.
-        """
-        if self.overwrite and read_own(self.work / ABOUT).get(FINISHED) != digest:
-            return False
-        return self.read().get(RUN) == digest
-
-    def read(self) -> dict[str, Any]:
-        """Return the document in ``out``; empty where there is none."""
-        return read_own(self.out / self.document)
-
-    def tidy(self, kind: type[WorkFolder], identity: Mapping[str, Any], console: Console) -> dict[str, Any]:
-        """Remove what the run left, note that it is complete, and return its document."""
-        kind.tidy(self.work, identity)
-        console.note(f"{self.out} is complete: this command wrote it in an earlier run")
-        return self.read()
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

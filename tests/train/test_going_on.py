@@ -136,7 +136,9 @@ def test_what_a_killed_run_left_before_its_first_state_is_no_harm(place, tmp_pat
     assert "not a folder of unfinished work" in one_sentence(
         adapt(place, tmp_path / "out")
     )  # without run.json it is somebody's
-    (work / "run.json").write_text("")
+    shutil.rmtree(work)
+    with TrainingFolder(work, {}):
+        (work / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
     (work / "step-00000002.part").mkdir()
     assert adapt(place, tmp_path / "out").code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
@@ -169,14 +171,13 @@ def test_another_command_s_unfinished_work_is_named(place, tmp_path, monkeypatch
     there = listing(work)
     for more in ([], ["--resume", "no"]):
         message = one_sentence(adapt(place, tmp_path / "out", *more))
-        assert f"{work} holds unfinished work of ladderize adapt --method align or blocks, or spd; go on" in message
-        assert "go on with it by the same command as before, or delete it, or choose another OUT" in message
+        assert f"{work} holds unfinished work of ladderize adapt --method align or blocks, or spd; delete" in message
     assert listing(work) == there
     assert invoke(*align).code == 0  # goes on
     shutil.rmtree(tmp_path / "out")
     stopped_before_the_end(place, tmp_path / "out", "--train", "all")
     there = listing(work)
-    assert "unfinished work of ladderize adapt --method full or lora; go on" in one_sentence(invoke(*align))
+    assert "unfinished work of ladderize adapt --method full or lora; delete" in one_sentence(invoke(*align))
     assert listing(work) == there
 
 
@@ -203,8 +204,6 @@ def test_resume_no_begins_anew(place, tmp_path):
     stopped_before_the_end(place, tmp_path / "out")
     assert "resuming after step 6" in stopped_before_the_end(place, tmp_path / "out")
     assert "resuming" not in stopped_before_the_end(place, tmp_path / "out", "--resume", "no")
-    (tmp_path / "out.ladderize-work" / "somebody's.txt").write_text("x")
-    assert "not a folder of unfinished work" in one_sentence(adapt(place, tmp_path / "out", "--resume", "no"))
 
 
 def test_states_kept_and_the_best_one_written(place, tmp_path, monkeypatch):

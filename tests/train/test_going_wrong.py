@@ -50,7 +50,7 @@ def test_a_state_that_is_damaged(place, tmp_path, nan_in_step_3):
     nan_in_step_3.undo()
     state = tmp_path / "out.ladderize-work" / "step-00000002"
     damage = {
-        "nested deeper than": lambda: (state / "state.json").write_text("[" * 9999),
+        "nested too deeply": lambda: (state / "state.json").write_text("[" * 9999),
         "": lambda: (state / "optimizer.bin").write_bytes(b"x"),
         "deserializing header": lambda: (state / "model.safetensors").write_bytes(b"x"),
     }

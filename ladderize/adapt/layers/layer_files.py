@@ -103,16 +103,6 @@ class BlockFolder(WorkFolder):
     """The work folder of finished layers: distilled and aligned ones, and the other results of ``ladderize spd``."""
 
     COMMAND = "adapt --method align or blocks, or spd"
-    CONTENT = (
-        *WorkFolder.CONTENT,
-        "block-*.safetensors",
-        "block-*.part",
-        "aligned-*.safetensors",
-        "aligned-*.part",
-        "states-*.bin",
-        "sensitivity.json",
-        "head_map.json",
-    )
 
     @property
     def distilled(self) -> LayerFiles:

@@ -25,9 +25,10 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity
 from ladderize.files import output
+from ladderize.files.documents import read_own
 from ladderize.files.records import OwnRecord, Record
 from ladderize.files.regular import resolved
-from ladderize.files.work import FINISHED, RUN, EarlierRun, run_digest, work_folder
+from ladderize.files.work import RUN, run_digest, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
 
@@ -172,8 +173,8 @@ class CheckpointRun:
         self.folder = work_folder(out, work_dir, *self.sources)
         if ranks.is_main:
             output.clean_up(resolved(out))  # a killed swap may have set OUT aside
-        self.earlier = EarlierRun(resolved(out), document, self.folder, overwrite=overwrite)
-        self.maybe_done = ranks.broadcast(self.earlier.may_have_finished())  # a finished run leaves OUT full
+        self.earlier = ranks.broadcast({} if overwrite else read_own(resolved(out) / document))
+        self.maybe_done = RUN in self.earlier  # a finished run leaves OUT full
         if not self.maybe_done:
             self._check_target()
 
@@ -189,7 +190,7 @@ class CheckpointRun:
         """
         self.identity, self.digest = identity, run_digest({**identity, **deciding})
         if self.maybe_done:
-            if self.ranks.broadcast(self.earlier.finished(self.digest)):
+            if self.earlier[RUN] == self.digest:
                 return None
             self._check_target()
         with self.ranks.main_first():
@@ -200,7 +201,8 @@ class CheckpointRun:
         0."""
         if not self.ranks.is_main:
             return None
-        return kind.from_dict(self.earlier.tidy(BlockFolder, self.identity, self.console), self.document)
+        BlockFolder.tidy(self.folder, self.identity, resolved(self.out), self.console)
+        return kind.from_dict(self.earlier, self.document)
 
     def write(
         self,
@@ -214,7 +216,6 @@ class CheckpointRun:
         verify: bool,
     ) -> None:
         """Write ``out``, whole or not at all, and remove the work. Raises UserError where it cannot be written."""
-        work.write_about(**{FINISHED: self.digest})  # a run that is killed from here on may find OUT complete
         text = to_json({**document.to_dict(), RUN: self.digest}) + "\n"
         convert_checkpoint(
             model,

@@ -24,7 +24,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.records import Record
-from ladderize.files.work import FINISHED, RUN
+from ladderize.files.work import RUN
 from ladderize.layout import format_ranges
 
 # The keys of the document that ladderize.yaml repeats.
@@ -215,7 +215,6 @@ def write_outcome(
             " the model"
         )
     digest = result_digest(task, identity)
-    work.write_about(**{FINISHED: digest})  # a run that is killed from here on may find OUT complete
     if task.is_lora:
         base = adapter_base(task.checkpoint, task.model, job.revision)
         document = AdapterAdaptation(**vars(adaptation), base=base)

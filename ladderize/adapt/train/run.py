@@ -34,7 +34,7 @@ from ladderize.errors import UsageError, UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
-from ladderize.files.work import ABOUT, EarlierRun, work_folder
+from ladderize.files.work import ABOUT, RUN, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import tcmalloc_advice
 from ladderize.modeling import load_tokenizer
@@ -133,7 +133,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
         write=options.write,
     )
     folder = work_folder(out, options.work_dir, checkpoint.folder)
-    if not EarlierRun(resolved(out), ADAPTATION, folder, overwrite=job.overwrite).may_have_finished():
+    if job.overwrite or RUN not in read_own(resolved(out) / ADAPTATION):
         check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
         place = launched()  # errors of the training are raised before the alignment
         open_task(model, options, Launch(options.device, max(place.size, options.tp_size)), job.revision)
@@ -219,13 +219,15 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
     folder = work_folder(job.out, options.work_dir, *(source.folder for source in task.sources))
     if ranks.is_main:
         output.clean_up(resolved(job.out))  # a killed swap may have set OUT aside
-    earlier = EarlierRun(resolved(job.out), ADAPTATION, folder, overwrite=job.overwrite)
+    earlier = {} if job.overwrite else read_own(resolved(job.out) / ADAPTATION)
     identity = run_identity(task) if ranks.is_main else {}  # it reads files
     # a run may be killed after its output appeared
-    is_done = ranks.is_main and earlier.may_have_finished() and (options.resume or not earlier.overwrite)
-    is_done = is_done and earlier.finished(result_digest(task, identity))
+    is_done = ranks.is_main and earlier.get(RUN) == result_digest(task, identity)
     if ranks.broadcast(is_done):
-        return Adaptation.from_dict(earlier.tidy(TrainingFolder, identity, console), ADAPTATION) if is_done else None
+        if not is_done:
+            return None
+        TrainingFolder.tidy(folder, identity, resolved(job.out), console)
+        return Adaptation.from_dict(earlier, ADAPTATION)
     check_out(job, task.sources)
     with console.stage("reading the data"), accelerator.main_process_first():
         data = read_data(task.checkpoint, options, task.training)

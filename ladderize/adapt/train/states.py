@@ -66,7 +66,6 @@ class TrainingFolder(WorkFolder):
     """The work folder of a training: states named by their step, weights, and metrics.jsonl."""
 
     COMMAND = "adapt --method full or lora"
-    CONTENT = (*WorkFolder.CONTENT, STEP, f"{STEP}.part", STEP_WEIGHTS, f"{STEP_WEIGHTS}.part", METRICS)
     at: int | None = None  # the step of the state that this process wrote or read last
     ADVICE = "give the old value again, start again with --resume no"
 
