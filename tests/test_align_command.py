@@ -18,7 +18,7 @@ from ladderize.adapt.layers import align as alignment
 from ladderize.adapt.layers import rewrite
 from ladderize.adapt.layers.align import Aligning
 from ladderize.adapt.layers.align_options import RANDOM_SHARE, AlignOptions
-from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles
+from ladderize.adapt.layers.layer_files import LayerFiles
 from ladderize.adapt.layers.measures import HeldoutMeasures
 from ladderize.blocks import open_checkpoint
 from ladderize.console import Console
@@ -26,7 +26,6 @@ from ladderize.demo import corpus
 from ladderize.demo.inputs import MODEL, write_documents
 from ladderize.errors import UsageError
 from ladderize.eval.results import Perplexity
-from ladderize.files.documents import write_json
 from ladderize.modeling import load
 from tests import warm
 from tests.helpers import (
@@ -493,18 +492,10 @@ def test_a_disk_that_is_full_when_a_layer_is_saved(pair, tmp_path, monkeypatch):
     assert listing(tmp_path) == PLACE
 
 
-def test_killed_while_states_are_on_disk(pair, tmp_path, monkeypatch):
-    """Ctrl-C frees the disk; the states of a run that was killed are overwritten, and go with the work."""
-    layer = alignment.LayerAlignment.run
+def test_ctrl_c_frees_the_disk_of_states(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(alignment.LayerAlignment, "run", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
     assert align(pair, tmp_path / "out", max_memory=1).code == 130
     assert listing(tmp_path) == PLACE
-    monkeypatch.setattr(alignment.LayerAlignment, "run", layer)
-    (tmp_path / WORK).mkdir()
-    write_json(tmp_path / WORK / "run.json", {"command": BlockFolder.COMMAND})
-    (tmp_path / WORK / "states-0-dense-0.bin").write_bytes(b"old")
-    aligned(pair, tmp_path / "out", max_memory=1)
-    assert listing(tmp_path) == sorted([*PLACE, "out"])
 
 
 # ---- models that were trained ----
