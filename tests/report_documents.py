@@ -3,11 +3,9 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ladderize
 from ladderize.console import to_json
 from ladderize.convert.sensitivity_file import CalibrationData, LayerCost, SensitivityDocument, classify
 from ladderize.eval.comparison import (
@@ -21,7 +19,6 @@ from ladderize.eval.comparison import (
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.layout import Layout
-from ladderize.plan.options import PlanModel, PlanOptions
 from ladderize.runtime.bench.document import MODEL_ROW, BenchDocument, BenchRow, Environment, PhaseCommunication
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.links import Link
@@ -253,13 +250,13 @@ def write_metrics(folder: Path, values: Sequence[float], *, dense: float | None 
 
 def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: bool = True) -> None:
     """A sweep's folder. right: of the dense model and of points named LAYOUT, LAYOUT-TOKENS (of full) or
-    LAYOUT-TOKENS-METHOD+METHOD, which answers were right; dense-TOKENS is the control of the points with as many
-    tokens. Each model is evaluated by itself, with its samples; layouts are timed, not points.
+    LAYOUT-TOKENS-METHOD+METHOD, which answers were right. Each model is evaluated by itself, with its samples; layouts
+    are timed, not points.
     """
     models = layouts()
     points, timed = [], {}
     for name, answers in right.items():
-        layout, tokens, adapted = _parts(name)
+        layout, _, adapted = _parts(name)
         place = f"stages/eval-{name}"
         (folder / place).mkdir(parents=True)
         written = Written(folder / place, "results").task("arc", {"acc": [float(answer) for answer in answers]})
@@ -268,10 +265,7 @@ def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: 
         if "full" in adapted:
             write_metrics(folder / f"stages/adapt-{name}", [9.0, 5.0, 4.0])
         timed[layout] = models[layout]
-        control = f"dense-{tokens}"
-        point = _point(name, models[layout], f"{place}/results.json")
-        is_controlled = tokens and control in right and name != control
-        points.append(replace(point, control=model_path(control)) if is_controlled else point)
+        points.append(_point(name, models[layout], f"{place}/results.json"))
     write_document(folder / "bench.json", bench_document(timed, {"ladder": 1.25, "spd": 1.4}, batches=(1, 4)))
     write_document(folder / "sensitivity.json", sensitivity_document())
     document = SweepDocument(
@@ -309,22 +303,3 @@ def _point(name: str, layout: Layout, results: str) -> SweepPoint:
         stages=[],
         timed=model_path(kind),
     )
-
-
-def plan_document(
-    folder: Path, *, batches: tuple[int, ...] = (1, 8), checkpoint: str | None = None, layers: int = 4
-) -> dict[str, Any]:
-    """plan.json for the layouts of ``layouts``, and the size that ``eval_document`` says. checkpoint: what the dense
-    row is of; None: a shape."""
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    config = {"model_type": "llama", "num_hidden_layers": layers, "num_key_value_heads": 2, **sizes}
-    (folder / "shape.cfg").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
-    options = PlanOptions("h100-sxm", (2,), "nvlink", batch_sizes=batches)
-    document = ladderize.plan_layouts(PlanModel(shape=str(folder / "shape.cfg")), options).to_dict()
-    for row in document["rows"]:
-        row["parameters"] = 1_000_000
-        if checkpoint is not None and row["model"] == "dense":
-            row.update(model=checkpoint, weights=checkpoint)
-    if checkpoint is not None:
-        document["model"] |= {"model": checkpoint, "shape": None}
-    return document

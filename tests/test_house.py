@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "eval": LEAVES | {"convert", "runtime", "eval"},
     "adapt": LEAVES | ENGINE | {"convert", "adapt", "eval.results", "eval.options"},
     "plan": LEAVES | {"convert", "runtime", "eval", "adapt", "plan"},
-    "report": LEAVES | {"convert", "runtime", "eval", "adapt", "plan", "report"},
+    "report": LEAVES | {"convert", "runtime", "eval", "adapt", "report"},
     "vllm": LEAVES | {"convert", "runtime", "eval", "adapt", "vllm"},
     "commands": LEAVES
     | {

@@ -7,15 +7,13 @@ import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 
 from ladderize.console import printable, to_json
 from ladderize.layout import Layout
 from ladderize.report.documents import find_documents
 from ladderize.report.join import join_documents
-from ladderize.report.page import build_page, script_json
-from ladderize.report.sensitivity_plots import value_ticks
+from ladderize.report.page import build_page
 from ladderize.report.tradeoff_plot import name_sides, pareto_front
 from tests.helpers import edit_json, fresh_rng, invoke, one_sentence
 from tests.report_documents import (
@@ -23,7 +21,6 @@ from tests.report_documents import (
     eval_document,
     layouts,
     model_path,
-    plan_document,
     sensitivity_document,
     write_document,
     write_metrics,
@@ -195,7 +192,6 @@ def test_the_reference_has_its_mean_over_the_same_tasks(files):
         ("two of the layout", "aligned those of older."),
         ("timed itself", None),
         ("other virtual ranks", None),
-        ("another size", None),
     ],
 )
 def test_a_model_that_was_not_timed_has_the_times_of_its_layout(tmp_path, case, note):
@@ -209,11 +205,9 @@ def test_a_model_that_was_not_timed_has_the_times_of_its_layout(tmp_path, case, 
     timed = {"dense": dense, "older": replace(layout, sync_tp_size=4) if case == "other virtual ranks" else layout}
     timed |= dict.fromkeys({"two of the layout": ["newer"], "timed itself": ["newer", "aligned"]}.get(case, []), layout)
     write_files(tmp_path, points=None, speedups=speedups, models=timed)
-    if case == "another size":
-        change(tmp_path / "bench.json", lambda d: d["rows"][1].update(weight_bytes=2000))
     page = page_of(tmp_path)
     own = speedups["aligned" if case == "timed itself" else "older"]
-    known = case not in ("other virtual ranks", "another size")
+    known = case != "other virtual ranks"
     assert (f"dense and {own:.2f}\u00d7 as fast" if known else "Its speed was not measured.") in page.answer.headline
     assert page.models.note.endswith(note or "")
     assert bool(page.models.note) == (note is not None)
@@ -233,39 +227,6 @@ def test_a_model_that_failed_the_check_has_no_times(tmp_path):
         assert (bool(twin.timings), twin.failure) == ((False, why) if failed else (True, None))
         assert (why in content.remarks) == bool(failed)
         assert all(one.timings for one in content.models if one is not twin)
-
-
-@pytest.mark.parametrize("checkpoint", ["models/dense", None])
-def test_predicted_times_join_what_was_evaluated(tmp_path, checkpoint):
-    """By layout and size, whether the plan was made of the checkpoint or of a shape."""
-    write_files(tmp_path, speedups=None)
-    document = plan_document(tmp_path, checkpoint=checkpoint)
-    write_document(tmp_path / "plan.json", document)
-    page = page_of(tmp_path)
-    ladder = next(row for row in document["rows"] if row["model"] == "ladder")
-    assert f"predicted to be {ladder['speedup_end_to_end']:.2f}" in page.answer.headline
-    assert "predicted: 2 ranks over nvlink (h100-sxm), batch 1, 1024 + 512 tokens" in page.answer.sentences[0]
-    assert "predicted, not measured" in page.answer.sentences[0]
-    assert {"speed", "time-decode", "tradeoff"} <= {plot.name for plot in page.plots}
-    assert {row["name"] for row in rows_of(page, "tradeoff")} == set(layouts())
-    assert page.models.note == ""
-    assert any(remark.startswith("plan.json: ") for remark in page.remarks)
-
-
-def test_a_plan_beside_what_was_timed(files):
-    """Measured times stay in front; the predicted ones are more settings of the same models."""
-    write_document(files / "plan.json", plan_document(files))
-    page = page_of(files)
-    assert "1.20\u00d7 as fast: both are shown" in page.answer.headline
-    assert {row["kind"] for row in rows_of(page, "tradeoff")} == {"measured", "predicted"}
-
-
-def test_a_plan_of_a_checkpoint_that_was_timed_only(tmp_path):
-    """Nothing was evaluated, so nothing but the path says that both are of one model."""
-    timed = {name: layout for name, layout in layouts().items() if name == "dense"}
-    write_files(tmp_path, points=None, speedups={}, models=timed)
-    write_document(tmp_path / "plan.json", plan_document(tmp_path, checkpoint="models/dense"))
-    assert list(models_of(page_of(tmp_path))) == ["dense"]
 
 
 # ---- a sweep ----
@@ -302,24 +263,12 @@ def test_the_page_of_a_sweep(sweep):
     assert {plot.name for plot in page.plots} == plots
 
 
-@pytest.mark.parametrize(("trained", "control", "sign"), [(0.95, 0.80, "+"), (0.80, 0.95, "\u2212"), (0.95, None, "")])
-def test_what_is_better_than_dense_is_compared_with_its_control(tmp_path, trained, control, sign):
-    """The dense model after the same training: never recommended, a row of the table, and named in the answer."""
+def test_what_was_trained_and_is_better_than_dense_is_doubted(tmp_path):
     chance = fresh_rng().random(4000)
-    right = {"dense": chance < 0.7, "ladder": chance < 0.4, "ladder-500": chance < trained}
-    if control is not None:
-        right["dense-500"] = np.roll(chance, 1) < control  # as many as of another model with this share
-    write_sweep(tmp_path / "sweep", right)
-    page = page_of(tmp_path / "sweep")
-    answer = " ".join(page.answer.sentences)
-    assert page.answer.best.name == "ladder-500"
-    if control is None:
-        assert "may come of the text it was trained on" in answer
-        return
-    assert f"ladder-500 is {sign}" in answer
-    assert "The dense model after the same training, dense-500, is +" in answer
-    assert models_of(page)["ladder-500"]["points from control (95 %)"].startswith(sign)
-    assert [row["tokens"] for row in rows_of(page, "recovery") if row["line"] == "dense, full"] == [0, 500]
+    write_sweep(tmp_path / "sweep", {"dense": chance < 0.7, "ladder": chance < 0.4, "ladder-500": chance < 0.95})
+    answer = page_of(tmp_path / "sweep").answer
+    assert answer.best.name == "ladder-500"
+    assert "may come of the text it was trained on" in " ".join(answer.sentences)
 
 
 def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):
@@ -329,7 +278,7 @@ def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):
     write_sweep(tmp_path / "sweep", {name: chance < share for name, share in shares.items()})
     page = page_of(tmp_path / "sweep")
     assert page.answer.best.name == "ladder-500-align"
-    assert "control" not in " ".join(page.answer.sentences)  # an alignment needs none
+    assert "may come of the text" not in " ".join(page.answer.sentences)  # an alignment teaches nothing
     sizes = {row["name"]: row["size"] for row in rows_of(page, "tradeoff")}
     dense, converted, aligned, trained = (sizes[name] for name in shares)
     assert dense == converted < aligned < trained
@@ -421,13 +370,6 @@ def test_no_name_lies_on_a_mark(tmp_path):
 # ---- the plot of sensitivities ----
 
 
-def test_ticks_of_a_wide_scale_stay_apart():
-    """And a tiny negative value takes little room."""
-    assert value_ticks(-0.01, 12.0, 0.05) == pytest.approx([0, 0.1, 1, 10])
-    assert value_ticks(-0.8, 3.0, 0.05) == pytest.approx([-0.1, 0, 0.1, 1])
-    assert len(value_ticks(0.0, 1e30, 0.02)) <= 8
-
-
 def test_every_layer_has_its_cost(tmp_path):
     document = sensitivity_document()
     write_document(tmp_path / "sensitivity.json", document)
@@ -501,13 +443,6 @@ def test_what_documents_say_is_text_and_nothing_else(tmp_path):
     assert not re.search("<script|<img", (tmp_path / "p.md").read_text())
 
 
-def test_json_in_a_script_element_cannot_end_it():
-    text = script_json({"a": "</script><!-- \u2028 & 'x'"})
-    assert "<" not in text
-    assert "\u2028" not in text
-    assert json.loads(text) == {"a": "</script><!-- \u2028 & 'x'"}
-
-
 # ---- what it refuses ----
 
 
@@ -556,10 +491,6 @@ def test_speed_ups_over_another_model_are_refused(files):
     others = [{**row, "model": f"others/{row['model']}"} for row in bench["rows"]]
     (files / "bench.json").write_text(json.dumps({**bench, "rows": others}))
     assert f"has speed-ups over others/models/dense, {message}" in refused(files, out=files)
-    (files / "bench.json").unlink()
-    plan = plan_document(files)
-    write_document(files / "plan.json", {**plan, "rows": [{**row, "parameters": 7} for row in plan["rows"]]})
-    assert f"plan.json has speed-ups over dense, {message}" in refused(files, out=files)
 
 
 def test_a_model_that_changed_its_layout_is_refused(files):

@@ -15,7 +15,7 @@ from ladderize.layout import Layout
 from ladderize.report.page import write_report
 from tests import browser as harness
 from tests.browser import DESKTOP, PHONE, Browser
-from tests.report_documents import bench_document, eval_document, layouts, plan_document, write_document
+from tests.report_documents import bench_document, eval_document, layouts, write_document
 
 pytestmark = pytest.mark.skipif(harness.missing() is not None, reason=str(harness.missing()))
 
@@ -39,7 +39,7 @@ def models() -> dict[str, Layout]:
 
 @pytest.fixture(scope="module")
 def page(models: dict[str, Layout], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of measured and emulated times at three batch sizes, and of predicted ones."""
+    """A report of measured and emulated times at three batch sizes."""
     folder = tmp_path_factory.mktemp("report")
     points = {name: random.uniform(-4, 0.3) for name in models}
     faster = {name: random.uniform(0.9, 1.6) for name in models}
@@ -47,8 +47,7 @@ def page(models: dict[str, Layout], tmp_path_factory: pytest.TempPathFactory) ->
     write_document(folder / "bench.json", bench_document(models, faster, batches=(1, 4, 16)))
     emulated = bench_document(models, {name: 1 + 1.3 * (x - 1) for name, x in faster.items()}, emulated=True)
     write_document(folder / "emulated.json", emulated)
-    write_document(folder / "plan.json", plan_document(folder, layers=12))
-    names = ("results.json", "bench.json", "emulated.json", "plan.json")
+    names = ("results.json", "bench.json", "emulated.json")
     write_report([folder / name for name in names], folder / "page.html")
     return folder / "page.html"
 
@@ -113,7 +112,7 @@ def test_every_mark_of_the_trade_off_tells_its_model_and_kind(
     """To the keyboard and to the mouse; kinds of times differ in shape and word."""
     show(browser, page)
     status = browser.find("#plot-tradeoff [role=status]")[0]
-    shapes: dict[str, set[str]] = {kind: set() for kind in ("measured", "emulated", "predicted")}
+    shapes: dict[str, set[str]] = {kind: set() for kind in ("measured", "emulated")}
     reached: set[str] = set()
     choice = browser.find("#plot-tradeoff select[data-parameter=setting]")[0]
     for option in choice.find_elements("css selector", "option"):
@@ -192,9 +191,7 @@ def test_headings_landmarks_and_names(browser: Browser, page: Path) -> None:
     browser.run("document.querySelectorAll('details').forEach((d) => { d.open = true })")  # what is hidden has no name
     ids = [element.get_attribute("id") for element in browser.find("[id]")]
     assert len(ids) == len(set(ids))
-    for element in browser.find(
-        "figure.plot, .chart [role=graphics-document], .cells, [role=region], button, select, nav"
-    ):
+    for element in browser.find("figure.plot, .chart [role=graphics-document], [role=region], button, select, nav"):
         assert element.accessible_name, element.get_attribute("outerHTML")[:200]
     for anchor in browser.find("a[href^='#']"):
         assert browser.find(anchor.get_dom_attribute("href") or ""), anchor.text

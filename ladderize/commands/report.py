@@ -12,8 +12,8 @@ from ladderize.console import Console
 class ReportArguments:
     sources: tuple[Path, ...] = argument(
         "DIR_OR_JSON...",
-        "A sweep's folder; or results.json, bench.json, plan.json, sensitivity.json, or folders with these or with"
-        " a retraining's metrics.jsonl.",
+        "A sweep's folder; or results.json, bench.json, sensitivity.json, or folders with these or with a retraining's"
+        " metrics.jsonl.",
     )
     out: Path = option("Write the page to FILE.html.", Path("report.html"), metavar="FILE")
     markdown: Path | None = option(

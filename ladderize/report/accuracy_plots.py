@@ -1,27 +1,65 @@
-"""Differences to the dense model, task by task."""
+"""Accuracy: differences to the dense model task by task, what adaptation wins back by the tokens that it reads, and
+retrainings while they ran."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ladderize.eval.compare import metric_name
 from ladderize.eval.comparison import TaskComparison
+from ladderize.report.documents import RetrainingRun
 from ladderize.report.join import ReportContent
-from ladderize.report.plot import ReportPlot, dots, family_legend
-from ladderize.report.subjects import Subject, WithInterval, number_text, points_text
-from ladderize.report.tables import TableCell, interval_cell, make_table, number_cell, percent_cell
-from ladderize.report.vega import SIGNED_LABEL, PlotPanel, level, quantitative
+from ladderize.report.models import ReportModel, WithInterval, points_text
+from ladderize.report.plot import (
+    BY_ACCURACY,
+    BY_PERPLEXITY,
+    Measure,
+    ReportPlot,
+    TableCell,
+    dots,
+    estimate_cell,
+    family_colour,
+    family_legend,
+    is_wide,
+    make_table,
+    number_cell,
+    percent_cell,
+)
+from ladderize.report.vega import (
+    SIGNED_LABEL,
+    PlotPanel,
+    Spec,
+    intervals,
+    level,
+    lines,
+    looks,
+    make_spec,
+    marks,
+    nominal,
+    quantitative,
+)
+from ladderize.sweep_document import AS_CONVERTED, THEN
 
-MOST_DRAWN = 12  # models in the plot: its table has all
+MOST_DRAWN = 12  # models in the plot of tasks: its table has all
+TOKENS_AXIS: Spec = {"format": "~s", "labelExpr": "datum.value === 0 ? '0' : datum.label", "tickCount": 5}
+RUN_COLOURS = ("ladder", "spd", "both", "baseline", "dense")
+RUN_SHAPES = ("circle", "square", "diamond", "triangle-up")  # with the colours, different for the first twenty runs
+
+
+# ---- tasks ----
 
 
 def task_plots(content: ReportContent) -> list[ReportPlot]:
     """Return one plot with a panel for each task; none where nothing was compared."""
     compared = [(one, task) for one in content.models if one.comparison is not None for task in one.comparison.tasks]
-    tasks = dict.fromkeys(task.task for _, task in compared if _is_drawn(task))
-    if not tasks:
+    # the metric that stands for its task, where it has a meaning in points
+    drawn = [(one, task) for one, task in compared if task.main and task.verdict is not None]
+    if not drawn:
         return []
     best_first = sorted((one for one in content.models if one.comparison), key=lambda one: -(one.accuracy or 0.0))
     names = {one.name for one in best_first[:MOST_DRAWN]}
-    rows = [_row(one, task) for one, task in compared if _is_drawn(task) and one.name in names]
+    rows = [_task_row(one, task) for one, task in drawn if one.name in names]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
     left_out = f" Drawn are the {MOST_DRAWN} most accurate; the table has all." * (len(best_first) > MOST_DRAWN)
     return [
         ReportPlot(
@@ -31,48 +69,181 @@ def task_plots(content: ReportContent) -> list[ReportPlot]:
             f" is worse. The dashed line is the margin.{left_out}",
             summary=f"Differences of {len(names)} models to dense in {len(tasks)} tasks, in points, with 95 %"
             " intervals.",
-            panels=[_panel(task, [row for row in rows if row["task"] == task], content.margin) for task in tasks],
-            table=make_table("Differences task by task: the data", (_cells(*one) for one in compared)),
+            panels=[_task_panel(task, [row for row in rows if row["task"] == task], content.margin) for task in tasks],
+            table=make_table("Differences task by task: the data", (_task_cells(*one) for one in compared)),
             legend=family_legend(rows),
         )
     ]
 
 
-def _is_drawn(task: TaskComparison) -> bool:
-    """Return True for the metric that stands for its task, where it has a meaning in points."""
-    return task.main and task.verdict is not None
-
-
-def _row(subject: Subject, task: TaskComparison) -> dict[str, Any]:
+def _task_row(one: ReportModel, task: TaskComparison) -> dict[str, Any]:
     points = WithInterval(task.difference, task.low, task.high).scaled(100)
     return {
         "task": task.task,
         "metric": metric_name(task.metric, task.filter),
-        "name": subject.name,
-        "family": subject.family,
+        "name": one.name,
+        "family": one.family,
         **points.fields("x"),
-        "words": f"{subject.description}; {task.task}: {points_text(points)} points",
+        "words": f"{one.description}; {task.task}: {points_text(points)} points",
     }
 
 
-def _panel(task: str, rows: list[dict[str, Any]], margin: float) -> PlotPanel:
-    title = f"points of {rows[-1]['metric'] if rows else ''} from dense"
+def _task_panel(task: str, rows: list[dict[str, Any]], margin: float) -> PlotPanel:
+    title = f"points of {rows[-1]['metric']} from dense"
     x = quantitative("x", title, axis={"labelExpr": SIGNED_LABEL, "tickCount": 5})
     levels = [level("x", 0), level("x", -margin, dashed=True)]
     return PlotPanel(dots(f"{task}: points from dense", rows, x, levels), task)
 
 
-def _cells(subject: Subject, task: TaskComparison) -> dict[str, str | TableCell]:
+def _task_cells(one: ReportModel, task: TaskComparison) -> dict[str, str | TableCell]:
     in_points = task.verdict is not None
     digits, factor = (1, 100) if in_points else (4, 1)
     difference = WithInterval(task.difference, task.low, task.high).scaled(factor)
     return {
-        "model": subject.name,
+        "model": one.name,
         "task": task.task,
         "metric": metric_name(task.metric, task.filter),
         "value": percent_cell(task.value) if in_points else number_cell(task.value, "{:.4f}"),
-        "difference": number_cell(difference.value, lambda value: number_text(value, digits, sign=True)),
-        "95 % interval": interval_cell(difference, digits, sign=True),
+        "difference (95 %)": estimate_cell(difference, lambda value: value.text(digits, sign=True)),
         "right to wrong": number_cell(task.right_to_wrong, "{:.0f}"),
         "wrong to right": number_cell(task.wrong_to_right, "{:.0f}"),
     }
+
+
+# ---- recovery: adapted models by their tokens, and retrainings by their validations ----
+
+
+def recovery_plots(content: ReportContent) -> list[ReportPlot]:
+    """Return the plots of adapted models by tokens and of retrainings; none where no model was adapted."""
+    return [*_models_plot(content), *_retraining_plot(content.found.retrainings)]
+
+
+def _models_plot(content: ReportContent) -> list[ReportPlot]:
+    adapted = [one for one in content.models if one.adapted is not None]
+    trained = {one.modes for one in adapted if one.tokens}
+    same = sorted((one for one in adapted if one.modes in trained), key=lambda one: one.tokens or 0)
+    measure = BY_ACCURACY if any(one.difference is not None for one in same) else BY_PERPLEXITY
+    known = [(one, value) for one in same if (value := measure.value(one, content.reference)) is not None]
+    if len(known) < 2:
+        return []
+    rows = [
+        {
+            "line": f"{one.layout_words}, {end}",
+            "name": one.name,
+            "family": one.family,
+            "tokens": one.tokens or 0,
+            **value.fields("y"),
+            "words": f"{one.description}; {measure.words(value)}",
+        }
+        for one, value in known
+        for end in _last_ways([other for other, _ in known if other.modes == one.modes])
+        if _begins(str(one.adapted), end)
+    ]
+    table = make_table(
+        "Recovery: the data",
+        (
+            {
+                "model": one.name,
+                "layout": one.layout_words,
+                "method": str(one.adapted),
+                "tokens": number_cell(one.tokens or 0, "{:,.0f}"),
+                measure.title: estimate_cell(value, measure.text),
+            }
+            for one, value in known
+        ),
+    )
+    return [
+        ReportPlot(
+            name="recovery",
+            title="Recovery against tokens",
+            caption=f"Each line is one layout and way of adapting it: {measure.title} against the tokens that it read;"
+            " 0 tokens is the converted model as it is. A line goes through the models that its stages made. Bars are"
+            " 95 % intervals.",
+            summary=f"{measure.title.capitalize()} of {len(known)} models against the tokens that they read.",
+            panels=[PlotPanel(_models_spec(rows, measure, content.margin))],
+            table=table,
+            legend=family_legend(rows),
+        )
+    ]
+
+
+def _begins(method: str, other: str) -> bool:
+    """Return True if one way of adapting is the other, or becomes it by further stages."""
+    return method == AS_CONVERTED or f"{other}{THEN}".startswith(f"{method}{THEN}")
+
+
+def _last_ways(models: Sequence[ReportModel]) -> list[str]:
+    """Return the ways of adapting that no other way continues."""
+    methods = {str(one.adapted) for one in models}
+    return sorted(one for one in methods if not any(_begins(one, other) for other in methods - {one}))
+
+
+def _models_spec(rows: list[dict[str, Any]], measure: Measure, margin: float) -> Spec:
+    constant = max(1.0, max(row["tokens"] for row in rows) / 100)
+    x = quantitative("tokens", "tokens read", scale={"type": "symlog", "constant": constant}, axis=TOKENS_AXIS)
+    y = quantitative("y", measure.title, scale={"zero": False})
+    levels = []
+    if measure.is_more_better:
+        y["axis"] = {"labelExpr": SIGNED_LABEL, "tickCount": 6}
+        levels = [level("y", 0), level("y", -margin, dashed=True)]
+    encoding = {"x": x, "y": y, "color": family_colour(rows)}
+    by_line = lines({**encoding, "detail": nominal("line")}, opacity=0.8)
+    layers = [*levels, by_line, intervals("y", encoding), marks(encoding, 80)]
+    return make_spec(f"{measure.title} against tokens read", 300, rows, layers)
+
+
+def _retraining_plot(found: Sequence[RetrainingRun]) -> list[ReportPlot]:
+    """Return one plot of all runs that held text out: of the KL where all runs measured it, else of the perplexity."""
+    runs = [run for run in found if run.validations]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=f"{run.folder.parent.name}/{run.folder.name}") for run in runs]
+    validations = [(run.name, line) for run in runs for line in run.validations]
+    has_teacher = all(line.heldout_divergence is not None for _, line in validations)
+    key, quality = ("heldout_divergence", "KL to dense") if has_teacher else ("heldout_perplexity", "perplexity")
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "step": line.step,
+            "tokens": line.tokens,
+            "y": value,
+            "words": f"{name}: {line.tokens:,} tokens, {quality} {value:.4g}",
+        }
+        for name, line in validations
+        if (value := line.value(key)) is not None
+    ]
+    if not rows:
+        return []
+    dense = {line.value("dense_heldout_perplexity") for _, line in validations}
+    levels = [] if has_teacher else sorted({round(value, 6) for value in dense if value is not None})
+    dashed = f" Dashed: the dense model, {', '.join(f'{value:.4g}' for value in levels)}." if levels else ""
+    title = f"Held-out {quality} while retraining"
+    names = dict.fromkeys(run.name for run in runs)
+    table = {name: (RUN_COLOURS[i % len(RUN_COLOURS)], RUN_SHAPES[i % len(RUN_SHAPES)]) for i, name in enumerate(names)}
+    cells = (
+        {
+            "training": row["name"],
+            "step": number_cell(row["step"], "{:.0f}"),
+            "tokens": number_cell(row["tokens"], "{:,.0f}"),
+            f"held-out {quality}": number_cell(row["y"], "{:.4f}"),
+        }
+        for row in rows
+    )
+    scale: Spec = {"type": "log", "nice": False} if is_wide([row["y"] for row in rows]) else {"zero": False}
+    y = quantitative(
+        "y", f"held-out {quality}{', nats' * has_teacher}", scale=scale, axis={"format": "~g", "tickCount": 6}
+    )
+    encoding, look = {"x": quantitative("tokens", "tokens read", axis=TOKENS_AXIS), "y": y}, looks("name", table)
+    drawn = [lines({**encoding, "color": look["color"]}), marks({**encoding, **look}, 55)]
+    layers = [*(level("y", value, dashed=True) for value in levels), *drawn]
+    spec = make_spec(f"Held-out {quality} by tokens", 280, rows, layers)
+    return [
+        ReportPlot(
+            name="heldout",
+            title=title,
+            caption=f"Of text that was held out, by the tokens that were read.{dashed}",
+            summary=f"Held-out {quality} of {len(runs)} trainings, by tokens read.",
+            panels=[PlotPanel(spec, picture_title=f"{title}.{dashed}")],
+            table=make_table(f"Held-out {quality}: the data", cells),
+            legend=[(name, *look) for name, look in table.items()],
+        )
+    ]

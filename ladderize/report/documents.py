@@ -1,7 +1,6 @@
 """The documents that a report is made of: found in the files and folders that the user named, read and checked."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,30 +13,15 @@ from ladderize.files.documents import read_document
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import Record
 from ladderize.files.regular import inside, read_lines, resolved
-from ladderize.plan.document import PlanResult
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.sweep_document import SweepDocument
 
 SWEEP = "sweep.json"
-READABLE = "sweep.json, results.json, bench.json, plan.json or sensitivity.json"
+READABLE = "sweep.json, results.json, bench.json or sensitivity.json"
 # the files of a folder that are read; others, such as config.json, belong to something else
-PATTERNS = ("results*.json", "bench*.json", "plan*.json", "sensitivity*.json")
-# keys that only one kind of document has
-TELLING_KEYS = {
-    "sweeps": ("points", "benches"),
-    "results": ("options", "models"),
-    "training": ("rows", "environment", "checked"),
-    "benches": ("rows", "environment"),
-    "plans": ("rows", "device", "links"),
-    "sensitivities": ("costs", "tau1"),
-}
-READERS: dict[str, Callable[[Any, Path], Any]] = {
-    "sweeps": SweepDocument.from_dict,
-    "results": EvalResults.from_dict,
-    "benches": BenchDocument.from_dict,
-    "plans": PlanResult.from_dict,
-    "sensitivities": lambda _, path: read_sensitivity(path),
-}
+PATTERNS = ("results*.json", "bench*.json", "sensitivity*.json")
+# a key that only one kind of document has; it is no dictionary of all, since bench --train has rows and options too
+OF_SWEEP, OF_RESULTS, OF_BENCH, OF_SENSITIVITY, OF_TRAINING = "points", "models", "rows", "costs", "checked"
 AnyDocument = TypeVar("AnyDocument")
 
 
@@ -92,7 +76,6 @@ class FoundDocuments:
     sweeps: list[FoundDocument[SweepDocument]] = field(default_factory=list)
     results: list[FoundDocument[EvalResults]] = field(default_factory=list)
     benches: list[FoundDocument[BenchDocument]] = field(default_factory=list)
-    plans: list[FoundDocument[PlanResult]] = field(default_factory=list)
     sensitivities: list[FoundDocument[SensitivityDocument]] = field(default_factory=list)
     retrainings: list[RetrainingRun] = field(default_factory=list)
     seen: set[Path] = field(default_factory=set)
@@ -118,12 +101,12 @@ def find_documents(paths: list[Path]) -> FoundDocuments:
 
 
 def _add_folder(folder: Path, found: FoundDocuments) -> None:
+    """Add the documents in a folder and in the folders below it. Raises UserError where there are none."""
     before = len(found.seen)
     below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     for place in (folder, *below):
-        for pattern in PATTERNS:
-            for file in sorted(path for path in place.glob(pattern) if path.is_file()):
-                _add_file(file, found, is_named=False)
+        for file in [file for pattern in PATTERNS for file in sorted(place.glob(pattern)) if file.is_file()]:
+            _add_file(file, found, is_named=False)
         if (place / METRICS).is_file() and not place.name.endswith(".ladderize-work"):
             _add_retraining(place, place.name, found)
     if len(found.seen) == before:
@@ -136,45 +119,48 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
 def _add_file(path: Path, found: FoundDocuments, *, is_named: bool = True) -> None:
     """Add a file's document. Raises UserError if it is none of a report's.
 
-    is_named: the user named the file; in a folder, documents that no report shows are skipped.
+    is_named: the user named the file; in a folder, a document of bench --train is skipped.
     """
     if path in found.seen:
         return
     found.seen.add(path)
     content = read_document(path, READABLE)
-    kind = next((kind for kind, keys in TELLING_KEYS.items() if all(key in content for key in keys)), None)
-    if kind is None:
+
+    def one(document: AnyDocument) -> FoundDocument[AnyDocument]:
+        return FoundDocument(path, document, str(content.get("ladderize_version", "unknown")))
+
+    if OF_SWEEP in content:
+        sweep = one(SweepDocument.from_dict(content, path))
+        found.sweeps.append(sweep)
+        _add_stages(sweep, found)
+    elif OF_RESULTS in content:
+        found.results.append(one(EvalResults.from_dict(content, path)))
+    elif OF_SENSITIVITY in content:
+        found.sensitivities.append(one(read_sensitivity(path)))
+    elif OF_BENCH in content and OF_TRAINING not in content:
+        found.benches.append(one(BenchDocument.from_dict(content, path)))
+    elif is_named or OF_TRAINING not in content:
         raise UserError(f"{path} is none of the documents that a report is made of: {READABLE}")
-    if kind == "training":
-        if is_named:
-            raise UserError(f"{path} is of bench --train, which no report shows; name other files")
-        return
-    one = FoundDocument(path, READERS[kind](content, path), str(content.get("ladderize_version", "unknown")))
-    getattr(found, kind).append(one)
-    if kind == "sweeps":
-        _add_stages(one, found)
 
 
 def _add_stages(sweep: FoundDocument[SweepDocument], found: FoundDocuments) -> None:
     """Add the files that a sweep points to, all inside its folder. Raises UserError for one that is not there."""
+
+    def place(name: str) -> Path:
+        path = inside(sweep.path.parent, name)
+        if path is None:
+            raise UserError(f"{sweep.path} names {name}, which lies outside of its folder")
+        return path
+
     document = sweep.document
     results = [point.results for point in document.points if point.results is not None]
     for name in (*results, *document.sensitivities, *document.benches):
-        path = _inside(sweep.path, name)
-        if not path.is_file():
+        if not place(name).is_file():
             raise UserError(f"{sweep.path} names {name}, which is not there; run `ladderize sweep` again")
-        _add_file(path, found)
+        _add_file(place(name), found)
     for point in document.points:
-        if point.adaptation is not None and (_inside(sweep.path, point.adaptation) / METRICS).is_file():
-            _add_retraining(_inside(sweep.path, point.adaptation), point.name, found)
-
-
-def _inside(sweep: Path, name: str) -> Path:
-    """Return a path that sweep.json names. Raises UserError where it leaves the sweep's folder."""
-    path = inside(sweep.parent, name)
-    if path is None:
-        raise UserError(f"{sweep} names {name}, which lies outside of its folder")
-    return path
+        if point.adaptation is not None and (place(point.adaptation) / METRICS).is_file():
+            _add_retraining(place(point.adaptation), point.name, found)
 
 
 def _add_retraining(folder: Path, name: str, found: FoundDocuments) -> None:
@@ -186,9 +172,10 @@ def _add_retraining(folder: Path, name: str, found: FoundDocuments) -> None:
     read, validations = 0, []
     for number, text in enumerate(read_lines(path), 1):
         try:
-            line = MetricsLine.from_dict(parse_json(text, constants=True), f"{path}, line {number}")
+            content: Any = parse_json(text, constants=True)
         except ValueError:
             raise UserError(f"{path}, line {number} is not JSON; the file may be damaged") from None
+        line = MetricsLine.from_dict(content, f"{path}, line {number}")
         read = read if line.tokens is None else line.tokens  # a validation follows its step
         if line.heldout_perplexity is not None:
             validations.append(replace(line, tokens=read))

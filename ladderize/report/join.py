@@ -1,4 +1,4 @@
-"""The step from documents to subjects: all results under one model path make one subject."""
+"""The step from documents to models: all results under one model path belong to one model."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,49 +10,39 @@ from ladderize.errors import UserError
 from ladderize.eval.answers import read_answered
 from ladderize.eval.compare import compare_models
 from ladderize.eval.comparison import CompareOptions, ComparisonDocument
-from ladderize.eval.results import EvalResults
+from ladderize.eval.results import EvalResults, EvaluatedModel
 from ladderize.eval.table import mean_accuracy, short_names
-from ladderize.plan.show import plan_verdicts
 from ladderize.report.documents import FoundDocument, FoundDocuments
-from ladderize.report.subjects import (
-    KIND_ORDER,
-    Setting,
-    Subject,
-    Subjects,
-    WithInterval,
-    check_layout,
-    model_key,
-    new_subject,
-    points_of,
-)
-from ladderize.report.times import add_times
+from ladderize.report.models import KIND_ORDER, ReportModel, Setting, Timing, WithInterval, model_key, new_model
+from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow
 
 NORMAL_95 = 1.959964  # half the width of a 95 % interval of the normal distribution, in standard errors
-FROM_POINT = ("adapted", "tokens", "failure", "not_promoted", "control")  # a sweep's facts about a model
+FROM_POINT = ("adapted", "tokens", "failure", "not_promoted")  # a sweep's facts about a model
+Models = dict[str, ReportModel]  # by the model's path; of other rows by the document and the row's name
 
 
 @dataclass
 class ReportContent:
     """All that a report shows.
 
-    subjects: the reference first.
+    every: models and baselines, the reference first.
     settings: measured ones first, then by ranks (most first) and batch size.
     remarks: sentences on the origin of the numbers that a reader must know.
     """
 
     margin: float
-    subjects: list[Subject]
+    every: list[ReportModel]
     settings: list[Setting]
     found: FoundDocuments
     remarks: list[str]
 
     @property
-    def models(self) -> list[Subject]:
+    def models(self) -> list[ReportModel]:
         """The models that have an accuracy: no baselines, and none with random weights."""
-        return [subject for subject in self.subjects if subject.is_model]
+        return [one for one in self.every if one.is_model]
 
     @property
-    def reference(self) -> Subject | None:
+    def reference(self) -> ReportModel | None:
         """The model that the others are compared with."""
         return self.models[0] if self.models else None
 
@@ -68,23 +58,19 @@ def join_documents(found: FoundDocuments, margin: float | None = None) -> Report
     margin: in points; None: the sweep's (the least of several sweeps'), or that of ``CompareOptions``.
     """
     margin = margin or min((sweep.document.margin for sweep in found.sweeps), default=CompareOptions.margin)
-    subjects: Subjects = {}
+    models: Models = {}
     for sweep in found.sweeps:
         for point in sweep.document.points:  # of another sweep, too: paths hold a hash of all that decides a model
             key = f"{sweep.path}: {point.name}" if point.model is None else model_key(point.model)
             known = {name: getattr(point, name) for name in FROM_POINT}
-            subjects.setdefault(key, new_subject(point, point.model or point.name, point.name, **known))
-    places = _add_results(subjects, found.results)
-    untimed = add_times(subjects, found, is_evaluated=bool(places))
-    _name([subject for subject in subjects.values() if subject.is_model])
-    remarks = [
-        *untimed,
-        *_compare(subjects, found.results, places, margin),
-        *(f"{plan.path.name}: {verdict}" for plan in found.plans for verdict in plan_verdicts(plan.document)),
-    ]
-    ordered = sorted(subjects.values(), key=lambda subject: not subject.is_model)
-    settings = sorted({timing.setting for subject in ordered for timing in subject.timings}, key=_preference)
-    return ReportContent(margin, ordered, settings, found, remarks)
+            models.setdefault(key, new_model(point, point.model or point.name, point.name, **known))
+    places = _add_results(models, found.results)
+    remarks = _add_times(models, found.benches, is_evaluated=bool(places))
+    _name([one for one in models.values() if one.is_model])
+    remarks += _compare(models, found.results, places, margin)
+    every = sorted(models.values(), key=lambda one: not one.is_model)
+    settings = sorted({timing.setting for one in every for timing in one.timings}, key=_preference)
+    return ReportContent(margin, every, settings, found, remarks)
 
 
 def _preference(setting: Setting) -> tuple[object, ...]:
@@ -93,21 +79,30 @@ def _preference(setting: Setting) -> tuple[object, ...]:
     return (*first, setting.medium, setting.prompt_len, setting.output_len)
 
 
-def _name(models: list[Subject]) -> None:
+def _name(models: list[ReportModel]) -> None:
     """Name the models that a sweep has not named, by the last part of the path where these differ. No name comes
     twice."""
-    unnamed = [subject for subject in models if not subject.name]
-    for subject, name in zip(unnamed, short_names([subject.model for subject in unnamed]), strict=True):
-        subject.name = name
-    counts = Counter(subject.name for subject in models)
-    for subject in models:
-        subject.name = subject.name if counts[subject.name] == 1 else subject.model
+    unnamed = [one for one in models if not one.name]
+    for one, name in zip(unnamed, short_names([one.model for one in unnamed]), strict=True):
+        one.name = name
+    counts = Counter(one.name for one in models)
+    for one in models:
+        one.name = one.name if counts[one.name] == 1 else one.model
+
+
+def _check_layout(one: ReportModel, row: EvaluatedModel | BenchRow, path: Path) -> None:
+    """Raise UserError where a document has a model in another layout than the documents before it."""
+    if (one.attention_sync, one.mlp_sync) != (row.attention_sync, row.mlp_sync):
+        raise UserError(
+            f"{path} has {one.model} in another layout than the other documents ({one.layout}): it was converted again"
+            " in between; evaluate and time it again"
+        )
 
 
 # ---- accuracy: every model against the reference, in pairs ----
 
 
-def _add_results(subjects: Subjects, found: Sequence[FoundDocument[EvalResults]]) -> dict[str, tuple[Path, str]]:
+def _add_results(models: Models, found: Sequence[FoundDocument[EvalResults]]) -> dict[str, tuple[Path, str]]:
     """Add the evaluations. Return the place of each model's samples by key: a results.json, and the model's name in it.
 
     Raises UserError for a model that is evaluated twice, or that has another layout elsewhere.
@@ -115,37 +110,32 @@ def _add_results(subjects: Subjects, found: Sequence[FoundDocument[EvalResults]]
     places: dict[str, tuple[Path, str]] = {}
     for results in found:
         for number, entry in enumerate(results.document.models):
-            model, key = entry.model, model_key(entry.model.model)
+            row, key = entry.model, model_key(entry.model.model)
             if key in places and number == 0:
                 continue  # the reference of several evaluations: the first one counts
             if key in places:
-                raise UserError(f"{results.path} and {places[key][0]} both evaluate {model.model}; name one of the two")
-            places[key] = (results.path, model.model)
-            subject = subjects.setdefault(key, new_subject(model, model.model))
-            check_layout(subject, model, results.path)
-            subject.parameters, subject.accuracy = model.parameters, mean_accuracy(entry)
-            if (text := model.perplexity) is not None:
+                raise UserError(f"{results.path} and {places[key][0]} both evaluate {row.model}; name one of the two")
+            places[key] = (results.path, row.model)
+            one = models.setdefault(key, new_model(row, row.model))
+            _check_layout(one, row, results.path)
+            one.accuracy = mean_accuracy(entry)
+            if (text := row.perplexity) is not None:
                 ends = () if text.stderr is None else (-NORMAL_95 * text.stderr, NORMAL_95 * text.stderr)
-                subject.perplexity = WithInterval(text.perplexity, *(text.perplexity + end for end in ends))
+                one.perplexity = WithInterval(text.perplexity, *(text.perplexity + end for end in ends))
     return places
 
 
 def _compare(
-    subjects: Subjects,
-    found: Sequence[FoundDocument[EvalResults]],
-    places: dict[str, tuple[Path, str]],
-    margin: float,
+    models: Models, found: Sequence[FoundDocument[EvalResults]], places: dict[str, tuple[Path, str]], margin: float
 ) -> list[str]:
-    """Give every evaluated model its comparison with the reference, and with its control; return remarks, each once.
+    """Give every evaluated model its comparison with the reference; return remarks, each once.
 
     Models that were evaluated together are compared in results.json. Models that were evaluated apart, as in a sweep,
     are compared here. Raises UserError for a comparison with a model that no document evaluates.
     """
-    if not places:
+    dense = next(iter(models), "")
+    if dense not in places:
         return []
-    dense = next(iter(subjects))
-    options = CompareOptions(margin)
-    entry_of = cache(lambda key: read_answered(*places[key]))
     stored = {
         model_key(one.other): one
         for results in found
@@ -154,24 +144,85 @@ def _compare(
     }
     if strangers := stored.keys() - places.keys():
         raise UserError(f"a results.json compares {min(strangers)}, which none evaluates; evaluate again")
+    answered = cache(lambda key: read_answered(*places[key]))
     remarks: dict[str, None] = {}
     for key in places:
-        if key != dense and dense in places:
-            compared = stored.get(key) or compare_models(entry_of(dense), entry_of(key), options)
-            remarks |= _take(subjects[key], subjects[dense], compared)
-        control = subjects[key].control
-        if control is not None and model_key(control) in places:
-            overall = compare_models(entry_of(model_key(control)), entry_of(key), options).overall
-            subjects[key].over_control = None if overall is None else points_of(overall)
+        if key != dense:
+            compared = stored.get(key) or compare_models(answered(dense), answered(key), CompareOptions(margin))
+            one, reference = models[key], models[dense]
+            one.comparison = compared
+            if (overall := compared.overall) is not None:  # the reference's mean is over the same tasks
+                reference.accuracy, one.accuracy = overall.reference_value, overall.value
+            if (text := compared.perplexity) is not None:
+                ends = (None if end is None else text.reference_value + end for end in (text.low, text.high))
+                one.perplexity = WithInterval(text.value, *ends)
+            remarks |= {f"{one.name}: {words}": None for words in (*compared.left_out, *compared.remarks)}
     return list(remarks)
 
 
-def _take(subject: Subject, reference: Subject, compared: ComparisonDocument) -> dict[str, None]:
-    """Take over the values of a comparison, also the reference's mean over the same tasks. Return the remarks."""
-    subject.comparison = compared
-    if (overall := compared.overall) is not None:
-        reference.accuracy, subject.accuracy = overall.reference_value, overall.value
-    if (text := compared.perplexity) is not None:
-        ends = (None if end is None else text.reference_value + end for end in (text.low, text.high))
-        subject.perplexity = WithInterval(text.value, *ends)
-    return {f"{subject.name}: {sentence}": None for sentence in (*compared.left_out, *compared.remarks)}
+# ---- times: speed depends on the layout alone, so models that were not timed share those of their layout ----
+
+
+def _add_times(models: Models, benches: Sequence[FoundDocument[BenchDocument]], *, is_evaluated: bool) -> list[str]:
+    """Add the measured times; return the reasons why models were not timed.
+
+    is_evaluated: True if accuracies are known: speed-ups must then be over the same model.
+    """
+    remarks = []
+    for source, bench in enumerate(benches):
+        document, path = bench.document, bench.path
+        for name, why in document.failed.items():
+            remarks.append(f"{path.name}: {why}, so it was not timed")
+            if (failed := models.get(model_key(name))) is not None:
+                failed.failure = failed.failure or remarks[-1]
+        for row in document.rows:
+            _add_timing(models, row, document, source, path)
+        first = document.rows[0] if document.rows else None
+        if is_evaluated and first is not None and not first.is_random:
+            reference = next(iter(models.values()))
+            if not any(timing.is_first for timing in reference.timings if timing.setting.source == source):
+                raise UserError(
+                    f"{path} has speed-ups over {first.model}, but the accuracies are compared with {reference.model};"
+                    " name the same model first in eval and in bench"
+                )
+        _share_times(models, source, document)
+    return remarks
+
+
+def _add_timing(models: Models, row: BenchRow, document: BenchDocument, source: int, path: Path) -> None:
+    first, options, link = document.rows[0], document.options, document.link
+    setting = Setting(
+        kind="emulated" if row.emulated else "measured",
+        tp_size=row.tp_size,
+        medium=link.name if link is not None else document.backend.partition(":")[0],
+        batch_size=row.batch_size,
+        prompt_len=options.prompt_len,
+        output_len=options.output_len,
+        device=f"{'vLLM, ' if document.engine is not None else ''}{document.environment.device}",
+        source=source,
+        note="; random weights" if first.is_random else "",
+    )
+    is_model = row.is_model and not row.is_random
+    key = model_key(row.model) if is_model else f"{path}: {row.model}"
+    new = new_model(row, row.model, "" if is_model else row.model, is_model=is_model, is_baseline=not row.is_model)
+    one = models.setdefault(key, new)
+    _check_layout(one, row, path)
+    if one.timing(setting) is not None:
+        raise UserError(f"{path} has two rows of {row.model} at batch size {row.batch_size}")
+    is_first = row.model == first.model
+    one.timings.append(Timing(setting, row, is_first, options.repeat >= LEAST_ROUNDS and not is_first))
+
+
+def _share_times(models: Models, source: int, document: BenchDocument) -> None:
+    """Give models that a document does not time the times of the first one of their layout that it does."""
+
+    def of_document(one: ReportModel) -> list[Timing]:
+        return [timing for timing in one.timings if timing.setting.source == source]
+
+    timed = [one for one in models.values() if one.is_model and of_document(one)]
+    for one in models.values():
+        is_failed = any(model_key(name) == model_key(one.model) for name in document.failed)
+        donor = next((other for other in timed if other.modes == one.modes), None)
+        if one.is_model and not is_failed and donor is not None and not of_document(one):
+            one.timings += of_document(donor)
+            one.timed_as = donor

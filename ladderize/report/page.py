@@ -6,7 +6,7 @@ All text of documents is escaped.
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,22 +14,30 @@ from typing import Any
 from urllib.parse import quote
 
 import ladderize
-from ladderize.console import SILENT, Console, printable
+from ladderize.console import SILENT, Console, human_bytes, printable
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.comparison import check_margin
+from ladderize.eval.words import margin_text
 from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
-from ladderize.report.accuracy_plots import task_plots
+from ladderize.report.accuracy_plots import recovery_plots, task_plots
 from ladderize.report.answer import MEASURE_ACCURACY, MEASURE_SPEED, Answer, find_answer
-from ladderize.report.documents import find_documents
+from ladderize.report.documents import FoundDocuments, find_documents
 from ladderize.report.join import ReportContent, join_documents
-from ladderize.report.plot import ReportPlot
-from ladderize.report.recovery_plots import recovery_plots
+from ladderize.report.models import ReportModel, Setting, perplexity_text, points_text, speedup_text
+from ladderize.report.plot import (
+    ReportPlot,
+    ReportTable,
+    TableCell,
+    estimate_cell,
+    make_table,
+    number_cell,
+    percent_cell,
+)
 from ladderize.report.sensitivity_plots import sensitivity_plots
 from ladderize.report.speed_plots import speed_plots, time_plots
-from ladderize.report.tables import ReportTable, layout_strips, models_table, setup_facts
 from ladderize.report.tradeoff_plot import tradeoff_plots
 from ladderize.report.vega import PALETTE, save_pictures, svg_picture
 
@@ -60,7 +68,6 @@ class ReportPage:
     tradeoff: PageSection
     models: ReportTable
     models_intro: str
-    strips: list[dict[str, Any]]
     sections: list[PageSection]
     setup: list[tuple[str, dict[str, str]]]
     remarks: list[str]
@@ -109,16 +116,12 @@ def write_report(
     if not paths:
         raise UsageError("name the folder of a sweep, or files that eval and bench wrote")
     with console.stage("reading"):
-        found = find_documents([Path(path) for path in paths])
-        if out in found.seen:
-            raise UserError(f"--out {out} is one of the documents that the report is made of; name another")
-        content = join_documents(found, margin)
+        content = join_documents(find_documents([Path(path) for path in paths]), margin)
     with console.stage("drawing"):
         page = build_page(content)
         written = [_write(out, html_page(page))]
         if card is not None:
-            folder = card.with_name(f"{card.stem}-pictures")
-            pictures = _write_pictures(page, folder)
+            pictures = _write_pictures(page, card.with_name(f"{card.stem}-pictures"))
             written += [path for paths in pictures.values() for path in paths]
             links = {name: [_link(one, card) for one in paths[::2]] for name, paths in pictures.items()}
             written.append(_write(card, markdown_page(page, links)))
@@ -155,7 +158,16 @@ def _link(picture: Path, file: Path) -> str:
     return quote(Path(os.path.relpath(picture, file.parent)).as_posix())
 
 
-# ---- the page ----
+def check_libraries() -> None:
+    """Raise UserError where the extra ``report`` is not installed."""
+    try:
+        import jinja2  # noqa: F401
+        import vl_convert  # noqa: F401
+    except ImportError:
+        raise UserError("a report needs jinja2 and vl-convert-python: pip install 'ladderize[report]'") from None
+
+
+# ---- what is on it ----
 
 
 def build_page(content: ReportContent) -> ReportPage:
@@ -174,7 +186,6 @@ def build_page(content: ReportContent) -> ReportPage:
         tradeoff=PageSection("tradeoff", "The trade-off", tradeoff_plots(content, answer.setting), neither),
         models=models_table(content, setting),
         models_intro="Select a heading to sort by it." + (f" Times: {setting.words}." if setting is not None else ""),
-        strips=layout_strips(content),
         sections=[
             PageSection("tasks", "Task by task", task_plots(content), untasked),
             PageSection("speed", "Speed", speed_plots(content), untimed),
@@ -182,18 +193,86 @@ def build_page(content: ReportContent) -> ReportPage:
             PageSection("sensitivity", "Sensitivity", sensitivity_plots(content.found), unknown),
             PageSection("recovery", "Recovery", recovery_plots(content), unadapted),
         ],
-        setup=setup_facts(content.found),
+        setup=_setup(content.found),
         remarks=content.remarks,
     )
 
 
-def check_libraries() -> None:
-    """Raise UserError where the extra ``report`` is not installed."""
-    try:
-        import jinja2  # noqa: F401
-        import vl_convert  # noqa: F401
-    except ImportError:
-        raise UserError("a report needs jinja2 and vl-convert-python: pip install 'ladderize[report]'") from None
+def models_table(content: ReportContent, setting: Setting | None) -> ReportTable:
+    """Return the table with a row for each model, without empty columns.
+
+    setting: the setting of the times.
+    """
+    rows = [_model_row(one, setting, content.margin) for one in content.models]
+    filled = {name for row in rows for name, cell in row.items() if cell not in ("", TableCell(""))}
+    shared: dict[str, list[str]] = {}
+    for one in content.models:
+        if one.timed_as is not None:
+            shared.setdefault(one.timed_as.name, []).append(one.name)
+    words = "; ".join(f"{', '.join(names)} those of {timed}" for timed, names in shared.items())
+    note = f"* Times of another model with the same layout, on which alone speed depends: {words}." if words else ""
+    return make_table("All models", [{name: row[name] for name in row if name in filled} for row in rows], note)
+
+
+def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict[str, str | TableCell]:
+    timing = one.timing(setting) if setting is not None else None
+    row = timing.row if timing is not None else None
+    kind = setting.kind if setting is not None else ""
+    predictions = one.comparison.predictions if one.comparison is not None else None
+    needed = one.samples_needed(margin)
+    verdict = {"worse": "no: shown to be worse"}.get(one.verdict(margin), one.verdict(margin))
+    star = " *" * (one.timed_as is not None)
+    whole = timing.whole if timing is not None else None
+    return {
+        "model": one.name,
+        "layout": one.layout_words,
+        "adapted": one.adaptation,
+        "points from dense (95 %)": estimate_cell(one.difference, points_text),
+        f"within {margin_text(margin)}": verdict + (f": {needed:,} samples needed" if needed else ""),
+        f"speed-up (95 %), {kind}": estimate_cell(whole, lambda value: speedup_text(value) + star),
+        "perplexity (95 %)": estimate_cell(one.perplexity, perplexity_text),
+        "accuracy": percent_cell(one.accuracy),
+        "KL to dense, nats": estimate_cell(one.divergence, lambda kl: f"{kl.value:.4f}"),
+        "same top token": percent_cell(predictions.same_top_share if predictions is not None else None),
+        f"prefill ms, {kind}": number_cell(row.prefill_ms if row is not None else None, "{:.2f}"),
+        f"decode ms, {kind}": number_cell(row.decode_ms_per_token if row is not None else None, "{:.2f}"),
+        "peak memory": number_cell(row.peak_memory_bytes if row is not None else None, human_bytes),
+        "not promoted": one.not_promoted or "",
+        "failed": one.failure or "",
+    }
+
+
+def _setup(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
+    """Return the names of documents, and the facts of their making. Documents with the same facts are one entry."""
+    together: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for path, facts in _facts(found):
+        texts = {name: ", ".join(fact) if isinstance(fact, list) else str(fact) for name, fact in facts.items() if fact}
+        together.setdefault(tuple(texts.items()), []).append(f"{path.parent.name}/{path.name}")
+    return [
+        (", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3), dict(facts))
+        for facts, names in together.items()
+    ]
+
+
+def _facts(found: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
+    """Yield the facts of each document's making: machine, versions, options."""
+    for results in found.results:
+        options, model = results.document.options, results.document.models[0].model
+        versions = {"torch": model.torch_version, "transformers": model.transformers_version}
+        asked = {"tasks": options.tasks, "samples for each task": options.limit, "perplexity on": options.perplexity}
+        facts = {"device": model.device, "dtype": model.dtype, **versions, **asked}
+        yield results.path, {"ladderize": results.version, **facts}
+    for bench in found.benches:
+        document = bench.document
+        machine = {
+            name.replace("_", " "): fact for name, fact in vars(document.environment).items() if name != "settings"
+        }
+        link = f"emulated link {document.link.name}" if document.link is not None else document.backend
+        rounds = f"{document.options.repeat}, after {document.options.warmup} to warm up"
+        yield bench.path, {"ladderize": bench.version, **machine, "communication": link, "rounds": rounds}
+
+
+# ---- rendering ----
 
 
 @cache

@@ -1,18 +1,18 @@
 """The plots of each layer's sensitivity."""
 
-import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 from ladderize.convert.sensitivity_file import LADDER, SPD, SPD_LADDER, SensitivityDocument, dense_line
 from ladderize.report.documents import FoundDocuments
-from ladderize.report.plot import ReportPlot
-from ladderize.report.tables import make_table, number_cell
+from ladderize.report.models import WithInterval
+from ladderize.report.plot import ReportPlot, estimate_cell, make_table, number_cell
 from ladderize.report.vega import PlotPanel, Spec, intervals, level, looks, make_spec, marks, quantitative
 
 KIND_LOOKS = {LADDER: ("ladder", "circle"), SPD: ("spd", "square"), SPD_LADDER: ("both", "diamond")}
 WIDE_RANGE = 20  # times the middle value: where the highest is above, the scale is logarithmic away from 0
+POWERS = [10.0**exponent for exponent in range(-3, 7)]
 
 
 def sensitivity_plots(found: FoundDocuments) -> list[ReportPlot]:
@@ -30,33 +30,29 @@ def _plot(document: SensitivityDocument, name: str) -> ReportPlot:
             {
                 "layer": number_cell(cost.layer, "{:.0f}"),
                 "becomes": cost.kind,
-                "increase of perplexity": number_cell(cost.sensitivity, "{:.5g}"),
-                "low": number_cell(cost.low, "{:.5g}"),
-                "high": number_cell(cost.high, "{:.5g}"),
+                "increase of perplexity (95 %)": estimate_cell(
+                    WithInterval(cost.sensitivity, cost.low, cost.high), lambda value: value.text(4)
+                ),
                 "nats per token": number_cell(cost.nats, "{:+.5f}"),
                 "class": cost.sensitivity_class,
             }
             for cost in document.costs
         ),
     )
+    ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
+    aligned = ", aligned" if document.aligned is not None else ""
+    windows = f"{document.data.samples} x {document.data.seq_len} tokens"
     return ReportPlot(
         name=name,
         title="Sensitivity of each layer",
-        caption=f"{_measured(document)}: {dense_line(document)}. Dashed lines: tau1 {document.tau1:g}, tau2"
-        f" {document.tau2:g}, the ends of the classes.",
+        caption=f"{Path(document.model).name}{ranks}{aligned}; {windows}, {document.interval:.0%} bootstrap intervals:"
+        f" {dense_line(document)}. Dashed lines: tau1 {document.tau1:g}, tau2 {document.tau2:g}, the ends of the"
+        " classes.",
         summary=f"The cost of {document.num_layers} layers as {', '.join(document.kinds)}, each with its interval.",
         panels=[_panel(document)],
         table=table,
         legend=[(kind, *KIND_LOOKS[kind]) for kind in document.kinds],
     )
-
-
-def _measured(document: SensitivityDocument) -> str:
-    """Return the model, the windows and the intervals, for a title."""
-    ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
-    aligned = ", aligned" if document.aligned is not None else ""
-    samples = f"{document.data.samples} x {document.data.seq_len} tokens"
-    return f"{Path(document.model).name}{ranks}{aligned}; {samples}, {document.interval:.0%} bootstrap intervals"
 
 
 def _panel(document: SensitivityDocument) -> PlotPanel:
@@ -74,12 +70,14 @@ def _panel(document: SensitivityDocument) -> PlotPanel:
         }
         for cost in document.costs
     ]
-    values = [cost.sensitivity for cost in document.costs]
-    highest = max(cost.high for cost in document.costs)
+    lowest, highest = min(cost.low for cost in document.costs), max(cost.high for cost in document.costs)
     y = quantitative("y", "increase of perplexity")
-    threshold = max(statistics.median(map(abs, values)), document.tau1, 1e-3)
+    threshold = max(statistics.median(abs(cost.sensitivity) for cost in document.costs), document.tau1, 1e-3)
     if highest > WIDE_RANGE * threshold:
-        y |= _symlog(min(cost.low for cost in document.costs), highest, threshold)
+        powers = [power for power in POWERS if power >= threshold]
+        ticks = [*(-power for power in reversed(powers) if -power >= lowest), 0, *(p for p in powers if p <= highest)]
+        y["scale"] = {"type": "symlog", "constant": threshold, "nice": False, "padding": 8}
+        y["axis"] = {"values": ticks, "format": "~g", "labelOverlap": True}
     x: Spec = {"field": "layer", "type": "ordinal", "title": "layer", "axis": {"labelAngle": 0, "labelOverlap": True}}
     look = looks("kind", {kind: KIND_LOOKS[kind] for kind in document.kinds})
     encoding = {"x": x, "y": y, "xOffset": {"field": "kind", "type": "nominal", "sort": document.kinds}}
@@ -91,20 +89,3 @@ def _panel(document: SensitivityDocument) -> PlotPanel:
     ]
     spec = make_spec("Sensitivity of each layer", 280, rows, layers)
     return PlotPanel(spec, picture_title="Increase of the perplexity by each layer")
-
-
-def _symlog(lowest: float, highest: float, threshold: float) -> Spec:
-    """Return a scale that is linear about 0 and logarithmic beyond the threshold, with its axis."""
-    axis = {"values": value_ticks(lowest, highest, threshold), "format": "~g"}
-    return {"scale": {"type": "symlog", "constant": threshold, "nice": False, "padding": 8}, "axis": axis}
-
-
-def value_ticks(lowest: float, highest: float, threshold: float) -> list[float]:
-    """Return 0, and the powers of ten outside of +-threshold that the values reach, at most about six on a side."""
-    first = math.ceil(math.log10(threshold))
-
-    def side(most: float) -> list[float]:
-        exponents = range(first, math.floor(math.log10(most)) + 1) if most > threshold else range(0)
-        return [10.0**exponent for exponent in exponents[:: max(1, -(-len(exponents) // 6))]]
-
-    return [*(-value for value in reversed(side(-lowest))), 0.0, *side(highest)]

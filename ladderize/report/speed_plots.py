@@ -5,18 +5,20 @@ from itertools import groupby
 from typing import Any
 
 from ladderize.report.join import ReportContent
+from ladderize.report.models import PHASE_WORDS, ReportModel, Setting, Timing, WithInterval, speedup_text
 from ladderize.report.plot import (
     MODEL_ROWS,
     PlotChoice,
     ReportPlot,
     dots,
+    estimate_cell,
     family_colour,
     family_legend,
     kind_shape,
+    make_table,
+    number_cell,
     row_height,
 )
-from ladderize.report.subjects import PHASE_WORDS, Setting, Spent, Subject, Timing, speedup_text
-from ladderize.report.tables import interval_cell, make_table, number_cell
 from ladderize.report.vega import PlotPanel, Spec, intervals, level, lines, make_spec, marks, nominal, quantitative
 
 MOST_PANELS = {"speed": 8, "time": 6}  # the tables have all settings
@@ -39,13 +41,13 @@ SPEEDUP = quantitative(
 )
 
 
-def _timings(content: ReportContent, settings: list[Setting]) -> list[tuple[Subject, Timing]]:
+def _timings(content: ReportContent, settings: list[Setting]) -> list[tuple[ReportModel, Timing]]:
     """Return all times by setting, without times that a model shares with another."""
     return [
-        (subject, timing)
+        (one, timing)
         for setting in settings
-        for subject in content.subjects
-        if not subject.timed_as and (timing := subject.timing(setting)) is not None
+        for one in content.every
+        if not one.timed_as and (timing := one.timing(setting)) is not None
     ]
 
 
@@ -58,35 +60,34 @@ def speed_plots(content: ReportContent) -> list[ReportPlot]:
     drawn = groups[: MOST_PANELS["speed"]]
     more = f" Drawn are {len(drawn)} of {len(groups)} groups; the table has all." if len(groups) > len(drawn) else ""
     words = " Random weights: only the times mean something." if any(one.note for one in content.settings) else ""
-    if any(setting.kind == "predicted" for setting in content.settings):
-        words += " Predicted: nothing ran; bars are how far the prediction may be off."
     table = make_table(
         "Speed: the data",
         (
             {
-                "model": subject.name,
+                "model": one.name,
                 "setting": timing.setting.words,
-                **{what: number_cell(timing.speedup[phase].value, "{:.3f}") for phase, what in PHASE_WORDS.items()},
-                **{f"{what}, 95 %": interval_cell(timing.speedup[phase], 3) for phase, what in PHASE_WORDS.items()},
+                **{
+                    f"{words} (95 %)": estimate_cell(timing.speedup(name), speedup_text)
+                    for name, words in PHASE_WORDS.items()
+                },
                 "prefill ms": number_cell(timing.row.prefill_ms, "{:.3f}"),
                 "decode ms": number_cell(timing.row.decode_ms_per_token, "{:.3f}"),
                 "tokens/s": number_cell(timing.row.output_tokens_per_s, "{:.1f}"),
             }
-            for subject, timing in timings
+            for one, timing in timings
         ),
     )
-    looks = [{"family": subject.family, "kind": timing.setting.kind} for subject, timing in timings]
     return [
         ReportPlot(
             name="speed",
             title="Speed-up by batch size and link",
             caption="Speed-up over the first model of each benchmark; bars are 95 % intervals; the line at 1\u00d7 is"
             " no gain. Circles are measured; diamonds are emulated: one real rank of a group that is not"
-            f" there; triangles are predicted.{words}{more}",
+            f" there.{words}{more}",
             summary=f"Speed-ups of {len({id(one) for one, _ in timings})} models in {len(content.settings)} settings.",
             panels=[_speed_panel(content, settings) for settings in drawn],
             table=table,
-            legend=family_legend(looks),
+            legend=family_legend([{"family": one.family, "kind": timing.setting.kind} for one, timing in timings]),
             choices=[PlotChoice("phase", "Time of", list(PHASE_WORDS.items()))],
         )
     ]
@@ -95,23 +96,22 @@ def speed_plots(content: ReportContent) -> list[ReportPlot]:
 def _speed_panel(content: ReportContent, settings: list[Setting]) -> PlotPanel:
     rows = [
         {
-            "name": subject.name,
-            "family": subject.family,
+            "name": one.name,
+            "family": one.family,
             "kind": timing.setting.kind,
             "phase": phase,
             "batch": timing.setting.batch_size,
-            **timing.speedup[phase].fields("x"),
-            "words": f"{subject.title}; {words} {speedup_text(timing.speedup[phase])}; {timing.setting.words}",
+            **timing.speedup(phase).fields("x"),
+            "words": f"{one.title}; {words} {speedup_text(timing.speedup(phase))}; {timing.setting.words}",
         }
-        for subject, timing in _timings(content, settings)
+        for one, timing in _timings(content, settings)
         if not timing.is_first
         for phase, words in PHASE_WORDS.items()
     ]
-    place = settings[0].place
     if len(settings) > 1 and rows:
-        return PlotPanel(_speed_lines(rows, place), place)
+        return PlotPanel(_speed_lines(rows, settings[0].place), settings[0].place)
     title = settings[0].short
-    return PlotPanel(dots(f"Speed-ups: {title}", rows, SPEEDUP, [level("x", 1)], kinds=True, **CHOSEN), title)
+    return PlotPanel(dots(f"Speed-ups: {title}", rows, SPEEDUP, [level("x", 1)], **CHOSEN), title)
 
 
 def _speed_lines(rows: list[dict[str, Any]], title: str) -> Spec:
@@ -142,35 +142,40 @@ def _speed_lines(rows: list[dict[str, Any]], title: str) -> Spec:
 
 def time_plots(content: ReportContent) -> list[ReportPlot]:
     """Return one plot for each phase, with a panel for each setting; none where communication was not measured."""
-    plots = []
-    for phase, title in PHASE_TITLES.items():
-        timings = [
-            (subject, timing.setting, timing.spent[phase])
-            for subject, timing in _timings(content, content.settings)
-            # one rank has nothing to wait for, so its waits are noise
-            if timing.setting.tp_size > 1 and phase in timing.spent
-        ]
-        if timings:
-            plots.append(_time_plot(timings, phase, title))
-    return plots
+    # one rank has nothing to wait for, so its waits are noise
+    timings = [pair for pair in _timings(content, content.settings) if pair[1].setting.tp_size > 1]
+    measured = {
+        phase: [pair for pair in timings if phase in (pair[1].row.communication or {})] for phase in PHASE_TITLES
+    }
+    return [_time_plot(timings, phase, PHASE_TITLES[phase]) for phase, timings in measured.items() if timings]
 
 
-def _time_plot(timings: list[tuple[Subject, Setting, Spent]], phase: str, title: str) -> ReportPlot:
-    settings = list(dict.fromkeys(setting for _, setting, _ in timings))
+def _time_parts(timing: Timing, phase: str) -> tuple[float, float | None, WithInterval]:
+    """Return the milliseconds of a pass: without communication; of communication under compute, None for a layout that
+    overlaps nothing; and waited."""
+    part = (timing.row.communication or {})[phase]
+    # differences of two medians: hidden_ms may come out below 0, or above all communication, which no time can be
+    most = min(part.alone_ms, part.no_communication_ms)
+    hidden = min(max(0.0, part.hidden_ms), most) if timing.row.overlaps(phase) else None
+    return part.no_communication_ms, hidden, WithInterval(part.exposed_ms, *part.exposed_interval_ms)
+
+
+def _time_plot(timings: list[tuple[ReportModel, Timing]], phase: str, title: str) -> ReportPlot:
+    settings = list(dict.fromkeys(timing.setting for _, timing in timings))
     drawn = settings[: MOST_PANELS["time"]]
     more = f" Drawn are {len(drawn)} of {len(settings)} settings; the table has all." if drawn != settings else ""
+    parts = [(one, timing.setting, *_time_parts(timing, phase)) for one, timing in timings]
     table = make_table(
         f"{title}: the data",
         (
             {
-                "model": subject.name,
+                "model": one.name,
                 "setting": setting.words,
-                "compute ms": number_cell(spent.compute, "{:.3f}"),
-                "hidden ms": number_cell(spent.hidden, "{:.3f}"),
-                "waited ms": number_cell(spent.waited.value, "{:.3f}"),
-                "waited, 95 %": interval_cell(spent.waited, 3),
+                "compute ms": number_cell(compute, "{:.3f}"),
+                "hidden ms": number_cell(hidden, "{:.3f}"),
+                "waited ms (95 %)": estimate_cell(waited, lambda value: value.text(3)),
             }
-            for subject, setting, spent in timings
+            for one, setting, compute, hidden, waited in parts
         ),
     )
     return ReportPlot(
@@ -180,20 +185,21 @@ def _time_plot(timings: list[tuple[Subject, Setting, Spent]], phase: str, title:
         " not tell it from nothing, its interval in the table holds 0. Hidden is the communication alone minus the"
         f" waiting, for layouts that overlap.{more}",
         summary=f"Stacked bars of {title.lower()} in {len(drawn)} settings: compute, hidden and waited milliseconds.",
-        panels=[_time_panel([one for one in timings if one[1] == setting], setting, phase) for setting in drawn],
+        panels=[_time_panel([pair for pair in timings if pair[1].setting == setting], phase) for setting in drawn],
         table=table,
         legend=[(words, part, "square") for part, words in PARTS.items()],
     )
 
 
-def _time_panel(timings: list[tuple[Subject, Setting, Spent]], setting: Setting, phase: str) -> PlotPanel:
-    rows: list[dict[str, Any]] = []
-    for subject, _, spent in timings:
-        hidden, waited = spent.hidden or 0.0, max(0.0, spent.waited.value)
-        for order, (part, value) in enumerate(zip(PARTS, (spent.compute - hidden, hidden, waited), strict=True)):
-            words = f"{subject.title}: {PARTS[part]} {value:.3f} ms; {setting.words}"
+def _time_panel(timings: list[tuple[ReportModel, Timing]], phase: str) -> PlotPanel:
+    setting, rows = timings[0][1].setting, []
+    for one, timing in timings:
+        compute, hidden, waited = _time_parts(timing, phase)
+        values = (compute - (hidden or 0.0), hidden or 0.0, max(0.0, waited.value))
+        for order, (part, value) in enumerate(zip(PARTS, values, strict=True)):
+            words = f"{one.title}: {PARTS[part]} {value:.3f} ms; {setting.words}"
             if value > 0:
-                rows.append({"name": subject.name, "part": part, "order": order, "ms": value, "words": words})
+                rows.append({"name": one.name, "part": part, "order": order, "ms": value, "words": words})
     bars: Spec = {
         "mark": {"type": "bar", "height": {"band": 0.7}, "stroke": "var(--page)", "strokeWidth": 1},
         "encoding": {

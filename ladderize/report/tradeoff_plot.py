@@ -7,19 +7,20 @@ from typing import Any
 
 from ladderize.eval.words import margin_text
 from ladderize.report.join import ReportContent
+from ladderize.report.models import PHASE_WORDS, Setting, WithInterval, speedup_text
 from ladderize.report.plot import (
     BY_ACCURACY,
     BY_PERPLEXITY,
     Measure,
     PlotChoice,
     ReportPlot,
+    TableCell,
     family_colour,
     family_legend,
     is_wide,
     kind_shape,
+    make_table,
 )
-from ladderize.report.subjects import PHASE_WORDS, Setting, WithInterval, speedup_text
-from ladderize.report.tables import TableCell, interval_cell, make_table, number_cell
 from ladderize.report.vega import SIGNED_LABEL, PlotPanel, Spec, intervals, level, lines, make_spec, quantitative
 
 CLOSE_ACROSS, CLOSE_UP = 0.25, 0.06  # shares of the axes: names of marks that are closer would overlap
@@ -34,26 +35,25 @@ def tradeoff_plots(content: ReportContent, first: Setting | None) -> list[Report
 
     first: the setting that is shown at first.
     """
+    settings = sorted(content.real_settings, key=lambda setting: setting != first)
     plots = []
     for measure in (BY_ACCURACY, BY_PERPLEXITY):
-        places = itertools.product(range(len(content.real_settings)), PHASE_WORDS)
-        rows = [row for number, phase in places for row in _rows(content, measure, number, phase)]
+        places = itertools.product(enumerate(settings), PHASE_WORDS)
+        rows = [row for (number, setting), phase in places for row in _rows(content, measure, number, setting, phase)]
         if content.reference is not None and any(row["name"] != content.reference.name for row in rows):
-            plots.append(_plot(content, first, measure, rows))
+            plots.append(_plot(content, measure, rows))
     return plots
 
 
-def _rows(content: ReportContent, measure: Measure, number: int, phase: str) -> list[dict[str, Any]]:
+def _rows(content: ReportContent, measure: Measure, number: int, setting: Setting, phase: str) -> list[dict[str, Any]]:
     """Return a row for each model that was timed in a setting, for a phase.
 
-    number: of the setting.
+    number: of the setting, since two documents may have settings of the same words.
     """
-    setting = content.real_settings[number]
     placed = [
-        (subject, timing.speedup[phase], score)
-        for subject in content.models
-        if (timing := subject.timing(setting)) is not None
-        and (score := measure.value(subject, content.reference)) is not None
+        (one, timing.speedup(phase), score)
+        for one in content.models
+        if (timing := one.timing(setting)) is not None and (score := measure.value(one, content.reference)) is not None
     ]
     if not placed:
         return []
@@ -65,20 +65,21 @@ def _rows(content: ReportContent, measure: Measure, number: int, phase: str) -> 
     return [
         {
             "setting": f"s{number}",
+            "place": setting.words,
             "phase": phase,
             "kind": setting.kind,
-            "family": subject.family,
-            "size": MARK_SIZES[bool(subject.adaptation) + subject.was_trained],
-            "trained": subject.was_trained,
-            "name": subject.name,
+            "family": one.family,
+            "size": MARK_SIZES[bool(one.adaptation) + one.was_trained],
+            "trained": one.was_trained,
+            "name": one.name,
             **speed.fields("x"),
             **score.fields("y"),
             "front": on_front,
             "label": side,
-            "words": f"{subject.description}; {PHASE_WORDS[phase]} {speedup_text(speed)}, {setting.kind};"
+            "words": f"{one.description}; {PHASE_WORDS[phase]} {speedup_text(speed)}, {setting.kind};"
             f" {measure.words(score)}{'; on the Pareto front' if on_front else ''}",
         }
-        for (subject, speed, score), on_front, side in zip(placed, front, sides, strict=True)
+        for (one, speed, score), on_front, side in zip(placed, front, sides, strict=True)
     ]
 
 
@@ -88,20 +89,14 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
     A point is off it if another is at least as good in both and better in one. Equal points are on it or off it
     together.
     """
-    order = sorted(range(len(points)), key=lambda index: (-points[index][0], -points[index][1]))
-    on = [False] * len(points)
-    best = float("-inf")
-    begin = 0
-    while begin < len(order):
-        end = begin
-        while end < len(order) and points[order[end]][0] == points[order[begin]][0]:
-            end += 1
-        highest = points[order[begin]][1]  # of those that are equally fast
-        for index in order[begin:end]:
-            on[index] = points[index][1] == highest and highest > best
-        best = max(best, highest)
-        begin = end
-    return on
+    best: dict[float, float] = {}
+    for speed, score in points:
+        best[speed] = max(score, best.get(speed, score))
+    needed, highest = {}, -math.inf  # the score that a point of a speed must have: the best, and above all faster ones
+    for speed in sorted(best, reverse=True):
+        needed[speed] = best[speed] if best[speed] > highest else math.inf
+        highest = max(highest, best[speed])
+    return [score == needed[speed] for speed, score in points]
 
 
 def name_sides(places: list[tuple[float, float]], front: list[bool]) -> list[int]:
@@ -132,27 +127,24 @@ def _shares(estimates: list[WithInterval], stretch: Callable[[float], float] = f
     return [stretch(one.value) / (max(ends) - min(ends) or 1.0) for one in estimates]
 
 
-def _plot(content: ReportContent, first: Setting | None, measure: Measure, rows: list[dict[str, Any]]) -> ReportPlot:
-    what = "accuracy" if measure.is_more_better else "perplexity"
-    names = {f"s{number}": setting.words for number, setting in enumerate(content.real_settings)}
-    used = list(dict.fromkeys(row["setting"] for row in rows))
-    used.sort(key=lambda name: first is None or names[name] != first.words)
-    at_first = used[0]
-    choices = [PlotChoice("setting", "Setting", [(name, names[name]) for name in used])] if len(used) > 1 else []
+def _plot(content: ReportContent, measure: Measure, rows: list[dict[str, Any]]) -> ReportPlot:
+    quality = "accuracy" if measure.is_more_better else "perplexity"
+    settings = {row["setting"]: row["place"] for row in rows}
+    at_first = rows[0]["place"]
+    choices = [PlotChoice("setting", "Setting", list(settings.items()))] if len(settings) > 1 else []
     summary = (
         f"Scatter plot of {len({row['name'] for row in rows})} models: speed-up over dense on the horizontal axis,"
-        f" {what} on the vertical one; at first {names[at_first]}, end to end."
+        f" {quality} on the vertical one; at first {at_first}, end to end."
     )
     margin = f"The dashed line is the margin, {margin_text(content.margin)}. " if measure.is_more_better else ""
     table = make_table(
-        f"Speed-up against {what}: the data",
+        f"Speed-up against {quality}: the data",
         (
             {
                 "model": row["name"],
-                "setting": names[row["setting"]],
+                "setting": row["place"],
                 "time of": PHASE_WORDS[row["phase"]],
-                "speed-up": number_cell(row["x"], "{:.3f}"),
-                "95 % interval of it": interval_cell(WithInterval(row["x"], row["x1"], row["x2"]), 3),
+                "speed-up (95 %)": TableCell(speedup_text(WithInterval(row["x"], row["x1"], row["x2"])), row["x"]),
                 measure.title: TableCell(measure.text(WithInterval(row["y"], row["y1"], row["y2"])), row["y"]),
                 "Pareto front": "yes" if row["front"] else "no",
             }
@@ -161,13 +153,13 @@ def _plot(content: ReportContent, first: Setting | None, measure: Measure, rows:
     )
     return ReportPlot(
         name="tradeoff" if measure.is_more_better else "tradeoff-perplexity",
-        title=f"Speed-up against {what}",
+        title=f"Speed-up against {quality}",
         caption="Up and to the right is better. Bars are 95 % intervals. Filled marks are on the Pareto front: no other"
-        f" model is both faster and better, intervals aside. {margin}"
-        "Circles are measured; diamonds are emulated; triangles are predicted. Small marks are models as converted,"
-        f" larger ones are aligned, the largest trained, with a dot in them. At first: {names[at_first]}.",
+        f" model is both faster and better, intervals aside. {margin}Circles are measured; diamonds are emulated. Small"
+        " marks are models as converted, larger ones are aligned, the largest trained, with a dot in them. At first:"
+        f" {at_first}.",
         summary=summary,
-        panels=[PlotPanel(_spec(content, measure, rows, at_first, summary), picture_title=names[at_first])],
+        panels=[PlotPanel(_spec(content, measure, rows, summary), picture_title=at_first)],
         table=table,
         legend=family_legend(rows),
         choices=[*choices, PlotChoice("phase", "Time of", list(PHASE_WORDS.items()))],
@@ -175,7 +167,7 @@ def _plot(content: ReportContent, first: Setting | None, measure: Measure, rows:
     )
 
 
-def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], at_first: str, summary: str) -> Spec:
+def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], summary: str) -> Spec:
     x = quantitative(
         "x",
         "speed-up over dense",
@@ -211,7 +203,7 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
         380,
         rows,
         layers,
-        params=[{"name": "setting", "value": at_first}, {"name": "phase", "value": "end_to_end"}],
+        params=[{"name": "setting", "value": rows[0]["setting"]}, {"name": "phase", "value": "end_to_end"}],
         transform=[{"filter": "datum.setting === setting && datum.phase === phase"}],
     )
 

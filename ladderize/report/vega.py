@@ -31,13 +31,31 @@ PALETTE = {
     "compute": ("#6b7482", "#8e98a8"),
     "hidden": ("#1f63c9", "#78aefc"),
     "waited": ("#b4500c", "#f0a050"),
-    "good": ("#1d7a3c", "#62cf88"),
-    "bad": ("#b3261e", "#f59089"),
 }
 PICTURE_WIDTH = 720
 DASHES = [6, 4]
 # of an axis of differences: a plus, a true minus, or neither at 0
 SIGNED_LABEL = "(datum.value > 0 ? '+' : datum.value < 0 ? '\u2212' : '') + format(abs(datum.value), '~f')"
+VEGA_AXIS = {
+    "labelColor": "var(--muted)",
+    "titleColor": "var(--ink)",
+    "titleFontWeight": 500,
+    "titleFontSize": 12,
+    "labelFontSize": 12,
+    "gridColor": "var(--line)",
+    "domainColor": "var(--line)",
+    "tickColor": "var(--line)",
+    "labelLimit": 150,
+    "titlePadding": 8,
+}
+VEGA_CONFIG = {
+    "font": 'system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif',
+    "view": {"stroke": None},
+    "axis": VEGA_AXIS,
+    "axisQuantitative": {"grid": True},
+    "legend": {"disable": True},
+    "text": {"color": "var(--ink)", "fontSize": 12},
+}
 
 
 @dataclass(frozen=True)
@@ -71,30 +89,7 @@ def make_spec(summary: str, height: int, rows: Sequence[Mapping[str, Any]], laye
         "data": {"values": rows},
         **more,
         "layer": layers,
-        "config": _config(),
-    }
-
-
-def _config() -> Spec:
-    font = 'system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif'
-    return {
-        "font": font,
-        "view": {"stroke": None},
-        "axis": {
-            "labelColor": "var(--muted)",
-            "titleColor": "var(--ink)",
-            "titleFontWeight": 500,
-            "titleFontSize": 12,
-            "labelFontSize": 12,
-            "gridColor": "var(--line)",
-            "domainColor": "var(--line)",
-            "tickColor": "var(--line)",
-            "labelLimit": 150,
-            "titlePadding": 8,
-        },
-        "axisQuantitative": {"grid": True},
-        "legend": {"disable": True},
-        "text": {"color": "var(--ink)", "fontSize": 12},
+        "config": VEGA_CONFIG,
     }
 
 
@@ -124,28 +119,27 @@ def looks(field: str, table: Mapping[str, tuple[str, str]]) -> Spec:
     }
 
 
-def rule(encoding: Spec, **mark: Any) -> Spec:
-    """Draw a line that screen readers skip: a level, or the bar of an interval."""
-    return {"mark": {"type": "rule", "aria": False, **mark}, "encoding": encoding}
-
-
 def level(axis: str, value: float, *, dashed: bool = False, **mark: Any) -> Spec:
-    """Draw a line across the whole plot.
+    """Draw a line across the whole plot, which screen readers skip.
 
     axis: ``x`` or ``y``, the axis of the value.
     """
-    return rule({axis: {"datum": value}}, color="var(--muted)", **({"strokeDash": DASHES} if dashed else {}), **mark)
+    dashes = {"strokeDash": DASHES} if dashed else {}
+    line = {"type": "rule", "aria": False, "color": "var(--muted)", **dashes, **mark}
+    return {"mark": line, "encoding": {axis: {"datum": value}}}
 
 
 def intervals(axis: str, encoding: Spec, *, width: float = 1.5) -> Spec:
-    """Draw a bar for each row that has both ends.
+    """Draw a bar for each row that has both ends, which screen readers skip.
 
     axis: ``x`` or ``y``. Its field's ends are in the fields of the same name with 1 and 2 behind it.
     """
     field = encoding[axis]["field"]
-    ends = {**encoding, axis: {**encoding[axis], "field": f"{field}1"}, f"{axis}2": {"field": f"{field}2"}}
-    known = [{"filter": f"isValid(datum.{field}1) && isValid(datum.{field}2)"}]
-    return {**rule(ends, strokeWidth=width, opacity=0.8), "transform": known}
+    return {
+        "transform": [{"filter": f"isValid(datum.{field}1) && isValid(datum.{field}2)"}],
+        "mark": {"type": "rule", "aria": False, "strokeWidth": width, "opacity": 0.8},
+        "encoding": {**encoding, axis: {**encoding[axis], "field": f"{field}1"}, f"{axis}2": {"field": f"{field}2"}},
+    }
 
 
 def marks(encoding: Spec, size: int) -> Spec:
@@ -166,27 +160,26 @@ def lines(encoding: Spec, **mark: Any) -> Spec:
 def picture_spec(panel: PlotPanel) -> Spec:
     """Return a panel's specification for a file of its own: light colours, a width in pixels, a legend, a white
     background."""
-    text = json.dumps(panel.spec)
+    text = json.dumps(_printable(panel.spec))
     for name, (light, _) in PALETTE.items():
         text = text.replace(f"var(--{name})", light)
     spec: Spec = json.loads(text)
-    title = panel.picture_title or panel.title
+    title = printable(panel.picture_title or panel.title)
     spec |= {"width": PICTURE_WIDTH, "background": "white", "padding": 12}
     spec["title"] = {"text": title, "anchor": "start", "fontSize": 13, "offset": 8}
     spec["config"]["font"] = "sans-serif"
     spec["config"]["legend"] = {"orient": "bottom", "columns": 4, "title": None, "labelFontSize": 12, "labelLimit": 0}
-    for layer in spec["layer"]:
-        encoding = layer["encoding"]
+    for encoding in (layer["encoding"] for layer in spec["layer"]):
         if "shape" in encoding and encoding["shape"].get("field") != encoding["color"].get("field"):
             encoding["shape"]["legend"] = None  # the title says the kind, and so does each shape
-    return dict(_printable(spec))
+    return spec
 
 
 def _printable(value: Any) -> Any:
     """Return a specification whose texts hold no character that XML forbids: vl-convert ends the process over one."""
     if isinstance(value, dict):
         return {_printable(key): _printable(entry) for key, entry in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_printable(entry) for entry in value]
     return printable(value) if isinstance(value, str) else value
 

@@ -2,20 +2,18 @@
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from ladderize.adapt.methods import ALIGN
-from ladderize.errors import UserError
-from ladderize.eval.comparison import ComparisonDocument, PooledComparison
+from ladderize.eval.comparison import ComparisonDocument
 from ladderize.eval.results import EvaluatedModel
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED
-from ladderize.runtime.bench.document import SpeedRow
+from ladderize.runtime.bench.document import BenchRow
 from ladderize.sweep_document import AS_CONVERTED, SweepPoint
 
-# measured: real ranks; emulated: one real rank of a group that is not there; predicted: nothing ran
-TimingKind = Literal["measured", "emulated", "predicted"]
-KIND_ORDER: tuple[TimingKind, ...] = ("measured", "emulated", "predicted")
+# measured: real ranks; emulated: one real rank of a group that is not there
+TimingKind = Literal["measured", "emulated"]
+KIND_ORDER: tuple[TimingKind, ...] = ("measured", "emulated")
 PHASE_WORDS = {"end_to_end": "end to end", "prefill": "prefill", "decode": "decode"}
 FAMILIES = ("dense", "ladder", "spd", "spd + ladder", "baseline")
 MINUS = "\u2212"
@@ -48,16 +46,12 @@ class WithInterval:
         """Return the three numbers as fields of a plot's row, named as in ``vega.intervals``."""
         return {name: self.value, f"{name}1": self.low, f"{name}2": self.high}
 
-    def interval_text(self, digits: int = 2, *, sign: bool = False) -> str:
-        """Return ``0.98 to 1.04``, or nothing where there is no interval."""
-        if self.low is None or self.high is None:
-            return ""
-        return f"{number_text(self.low, digits, sign=sign)} to {number_text(self.high, digits, sign=sign)}"
-
     def text(self, digits: int = 2, *, sign: bool = False, unit: str = "") -> str:
         """Return the number, its unit and its interval: ``1.01x (0.98 to 1.04)``."""
-        interval = self.interval_text(digits, sign=sign)
-        return number_text(self.value, digits, sign=sign) + unit + (f" ({interval})" if interval else "")
+        value, low, high = (
+            "" if one is None else number_text(one, digits, sign=sign) for one in (self.value, self.low, self.high)
+        )
+        return value + unit + (f" ({low} to {high})" if low and high else "")
 
 
 def speedup_text(speedup: WithInterval) -> str:
@@ -72,16 +66,11 @@ def perplexity_text(perplexity: WithInterval) -> str:
     return perplexity.text(3)
 
 
-def points_of(overall: PooledComparison) -> WithInterval:
-    """Return a difference of mean accuracies in points."""
-    return WithInterval(overall.difference, overall.low, overall.high).scaled(100)
-
-
 @dataclass(frozen=True)
 class Setting:
-    """The setting in which a model was timed, or for which its times were predicted.
+    """The setting in which a model was timed.
 
-    medium: the backend of the ranks, or the emulated or assumed link.
+    medium: the backend of the ranks, or the emulated link.
     source: the number of the document.
     note: a remark at the end of the words, such as on random weights.
     """
@@ -114,39 +103,27 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Spent:
-    """The milliseconds of one pass.
-
-    compute: without communication.
-    waited: the time that communication adds.
-    hidden: communication under compute; None for a layout that overlaps nothing.
-    """
-
-    compute: float
-    waited: WithInterval
-    hidden: float | None
-
-
-@dataclass(frozen=True)
 class Timing:
     """One model in one setting.
 
-    row: of bench.json or plan.json.
     is_first: True if speed-ups are over this row.
-    speedup: by phase.
-    spent: by phase, without ``end_to_end``.
+    has_interval: True if there are enough rounds for the intervals of its speed-ups.
     """
 
     setting: Setting
-    row: SpeedRow
+    row: BenchRow
     is_first: bool
-    speedup: dict[str, WithInterval]
-    spent: dict[str, Spent]
+    has_interval: bool
+
+    def speedup(self, phase: str) -> WithInterval:
+        """Return the speed-up of a phase of PHASE_WORDS."""
+        ends = getattr(self.row, f"speedup_{phase}_interval") if self.has_interval else ()
+        return WithInterval(getattr(self.row, f"speedup_{phase}"), *ends)
 
     @property
     def whole(self) -> WithInterval:
         """The speed-up from end to end."""
-        return self.speedup["end_to_end"]
+        return self.speedup("end_to_end")
 
     @property
     def is_faster(self) -> bool:
@@ -155,14 +132,12 @@ class Timing:
 
 
 @dataclass
-class Subject:
+class ReportModel:
     """A model, or a row that was only timed, with all that is known of it.
 
-    is_model: False for a baseline, a shape, or random weights.
+    is_model: False for a baseline and for random weights.
     accuracy: the mean over tasks, 0 to 1.
     comparison: with the reference, in pairs.
-    control: the dense model after the same training.
-    over_control: points of accuracy from the control.
     timed_as: the model whose times it has, where it was not timed itself.
     """
 
@@ -178,14 +153,11 @@ class Subject:
     tokens: int | None = None
     failure: str | None = None
     not_promoted: str | None = None
-    control: str | None = None
-    over_control: WithInterval | None = None
-    parameters: int | None = None
     accuracy: float | None = None
     perplexity: WithInterval | None = None
     comparison: ComparisonDocument | None = None
     timings: list[Timing] = field(default_factory=list)
-    timed_as: "Subject | None" = None
+    timed_as: "ReportModel | None" = None
 
     @property
     def was_trained(self) -> bool:
@@ -193,15 +165,10 @@ class Subject:
         return self.adapted not in (None, AS_CONVERTED, ALIGN)
 
     @property
-    def is_control(self) -> bool:
-        """True for the dense model, trained like the others."""
-        return self.family == "dense" and bool(self.adaptation)
-
-    @property
     def difference(self) -> WithInterval | None:
         """Points of mean accuracy from the reference."""
         overall = self.comparison.overall if self.comparison is not None else None
-        return None if overall is None else points_of(overall)
+        return None if overall is None else WithInterval(overall.difference, overall.low, overall.high).scaled(100)
 
     @property
     def divergence(self) -> WithInterval | None:
@@ -265,22 +232,14 @@ class Subject:
         return next((timing for timing in self.timings if timing.setting == setting), None)
 
 
-Subjects = dict[str, Subject]  # by the model's path; of other rows by the document and the row's name
-
-
 def model_key(model: str) -> str:
     """Return a model's path as one name: ``./a/`` and ``a`` are the same."""
     return os.path.normpath(model)
 
 
-def new_subject(row: SweepPoint | EvaluatedModel | SpeedRow, model: str, name: str = "", **more: Any) -> Subject:
-    return Subject(name, model, row.layout, row.attention_sync, row.mlp_sync, row.sync_tp_size, **more)
+def new_model(row: SweepPoint | EvaluatedModel | BenchRow, model: str, name: str = "", **more: Any) -> ReportModel:
+    """Return a model that has the layout of a document's row.
 
-
-def check_layout(subject: Subject, row: EvaluatedModel | SpeedRow, path: Path) -> None:
-    """Raise UserError where a document has a model in another layout than the documents before it."""
-    if (subject.attention_sync, subject.mlp_sync) != (row.attention_sync, row.mlp_sync):
-        raise UserError(
-            f"{path} has {subject.model} in another layout than the other documents ({subject.layout}): it was"
-            " converted again in between; evaluate and time it again"
-        )
+    more: further fields.
+    """
+    return ReportModel(name, model, row.layout, row.attention_sync, row.mlp_sync, row.sync_tp_size, **more)
