@@ -187,7 +187,7 @@ def answered(model: Path) -> dict[str, float]:
     from ladderize import EvalOptions, evaluate
 
     tasks = str(ROOT / "ladderize" / "demo" / "tasks")
-    options = EvalOptions(TASKS, include_path=tasks, include_default_tasks=False, batch_size=64, dtype="float32")
+    options = EvalOptions(TASKS, include_path=tasks, batch_size=64, dtype="float32")
     (result,) = evaluate([model], options).models
     scores = {}
     for task, metrics in result.tasks.items():

@@ -14,7 +14,7 @@ import pytest
 
 import ladderize
 from ladderize import CompareOptions, UserError
-from ladderize.eval.answers import collect_answers, read_answered
+from ladderize.eval.answers import read_answered
 from tests.evaluations import Written
 from tests.helpers import ROOT, invoke, one_sentence
 
@@ -45,9 +45,8 @@ def pair(tmp_path):
     return dense, other
 
 
-def compare_files(*written: Written, models: tuple[str, ...] = (), **options: Any) -> ladderize.ComparisonDocument:
-    files = [one.write() for one in written]
-    (document,) = ladderize.compare(files, CompareOptions(**options), models=models).comparisons
+def compare_files(*written: Written, **options: Any) -> ladderize.ComparisonDocument:
+    (document,) = ladderize.compare([one.write() for one in written], CompareOptions(**options)).comparisons
     return document
 
 
@@ -100,7 +99,7 @@ def test_what_cannot_be_compared_is_left_out_by_name(pair):
     assert document.left_out == [
         "beta: odd is no mean over samples",
         "beta: bleu is not a number for every sample",
-        "beta: the samples have no f1",
+        "beta: f1 is not in the samples",
     ]
     assert document.overall.tasks == ["alpha", "beta"]
     assert document.tasks[-1].verdict is None
@@ -175,7 +174,7 @@ def test_what_else_differed_is_remarked(pair):
     other.model.update(dtype="bfloat16", device="cuda:0", backend="vllm", tp_size=2)
     remarks = compare_files(dense, other).remarks
     assert remarks[0] == "the reference was evaluated with dtype float32, the other model with dtype bfloat16"
-    assert [remark.split()[5] for remark in remarks] == ["dtype", "device", "backend", "tp_size"]
+    assert [remark.split()[5] for remark in remarks] == ["dtype", "backend", "tp_size", "device"]
     assert f"Note: {remarks[0]}." in invoke("compare", dense.path, other.path).stdout
 
 
@@ -205,10 +204,6 @@ REFUSALS: dict[str, tuple[Any, str]] = {
         lambda o: o.harness["configs"]["beta"].update(generation_kwargs={"max_gen_toks": 9}),
         "not the same generation_kwargs of beta: None in",
     ),
-    "value": (
-        lambda o: o.harness["results"]["beta"].update({"acc,none": 0.987654}),
-        "the samples of beta are not those of",
-    ),
 }
 
 
@@ -223,6 +218,20 @@ def test_models_that_were_not_asked_the_same_are_refused(pair, what):
     assert "other.json" in str(caught.value)
 
 
+def test_other_texts_are_left_out_by_name(tmp_path):
+    tokens = np.full(20, 100)
+    for key, message in (("data_sha256", "they are of two files"), ("ids_sha256", "their windows differ")):
+        written = [Written(tmp_path, name).perplexity(tokens * 2.0, tokens) for name in ("dense", "other")]
+        written[1].model["perplexity"][key] = "zz"
+        with pytest.raises(UserError, match="nothing was measured alike of both"):
+            compare_files(*written)
+        for one in written:
+            one.task("alpha", {"acc": [1.0, 0.0, 1.0]})
+        document = compare_files(*written)
+        assert document.perplexity is None
+        assert message in document.left_out[0]
+
+
 def test_only_common_tasks_are_compared(pair):
     dense, other = pair
     other.task("gamma", {"acc": coins(5, 0.5)})
@@ -231,7 +240,7 @@ def test_only_common_tasks_are_compared(pair):
     assert document.left_out == ["gamma: only one of the models has it"]
     for task in ("alpha", "beta"):
         del other.samples[task], other.harness["results"][task]
-    with pytest.raises(UserError, match="nothing was measured of both"):
+    with pytest.raises(UserError, match="nothing was measured alike of both"):
         compare_files(dense, other)
 
 
@@ -239,8 +248,6 @@ def test_only_common_tasks_are_compared(pair):
     ("key", "value", "message"),
     [
         ("window_nll", [1e200] * 20, "has no windows of its perplexity that fit together"),
-        ("data_sha256", "zz", "not the same file of --perplexity"),
-        ("ids_sha256", "zz", "not the same windows"),
         ("window_nll", None, "has no windows of its perplexity that fit together"),
         ("window_tokens", [9] * 10, "has no windows of its perplexity that fit together"),
     ],
@@ -280,13 +287,13 @@ def link_outside(path: Path) -> None:
 
 BROKEN: dict[str, tuple[Any, str]] = {
     "not JSON": (lambda path: path.write_text("{"), "is not valid JSON"),
-    "foreign": (lambda path: path.write_text('{"a": 1}'), "is no results.json of ladderize eval"),
+    "foreign": (lambda path: path.write_text('{"a": 1}'), "it should be a results.json of ladderize eval"),
     "of a list": (lambda path: path.write_text("[]"), "holds a list where an object is expected"),
     "other schema": (lambda path: rewrite(path, lambda c: c.update(schema_version=9)), "schema_version 9"),
-    "cut off": (break_samples('{"doc_id": 5, "do'), "alpha.jsonl, line 301 is not valid JSON"),
-    "no sample": (break_samples('{"a": 1}\n'), "line 301 is not a sample of lm-eval: its filter is not a str"),
-    "a number": (break_samples("5\n"), "line 301 is not a sample of lm-eval"),
-    "no file": (lambda path: (path.with_suffix(".samples") / "beta.jsonl").unlink(), "that are not there"),
+    "cut off": (break_samples('{"doc_id": 5, "do'), "alpha.jsonl, line 301: "),
+    "no sample": (break_samples('{"a": 1}\n'), "line 301: no sample of lm-eval: its filter is not a str"),
+    "a number": (break_samples("5\n"), "line 301: no sample of lm-eval"),
+    "no file": (lambda path: (path.with_suffix(".samples") / "beta.jsonl").unlink(), "beta.jsonl is not there"),
     "no samples": (
         lambda path: rewrite(path, lambda c: c["models"][0].pop("samples")),
         "keeps no samples of alpha for models/other",
@@ -302,7 +309,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "no model": (lambda path: rewrite(path, lambda c: c.update(models=[])), "holds no model"),
     "results": (
         lambda path: rewrite(path, lambda c: c["models"][0].update(results=[1])),
-        "results of an evaluated model is no object",
+        "models/other: results is [1], but must be an object",
     ),
 }
 
@@ -322,14 +329,11 @@ def test_an_answer_that_comes_twice(pair):
     assert "there are two answers to doc_id 3" in one_sentence(invoke("compare", dense.write(), other.write()))
 
 
-def test_a_model_that_is_not_there_and_one_that_is_alone(pair, tmp_path):
+def test_a_model_that_is_alone_and_files_that_are_not_there(pair, tmp_path):
     dense, other = (written.write() for written in pair)
-    assert "--model x is in no file; there are models/dense, models/other" in one_sentence(
-        invoke("compare", dense, other, "--model", "x")
-    )
     assert "there are no two models to compare, but only models/dense" in one_sentence(invoke("compare", dense))
     (tmp_path / "empty").mkdir()
-    assert "holds no results of an evaluation" in one_sentence(invoke("compare", tmp_path / "empty"))
+    assert "holds no results.json" in one_sentence(invoke("compare", tmp_path / "empty"))
     assert invoke("compare", dense, other, "--margin", "0").code == 2
     assert "no such file" in one_sentence(invoke("compare", dense, tmp_path / "none.json"))
 
@@ -382,9 +386,7 @@ def test_several_models_of_one_file_are_each_compared_with_the_first(pair, tmp_p
         ("models/dense", "models/other"),
         ("models/dense", "models/third"),
     ]
-    (chosen,) = ladderize.compare([dense, both], models=["third"]).comparisons
-    assert chosen.other == "models/third"
-    assert read_answered(both, "other").name == "models/other"
+    assert read_answered(both, "models/other").name == "models/other"
     with pytest.raises(UserError, match="does not hold one model x, but models/dense, models/other, models/third"):
         read_answered(both, "x")
 
@@ -426,13 +428,13 @@ def evaluated(tmp_path_factory):
     tracker.save_results_aggregated(results=dict(result), samples=samples)
     for task, logged in samples.items():
         tracker.save_results_samples(task, json.loads(json.dumps(logged, default=str)))
-    return folder / "out", result, samples
+    (file,) = folder.glob("out/*/results_*.json")
+    return file, result
 
 
-def test_the_output_of_lm_eval_is_read_as_a_file_and_as_a_folder(evaluated):
-    folder, result, _ = evaluated
-    (file,) = folder.glob("*/results_*.json")
-    (document,) = ladderize.compare([folder, file]).comparisons
+def test_the_output_of_lm_eval_is_read(evaluated):
+    file, result = evaluated
+    (document,) = ladderize.compare([file, file]).comparisons
     assert {one.task for one in document.tasks} == {"demo_agreement", "demo_arithmetic"}
     for one in document.tasks:
         assert one.value == pytest.approx(result["results"][one.task][f"{one.metric},none"])
@@ -445,7 +447,6 @@ def test_lm_evals_own_output_goes_with_ours(evaluated, tmp_path):
     options = ladderize.EvalOptions(
         tasks=("demo_agreement", "demo_arithmetic"),
         include_path=str(DEMO / "tasks"),
-        include_default_tasks=False,
         limit=24,
         dtype="float32",
     )
@@ -453,14 +454,6 @@ def test_lm_evals_own_output_goes_with_ours(evaluated, tmp_path):
     (document,) = ladderize.compare([evaluated[0], tmp_path]).comparisons
     assert [one.difference for one in document.tasks] == [0.0, 0.0]
     assert (document.left_out, document.perplexity) == ([], None)
-
-
-def test_samples_in_memory_are_as_those_of_files(evaluated):
-    folder, _, samples = evaluated
-    (file,) = folder.glob("*/results_*.json")
-    stored = read_answered(folder, json.loads(file.read_text())["model_name"])
-    for task, logged in samples.items():
-        assert collect_answers((("", sample) for sample in logged), "this run") == stored.answers[task]
 
 
 # ---- whatever a stranger's file holds ----

@@ -14,20 +14,18 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from ladderize import convert_checkpoint, load
+from ladderize import compare, convert_checkpoint, load
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.errors import UserError
-from ladderize.eval import run
-from ladderize.eval.answers import read_answered
-from ladderize.eval.compare import compare_models
-from ladderize.eval.comparison import CompareOptions, ComparisonDocument
-from ladderize.eval.hf import HFModel, score_windows
+from ladderize.eval import run, tasks
+from ladderize.eval.model import HFModel
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, perplexity_from_nlls
-from ladderize.eval.table import comparison_rows, prediction_rows, short_names
+from ladderize.eval.table import result_rows, short_names
 from ladderize.eval.tasks import open_tasks
+from ladderize.eval.text import score_windows
 from ladderize.ranks.group import Ranks
 from tests import warm
 from tests.helpers import STORIES, fresh_rng, invoke, listing, make_model, one_sentence, save_llama
@@ -47,8 +45,12 @@ def tasks_of_lm_eval(tmp_path_factory):
         yield
 
 
+def nlls_of(model, windows, batch_size=8):
+    return np.array([score.nll for score in score_windows(model, windows, batch_size=batch_size)])
+
+
 def model_perplexity(model, windows, batch_size=8):
-    return perplexity_from_nlls(score_windows(model, windows, batch_size=batch_size).nll, windows, seconds=1.0)
+    return perplexity_from_nlls(nlls_of(model, windows, batch_size), windows, seconds=1.0)
 
 
 def test_scores_of_windows_equal_a_plain_loop():
@@ -61,7 +63,7 @@ def test_scores_of_windows_equal_a_plain_loop():
         logits = oracle(torch.from_numpy(window)[None])[0][0].double().log_softmax(-1)
         expected.append(-sum(float(logits[i, window[i + 1]]) for i in range(len(window) - 1)))
     for batch_size in (1, 2, 8):
-        np.testing.assert_allclose(score_windows(model, windows, batch_size=batch_size).nll, expected, rtol=1e-4)
+        np.testing.assert_allclose(nlls_of(model, windows, batch_size), expected, rtol=1e-4)
     result = model_perplexity(model, windows, batch_size=3)
     tokens = 5 * 8 + 6 + 1
     assert (result.tokens, result.windows, result.seq_len) == (tokens, 7, 9)
@@ -139,30 +141,12 @@ def test_eval_of_two_models(pair, tmp_path):
     check_samples(tmp_path, document)
     results = EvalResults.from_dict(document, "r.json")
     assert results.to_dict() == {key: document[key] for key in ("options", "models", "comparisons")}
-    rows = comparison_rows(results)
+    rows = result_rows(results)
     assert [row["task"] for row in rows if row["task"]] == ["perplexity", "demo_agreement", "demo_arithmetic"]
     assert {(row["model"], row["layout"]) for row in rows} == {("model", "dense"), ("ladder", "ladder 0:8")}
-    check_comparison(pair, tmp_path, document, rows)
-
-
-def check_comparison(pair: tuple[Path, Path], folder: Path, document: dict, rows: list[dict[str, str]]) -> None:
-    """The comparison made on the fly is that of the stored files, and the table shows what the samples say."""
-    (comparison,) = document["comparisons"]
-    dense, ladder = (read_answered(folder / "r.json", str(model)) for model in pair)
-    assert ComparisonDocument.from_dict(comparison, "r.json") == compare_models(dense, ladder, CompareOptions())
-    answers = [
-        [json.loads(line)["exact_match"] for line in (folder / entry["samples"]["demo_arithmetic"]).open()]
-        for entry in document["models"]
-    ]
-    lost = sum(ours > theirs for ours, theirs in zip(*answers, strict=True))
-    won = sum(ours < theirs for ours, theirs in zip(*answers, strict=True))
-    assert [row["flips"] for row in rows] == ["", "", "", rows[3]["flips"], "", f"-{lost} +{won}"]
-    assert rows[1]["difference"].endswith(f" ±{comparison['perplexity']['stderr']:.4f}")
-    assert [bool(row["interval"]) for row in rows] == [False, True] * 3
-    predictions = document["models"][1]["ladderize"]["predictions"]
-    assert predictions["reference"] == str(pair[0])
-    (row,) = prediction_rows(EvalResults.from_dict(document, "r.json"))
-    assert (row["model"], row["mean KL"]) == ("ladder", f"{predictions['mean_kl']:.4g}")
+    # the comparison made on the fly is that of the stored files
+    assert compare([tmp_path / "r.json"]).comparisons == results.comparisons
+    assert document["models"][1]["ladderize"]["predictions"]["reference"] == str(pair[0])
 
 
 def test_what_cannot_be_compared_is_said_and_the_results_stay(llama, tmp_path):
@@ -177,9 +161,9 @@ def test_what_cannot_be_compared_is_said_and_the_results_stay(llama, tmp_path):
     assert comparison["perplexity"]["windows"] == 7
     longer = save_llama(tmp_path / "longer", max_position_embeddings=40)
     outcome = invoke("eval", llama, longer, "--perplexity", tmp_path / "ids.npy", "--json")
-    assert f"Warning: {longer} was not compared with {llama}: not the same" in outcome.stderr
+    assert f"Warning: {longer} was not compared with {llama}: nothing was measured alike" in outcome.stderr
     document = json.loads(outcome.stdout)
-    assert "comparisons" not in document
+    assert document["comparisons"] == []
     assert len(document["models"]) == 2
 
 
@@ -201,7 +185,7 @@ def check_samples(folder: Path, document: dict) -> None:
     ("change", "message"),
     [
         ({"models": {}}, "r.json: models is {}, but must be a list"),
-        ({"models": [{}]}, "r.json: models[0] has no ladderize"),
+        ({"models": [{}]}, "r.json: models[0]: ladderize is None, but must be an object"),
         (
             {"models": [{"ladderize": {"model": 3}}]},
             "r.json: models[0]: ladderize: model is 3, but must be of type str",
@@ -260,14 +244,14 @@ def test_a_continuation_is_scored_at_its_place_beside_any_other():
 
 
 def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):
-    original = run.run_task
+    original = tasks.run_task
 
     def second_fails(lm, task, manager, options):
         if task == "demo_copying":
             raise RuntimeError("out of memory, say")
         return original(lm, task, manager, options)
 
-    monkeypatch.setattr(run, "run_task", second_fails)
+    monkeypatch.setattr(tasks, "run_task", second_fails)
     out = ("--limit", 8, "--out", tmp_path / "r.json")
     failed = one_sentence(invoke("eval", pair[0], *demo("agreement copying"), *out))
     assert "RuntimeError: out of memory, say (run again with --debug" in failed
@@ -276,10 +260,10 @@ def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
-    out, ran, original = tmp_path / "r.json", [], run.run_task
+    out, ran, original = tmp_path / "r.json", [], tasks.run_task
     text = tmp_path / "text.txt"
     text.write_text("\n".join(documents(4, test=True, seed=3)))
-    shared = {"include_path": str(TASKS), "include_default_tasks": False, "limit": 8, "perplexity": str(text)}
+    shared = {"include_path": str(TASKS), "limit": 8, "perplexity": str(text)}
     options = EvalOptions(tasks=("demo_agreement", "demo_copying"), **shared)
 
     def noted(lm, task, manager, options):
@@ -288,7 +272,7 @@ def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
             raise RuntimeError("killed, say")
         return original(lm, task, manager, options)
 
-    monkeypatch.setattr(run, "run_task", noted)
+    monkeypatch.setattr(tasks, "run_task", noted)
     fails = ["demo_copying"]
     with pytest.raises(RuntimeError):
         run.evaluate([pair[0]], options, out=out)
@@ -318,9 +302,7 @@ def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
 
 def test_going_on_in_another_order_replaces_no_samples(pair, tmp_path):
     """Of models whose folders have one name."""
-    options = EvalOptions(
-        tasks=("demo_agreement",), include_path=str(TASKS), include_default_tasks=False, limit=4, batch_size=4
-    )
+    options = EvalOptions(tasks=("demo_agreement",), include_path=str(TASKS), limit=4, batch_size=4)
     for name, model in (("a", pair[0]), ("b", pair[1])):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model").symlink_to(model)
@@ -364,10 +346,7 @@ def task_without_data(folder: Path) -> Path:
         ([], 2, "nothing to evaluate"),
         (["--limit", "3", "--perplexity", "x.txt"], 2, "--limit has no effect without --tasks"),
         (["--resume", "--perplexity", "x.txt"], 2, "--resume has no effect without --out"),
-        (["--no-default-tasks", "--tasks", "t"], 2, "--no-default-tasks has no effect without --include-path"),
         (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
-        (["--tasks", "their", "--include-path", TASKS], 1, "similar names: theirs"),
-        ([*demo("agrement"), "--no-default-tasks"], 1, "similar names: demo_agreement"),
         (["--tasks", "a", "--seq-len", "9"], 2, "--seq-len has no effect"),
         (["--tasks", "a", "--windows", "9"], 2, "--windows has no effect"),
         (["--tasks", "a", "--include-path", "/no/dir"], 1, "is not a folder"),
@@ -393,8 +372,8 @@ def test_found_before_any_work(tmp_path, monkeypatch):
         (tmp_path, "is a folder"),
         (tmp_path / "fifo", "is not a regular file"),
         (tmp_path / "no" / "r.json", "does not exist"),
-        (tmp_path / "r.samples", "has the name of the folder of its samples"),
-        (tmp_path / "lost.json", "which is a file; name another --out"),
+        (tmp_path / "r.samples", "its samples belong into"),
+        (tmp_path / "lost.json", "its samples belong into"),
         (Path("/proc/r.json"), "cannot be written"),
     ):
         assert message in one_sentence(invoke("eval", MODEL, *demo("copying"), "--out", out))
@@ -472,14 +451,12 @@ def test_tasks_of_lm_eval_are_read_where_they_matter(tmp_path):
     folder = shutil.copytree(TASKS, tmp_path / "tasks")
     (folder / "mixed.yaml").write_text("group: mixed\ntask: [demo_copying, theirs]\n")
 
-    def known(*tasks, **more):
-        return open_tasks(EvalOptions(tasks=tasks, include_path=str(folder), **more)).all_tasks
+    def known(*names):
+        return open_tasks(EvalOptions(tasks=names, include_path=str(folder))).all_tasks
 
     assert "theirs" not in known("demo_copying", "demo_agreement")
     assert {"theirs", "demo_copying"} <= {*known("demo_copying", "theirs")}
     assert "theirs" in known("mixed")
-    with pytest.raises(UserError, match="the task 'mixed' cannot be loaded"):
-        known("mixed", include_default_tasks=False)
 
 
 def test_fewshot_that_a_task_forbids(tmp_path):

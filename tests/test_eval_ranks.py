@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ladderize import EvalOptions, UsageError, UserError, convert_checkpoint
+from ladderize import EvalOptions, UsageError, convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.eval import run
-from ladderize.eval.tasks import open_tasks
 from ladderize.ranks.environment import Place, started_rank_variables
 from tests.helpers import ROOT, fresh_rng, invoke, listing
 from tests.warm import PATIENCE, free_port
@@ -105,17 +104,6 @@ def test_accelerate_launch(workplace, alone):
     assert json.loads(result.stdout) == json.loads((workplace / "accelerate.json").read_text())  # printed once
     assert {"accelerate.json", "accelerate.samples"} <= set(listing(workplace))
     check_same(workplace, alone, "accelerate.json")
-
-
-def test_a_task_with_fewer_samples_than_processes():
-    options = EvalOptions(tasks=("demo_agreement",), include_path=str(TASKS), include_default_tasks=False, limit=2)
-    open_tasks(options, 2)
-    with pytest.raises(UserError) as error:
-        open_tasks(options, 3)
-    assert str(error.value) == (
-        "the task 'demo_agreement' has 2 samples, fewer than the 3 processes that share them; start fewer processes, or"
-        " raise --limit"
-    )
 
 
 def test_what_several_processes_cannot_share(monkeypatch):

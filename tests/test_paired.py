@@ -7,17 +7,16 @@ import pytest
 import scipy.stats
 
 from ladderize.errors import UsageError
-from ladderize.eval import paired
-from ladderize.eval.comparison import CompareOptions
-from ladderize.eval.paired import Estimate, bootstrapped, estimate_mean, judge, least_samples, mcnemar_p, verdict_of
-from ladderize.eval.paired import samples_needed as needed_of
+from ladderize.eval import comparison
+from ladderize.eval.comparison import Estimate, bootstrapped, estimate_mean, least_samples, mcnemar_p, verdict_of
+from ladderize.eval.options import CompareOptions
 
 REPEATS = 400  # simulated evaluations for a coverage
 
 
 @pytest.fixture(autouse=True)
 def _few_resamples(monkeypatch):
-    monkeypatch.setattr(paired, "BOOTSTRAP_RESAMPLES", 999)
+    monkeypatch.setattr(comparison, "BOOTSTRAP_RESAMPLES", 999)
 
 
 def fresh() -> np.random.Generator:
@@ -96,23 +95,25 @@ def test_mcnemars_p_is_that_of_the_binomial_distribution():
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "enough", "verdict"),
+    ("low", "high", "stderr", "verdict"),
     [
-        (-0.009, 0.02, False, "shown"),
-        (-0.01, 0.02, True, "not shown"),  # the end on the margin is not above it
-        (-0.02, 0.02, False, "too few samples"),
-        (-0.03, -0.011, False, "worse"),
+        (-0.009, 0.02, 0.1, "shown"),
+        (-0.01, 0.02, 0.0001, "not shown"),  # the end on the margin is not above it
+        (-0.02, 0.02, 0.1, "too few samples"),
+        (-0.03, -0.011, 0.1, "worse"),
     ],
 )
-def test_the_verdict_says_what_the_interval_shows(low, high, enough, verdict):
-    assert judge(low, high, 0.01, enough=enough) == verdict
+def test_the_verdict_says_what_the_interval_shows(low, high, stderr, verdict):
+    assert verdict_of(Estimate(low, high, stderr), even(1000), 1.0)[0] == verdict
+    assert verdict_of(Estimate(-high, -low, stderr), even(1000), 1.0, higher_is_better=False)[0] == verdict
 
 
 def test_with_the_samples_needed_four_of_five_equal_models_pass():
     rng = fresh()
     flips, margin = 0.2, 5.0
     first = answers(rng, 2000, flips / 2, flips / 2)
-    needed = needed_of(2000, even(2000), estimate_mean([first]).stderr, margin / 100)
+    stderr = estimate_mean([first]).stderr
+    _, needed = verdict_of(Estimate(-1.0, 1.0, stderr * 4), even(125), margin)
     assert needed == pytest.approx((1.96 + 0.84) ** 2 * flips / 0.05**2, rel=0.15)
     shown = [
         verdict_of(estimate_mean([answers(rng, needed, flips / 2, flips / 2)]), even(needed), margin)[0] == "shown"

@@ -157,7 +157,7 @@ def test_an_evaluation_needs_the_dense_ones_only_for_its_text(place, tmp_path):
         return dense.key in converted.needs
 
     assert needs(perplexity=str(place / "heldout.npy"))
-    assert not needs(tasks=["demo_copying"], include_path=str(TASKS), include_default_tasks=False)
+    assert not needs(tasks=["demo_copying"], include_path=str(TASKS))
 
 
 def test_layouts_that_differ_in_their_heads_alone_are_two_points(place, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 from ladderize.choices import AS_JSON, argument, option
 from ladderize.commands.builder import MEASUREMENT, OUTPUT, GivenOptions, command
 from ladderize.console import Console
-from ladderize.eval.comparison import CompareOptions
+from ladderize.eval.options import CompareOptions
 from ladderize.files.documents import check_writable, write_json
 
 
@@ -15,7 +15,6 @@ class CompareArguments:
     files: tuple[Path, ...] = argument(
         "RESULTS...", "results.json of eval, or what lm_eval --log_samples wrote. The first model is the reference."
     )
-    model: tuple[str, ...] = option("Of files with several models take this one. Repeatable.", (), metavar="NAME")
     out: Path | None = option("Write the comparison as JSON.", metavar="FILE")
     as_json: bool = option(AS_JSON, False)
 
@@ -23,7 +22,7 @@ class CompareArguments:
 @command(
     CompareArguments,
     CompareOptions,
-    panels={MEASUREMENT: "model margin", OUTPUT: "out json"},
+    panels={MEASUREMENT: "margin", OUTPUT: "out json"},
     configurable=False,
 )
 def compare(given: GivenOptions) -> None:
@@ -31,25 +30,20 @@ def compare(given: GivenOptions) -> None:
 
     Works on stored files alone. Models that were not asked the same are refused.
     """
-    own, options = given.fill(CompareArguments), given.fill(CompareOptions)
-    from ladderize.eval.answers import OWN_NAME
-
-    if own.out is not None:
-        check_writable(own.out, inputs=[*own.files, *(folder / OWN_NAME for folder in own.files)])
+    arguments, options = given.fill(CompareArguments), given.fill(CompareOptions)
+    from ladderize.eval.answers import RESULTS_NAME
     from ladderize.eval.compare import compare as compare_files
-    from ladderize.eval.words import comparison_sentences, difference_rows, heading
+    from ladderize.eval.table import show_comparison
 
-    console = Console(own.as_json)
-    comparisons = compare_files(own.files, options, models=own.model)
+    if arguments.out is not None:
+        check_writable(arguments.out, inputs=[*arguments.files, *(file / RESULTS_NAME for file in arguments.files)])
+    console = Console(arguments.as_json)
+    comparisons = compare_files(arguments.files, options)
     console.document(comparisons.to_dict())
     for number, document in enumerate(comparisons.comparisons):
-        console.result(("\n" if number else "") + heading(document))
-        if rows := difference_rows(document):
+        if number:
             console.result("")
-            console.table(rows, right=[key for key in rows[0] if key not in ("task", "metric")])
-        console.result("")
-        for sentence in comparison_sentences(document):
-            console.prose(sentence)
-    if own.out is not None:
-        write_json(own.out, comparisons.to_dict())
-        console.note(f"wrote {own.out}")
+        show_comparison(document, console)
+    if arguments.out is not None:
+        write_json(arguments.out, comparisons.to_dict())
+        console.note(f"wrote {arguments.out}")

@@ -36,7 +36,7 @@ class EvalArguments:
     EvalOptions,
     EvalArguments,
     panels={
-        MEASUREMENT: "tasks perplexity include_path no_default_tasks limit num_fewshot apply_chat_template"
+        MEASUREMENT: "tasks perplexity include_path limit num_fewshot apply_chat_template"
         " seq_len windows seed backend reference",
         MEMORY: "tp_size batch_size max_length dtype device",
         MODELS: "revision",
@@ -52,7 +52,7 @@ def evaluate(given: GivenOptions) -> None:
     console = Console(own.as_json)
     with console.stage(LOADING):
         from ladderize.eval.run import evaluate as evaluate_models
-        from ladderize.eval.table import comparison_rows, prediction_rows, table_words, verdicts
+        from ladderize.eval.table import result_rows, show_comparison
 
         engine = _engine(options)
     results = evaluate_models(
@@ -66,18 +66,10 @@ def evaluate(given: GivenOptions) -> None:
         console=console,
     )
     console.document(results.to_dict())
-    rows = comparison_rows(results)
-    console.table(rows, right=["value", "stderr", "difference", "interval", "flips"])
-    if words := table_words(rows):
+    console.table(result_rows(results), right=["value", "stderr"])
+    for comparison in results.comparisons:
         console.result("")
-        console.prose(words)
-    if sentences := verdicts(results):
-        console.result("")
-    for sentence in sentences:
-        console.prose(sentence)
-    if predictions := prediction_rows(results):
-        console.result("\nKL divergence from the reference's predictions, in nats per token:\n")
-        console.table(predictions, right=[key for key in predictions[0] if key != "model"])
+        show_comparison(comparison, console)
     if own.out is not None:
         console.note(f"wrote {own.out}")
 

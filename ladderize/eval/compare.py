@@ -2,25 +2,28 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.answers import HASHES, AnsweredModel, finite_number, open_results
+from ladderize.eval.answers import HASHES, AnsweredModel, finite_number, read_models
 from ladderize.eval.comparison import (
     CONFIDENCE,
-    CompareOptions,
     ComparisonDocument,
     Comparisons,
     PerplexityComparison,
     PooledComparison,
     PredictionComparison,
     TaskComparison,
+    bootstrapped,
+    estimate_mean,
+    mcnemar_p,
+    verdict_of,
 )
-from ladderize.eval.paired import bootstrapped, estimate_mean, mcnemar_p, verdict_of
+from ladderize.eval.options import CompareOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,62 +35,63 @@ CLOSE = 1e-6  # relative: how closely the samples' mean must match the results
 MAX_TOKENS, MAX_NATS = 2**40, 700.0  # of a window; per token: exp(700) is the largest perplexity
 ADVICE = "evaluate both models alike, best in one `ladderize eval`"
 
+Pair = tuple[AnsweredModel, AnsweredModel]  # the reference and the other model
 
-def compare(
-    files: Iterable[str | Path], options: CompareOptions | None = None, *, models: Sequence[str] = ()
-) -> Comparisons:
+
+def compare(files: Iterable[str | Path], options: CompareOptions | None = None) -> Comparisons:
     """Compare each model of stored evaluations with the first one of the first file.
 
-    files: results.json of ``ladderize eval``, results_*.json of ``lm_eval --log_samples``, or folders with one.
-    models: of files with several models use only these, by their names or the last parts of these.
+    files: results.json of ``ladderize eval`` or a folder with one, or results_*.json of ``lm_eval --log_samples``.
     Raises UserError for models that were not asked the same, and says what differs.
     """
-    stored = [open_results(Path(file)) for file in files]
-    for model in models:
-        if not any(results.places(model) for results in stored):
-            known = ", ".join(dict.fromkeys(name for results in stored for name in results.names))
-            raise UserError(f"--model {model} is in no file; there are {known}")
-    chosen = [
-        read()
-        for results in stored
-        for place, read in enumerate(results.reads)
-        if not models or len(results.names) == 1 or any(place in results.places(model) for model in models)
-    ]
-    if len(chosen) < 2:
-        names = ", ".join(entry.name for entry in chosen) or "no model"
+    models = [model for file in files for model in read_models(Path(file))]
+    if len(models) < 2:
+        names = ", ".join(model.name for model in models) or "no model"
         raise UserError(f"there are no two models to compare, but only {names}; name another file")
-    return Comparisons([compare_models(chosen[0], other, options or CompareOptions()) for other in chosen[1:]])
+    return Comparisons([compare_models(models[0], other, options or CompareOptions()) for other in models[1:]])
 
 
 def compare_models(reference: AnsweredModel, other: AnsweredModel, options: CompareOptions) -> ComparisonDocument:
-    """Compare everything that both models were asked; questions that only one was asked are left out by name.
+    """Compare everything that both models were asked. What cannot be compared is left out by name.
 
-    Raises UserError, which says what differs, where a common task was asked in two ways.
+    Raises UserError, which says what differs, where a common task was asked in two ways, or nothing is common.
     """
     both = (reference, other)
     tasks = [task for task in reference.answers if task in other.answers]
-    texts = all(entry.model is not None and entry.model.perplexity is not None for entry in both)
-    if not tasks and not texts:
-        raise UserError(f"nothing was measured of both {reference.where} and {other.where}; {ADVICE}")
-    only_one = [task for entry in both for task in entry.answers if task not in tasks]
-    left_out = [f"{task}: only one of the models has it" for task in only_one]
+    left_out = [f"{task}: only one of the models has it" for one in both for task in one.answers if task not in tasks]
     if tasks and reference.model is not None and other.model is not None:
-        check_same("BOS token in front of texts", both, *(e.model and e.model.add_bos_token for e in both))
-    compared: list[TaskDifferences] = []
+        check_same("BOS token in front of texts", both, *(one.model and one.model.add_bos_token for one in both))
+    compared: list[TaskComparison] = []
+    differences: dict[str, Floats] = {}  # of each task's main metric
     for task in tasks:
         check_same_questions(both, task)
-        of_task, missing = compare_task(both, task, options)
-        compared += of_task
-        left_out += missing
+        columns = {key: sample_values(both, task, *key) for key in metrics_of(both, task)}
+        measured = [
+            compare_metric(both, task, *key, values, options)
+            for key, values in columns.items()
+            if not isinstance(values, str)
+        ]
+        main = main_of(measured)
+        compared += [replace(one, main=one is main) for one in measured]
+        for key, values in columns.items():
+            if isinstance(values, str):
+                left_out.append(f"{task}: {metric_name(*key)} {values}")
+            elif main is not None and key == (main.metric, main.filter):
+                differences[task] = values[1] - values[0]
+    reason = different_text(both)
+    if reason:
+        left_out.append(f"perplexity: {reason}")
+    if not tasks and reason != "":
+        raise UserError(f"nothing was measured alike of both {reference.where} and {other.where}; {ADVICE}")
     return ComparisonDocument(
         reference=reference.name,
         other=other.name,
         margin=options.margin,
         level=CONFIDENCE,
-        tasks=[one.comparison for one in compared],
-        overall=pool(reference.harness, [one for one in compared if one.comparison.main], options),
-        perplexity=compare_perplexity(both) if texts else None,
-        predictions=compare_predictions(both) if texts else None,
+        tasks=compared,
+        overall=pool(reference, [one for one in compared if one.main], differences, options),
+        perplexity=compare_perplexity(both) if reason == "" else None,
+        predictions=compare_predictions(both) if reason == "" else None,
         left_out=left_out,
         remarks=evaluation_remarks(both),
     )
@@ -95,28 +99,24 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, options: Comp
 
 # ---- were both asked the same? ----
 
-Pair = tuple[AnsweredModel, AnsweredModel]  # the reference and the other model
-
 
 def check_same(what: str, both: Pair, ours: Any, theirs: Any) -> None:
     """Raise UserError, which shows both values, where a setting differs."""
     if ours != theirs:
-        shown = [f"{str(value)[:40]} in {entry.where}" for value, entry in zip((ours, theirs), both, strict=True)]
+        shown = [f"{str(value)[:40]} in {one.where}" for value, one in zip((ours, theirs), both, strict=True)]
         raise UserError(f"not the same {what}: {', '.join(shown)}; {ADVICE}")
 
 
 def check_same_questions(both: Pair, task: str) -> None:
     """Raise UserError unless both answered the same documents of a task, with the same prompts and settings."""
-    reference, other = both
-    check_same(f"version of {task}", both, *(entry.of_task("versions", task) for entry in both))
+    check_same(f"version of {task}", both, *(one.harness.versions.get(task) for one in both))
     for key in ("output_type", "generation_kwargs", "repeats"):
-        check_same(f"{key} of {task}", both, *(entry.object_of_task("configs", task).get(key) for entry in both))
-    check_same(f"filters of {task}", both, *(sorted(entry.answers[task]) for entry in both))
-    between = f"{reference.where} and {other.where}"
-    for name, ours in reference.answers[task].items():
-        theirs = other.answers[task][name]
-        if len(ours) != len(theirs):
-            check_same(f"number of samples of {task} (--limit)", both, len(ours), len(theirs))
+        check_same(f"{key} of {task}", both, *(one.harness.configs.get(task, {}).get(key) for one in both))
+    check_same(f"filters of {task}", both, *(sorted(one.answers[task]) for one in both))
+    between = f"{both[0].where} and {both[1].where}"
+    for name, ours in both[0].answers[task].items():
+        theirs = both[1].answers[task][name]
+        check_same(f"number of samples of {task} (--limit)", both, len(ours), len(theirs))
         if odd := ours.keys() ^ theirs.keys():
             raise UserError(f"not the same samples of {task}: only one of {between} has doc_id {min(odd)}; {ADVICE}")
         for place, what in enumerate(HASHES.values()):
@@ -128,112 +128,100 @@ def check_same_questions(both: Pair, task: str) -> None:
                 )
 
 
+def different_text(both: Pair) -> str | None:
+    """Return why the perplexities cannot be compared; an empty text where they can, None where there are not two.
+
+    Raises UserError for windows that are missing or impossible.
+    """
+    ours, theirs = (one.model.perplexity if one.model is not None else None for one in both)
+    if ours is None or theirs is None:
+        return None
+    if ours.data_sha256 != theirs.data_sha256:
+        return "they are of two files"
+    same = ours.ids_sha256 == theirs.ids_sha256 and np.array_equal(_windows(both[0])[1], _windows(both[1])[1])
+    return "" if same else "their windows differ (--seq-len, --windows, or the tokenizer)"
+
+
 def evaluation_remarks(both: Pair) -> list[str]:
     """Return other differences in how the models were computed, which may also cause a difference."""
-    reference, other = (entry.model for entry in both)
-    if reference is None or other is None:
+    ours, theirs = (one.model for one in both)
+    if ours is None or theirs is None:
         return []
-    pairs = {key: (getattr(reference, key), getattr(other, key)) for key in ("dtype", "device", "backend", "tp_size")}
-    pairs["device"] = (reference.device.partition(":")[0], other.device.partition(":")[0])
+    pairs = {key: (getattr(ours, key), getattr(theirs, key)) for key in ("dtype", "backend", "tp_size")}
+    pairs["device"] = (ours.device.partition(":")[0], theirs.device.partition(":")[0])
     return [
-        f"the reference was evaluated with {key} {ours}, the other model with {key} {theirs}"
-        for key, (ours, theirs) in pairs.items()
-        if ours != theirs
+        f"the reference was evaluated with {key} {one}, the other model with {key} {other}"
+        for key, (one, other) in pairs.items()
+        if one != other
     ]
 
 
 # ---- tasks ----
 
 
-@dataclass(frozen=True)
-class TaskDifferences:
-    """A metric of a task, with the differences of its samples."""
+def metrics_of(both: Pair, task: str) -> list[tuple[str, str]]:
+    """Return metric and filter of everything that the samples or the results of a task name."""
+    sampled = [
+        (metric, name)
+        for name, answers in both[0].answers[task].items()
+        for answer in answers.values()
+        for metric in answer.values
+    ]
+    keys = [key.partition(",") for key in both[0].harness.results.get(task, {}) if "_stderr" not in key]
+    return list(dict.fromkeys([*sampled, *((metric, name) for metric, _, name in keys if name)]))
 
-    comparison: TaskComparison
-    differences: "Floats"
 
+def sample_values(both: Pair, task: str, metric: str, name: str) -> "tuple[Floats, Floats] | str":
+    """Return a metric of both models' samples, in the order of doc_id, or why it cannot be compared.
 
-def compare_task(both: Pair, task: str, options: CompareOptions) -> tuple[list[TaskDifferences], list[str]]:
-    """Compare all metrics of one task. Returns those that can be compared, and sentences on the others.
-
-    Raises UserError where the samples are not those of the results.
+    name: of the filter.
     """
-    compared, left_out = [], []
-    reported = {**both[0].object_of_task("results", task)}
-    for name, ours in both[0].answers[task].items():
-        theirs = both[1].answers[task][name]
-        for metric in dict.fromkeys(metric for answer in ours.values() for metric in answer.values):
-            reported.pop(f"{metric},{name}", None)
-            docs = sorted(ours)
-            values = [[one[doc].values.get(metric) for doc in docs] for one in (ours, theirs)]
-            if None in values[0] or None in values[1]:
-                left_out.append(f"{task}: {metric_name(metric, name)} is not a number for every sample")
-                continue
-            before, after = (np.array(column, dtype=float) for column in values)
-            if is_mean_of(both, (task, metric, name), (before, after)):
-                compared.append(_compare_metric(both[0], (task, metric, name), docs, before, after, options))
-            else:
-                left_out.append(f"{task}: {metric_name(metric, name)} is no mean over samples")
-    metrics = [key.partition(",") for key in reported if "_stderr" not in key]
-    left_out += [f"{task}: the samples have no {metric_name(key, name)}" for key, _, name in metrics if name]
-    return _with_main(compared), left_out
+    columns = []
+    for one in both:
+        answers = both[0].answers[task].get(name, {})
+        values = [one.answers[task][name][doc].values.get(metric) for doc in sorted(answers)]
+        if not values or all(metric not in answer.values for answer in answers.values()):
+            return "is not in the samples"
+        if None in values:
+            return "is not a number for every sample"
+        column = np.array(values, dtype=float)
+        reported, mean = finite_number(one.harness.results.get(task, {}).get(f"{metric},{name}")), column.mean()
+        if reported is None or abs(reported - mean) > CLOSE * max(1.0, abs(mean)):
+            return "is no mean over samples"
+        columns.append(column)
+    return columns[0], columns[1]
 
 
-def is_mean_of(both: Pair, key: tuple[str, str, str], columns: tuple["Floats", "Floats"]) -> bool:
-    """Return whether lm-eval's values are the means of the samples.
+def compare_metric(
+    both: Pair, task: str, metric: str, name: str, values: "tuple[Floats, Floats]", options: CompareOptions
+) -> TaskComparison:
+    """Compare one metric of one task.
 
-    key: task, metric and filter.
-    columns: the values of both models' samples.
-    Raises UserError where lm-eval says that it takes the mean, but has another value: the samples are of another run.
+    name: of the filter.
+    values: of both models' samples, in the order of doc_id.
     """
-    task, metric, name = key
-    same = True
-    for entry, column in zip(both, columns, strict=True):
-        value, mean = finite_number(entry.object_of_task("results", task).get(f"{metric},{name}")), column.mean()
-        if value is not None and abs(value - mean) <= CLOSE * max(1.0, abs(mean)):
-            continue
-        same = False
-        rows = entry.object_of_task("configs", task).get("metric_list")
-        named = [row for row in (rows if isinstance(rows, list) else []) if isinstance(row, Mapping)]
-        if {"mean"} == {str(row.get("aggregation")) for row in named if row.get("metric") == metric}:
-            raise UserError(
-                f"the samples of {task} are not those of {entry.where}: {metric} is {value} there, but {mean:.6g} by"
-                " the samples; evaluate the model again"
-            )
-    return same
-
-
-def _compare_metric(
-    reference: AnsweredModel,
-    key: tuple[str, str, str],
-    docs: list[int],
-    before: "Floats",
-    after: "Floats",
-    options: CompareOptions,
-) -> TaskDifferences:
-    task, metric, name = key
-    said = reference.object_of_task("higher_is_better", task).get(metric)
+    said = both[0].harness.higher_is_better.get(task, {}).get(metric)
     better = said if isinstance(said, bool) else None
-    values, differences = np.concatenate([before, after]), after - before
-    is_share = better is not None and bool(((values >= 0) & (values <= 1)).all())
-    estimate = estimate_mean([differences], bounded=is_share)
+    everything, difference = np.concatenate(values), values[1] - values[0]
+    is_share = better is not None and bool(((everything >= 0) & (everything <= 1)).all())
+    estimate = estimate_mean([difference], bounded=is_share)
     verdict = needed = lost = gained = None
     if is_share and better is not None:
-        weights = [1 / len(docs)] * len(docs)
+        weights = [1 / len(difference)] * len(difference)
         verdict, needed = verdict_of(estimate, weights, options.margin, higher_is_better=better)
-        if np.isin(values, (0, 1)).all():
-            gains = differences if better else -differences
-            lost, gained = ([docs[place] for place in np.flatnonzero(changed)] for changed in (gains < 0, gains > 0))
-    comparison = TaskComparison(
+        if np.isin(everything, (0, 1)).all():
+            docs, gains = np.array(sorted(both[0].answers[task][name])), difference if better else -difference
+            lost, gained = docs[gains < 0].tolist(), docs[gains > 0].tolist()
+    return TaskComparison(
         task=task,
         metric=metric,
         filter=name,
         main=False,
         higher_is_better=better,
-        samples=len(docs),
-        reference_value=float(before.mean()),
-        value=float(after.mean()),
-        difference=float(differences.mean()),
+        samples=len(difference),
+        reference_value=float(values[0].mean()),
+        value=float(values[1].mean()),
+        difference=float(difference.mean()),
         low=estimate.low,
         high=estimate.high,
         verdict=verdict,
@@ -244,15 +232,16 @@ def _compare_metric(
         right_to_wrong_docs=lost,
         wrong_to_right_docs=gained,
     )
-    return TaskDifferences(comparison, differences)
 
 
-def _with_main(compared: list[TaskDifferences]) -> list[TaskDifferences]:
-    """Mark the metric that stands for the task. It is one for which more is better, so that tasks can be pooled."""
-    fit = [one.comparison for one in compared if one.comparison.verdict and one.comparison.higher_is_better]
+def main_of(metrics: Sequence[TaskComparison]) -> TaskComparison | None:
+    """Return the metric that stands for its task; None where none does.
+
+    More of it is better, so that tasks can be pooled.
+    """
     ranks = {metric: rank for rank, metric in enumerate(MAIN_METRICS)}
-    chosen = min(fit, key=lambda one: ranks.get(one.metric, len(ranks)), default=None)
-    return [replace(one, comparison=replace(one.comparison, main=one.comparison is chosen)) for one in compared]
+    fit = [one for one in metrics if one.verdict and one.higher_is_better]
+    return min(fit, key=lambda one: ranks.get(one.metric, len(ranks)), default=None)
 
 
 def metric_name(metric: str, filter_name: str) -> str:
@@ -264,22 +253,27 @@ def metric_name(metric: str, filter_name: str) -> str:
 
 
 def pool(
-    harness: Mapping[str, Any], compared: Sequence[TaskDifferences], options: CompareOptions
+    reference: AnsweredModel,
+    mains: Sequence[TaskComparison],
+    differences: "Mapping[str, Floats]",
+    options: CompareOptions,
 ) -> PooledComparison | None:
-    """Return the mean of the tasks' main metrics; None where there are none."""
-    if not compared:
+    """Return the mean of the tasks' main metrics; None where there are none.
+
+    differences: of each task's samples.
+    """
+    if not mains:
         return None
-    by_task = {one.comparison.task: one for one in compared}
-    units = [[by_task[task] for task in unit] for unit in pooled_units(harness, list(by_task))]
-    strata = [np.concatenate([one.differences for one in unit]) for unit in units]
+    by_task = {one.task: one for one in mains}
+    units = pooled_units(reference.harness.group_subtasks, list(by_task))
+    strata = [np.concatenate([differences[task] for task in unit]) for unit in units]
     weights = [1 / len(units) / len(stratum) for stratum in strata for _ in stratum]
     estimate = estimate_mean(strata)
     verdict, needed = verdict_of(estimate, weights, options.margin)
 
     def mean(name: str) -> float:
-        sizes = [sum(one.comparison.samples for one in unit) for unit in units]
-        sums = [sum(getattr(one.comparison, name) * one.comparison.samples for one in unit) for unit in units]
-        return sum(total / size for total, size in zip(sums, sizes, strict=True)) / len(units)
+        sums = [sum(getattr(by_task[task], name) * by_task[task].samples for task in unit) for unit in units]
+        return sum(total / len(stratum) for total, stratum in zip(sums, strata, strict=True)) / len(units)
 
     return PooledComparison(
         tasks=list(by_task),
@@ -294,25 +288,22 @@ def pool(
     )
 
 
-def pooled_units(harness: Mapping[str, Any], tasks: list[str]) -> list[list[str]]:
+def pooled_units(group_subtasks: Mapping[str, list[str]], tasks: list[str]) -> list[list[str]]:
     """Return the tasks in lists, each of which counts as one task: the tasks of an outermost group of lm-eval, or a
     single one."""
-    known = harness.get("group_subtasks")
-    groups = {name: part for name, part in (known if isinstance(known, Mapping) else {}).items() if part}
-    inside = {str(child) for children in groups.values() if isinstance(children, list) for child in children}
-    units, left = [], list(tasks)
-    for group in groups:
-        reached: set[str] = set()
-        waiting = [] if group in inside else [group]
-        while waiting:
-            name = waiting.pop()
-            children = groups.get(name, []) if name not in reached else []
-            waiting += [child for child in children if isinstance(child, str)] if isinstance(children, list) else []
-            reached.add(name)
-        if unit := [task for task in left if task in reached]:
-            units.append(unit)
-            left = [task for task in left if task not in reached]
-    return [*units, *([task] for task in left)]
+    parents: dict[str, str] = {}
+    for group, children in group_subtasks.items():
+        for child in children:
+            parents.setdefault(child, group)
+    units: dict[str, list[str]] = {}
+    for task in tasks:
+        name, passed = task, {task}
+        while (parent := parents.get(name)) is not None and parent not in passed:  # a stranger's groups may go round
+            name = parent
+            passed.add(name)
+        units.setdefault(name, []).append(task)
+    order = {group: place for place, group in enumerate(parents.values())}
+    return [units[name] for name in sorted(units, key=lambda name: order.get(name, len(order)))]
 
 
 # ---- a text ----
@@ -333,11 +324,8 @@ def _windows(entry: AnsweredModel) -> tuple["Floats", "Floats"]:
 
 
 def compare_perplexity(both: Pair) -> PerplexityComparison:
-    """Compare the perplexities, window by window. Raises UserError where the windows differ."""
-    (ours, tokens), (theirs, same_tokens) = map(_windows, both)
-    for key, what in (("data_sha256", "file"), ("ids_sha256", "windows (--seq-len, --windows, or the tokenizer)")):
-        check_same(f"{what} of --perplexity", both, *(getattr(e.model and e.model.perplexity, key) for e in both))
-    check_same("windows of --perplexity", both, tokens.tolist(), same_tokens.tolist())
+    """Compare the perplexities of the same windows, window by window."""
+    (ours, tokens), (theirs, _) = map(_windows, both)
 
     def difference(ours: Any, theirs: Any, tokens: Any, axis: int = -1) -> Any:
         total = tokens.sum(axis)

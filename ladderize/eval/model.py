@@ -1,55 +1,45 @@
-"""The interface of a model that is opened for evaluation, whatever computes it."""
+"""A model that is opened for evaluation: the interface, and transformers' models behind it.
 
+Where a launcher has started several processes, each has the whole transformers model.
+"""
+
+import gc
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from ladderize.data import needs_tokenizer
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvaluatedModel
-from ladderize.layout import Layout
-from ladderize.modeling import load_tokenizer
+from ladderize.eval.text import WindowScore, plain_head, score_windows, write_head
+from ladderize.layout import Layout, LayoutError
+from ladderize.modeling import load, load_tokenizer
+from ladderize.ranks.group import Ranks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user gave it, folder of the checked model
-
-
-@dataclass(frozen=True)
-class WindowScores:
-    """Scores of windows, in their order. A window of n ids has n - 1 scored tokens: all but its first.
-
-    nll: the summed negative log-likelihood of each window in nats, float64 [windows].
-    kl: for each window KL(reference || this model) at each scored token in nats, float32 [n - 1]; None without a
-    reference.
-    same_top: for each window and scored token, True if both models hold the same token most likely, bool [n - 1]; None
-    without a reference.
-    """
-
-    nll: np.ndarray
-    kl: list[np.ndarray] | None = None
-    same_top: list[np.ndarray] | None = None
 
 
 class EvalModel(ABC):
     """One opened model, used as a context that closes it. Its folder was checked before.
 
     described: layout, size and numerics.
-
     vocab_size: ids are below it.
     positions: the longest window that the model reads.
     hidden_size: of the states that are kept as predictions.
+    no_predictions: why its predictions cannot be kept, for the end of a sentence; None where they can.
     """
 
-    no_predictions: str | None = None  # why its predictions cannot be kept, for the end of a sentence
+    no_predictions: str | None = None
 
     def __init__(
         self,
@@ -67,7 +57,6 @@ class EvalModel(ABC):
         name: as the user gave it.
         measured: more fields of ``EvaluatedModel``.
         """
-        import torch
         import transformers
 
         self.name, self.tokenizer = name, tokenizer
@@ -92,11 +81,11 @@ class EvalModel(ABC):
         keep: Path | None = None,
         reference: Path | None = None,
         advance: Callable[[int], None] = lambda n: None,
-    ) -> WindowScores:
+    ) -> list[WindowScore]:
         """Score windows, int64 [n] each.
 
         keep: a folder to write this model's states and output layer into, for comparing others with
-        (``eval.predictions``; the caller writes the description).
+        (``eval.text``; the caller writes the description).
         reference: a folder that ``keep`` of another model filled for the same windows.
         advance: is called with the number of windows scored.
         Raises UserError where the disk is full or fails.
@@ -122,11 +111,103 @@ class EvalModel(ABC):
         self.close()
 
 
-def open_tokenizer(name: str, folder: Path, options: EvalOptions) -> "PreTrainedTokenizerBase | None":
-    """Return the tokenizer of a checked model, where the options need one. Raises UserError where tasks need a missing
-    one."""
-    needed = bool(options.tasks) or (options.perplexity is not None and needs_tokenizer(options.perplexity))
-    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code) if needed else None
-    if options.tasks and tokenizer is None:
-        raise UserError(f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text")
-    return tokenizer
+class HFModel(EvalModel):
+    """A loaded transformers model.
+
+    ranks: the processes that share windows and questions.
+    """
+
+    def __init__(
+        self, name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", ranks: Ranks
+    ) -> None:
+        self.model, self.ranks = model, ranks
+        if plain_head(model) is None:
+            self.no_predictions = "its architecture may change its logits after its output layer"
+        super().__init__(
+            name,
+            model.config.to_dict(),
+            tokenizer,
+            vocab_size=model.config.vocab_size,
+            positions=model.config.max_position_embeddings,
+            hidden_size=model.config.hidden_size,
+            parameters=model.num_parameters(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+        )
+
+    @classmethod
+    def open(cls, name: str, folder: Path, options: EvalOptions, ranks: Ranks) -> "HFModel":
+        """Load a checked model and, if the options need one, its tokenizer.
+
+        Raises UserError or LayoutError; errors of transformers become one sentence.
+        """
+        tokenizer = None
+        if options.tasks or (options.perplexity is not None and needs_tokenizer(options.perplexity)):
+            tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
+        if options.tasks and tokenizer is None:
+            raise UserError(f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text")
+        try:
+            model = load(
+                folder, dtype=options.dtype, device=str(ranks.device), trust_remote_code=options.trust_remote_code
+            )
+        except (UserError, LayoutError):
+            raise
+        except Exception as error:  # whatever a config of another architecture makes transformers do
+            raise UserError(f"{name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
+        return cls(name, model, tokenizer, ranks)
+
+    def score(
+        self,
+        windows: list[np.ndarray],
+        *,
+        batch_size: int,
+        keep: Path | None = None,
+        reference: Path | None = None,
+        advance: Callable[[int], None] = lambda n: None,
+    ) -> list[WindowScore]:
+        """Score windows as ``EvalModel.score`` says. Each rank scores neighbouring windows, and all ranks return all
+        scores."""
+        rank, size = self.ranks.rank, self.ranks.size
+        if keep is not None and self.ranks.is_main:
+            layer: Any = self.model.get_output_embeddings()
+            write_head(keep, layer.weight, layer.bias)
+        scores = score_windows(
+            self.model,
+            windows,
+            batch_size=batch_size,
+            chosen=range(rank * len(windows) // size, (rank + 1) * len(windows) // size),
+            keep=keep,
+            reference=reference,
+            advance=lambda count: advance(count * size),
+        )
+        return [*itertools.chain.from_iterable(self.ranks.gather(scores))]
+
+    def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
+        """Return lm-eval's HF backend around the loaded model.
+
+        Its logits_cache is off: with it lm-eval 0.4.13 scores a continuation of one token at a wrong position, where
+        context and continuation together are another request's context.
+        """
+        from lm_eval.models.huggingface import HFLM
+
+        lm = HFLM(
+            pretrained=self.model,
+            tokenizer=self.tokenizer,
+            batch_size=options.batch_size,
+            add_bos_token=add_bos,
+            logits_cache=False,
+        )
+        ranks = self.ranks
+
+        def gather_object(obj: Any, dst: int = 0) -> list[Any] | None:
+            gathered = ranks.gather(obj)
+            return gathered if ranks.rank == dst else None
+
+        # lm-eval asks Accelerate for rank and gathering only where it has loaded the model itself
+        lm._rank, lm._world_size, lm.barrier, lm.gather_object = ranks.rank, ranks.size, ranks.barrier, gather_object
+        lm.all_gather = lambda tensor: torch.stack(ranks.gather(tensor.detach().cpu()))
+        return lm
+
+    def close(self) -> None:
+        del self.model
+        gc.collect()

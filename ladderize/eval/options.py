@@ -1,4 +1,4 @@
-"""The options of ``ladderize eval`` and ``ladderize sensitivity``, with their defaults. Imports no torch."""
+"""The options of ``ladderize eval``, ``compare`` and ``sensitivity``, with their defaults. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -50,12 +50,6 @@ class EvalOptions(Record):
         "Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array) to score.", metavar="FILE"
     )
     seq_len: int | None = option("Tokens per window of --perplexity.", min=2, shown=SEQ_LEN.shown, needs="perplexity")
-    include_default_tasks: bool = option(
-        "Know the tasks of --include-path only. This spares indexing lm-eval's thousands.",
-        True,
-        flags="--no-default-tasks",
-        needs="include_path",
-    )
     windows: int | None = option(
         "Score the first N windows of --perplexity only.", min=1, shown="all", needs="perplexity"
     )
@@ -85,6 +79,23 @@ class EvalOptions(Record):
             raise UsageError(f"--device {self.device} has no effect on vLLM, which computes where it was built for")
         if self.max_length is not None and self.backend != "vllm":
             raise UsageError(f"--max-length {self.max_length} needs --backend vllm, which keeps room for whole texts")
+
+
+@dataclass(frozen=True)
+class CompareOptions(Record):
+    """The options of ``ladderize compare``. Raises UsageError for an impossible margin."""
+
+    margin: float = option("Points that may be lost: 1 is 0.01 of acc.", 1.0)
+
+    def __post_init__(self) -> None:
+        check_margin(self.margin)
+        check_options(self)
+
+
+def check_margin(margin: float) -> None:
+    """Raise UsageError for an impossible margin in points."""
+    if not 0 < margin <= 100:
+        raise UsageError(f"--margin must be above 0 and at most 100 points, not {margin:g}")
 
 
 @dataclass(frozen=True)

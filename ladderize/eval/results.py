@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ladderize.errors import UserError
+from ladderize.eval.comparison import ComparisonDocument
 from ladderize.eval.options import EvalBackend, EvalOptions
-from ladderize.files.records import Record
+from ladderize.files.records import Record, read_value
 
 # The parts of lm-eval's result with one entry for each task.
 PER_TASK = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
@@ -121,8 +122,24 @@ class EvaluatedModel(Record):
 
 
 @dataclass(frozen=True)
+class HarnessResult(Record):
+    """The parts of lm-eval's result that are read here, by task."""
+
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+    higher_is_better: dict[str, dict[str, Any]] = field(default_factory=dict)
+    group_subtasks: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> list[str]:
+        """The tasks that have samples: groups have none."""
+        return [task for task in self.results if not self.group_subtasks.get(task)]
+
+
+@dataclass(frozen=True)
 class ModelResult(Record):
-    """One model's entry: lm-eval's own schema, to which ``model`` is added under a key.
+    """One model's entry: lm-eval's own schema, to which ``model`` and ``samples`` are added under keys of their own.
 
     harness: lm-eval's result.
     samples: task -> the .jsonl file of its samples in lm-eval's layout, relative to the folder of results.json.
@@ -135,8 +152,11 @@ class ModelResult(Record):
     @property
     def tasks(self) -> Mapping[str, Mapping[str, Any]]:
         """The metrics of lm-eval: task -> ``metric,filter`` and ``metric_stderr,filter`` -> value."""
-        found: Mapping[str, Mapping[str, Any]] = self.harness.get("results", {})
-        return found
+        return self.parts().results
+
+    def parts(self) -> HarnessResult:
+        """Return what is read of lm-eval's result. Raises UserError where it is malformed."""
+        return HarnessResult.from_dict(self.harness, self.model.model)
 
     def with_task(self, result: Mapping[str, Any], samples: Mapping[str, str]) -> "ModelResult":
         """Return the entry with one task's result of lm-eval added, and the files of its samples."""
@@ -149,21 +169,13 @@ class ModelResult(Record):
         return replace(self, harness=joined, samples={**self.samples, **samples})
 
     def to_dict(self) -> dict[str, Any]:
-        samples = {SAMPLES_KEY: dict(self.samples)} if self.samples else {}
-        return {OWN_KEY: self.model.to_dict(), **samples, **self.harness}
+        return {OWN_KEY: self.model.to_dict(), SAMPLES_KEY: dict(self.samples), **self.harness}
 
     @classmethod
     def from_dict(cls, value: object, where: str | Path) -> "ModelResult":
-        own = _OwnPart.from_dict(value, where)
-        assert isinstance(value, Mapping)
-        harness = {key: part for key, part in value.items() if key not in (OWN_KEY, SAMPLES_KEY)}
-        return cls(own.ladderize, harness, own.samples)
-
-
-@dataclass(frozen=True)
-class _OwnPart(Record):
-    ladderize: EvaluatedModel
-    samples: dict[str, str] = field(default_factory=dict)
+        harness = read_value(dict[str, Any], value, str(where))
+        model = EvaluatedModel.from_dict(harness.pop(OWN_KEY, None), f"{where}: {OWN_KEY}")
+        return cls(model, harness, read_value(dict[str, str], harness.pop(SAMPLES_KEY, {}), f"{where}: {SAMPLES_KEY}"))
 
 
 @dataclass(frozen=True)
@@ -171,15 +183,9 @@ class EvalResults(Record):
     """The document results.json.
 
     options: shared by all models.
-    comparisons: each later model against the first, as the JSON of ``eval.comparison.ComparisonDocument``; none for a
-    single model, or if the run was cut off.
+    comparisons: each later model against the first; none for a single model, or if the run was cut off.
     """
 
     options: EvalOptions
     models: list[ModelResult]
-    comparisons: list[dict[str, Any]] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of results.json; ``from_dict`` reads it back."""
-        content = super().to_dict()
-        return content if self.comparisons else {key: part for key, part in content.items() if key != "comparisons"}
+    comparisons: list[ComparisonDocument] = field(default_factory=list)

@@ -1,35 +1,35 @@
 """The evaluation of several models with the same options: lm-eval's tasks and perplexity."""
 
 import contextlib
-import json
-from collections.abc import Iterable
-from dataclasses import replace
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shutil import disk_usage
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ladderize import data
-from ladderize.chat_template import chat_template_of
 from ladderize.checkpoint.opening import check_model
-from ladderize.console import SILENT, Console, to_json
+from ladderize.console import SILENT, Console, human_bytes
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.answers import AnsweredModel, Answers, collect_answers, read_answers
+from ladderize.eval.answers import read_models
 from ladderize.eval.compare import compare_models
-from ladderize.eval.comparison import CompareOptions, ComparisonDocument
-from ladderize.eval.hf import HFModel
-from ladderize.eval.model import EvalModel, OpenModel
-from ladderize.eval.options import EvalOptions
-from ladderize.eval.output import Output, open_output
-from ladderize.eval.results import EvalResults, EvaluatedModel
-from ladderize.eval.tasks import open_tasks, run_task
-from ladderize.eval.text import open_baseline
+from ladderize.eval.comparison import ComparisonDocument
+from ladderize.eval.model import EvalModel, HFModel, OpenModel
+from ladderize.eval.options import CompareOptions, EvalOptions
+from ladderize.eval.results import EvalResults, Perplexity, Predictions, perplexity_from_nlls
+from ladderize.eval.tasks import open_output, open_tasks, run_tasks
+from ladderize.eval.text import KeptPredictions, ids_sha256, predictions_of, prepare_folder, read_about, write_about
+from ladderize.files.regular import resolved
+from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import already_started
 from ladderize.ranks.group import Ranks, join_ranks
 
 if TYPE_CHECKING:
-    from lm_eval.tasks import TaskManager
     from transformers import PreTrainedTokenizerBase
 
 
@@ -67,9 +67,11 @@ def evaluate(
     check_predictions(options, keep_predictions, reference)
     ranks = evaluation_ranks(options)
     names = [str(Path(name).expanduser()) if str(name).startswith("~") else str(name) for name in models]
-    output = open_output(options, out, writes=ranks.is_main)
-    answered: list[AnsweredModel] = []
-    with open_baseline(len(names), keep_predictions, reference, ranks, console) as baseline:
+    with contextlib.ExitStack() as stack:
+        if out is None:
+            out = stack.enter_context(temporary_folder("eval")) / "results.json"
+        output = open_output(options, out, writes=ranks.is_main)
+        baseline = stack.enter_context(open_baseline(len(names), keep_predictions, reference, ranks, console))
         # errors that are certain are found before any model is loaded
         if options.perplexity is not None:
             data.check_data_file(options.perplexity)
@@ -81,7 +83,7 @@ def evaluate(
         if options.tasks:
             # rank 0 downloads first, and the others use its cache
             with console.stage("reading the tasks of lm-eval"), console.contained(), ranks.main_first():
-                manager = open_tasks(options, ranks.size)
+                manager = open_tasks(options)
         add_bos: bool | None = None
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
@@ -93,65 +95,25 @@ def evaluate(
                 if options.perplexity is not None:
                     perplexity, predictions = baseline.score_text(model, options)
                     described = replace(described, perplexity=perplexity, predictions=predictions)
-                answered.append(run_tasks(model, described, manager, output, console))
-    comparisons = compare_with_first(answered, console) if ranks.is_main else []
-    return shared_results(output.finish(comparisons), ranks)
+                run_tasks(model, described, manager, output, console)
+        results = output.finish([])
+        if ranks.is_main and len(names) > 1:
+            with console.stage(f"comparing with {names[0]}"):
+                results = output.finish(compare_with_first(output.out, console))
+        return results if ranks.size == 1 else ranks.broadcast(results)
 
 
-def run_tasks(
-    model: EvalModel, described: EvaluatedModel, manager: "TaskManager | None", output: Output, console: Console
-) -> AnsweredModel:
-    """Run the tasks of one opened model, each saved as soon as it is done; returns the model with its answers."""
-    options, entry = output.options, output.begin(described)
-    answers: dict[str, Answers] = {}
-    if output.out is not None:
-        answers = {task: read_answers(output.out.parent / path) for task, path in entry.samples.items()}
-    if described.perplexity is not None:
-        output.save(entry)
-    todo = [(number, task) for number, task in enumerate(options.tasks, start=1) if task not in entry.tasks]
-    if manager is not None and todo:
-        harness = model.harness(options, described.add_bos_token)
-        if options.apply_chat_template:
-            chat_template_of(harness.tokenizer, model.name)
-        for number, task in todo:
-            console.note(f"{model.name}: {task} ({number} of {len(options.tasks)})")
-            with console.contained(bars=True):
-                result = run_task(harness, task, manager, options)
-            if result is None:  # on other ranks than 0
-                continue
-            samples = result.pop("samples")
-            entry = output.with_task(entry, result, samples)
-            for name, logged in samples.items():
-                named = ((f"{model.name}: {name}, sample {number}", one) for number, one in enumerate(logged))
-                answers[name] = collect_answers(named, f"{model.name}: {name}")
-    output.finished.append(entry)
-    return AnsweredModel(described.model, described.model, entry.harness, described, answers)
-
-
-def compare_with_first(answered: list[AnsweredModel], console: Console) -> list[dict[str, Any]]:
-    """Return the comparisons for results.json. A model that cannot be compared gives a warning, so that no results are
-    lost."""
-    if len(answered) < 2:
-        return []
-    with console.stage(f"comparing with {answered[0].name}"):
-        documents = [_compare(answered[0], other, console) for other in answered[1:]]
-    return [document.to_dict() for document in documents if document is not None]
-
-
-def _compare(reference: AnsweredModel, other: AnsweredModel, console: Console) -> ComparisonDocument | None:
-    try:
-        return compare_models(reference, other, CompareOptions())
-    except UserError as error:
-        console.warn(f"{other.name} was not compared with {reference.name}: {error}")
-    if reference.answers and other.answers:
-        with contextlib.suppress(UserError):  # the text alone may differ: another tokenizer has other windows
-            return compare_models(_without_text(reference), _without_text(other), CompareOptions())
-    return None
-
-
-def _without_text(entry: AnsweredModel) -> AnsweredModel:
-    assert entry.model is not None
-    return replace(entry, model=replace(entry.model, perplexity=None, predictions=None))
+def compare_with_first(out: Path, console: Console) -> list[ComparisonDocument]:
+    """Return the comparisons of the models in results.json with the first. A model that cannot be compared gives a
+    warning, so that no results are lost."""
+    reference, *others = read_models(out)
+    documents = []
+    for other in others:
+        try:
+            documents.append(compare_models(reference, other, CompareOptions()))
+        except UserError as error:
+            console.warn(f"{other.name} was not compared with {reference.name}: {error}")
+    return documents
 
 
 def evaluation_ranks(options: EvalOptions) -> Ranks:
@@ -166,12 +128,13 @@ def evaluation_ranks(options: EvalOptions) -> Ranks:
     return join_ranks(device) if already_started() else Ranks(0, 1, torch.device(device))
 
 
-def shared_results(results: EvalResults, ranks: Ranks) -> EvalResults:
-    """Return rank 0's results on every rank."""
-    if ranks.size == 1:
-        return results
-    text = ranks.broadcast(to_json(results.to_dict()) if ranks.is_main else None)
-    return results if ranks.is_main else EvalResults.from_dict(json.loads(text), "results of rank 0")
+def begins_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether this tokenizer by default puts BOS in front of a text."""
+    ids = tokenizer("a")["input_ids"]
+    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+
+
+# ---- the text of --perplexity ----
 
 
 def check_predictions(options: EvalOptions, keep: Path | None, reference: Path | None) -> None:
@@ -188,7 +151,137 @@ def check_predictions(options: EvalOptions, keep: Path | None, reference: Path |
         raise UsageError("--keep-predictions and --reference exclude each other: a reference is compared with nothing")
 
 
-def begins_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Return whether this tokenizer by default puts BOS in front of a text."""
-    ids = tokenizer("a")["input_ids"]
-    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+@dataclass
+class Baseline:
+    """The reference's predictions, with which those of other models are compared.
+
+    folder: holds them; None: predictions are not compared.
+    about: the description of what is kept there; None until the first model was scored.
+    strict: the user named the folder, so a model that cannot be compared, or a reference that cannot be kept, is an
+    error; otherwise a warning says what is left out.
+    """
+
+    folder: Path | None
+    about: KeptPredictions | None
+    strict: bool
+    ranks: Ranks
+    console: Console
+
+    def score_text(self, model: EvalModel, options: EvalOptions) -> tuple[Perplexity, Predictions | None]:
+        """Return the perplexity of ``options.perplexity``, and predictions where there is a reference.
+
+        Raises UserError for a text that cannot be scored, and with ``strict`` for one that cannot be compared.
+        """
+        assert options.perplexity is not None
+        windows = text_windows(model, options)
+        about = KeptPredictions(
+            model=model.name,
+            data_sha256=data.file_sha256(options.perplexity),
+            ids_sha256=ids_sha256(windows),
+            window_tokens=[len(window) - 1 for window in windows],
+            hidden_size=model.hidden_size,
+            vocab_size=model.vocab_size,
+        )
+        keep = reference = None
+        if self.about is not None and self._is_comparable(about):
+            reference = self.folder
+        elif self.about is None and self._can_keep(model, about):
+            keep = self.folder
+        start = time.perf_counter()
+        with self.console.progress("perplexity", len(windows)) as advance:
+            scores = model.score(
+                windows, batch_size=options.batch_size, keep=keep, reference=reference, advance=advance
+            )
+        nlls = np.array([score.nll for score in scores])
+        perplexity = replace(
+            perplexity_from_nlls(nlls, windows, time.perf_counter() - start),
+            data_sha256=about.data_sha256,
+            ids_sha256=about.ids_sha256,
+            window_nll=nlls.tolist(),
+            window_tokens=about.window_tokens,
+        )
+        if keep is not None:
+            if self.ranks.is_main:
+                write_about(keep, about)
+            self.ranks.barrier()  # no rank goes on before it is written
+            self.about = about
+        return perplexity, predictions_of(scores, self.about.model) if reference and self.about else None
+
+    def _can_keep(self, model: EvalModel, about: KeptPredictions) -> bool:
+        if self.folder is None:
+            return False
+        itemsize = getattr(torch, model.described.dtype).itemsize
+        needed = (sum(about.window_tokens) + about.vocab_size) * about.hidden_size * itemsize
+        # One answer for all ranks: free disk space may differ a moment later.
+        reason = self.ranks.broadcast(model.no_predictions or disk_shortage(self.folder, needed))
+        if reason is not None:
+            self._refuse(f"the predictions of {model.name} are not kept: {reason}")
+            self.folder = None
+        return reason is None
+
+    def _is_comparable(self, about: KeptPredictions) -> bool:
+        assert self.about is not None
+        reason = self.about.difference(about)
+        if reason is not None:
+            self._refuse(
+                f"the predictions of {about.model} are not compared with those of {self.about.model}: {reason}"
+            )
+        return reason is None
+
+    def _refuse(self, sentence: str) -> None:
+        if self.strict:
+            raise UserError(sentence)
+        self.console.warn(sentence)
+
+
+@contextlib.contextmanager
+def open_baseline(
+    models: int, keep_predictions: Path | None, reference: Path | None, ranks: Ranks, console: Console
+) -> Iterator[Baseline]:
+    """Yield the baseline with a folder for predictions of the first of ``models`` models, or with those of an earlier
+    run.
+
+    Several models are compared with the first by default, through a temporary folder. All ranks write into one folder,
+    which several machines must share.
+    Raises UserError for a folder that cannot be used.
+    """
+    if reference is not None:
+        reference = resolved(reference, "--reference ")
+        yield Baseline(reference, read_about(reference), True, ranks, console)
+    elif keep_predictions is not None:
+        folder = resolved(keep_predictions, "--keep-predictions ")
+        with ranks.main_first():
+            if ranks.is_main:
+                prepare_folder(folder)
+        yield Baseline(folder, None, True, ranks, console)
+    elif models > 1 and ranks.local_size == ranks.size:
+        with temporary_folder("predictions") if ranks.is_main else contextlib.nullcontext() as temporary:
+            yield Baseline(ranks.broadcast(temporary), None, False, ranks, console)
+            ranks.barrier()  # no rank reads in the folder any more
+    else:
+        if models > 1:
+            console.warn(
+                "predictions are not compared on several machines; name a folder that all share with --keep-predictions"
+            )
+        yield Baseline(None, None, False, ranks, console)
+
+
+def disk_shortage(folder: Path, needed: int) -> str | None:
+    """Return a message if ``needed`` bytes are more than the disk of ``folder`` has free; else None."""
+    free = disk_usage(folder).free
+    if needed <= free:
+        return None
+    return f"the reference's predictions take {human_bytes(needed)}, and {folder} has {human_bytes(free)} free"
+
+
+def text_windows(model: EvalModel, options: EvalOptions) -> list[np.ndarray]:
+    """Return the windows of ``options.perplexity`` in this model's ids, ``options.seq_len`` long.
+
+    Raises UserError for a text that cannot be read, or a length that the model does not support.
+    """
+    assert options.perplexity is not None
+    documents = data.read_documents(options.perplexity, model.tokenizer, vocab_size=model.vocab_size)
+    seq_len = options.seq_len or data.default_seq_len(documents, options.perplexity, model.positions)
+    if not 2 <= seq_len <= model.positions:
+        raise UserError(f"--seq-len {seq_len} must be between 2 and the {model.positions} positions of {model.name}")
+    return data.windows(documents, seq_len)[: options.windows]

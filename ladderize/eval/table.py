@@ -1,13 +1,16 @@
-"""The table of ``ladderize eval``: each model's measurements beside the first model's. Imports no torch."""
+"""Measurements and comparisons for people: tables, and sentences that claim no more than the intervals show. Imports no
+torch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.eval.answers import leaf_tasks
+from ladderize.console import Console
 from ladderize.eval.compare import MAIN_METRICS, metric_name
-from ladderize.eval.comparison import ComparisonDocument
+from ladderize.eval.comparison import POINT, ComparisonDocument, PooledComparison, TaskComparison
 from ladderize.eval.results import EvalResults, ModelResult
-from ladderize.eval.words import flip_words, interval_words, verdict_sentence
+
+# ---- what was measured of each model ----
 
 
 @dataclass(frozen=True)
@@ -23,20 +26,31 @@ class Measurement:
     stderr: float | None
 
 
-def comparison_rows(results: EvalResults) -> list[dict[str, str]]:
-    """Return rows of tasks and models, for people: layout, value, standard error.
+def measurements(entry: ModelResult) -> list[Measurement]:
+    """Return all measured numbers of one model, perplexity first."""
+    measured = []
+    if (text := entry.model.perplexity) is not None:
+        measured.append(Measurement("perplexity", "perplexity", text.perplexity, text.stderr))
+    for task, values in entry.tasks.items():
+        for key, value in values.items():
+            metric, _, filtered = key.partition(",")
+            if "_stderr" in key or not isinstance(value, int | float) or not filtered:
+                continue
+            stderr = values.get(f"{metric}_stderr,{filtered}")
+            known = stderr if isinstance(stderr, float) else None
+            measured.append(Measurement(task, metric_name(metric, filtered), float(value), known))
+    return measured
 
-    With several models also the difference to the first one, its interval and the flips, which ``table_words``
-    explains.
-    """
+
+def result_rows(results: EvalResults) -> list[dict[str, str]]:
+    """Return a row for each metric and model: layout, value, standard error."""
     names = short_names([entry.model.model for entry in results.models])
     measured = [{(one.task, one.metric): one for one in measurements(entry)} for entry in results.models]
-    compared = {document.other: _differences(document) for document in comparison_documents(results)}
     rows = []
-    for key in dict.fromkeys(key for found in measured for key in found):
-        base, (task, metric) = measured[0].get(key), key
-        for name, entry, found in zip(names, results.models, measured, strict=True):
-            if (one := found.get(key)) is None:
+    for key in dict.fromkeys(key for known in measured for key in known):
+        task, metric = key
+        for name, entry, known in zip(names, results.models, measured, strict=True):
+            if (one := known.get(key)) is None:
                 continue
             row = {
                 "task": task,
@@ -46,84 +60,9 @@ def comparison_rows(results: EvalResults) -> list[dict[str, str]]:
                 "value": f"{one.value:.4f}",
                 "stderr": "" if one.stderr is None else f"{one.stderr:.4f}",
             }
-            if len(results.models) > 1:
-                row["difference"] = "" if base is None or one is base else f"{one.value - base.value:+.4f}"
-                row |= {"interval": "", "flips": ""}
-                row |= compared.get(entry.model.model, {}).get(key, {}) if entry is not results.models[0] else {}
             rows.append(row)
             task = metric = ""  # shown once for all models
     return rows
-
-
-def _differences(document: ComparisonDocument) -> dict[tuple[str, str], dict[str, str]]:
-    """Return the columns of a model that was compared in pairs, by (task, metric)."""
-    found = {}
-    for one in document.tasks:
-        found[one.task, metric_name(one.metric, one.filter)] = {
-            "difference": f"{one.difference:+.4f}",
-            "interval": interval_words(one.low, one.high, "+.4f"),
-            "flips": flip_words(one),
-        }
-    if (text := document.perplexity) is not None:
-        stderr = "" if text.stderr is None else f" ±{text.stderr:.4f}"
-        found["perplexity", "perplexity"] = {
-            "difference": f"{text.difference:+.4f}{stderr}",
-            "interval": interval_words(text.low, text.high, "+.4f"),
-        }
-    return found
-
-
-def comparison_documents(results: EvalResults) -> list[ComparisonDocument]:
-    """Return the comparisons of results.json, each of a later model with the first. Raises UserError for malformed
-    ones."""
-    return [ComparisonDocument.from_dict(one, "results.json: comparisons") for one in results.comparisons]
-
-
-def prediction_rows(results: EvalResults) -> list[dict[str, str]]:
-    """Return rows, for people, of the distance of each model's predictions from the reference's; none without a
-    reference."""
-    compared = {one.other: one.predictions for one in comparison_documents(results) if one.predictions is not None}
-    rows = []
-    for name, entry in zip(short_names([entry.model.model for entry in results.models]), results.models, strict=True):
-        if (found := entry.model.predictions) is None:
-            continue
-        interval = ""
-        if (paired := compared.get(entry.model.model)) is not None:
-            interval = interval_words(paired.low, paired.high, ".4g")
-        rows.append(
-            {
-                "model": name,
-                "mean KL": f"{found.mean_kl:.4g}",
-                "interval": interval,
-                "99th percentile": f"{found.p99_kl:.4g}",
-                "same top token": f"{found.same_top_share:.2%}",
-                "tokens": f"{found.tokens:,}",
-            }
-        )
-    return rows
-
-
-def verdicts(results: EvalResults) -> list[str]:
-    """Return for each later model a sentence that says if it is at most the margin worse over all tasks."""
-    models = [entry.model.model for entry in results.models]
-    names = dict(zip(models, short_names(models), strict=True))
-    return [
-        f"{names.get(one.other, one.other)}: {verdict_sentence(one.overall, one.margin)}"
-        for one in comparison_documents(results)
-        if one.overall is not None
-    ]
-
-
-def table_words(rows: list[dict[str, str]]) -> str:
-    """Return an explanation of the columns of ``comparison_rows`` that hold something."""
-    words = []
-    if any(row.get("interval") for row in rows):
-        words.append("difference: to the first model on the same samples, with its 95 % interval")
-        if any("±" in row["difference"] for row in rows):
-            words[0] += " (±: standard error)"
-    if any(row.get("flips") for row in rows):
-        words.append("flips: answers that became wrong (-) and right (+)")
-    return "; ".join(words)
 
 
 def short_names(models: list[str]) -> list[str]:
@@ -132,55 +71,113 @@ def short_names(models: list[str]) -> list[str]:
     return last if len(set(last)) == len(last) and all(last) else models  # the name of . is empty
 
 
-def measurements(entry: ModelResult) -> list[Measurement]:
-    """Return all measured numbers of one model, perplexity first."""
-    found = []
-    if (ours := entry.model.perplexity) is not None:
-        found.append(Measurement("perplexity", "perplexity", ours.perplexity, ours.stderr))
-    for task, values in entry.tasks.items():
-        for key, value in values.items():
-            metric, _, filtered = key.partition(",")
-            if "_stderr" in key or not isinstance(value, int | float) or not filtered:
-                continue
-            stderr = values.get(f"{metric}_stderr,{filtered}")
-            found.append(
-                Measurement(
-                    task, metric_name(metric, filtered), float(value), stderr if isinstance(stderr, float) else None
-                )
-            )
-    return found
-
-
-# ---- the mean accuracy: of the metrics that stand for a model's tasks ----
-
-
-def by_task(entry: ModelResult) -> dict[str, list[Measurement]]:
-    """Return all metrics of each task."""
-    found: dict[str, list[Measurement]] = {}
-    for one in measurements(entry):
-        if one.task != "perplexity":
-            found.setdefault(one.task, []).append(one)
-    return found
-
-
-def main_metric(found: list[Measurement]) -> Measurement:
-    """Return the metric of a task that stands for it."""
-    return min(found, key=_rank)
-
-
-def is_share(one: Measurement) -> bool:
-    """Return whether a metric is a share of right answers or similar, between 0 and 1."""
-    return 0 <= one.value <= 1 and _rank(one) < len(MAIN_METRICS)
-
-
 def mean_accuracy(entry: ModelResult) -> float | None:
-    """Return the mean of main metrics over all tasks that are no groups; None where none is a share."""
-    leaves = leaf_tasks(entry.harness)
-    mains = [main_metric(found) for task, found in by_task(entry).items() if task in leaves]
-    values = [one.value for one in mains if is_share(one)]
+    """Return the mean over all tasks that are no groups of the metric that stands for each; None where none is a
+    share of right answers or similar, between 0 and 1."""
+    ranks = {metric: rank for rank, metric in enumerate(MAIN_METRICS)}
+    leaves = entry.parts().leaves
+    mains: dict[str, tuple[int, float]] = {}  # of each task
+    for one in measurements(entry):
+        rank = ranks.get(one.metric.partition(" ")[0], len(ranks))
+        if one.task in leaves and (one.task not in mains or rank < mains[one.task][0]):
+            mains[one.task] = rank, one.value
+    values = [value for rank, value in mains.values() if 0 <= value <= 1 and rank < len(ranks)]
     return sum(values) / len(values) if values else None
 
 
-def _rank(one: Measurement) -> int:
-    name = one.metric.partition(" ")[0]
-    return MAIN_METRICS.index(name) if name in MAIN_METRICS else len(MAIN_METRICS)
+# ---- comparisons ----
+
+
+def show_comparison(document: ComparisonDocument, console: Console) -> None:
+    """Print a heading, a table of all metrics of tasks, and sentences."""
+    reference, other = short_names([document.reference, document.other])
+    console.result(f"{other} against {reference} ({document.level:.0%} intervals)\n")
+    if rows := difference_rows(document):
+        console.table(rows, right=[key for key in rows[0] if key not in ("task", "metric")])
+        console.result("")
+    for sentence in comparison_sentences(document):
+        console.prose(sentence)
+
+
+def difference_rows(document: ComparisonDocument) -> list[dict[str, str]]:
+    """Return a row for each metric, then one for all tasks. Metrics between 0 and 1 are in points."""
+    compared: list[TaskComparison | PooledComparison] = [*document.tasks]
+    if document.overall is not None and len(document.overall.tasks) > 1:
+        compared.append(document.overall)
+    return [_row(one, document.margin) for one in compared]
+
+
+def _row(one: TaskComparison | PooledComparison, margin: float) -> dict[str, str]:
+    unit, digits = (1.0, ".4g") if one.verdict is None else (POINT, ".1f")
+    row = {
+        "task": one.task if isinstance(one, TaskComparison) else _pooled_name(one),
+        "metric": metric_name(one.metric, one.filter) if isinstance(one, TaskComparison) else "",
+        "ref.": f"{one.reference_value / unit:{digits}}",
+        "other": f"{one.value / unit:{digits}}",
+        "change": f"{one.difference / unit:+{digits}}",
+        "interval": interval_words(one.low, one.high, f"+{digits}", unit=unit),
+        "flips": "",
+        "p": "",
+        f"\u2264{margin:g} worse": (one.verdict or "").removesuffix(" samples"),
+    }
+    if isinstance(one, TaskComparison) and one.mcnemar_p is not None:
+        row["flips"] = f"-{one.right_to_wrong} +{one.wrong_to_right}"
+        row["p"] = f"{one.mcnemar_p:.3f}" if one.mcnemar_p >= 0.001 else f"{one.mcnemar_p:.0e}"
+    return row
+
+
+def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
+    """Yield the results of the whole comparison, then its limits."""
+    if document.overall is not None:
+        yield verdict_sentence(document.overall, document.margin)
+    if (perplexity := document.perplexity) is not None:
+        stderr = "" if perplexity.stderr is None else f" (standard error {perplexity.stderr:.4f})"
+        yield (
+            f"Perplexity {perplexity.reference_value:.4f} to {perplexity.value:.4f}, a difference of"
+            f" {perplexity.difference:+.4f}{stderr}{_from_to(perplexity.low, perplexity.high)}; a factor of"
+            f" {perplexity.ratio:.4f}."
+        )
+    if (predictions := document.predictions) is not None:
+        yield (
+            f"Predictions: mean KL divergence {predictions.mean_kl:.4g} nats per token"
+            f"{_from_to(predictions.low, predictions.high, '.4f')}, 99th percentile {predictions.p99_kl:.4g}; the"
+            f" same most likely next token in {predictions.same_top_share:.1%} of {predictions.tokens:,} tokens."
+        )
+    yield from (f"Left out: {sentence}." for sentence in document.left_out)
+    yield from (f"Note: {sentence}." for sentence in document.remarks)
+
+
+def verdict_sentence(one: PooledComparison, margin: float) -> str:
+    """Return a sentence that says if the other model is at most the margin worse, and claims no more than the interval
+    shows."""
+    points = margin_text(margin)
+    interval = _from_to(one.low, one.high, "+.2f", unit=POINT)
+    numbers = f"{one.difference / POINT:+.2f} points{interval}, {one.samples:,} samples"
+    if one.verdict == "too few samples":
+        return (
+            f"At most {points} worse over {_pooled_name(one)}: too few samples ({numbers}); about"
+            f" {one.samples_needed:,} would be needed if the models are equally good, more if they are not."
+        )
+    claim, shown = ("More than", "shown") if one.verdict == "worse" else ("At most", one.verdict)
+    return f"{claim} {points} worse over {_pooled_name(one)}: {shown} ({numbers})."
+
+
+def margin_text(margin: float) -> str:
+    """Return the margin in words, such as ``1 point``."""
+    return f"{margin:g} point{'s' * (margin != 1)}"
+
+
+def interval_words(low: float | None, high: float | None, digits: str, *, unit: float = 1.0) -> str:
+    """Return an interval, such as ``-0.1 to +0.2``.
+
+    digits: the format of its ends, as for ``format``.
+    """
+    return "none" if low is None or high is None else f"{low / unit:{digits}} to {high / unit:{digits}}"
+
+
+def _pooled_name(one: PooledComparison) -> str:
+    return "the task" if len(one.tasks) == 1 else f"all {len(one.tasks)} tasks"
+
+
+def _from_to(low: float | None, high: float | None, digits: str = "+.4f", *, unit: float = 1.0) -> str:
+    return ", no interval" if low is None or high is None else f", {interval_words(low, high, digits, unit=unit)}"

@@ -1,7 +1,15 @@
-"""lm-eval's tasks: found and checked before any work, and run one at a time."""
+"""lm-eval's tasks: found and checked before any work, run one at a time, and each kept as soon as it is done.
 
-import difflib
+Beside results.json lies a model's answer to each question. A sample is one line of JSON in the layout of lm-eval's
+``--log_samples``, so lm-eval's tools and ``datasets`` read these files too.
+"""
+
+import hashlib
+import json
 import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,20 +17,29 @@ from unittest import mock
 
 from torch.utils.collect_env import get_pretty_env_info
 
+from ladderize.chat_template import chat_template_of
+from ladderize.console import Console, strict_json
 from ladderize.errors import UserError
+from ladderize.eval.comparison import ComparisonDocument
+from ladderize.eval.model import EvalModel
 from ladderize.eval.options import EvalOptions
+from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
+from ladderize.files.documents import check_writable, read_own, write_json
+from ladderize.files.regular import inside, resolved
+from ladderize.files.temporaries import replacement
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
+
+MOST_NAME = 80  # characters of a model's or a task's name in a file's name
 
 # lm-eval describes this machine in its results, and would start pip for that after every task.
 _environment = cache(get_pretty_env_info)
 
 
-def open_tasks(options: EvalOptions, processes: int = 1) -> "TaskManager":
+def open_tasks(options: EvalOptions) -> "TaskManager":
     """Return lm-eval's task manager. Every task of ``options.tasks`` was found and its data opened.
 
-    processes: the number of those that share each task.
     Raises UserError for a task that does not exist or cannot be loaded, or options that do not fit it.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -31,14 +48,9 @@ def open_tasks(options: EvalOptions, processes: int = 1) -> "TaskManager":
     manager = _index(options)
     for task in options.tasks:
         if task not in manager.all_tasks:
-            near = difflib.get_close_matches(task, manager.all_tasks, n=3)
-            hint = (
-                f"similar names: {', '.join(near)}"
-                if near
-                else "lm-eval's `lm_eval ls tasks` lists them, --include-path adds your own"
+            raise UserError(
+                f"there is no task {task!r}; lm-eval's `lm_eval ls tasks` lists them, --include-path adds your own"
             )
-            raise UserError(f"there is no task {task!r}; {hint}")
-    for task in options.tasks:
         try:
             loaded = manager.load([task])["tasks"]
         except Exception as error:  # a task may run any code to get its data
@@ -51,13 +63,6 @@ def open_tasks(options: EvalOptions, processes: int = 1) -> "TaskManager":
             raise UserError(
                 f"--num-fewshot has no effect on {fixed[0]}, which fixes it at 0; leave it out, or leave the task out"
             )
-        for name, entry in loaded.items() if processes > 1 else ():
-            count = min(len(entry.eval_docs), options.limit or len(entry.eval_docs))
-            if count < processes:  # lm-eval fails on a process that has none
-                raise UserError(
-                    f"the task {name!r} has {count} samples, fewer than the {processes} processes that share them;"
-                    " start fewer processes" + (", or raise --limit" if options.limit else "")
-                )
     return manager
 
 
@@ -71,9 +76,28 @@ def _index(options: EvalOptions) -> "TaskManager":
 
     if options.include_path is not None:
         own = TaskManager(include_path=options.include_path, include_defaults=False)
-        if not options.include_default_tasks or {*options.tasks} <= {*own.all_subtasks, *own.all_tags}:
+        if {*options.tasks} <= {*own.all_subtasks, *own.all_tags}:
             return own
     return TaskManager(include_path=options.include_path)
+
+
+def run_tasks(
+    model: EvalModel, described: EvaluatedModel, manager: "TaskManager | None", output: "Output", console: Console
+) -> None:
+    """Run the tasks of one opened model that ``output`` does not have yet, each saved as soon as it is done."""
+    options, entry = output.options, output.begin(described)
+    todo = [(number, task) for number, task in enumerate(options.tasks, start=1) if task not in entry.tasks]
+    if manager is not None and todo:
+        harness = model.harness(options, described.add_bos_token)
+        if options.apply_chat_template:
+            chat_template_of(harness.tokenizer, model.name)
+        for number, task in todo:
+            console.note(f"{model.name}: {task} ({number} of {len(options.tasks)})")
+            with console.contained(bars=True):
+                result = run_task(harness, task, manager, options)
+            if result is not None:  # on rank 0
+                entry = output.add_task(entry, result)
+    output.finished.append(entry)
 
 
 def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any] | None:
@@ -89,7 +113,7 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
         mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None),
         mock.patch("torch.utils.collect_env.get_pretty_env_info", _environment),
     ):
-        result = simple_evaluate(
+        result: dict[str, Any] | None = simple_evaluate(
             model=harness,
             tasks=[task],
             task_manager=manager,
@@ -103,10 +127,123 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
             torch_random_seed=options.seed,
             fewshot_random_seed=options.seed,
         )
-    if result is None:
-        return None
-    found: dict[str, Any] = dict(result)
-    for samples in found["samples"].values():  # they come rank by rank
+    for samples in result["samples"].values() if result is not None else ():  # they come rank by rank
         filters = list(dict.fromkeys(sample["filter"] for sample in samples))
         samples.sort(key=lambda sample, filters=filters: (filters.index(sample["filter"]), sample["doc_id"]))
-    return found
+    return result
+
+
+# ---- what is kept ----
+
+
+@dataclass
+class Output:
+    """The results so far.
+
+    out: their file.
+    writes: this process writes it.
+    earlier: results of a run that is resumed, by model.
+    """
+
+    options: EvalOptions
+    out: Path
+    writes: bool
+    finished: list[ModelResult] = field(default_factory=list)
+    earlier: dict[str, ModelResult] = field(default_factory=dict)
+
+    def resume(self) -> None:
+        """Take over results that an earlier run with the same options left in ``out``, if there are any."""
+        if not (content := read_own(self.out)):
+            return
+        try:
+            results = EvalResults.from_dict(content, self.out)
+        except UserError:
+            return
+        if results.options == self.options:
+            self.earlier = {entry.model.model: entry for entry in results.models if self._has_samples(entry)}
+
+    def _has_samples(self, entry: ModelResult) -> bool:
+        paths = [inside(self.out.parent, name) for name in entry.samples.values()]
+        return all(path is not None and path.is_file() for path in paths)
+
+    def begin(self, described: EvaluatedModel) -> ModelResult:
+        """Return and save the entry of a model with the tasks that an earlier run finished, and its new description."""
+        known = self.earlier.pop(described.model, None)
+        entry = replace(known, model=described) if known is not None else ModelResult(described)
+        self._save(entry)  # before its samples are replaced: they are not those of an earlier results.json
+        return entry
+
+    def add_task(self, entry: ModelResult, result: dict[str, Any]) -> ModelResult:
+        """Return ``entry`` with the results of a task. Its samples are on disk before results.json names them."""
+        samples = write_samples(samples_folder(self.out), entry.model.model, result.pop("samples"))
+        entry = entry.with_task(result, samples)
+        self._save(entry)
+        return entry
+
+    def finish(self, comparisons: list[ComparisonDocument]) -> EvalResults:
+        """Write and return the results of all models of this run."""
+        results = EvalResults(self.options, self.finished, comparisons)
+        if self.writes:
+            write_json(self.out, results.to_dict())
+        return results
+
+    def _save(self, entry: ModelResult) -> None:
+        """Write all results so far, with those of a resumed run whose models come later."""
+        if self.writes:
+            models = [*self.finished, entry, *self.earlier.values()]
+            write_json(self.out, EvalResults(self.options, models).to_dict())
+
+
+def open_output(options: EvalOptions, out: Path, *, writes: bool) -> Output:
+    """Return the output of a run, after checking that ``out`` can be written, with its samples.
+
+    writes: True for the process that writes.
+    Raises UserError where it cannot be written.
+    """
+    out = resolved(out, "--out ")
+    check_writable(out, inputs=[options.perplexity])
+    folder = samples_folder(out)
+    if out == folder or folder.is_file():
+        raise UserError(f"--out {out}: its samples belong into {folder}; name a file whose samples can lie beside it")
+    return Output(options, out, writes)
+
+
+def samples_folder(out: Path) -> Path:
+    """Return the folder of samples: ``results.samples`` beside results.json."""
+    return out.with_name(f"{out.stem}.samples")
+
+
+def write_samples(folder: Path, model: str, samples: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, str]:
+    """Write a model's samples of each task under ``folder``; returns task -> path, relative to the folder's parent.
+
+    Each file appears whole or not at all.
+    Raises OSError, for example where the disk is full.
+    """
+    own_folder = folder / _as_name(model, Path(model).name)
+    own_folder.mkdir(parents=True, exist_ok=True)
+    written: dict[str, str] = {}
+    for task, logged in samples.items():
+        path = own_folder / f"{_as_name(task, task)}.jsonl"
+        with replacement(path) as file:
+            for sample in logged:
+                file.write(json.dumps(_as_logged(sample), ensure_ascii=False, allow_nan=False) + "\n")
+        written[task] = path.relative_to(folder.parent).as_posix()
+    return written
+
+
+def _as_logged(sample: Mapping[str, Any]) -> Any:
+    """Return a sample as lm-eval's ``--log_samples`` writes it; NaN and infinity, which JSON lacks, become null."""
+    from lm_eval.utils import sanitize_list
+
+    arguments = {
+        f"gen_args_{number}": {f"arg_{place}": part for place, part in enumerate(parts)}
+        for number, parts in enumerate(sample["arguments"])
+    }
+    answers = {key: sanitize_list(sample[key]) for key in ("resps", "filtered_resps")}
+    return strict_json({**sample, "arguments": arguments, **answers, "target": str(sample["target"])})
+
+
+def _as_name(text: str, shown: str) -> str:
+    """Return a part of a file name: ``shown``, with a hash of ``text`` where it is not the whole text."""
+    name = re.sub(r"[^\w.-]", "_", shown)[:MOST_NAME].lstrip(".")
+    return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

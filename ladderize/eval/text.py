@@ -1,157 +1,255 @@
-"""The perplexity of a text, and the distance of predictions on it from the reference's."""
+"""The text of ``--perplexity``: its windows, their scores, and predictions that are kept to compare other models with.
 
-import contextlib
+The logits themselves would be vast. A folder of kept predictions holds ``window-N.safetensors`` (``states`` [scored
+tokens, hidden], the normed final hidden states), ``head.safetensors`` (``weight`` [vocabulary, hidden] and perhaps
+``bias``), and ``predictions.json`` (``KeptPredictions``), which is written last: without it the others are worth
+nothing. Logits are ``states @ weight.T + bias``, in the dtype that both have.
+"""
+
 import hashlib
 import json
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from ladderize import data
 from ladderize.blocks import check_finite
-from ladderize.checkpoint.reading import DTYPE_BYTES, STORED_NAMES
-from ladderize.console import Console
+from ladderize.console import sentence
 from ladderize.errors import UserError
-from ladderize.eval.model import EvalModel, WindowScores
-from ladderize.eval.options import EvalOptions
-from ladderize.eval.predictions import KeptPredictions, disk_shortage, prepare_folder, read_about, write_about
-from ladderize.eval.results import Perplexity, Predictions, perplexity_from_nlls
-from ladderize.files.regular import resolved
-from ladderize.files.temporaries import temporary_folder
-from ladderize.ranks.group import Ranks
+from ladderize.eval.results import Predictions
+from ladderize.families.registry import decoder_of, find_family
+from ladderize.files.documents import check_writable, read_document, write_json
+from ladderize.files.records import Record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOGITS_AT_A_TIME = 1 << 24  # about six arrays of this size exist while models are compared
+ABOUT_NAME, HEAD_NAME, WINDOW_FILES = "predictions.json", "head.safetensors", "window-*.safetensors"
 
 
-@dataclass
-class Baseline:
-    """The reference's predictions, with which those of other models are compared.
+# ---- kept predictions ----
 
-    folder: holds them; None: predictions are not compared.
-    about: the description of what is kept there; None until the first model was scored.
-    strict: the user named the folder, so a model that cannot be compared, or a reference that cannot be kept, is an
-    error; otherwise a warning says what is left out.
+
+@dataclass(frozen=True)
+class KeptPredictions(Record):
+    """The description of a folder of predictions.
+
+    model: as it was named.
+    data_sha256: of the file.
+    ids_sha256: of the windows' ids.
+    window_tokens: scored tokens of each window.
     """
 
-    folder: Path | None
-    about: KeptPredictions | None
-    strict: bool
-    ranks: Ranks
-    console: Console
+    model: str
+    data_sha256: str
+    ids_sha256: str
+    window_tokens: list[int]
+    hidden_size: int
+    vocab_size: int
 
-    def score_text(self, model: EvalModel, options: EvalOptions) -> tuple[Perplexity, Predictions | None]:
-        """Return the perplexity of ``options.perplexity``, and predictions where there is a reference.
-
-        Raises UserError for a text that cannot be scored, and with ``strict`` for one that cannot be compared.
-        """
-        assert options.perplexity is not None
-        windows = text_windows(model, options)
-        tokens = [len(window) - 1 for window in windows]
-        about = KeptPredictions(
-            model=model.name,
-            data_sha256=data.file_sha256(options.perplexity),
-            ids_sha256=ids_sha256(windows),
-            window_tokens=tokens,
-            hidden_size=model.hidden_size,
-            vocab_size=model.vocab_size,
-        )
-        reference = self.folder if self.about is not None and self._is_comparable(about) else None
-        keep = self.folder if self.about is None and self.folder is not None and self._can_keep(model, about) else None
-        start = time.perf_counter()
-        with self.console.progress("perplexity", len(windows)) as advance:
-            scores = model.score(
-                windows, batch_size=options.batch_size, keep=keep, reference=reference, advance=advance
-            )
-        measured = replace(
-            perplexity_from_nlls(scores.nll, windows, time.perf_counter() - start),
-            data_sha256=about.data_sha256,
-            ids_sha256=about.ids_sha256,
-            window_nll=scores.nll.tolist(),
-            window_tokens=tokens,
-        )
-        if keep is not None:
-            if self.ranks.is_main:
-                write_about(keep, about)
-            self.ranks.barrier()  # no rank goes on before it is written
-            self.about = about
-            return measured, None
-        return measured, predictions_of(scores, self.about.model) if reference and self.about else None
-
-    def _can_keep(self, model: EvalModel, about: KeptPredictions) -> bool:
-        assert self.folder is not None
-        itemsize = DTYPE_BYTES[STORED_NAMES[model.described.dtype]]
-        needed = (sum(about.window_tokens) + about.vocab_size) * about.hidden_size * itemsize
-        # One answer for all ranks: free disk space may differ a moment later.
-        reason = self.ranks.broadcast(model.no_predictions or disk_shortage(self.folder, needed))
-        if reason is not None:
-            self._refuse(f"the predictions of {model.name} are not kept: {reason}")
-            self.folder = None
-        return reason is None
-
-    def _is_comparable(self, about: KeptPredictions) -> bool:
-        kept = self.about
-        assert kept is not None
-        if kept.data_sha256 != about.data_sha256:
-            reason = "they are of another --perplexity file"
-        elif kept.ids_sha256 != about.ids_sha256 or kept.window_tokens != about.window_tokens:
-            reason = "their windows are others (--seq-len, --windows, or the tokenizer differs)"
-        elif kept.vocab_size != about.vocab_size:
-            reason = f"their vocabulary has {kept.vocab_size} tokens, and this one {about.vocab_size}"
-        else:
-            return True
-        self._refuse(f"the predictions of {about.model} are not compared with those of {kept.model}: {reason}")
-        return False
-
-    def _refuse(self, sentence: str) -> None:
-        if self.strict:
-            raise UserError(sentence)
-        self.console.warn(sentence)
+    def difference(self, other: "KeptPredictions") -> str | None:
+        """Return why predictions of ``other`` cannot be compared with these; None where they can."""
+        if self.data_sha256 != other.data_sha256:
+            return "they are of another --perplexity file"
+        if self.ids_sha256 != other.ids_sha256 or self.window_tokens != other.window_tokens:
+            return "their windows are others (--seq-len, --windows, or the tokenizer differs)"
+        if self.vocab_size != other.vocab_size:
+            return f"their vocabulary has {self.vocab_size} tokens, and this one {other.vocab_size}"
+        return None
 
 
-@contextlib.contextmanager
-def open_baseline(
-    models: int, keep_predictions: Path | None, reference: Path | None, ranks: Ranks, console: Console
-) -> Iterator[Baseline]:
-    """Yield the baseline with a folder for predictions of the first of ``models`` models, or with those of an earlier
-    run.
+class KeptReference:
+    """The predictions of another model. Raises UserError for files that do not fit each other."""
 
-    Several models are compared with the first by default, through a temporary folder. All ranks write into one folder,
-    which several machines must share.
-    Raises UserError for a folder that cannot be used.
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.folder, self.device, self.about = folder, device, read_about(folder)
+        self.head = self._load(folder / HEAD_NAME, "weight", [self.about.vocab_size, self.about.hidden_size])
+
+    def states(self, window: int) -> Tensor:
+        """Return the states [scored tokens, hidden] of a window."""
+        shape = [self.about.window_tokens[window], self.about.hidden_size]
+        return self._load(_window_path(self.folder, window), "states", shape)["states"]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits [n, vocabulary] of states [n, hidden], in float32."""
+        return torch.nn.functional.linear(states, self.head["weight"], self.head.get("bias")).float()
+
+    def _load(self, path: Path, name: str, shape: list[int]) -> dict[str, Tensor]:
+        try:
+            tensors = load_file(path, device=str(self.device))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} cannot be read ({sentence(error)}); evaluate the reference again") from None
+        if name not in tensors or list(tensors[name].shape) != shape:
+            raise UserError(f"{path} does not fit {self.folder / ABOUT_NAME}; evaluate the reference again")
+        return tensors
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make ``folder`` ready for predictions; earlier ones in it are removed. Raises UserError if it holds anything
+    else."""
+    if not folder.parent.is_dir():
+        raise UserError(f"{folder}: the folder {folder.parent} does not exist")
+    earlier = [*folder.glob(WINDOW_FILES), folder / HEAD_NAME, folder / ABOUT_NAME]
+    if folder.exists() and (not folder.is_dir() or {*folder.iterdir()} - {*earlier}):
+        raise UserError(f"{folder} is not an empty folder; name another to keep predictions in")
+    folder.mkdir(exist_ok=True)
+    check_writable(folder / ABOUT_NAME)
+    for path in reversed(earlier):  # the document first
+        path.unlink(missing_ok=True)
+
+
+def write_states(folder: Path, window: int, states: Tensor) -> None:
+    """Write the states [scored tokens, hidden] of a window. Raises UserError where the disk is full."""
+    _save(_window_path(folder, window), states=states)
+
+
+def write_head(folder: Path, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Write an output layer: weight [vocabulary, hidden], bias [vocabulary]. Raises UserError where the disk is
+    full."""
+    _save(folder / HEAD_NAME, weight=weight, **({} if bias is None else {"bias": bias}))
+
+
+def write_about(folder: Path, about: KeptPredictions) -> None:
+    """Write the description of the folder, after everything else."""
+    write_json(folder / ABOUT_NAME, about.to_dict())
+
+
+def read_about(folder: Path) -> KeptPredictions:
+    """Return the description of a folder of predictions; raises UserError for any other folder."""
+    path = folder / ABOUT_NAME
+    if not path.is_file():
+        raise UserError(f"{folder} holds no kept predictions (no {path.name}); keep the reference's first")
+    return KeptPredictions.from_dict(read_document(path, "file of kept predictions"), path)
+
+
+def _window_path(folder: Path, window: int) -> Path:
+    return folder / WINDOW_FILES.replace("*", str(window))
+
+
+def _save(path: Path, **tensors: Tensor) -> None:
+    try:
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    except (OSError, SafetensorError) as error:
+        message = f"{path}: the predictions cannot be kept ({sentence(error)}); name another folder"
+        raise UserError(message) from error
+
+
+# ---- the scores of windows ----
+
+
+@dataclass(frozen=True)
+class WindowScore:
+    """The score of a window of n ids, of which all but the first are scored.
+
+    nll: the summed negative log-likelihood in nats.
+    kl: KL(reference || this model) at each scored token in nats, float32 [n - 1]; empty without a reference.
+    same_top: True where both models hold the same token most likely, bool [n - 1]; empty without a reference.
     """
-    if reference is not None:
-        reference = resolved(reference, "--reference ")
-        yield Baseline(reference, read_about(reference), True, ranks, console)
-    elif keep_predictions is not None:
-        folder = resolved(keep_predictions, "--keep-predictions ")
-        with ranks.main_first():
-            if ranks.is_main:
-                prepare_folder(folder)
-        yield Baseline(folder, None, True, ranks, console)
-    elif models > 1 and ranks.local_size == ranks.size:
-        with temporary_folder("predictions") if ranks.is_main else contextlib.nullcontext() as temporary:
-            yield Baseline(ranks.broadcast(temporary), None, False, ranks, console)
-            ranks.barrier()  # no rank reads in the folder any more
-    else:
-        if models > 1:
-            console.warn(
-                "predictions are not compared on several machines; name a folder that all share with --keep-predictions"
-            )
-        yield Baseline(None, None, False, ranks, console)
+
+    nll: float
+    kl: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    same_top: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
 
 
-def text_windows(model: EvalModel, options: EvalOptions) -> list[np.ndarray]:
-    """Return the windows of ``options.perplexity`` in this model's ids, ``options.seq_len`` long.
+def plain_head(model: "PreTrainedModel") -> tuple[torch.nn.Linear, float] | None:
+    """Return the output layer, and the factor of the final states with which it makes the logits.
 
-    Raises UserError for a text that cannot be read, or a length that the model does not support.
+    None for an architecture that ladderize does not know, which may cap its logits, say.
     """
-    assert options.perplexity is not None
-    documents = data.read_documents(options.perplexity, model.tokenizer, vocab_size=model.vocab_size)
-    seq_len = options.seq_len or data.default_seq_len(documents, options.perplexity, model.positions)
-    if not 2 <= seq_len <= model.positions:
-        raise UserError(f"--seq-len {seq_len} must be between 2 and the {model.positions} positions of {model.name}")
-    return data.windows(documents, seq_len)[: options.windows]
+    layer, config = model.get_output_embeddings(), model.config.to_dict()
+    if not isinstance(layer, torch.nn.Linear) or find_family(config) is None:
+        return None
+    return layer, decoder_of(config).logits_scale
+
+
+def score_windows(
+    model: "PreTrainedModel",
+    windows: list[np.ndarray],
+    *,
+    batch_size: int = 8,
+    chosen: range | None = None,
+    keep: Path | None = None,
+    reference: Path | None = None,
+    advance: Callable[[int], None] = lambda n: None,
+) -> list[WindowScore]:
+    """Score the ``chosen`` windows (None: all); consecutive windows of equal length are batched.
+
+    The model's body runs on batches, its output layer on so few tokens at a time that memory stays bounded for any
+    vocabulary.
+
+    keep: the folder for this model's states.
+    reference: a folder of predictions for the same windows.
+    Raises UserError where a folder cannot be written or read.
+    """
+    device = next(model.get_input_embeddings().parameters()).device
+    head = plain_head(model)
+    kept = None if reference is None else KeptReference(reference, device)
+    scores = []
+    with torch.inference_mode():
+        for batch in window_batches(windows, range(len(windows)) if chosen is None else chosen, batch_size):
+            ids = torch.from_numpy(np.stack([windows[index] for index in batch])).to(device)
+            layer: Callable[[Tensor], Tensor]
+            if head is not None:
+                layer, scale = head
+                states: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state * scale
+            else:  # the logits themselves are scored
+                layer, states = torch.nn.Identity(), model(input_ids=ids, use_cache=False).logits
+            for row, index in enumerate(batch):
+                if keep is not None:
+                    write_states(keep, index, states[row, :-1])
+                targets = ids[row, 1:].to(states.device)
+                scores.append(score_window(layer, states[row, :-1], targets, kept, index, model.config.vocab_size))
+            advance(len(batch))
+    return scores
+
+
+def score_window(
+    layer: Callable[[Tensor], Tensor],
+    states: Tensor,
+    targets: Tensor,
+    kept: KeptReference | None,
+    window: int,
+    vocab_size: int,
+) -> WindowScore:
+    """Score one window.
+
+    layer: states [n, hidden] -> logits [n, vocabulary].
+    targets: the tokens that follow the states [n].
+    kept: the reference.
+    window: its number.
+    """
+    total, kl, same = 0.0, [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
+    theirs = None if kept is None else kept.states(window)
+    at_once = max(1, LOGITS_AT_A_TIME // vocab_size)
+    for first in range(0, len(targets), at_once):
+        part = slice(first, first + at_once)
+        logits = layer(states[part]).float()
+        log_q = logits.log_softmax(-1)
+        total -= float(log_q.gather(-1, targets[part, None]).double().sum())
+        if kept is not None and theirs is not None:
+            other = kept.logits(theirs[part])
+            log_p = other.log_softmax(-1)
+            kl.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0).cpu())
+            same.append((other.argmax(-1) == logits.argmax(-1)).cpu())
+    return WindowScore(total, torch.cat(kl).numpy(), torch.cat(same).numpy())
+
+
+def window_batches(windows: list[np.ndarray], chosen: range, batch_size: int) -> Iterator[range]:
+    """Yield ranges of at most ``batch_size`` consecutive windows of equal length."""
+    start = chosen.start
+    while start < chosen.stop:
+        stop = start + 1
+        while stop < chosen.stop and stop - start < batch_size and len(windows[stop]) == len(windows[start]):
+            stop += 1
+        yield range(start, stop)
+        start = stop
 
 
 def ids_sha256(windows: list[np.ndarray]) -> str:
@@ -162,20 +260,18 @@ def ids_sha256(windows: list[np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def predictions_of(scores: WindowScores, reference: str) -> Predictions | None:
-    """Return the figures of a model whose windows were compared with the reference's; None where they were not.
+def predictions_of(scores: list[WindowScore], reference: str) -> Predictions:
+    """Return the figures of a model whose windows were compared with the reference's.
 
     Raises UserError where they are NaN or infinite.
     """
-    if scores.kl is None or scores.same_top is None:
-        return None
-    tokens = np.concatenate(scores.kl).astype(np.float64)
+    tokens = np.concatenate([score.kl for score in scores]).astype(np.float64)
     check_finite(tokens.sum(), "the divergence from the reference's predictions")
     return Predictions(
         reference=reference,
         mean_kl=float(tokens.mean()),
         p99_kl=float(np.quantile(tokens, 0.99)),
-        same_top_share=float(np.concatenate(scores.same_top).mean()),
+        same_top_share=float(np.concatenate([score.same_top for score in scores]).mean()),
         tokens=len(tokens),
-        window_kl=[float(window.sum(dtype=np.float64)) for window in scores.kl],
+        window_kl=[float(score.kl.sum(dtype=np.float64)) for score in scores],
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ladderize.eval.words import margin_text
+from ladderize.eval.table import margin_text
 from ladderize.report.join import ReportContent
 from ladderize.report.models import ReportModel, Setting, Timing, perplexity_text, points_text, speedup_text
 from ladderize.runtime.bench.document import ENOUGH_ROUNDS, few_rounds

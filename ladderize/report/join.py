@@ -9,7 +9,7 @@ from pathlib import Path
 from ladderize.errors import UserError
 from ladderize.eval.answers import read_answered
 from ladderize.eval.compare import compare_models
-from ladderize.eval.comparison import CompareOptions, ComparisonDocument
+from ladderize.eval.options import CompareOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel
 from ladderize.eval.table import mean_accuracy, short_names
 from ladderize.report.documents import FoundDocument, FoundDocuments
@@ -139,7 +139,7 @@ def _compare(
     stored = {
         model_key(one.other): one
         for results in found
-        for one in (ComparisonDocument.from_dict(value, results.path) for value in results.document.comparisons)
+        for one in results.document.comparisons
         if model_key(one.reference) == dense
     }
     if strangers := stored.keys() - places.keys():

@@ -16,8 +16,8 @@ from urllib.parse import quote
 import ladderize
 from ladderize.console import SILENT, Console, human_bytes, printable
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.comparison import check_margin
-from ladderize.eval.words import margin_text
+from ladderize.eval.options import check_margin
+from ladderize.eval.table import margin_text
 from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved

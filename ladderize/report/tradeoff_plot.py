@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ladderize.eval.words import margin_text
+from ladderize.eval.table import margin_text
 from ladderize.report.join import ReportContent
 from ladderize.report.models import PHASE_WORDS, Setting, WithInterval, speedup_text
 from ladderize.report.plot import (

@@ -55,7 +55,7 @@ OF_THE_SWEEP = {
     "sensitivity": "model out sync_tp_size overwrite revision json",
     "convert": "src out dense recipe sensitivity dtype max_shard_size copy dry_run overwrite no_verify revision json",
     "adapt": "model out distill_from align resume dry_run show_data log_with overwrite no_verify json",
-    "eval": "models out keep_predictions reference resume revision no_default_tasks json",
+    "eval": "models out keep_predictions reference resume revision json",
     "bench": "models random_weights layout num_layers sync_tp_size engine revision train schedules seq_len out"
     " profile json",
 }
@@ -219,10 +219,6 @@ def eval_words(model: str, output: str, options: Given, own: Given, where: str =
 
     own: further options that the sweep gives.
     """
-    options = dict(options)
-    if "include_default_tasks" in options:
-        are_known = read_value(bool, options.pop("include_default_tasks"), f"{where}: include_default_tasks")
-        own = {"no_default_tasks": not are_known, **own}
     # --resume is safe: the stage's key identifies the model and the data
     return words_of("eval", [model], {**own, "out": f"{output}/{RESULTS}", "resume": True}, options, where)
 

@@ -13,8 +13,9 @@ from ladderize.checkpoint.config import most_positions, parameter_count
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
 from ladderize.errors import UserError
-from ladderize.eval.model import EvalModel, WindowScores
+from ladderize.eval.model import EvalModel
 from ladderize.eval.options import EvalOptions
+from ladderize.eval.text import WindowScore
 from ladderize.families.registry import find_family
 from ladderize.layout import Layout
 from ladderize.modeling import load_tokenizer
@@ -99,16 +100,17 @@ class VLLMModel(EvalModel):
         keep: Path | None = None,
         reference: Path | None = None,
         advance: Callable[[int], None] = lambda n: None,
-    ) -> WindowScores:
+    ) -> list[WindowScore]:
         assert keep is None
         assert reference is None  # see ``no_predictions``
-        sums: list[float] = []
+        scores: list[WindowScore] = []
         for first in range(0, len(windows), WINDOWS_AT_ONCE):
             part = [window.tolist() for window in windows[first : first + WINDOWS_AT_ONCE]]
             requests = [(None, ids[:1], ids[1:]) for ids in part]
-            sums += [total for total, _ in self.engine._loglikelihood_tokens(requests, disable_tqdm=True)]
+            totals = self.engine._loglikelihood_tokens(requests, disable_tqdm=True)
+            scores += [WindowScore(-float(total)) for total, _ in totals]
             advance(len(part))
-        return WindowScores(-np.array(sums))
+        return scores
 
     def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
         self.engine.add_bos_token = add_bos

@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 
 from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.errors import UserError
-from ladderize.eval.hf import HFModel
+from ladderize.eval.model import HFModel
 from ladderize.eval.options import EvalOptions
 from ladderize.layout import LayoutError
 from ladderize.ranks.group import Ranks
@@ -73,7 +73,7 @@ def test_windows_of_ids(pair):
     hf, model, _ = pair
     assert model.positions == hf.positions == POSITIONS
     windows = [fresh_rng().integers(3, 768, length) for length in (2, 9, 40, POSITIONS)]
-    ours, theirs = (one.score(windows, batch_size=2).nll for one in (model, hf))
+    ours, theirs = ([score.nll for score in one.score(windows, batch_size=2)] for one in (model, hf))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
 
 
