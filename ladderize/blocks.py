@@ -272,7 +272,7 @@ def window_nlls(
 ) -> Tensor:
     """Return the summed negative log-likelihood of each window in nats, float64 [windows].
 
-    One layer is in memory at a time; ``eval.hf.score_windows`` scores with a whole model.
+    One layer is in memory at a time; ``eval.text.score_windows`` scores with a whole model.
 
     layer_at: returns a layer by its number.
     windows: [windows, tokens].
