@@ -25,9 +25,8 @@ from ladderize.commands import (
     spd,
 )
 from ladderize.commands.builder import BadCommandLine, Commands, add, usage_message
-from ladderize.console import check_arguments
 from ladderize.demo.command import demo
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UsageError
 from ladderize.ranks.environment import launched
 from ladderize.sweep.command import sweep_command
 
@@ -49,15 +48,12 @@ def main() -> None:
     debug = len(arguments) < len(sys.argv) - 1
     if debug:
         os.environ[DEBUG] = "1"  # for the ranks that a command starts
-    if sys.stderr is None:  # closed by `2>&-`
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `2>&-`: the next opened file would take its place
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # the locale may lack characters of a model's text
     with error_boundary(debug=debug):
-        if sys.stdout is None:  # otherwise the next opened file becomes stdout
-            raise UserError("stdout is closed, so no result can be printed; redirect it to a file or to /dev/null")
-        check_arguments(arguments)
         try:
             code = app(arguments, prog_name="ladderize", standalone_mode=False)
             if code == INTERRUPTED:  # newer versions of typer turn Ctrl-C into an exit that says nothing

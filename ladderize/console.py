@@ -3,26 +3,24 @@ people."""
 
 import contextlib
 import io
-import itertools
 import json
 import math
 import os
 import re
+import shutil
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
-from ladderize.errors import UsageError
 from ladderize.ranks.environment import is_main_rank
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 SCHEMA_VERSION = 1
+LOG_INTERVAL_S = 60.0  # between two lines of progress where stderr is no terminal
+# Characters that a terminal would obey rather than show, except new lines and tabs, and those that reverse text.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
 
 class Advance(Protocol):
@@ -31,18 +29,9 @@ class Advance(Protocol):
     def __call__(self, steps: int = 1, detail: str = "") -> None: ...
 
 
-LOG_INTERVAL_S = 60.0  # between two lines of progress where stderr is no terminal
-FIRST_LOG_S = 15.0
-# Characters that a terminal would obey rather than show, except new lines and tabs, and those that reverse text.
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
-
-
 @dataclass(frozen=True)
 class Console:
-    """The output of one command.
-
-    On a terminal tables fit its width, words wrap, and colours show; NO_COLOR disables colours. Piped, all is plain
-    text of any width.
+    """The output of one command. On a terminal, rich fits it to the width; piped, all is plain text of any width.
 
     as_json: print exactly one JSON document on stdout, nothing else.
     quiet: print nothing on stdout or stderr, for use as a library.
@@ -66,18 +55,28 @@ class Console:
 
         indent: spaces before all lines but the first.
         """
-        width = terminal_width(sys.stdout)
-        if width is not None:
-            indented = " " * indent
-            text = textwrap.fill(
-                text, width, subsequent_indent=indented, break_long_words=False, break_on_hyphens=False
-            )
+        if sys.stdout.isatty():
+            width, spaces = shutil.get_terminal_size().columns, " " * indent
+            text = textwrap.fill(text, width, subsequent_indent=spaces, break_long_words=False, break_on_hyphens=False)
         self.result(text)
 
     def table(self, rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()) -> None:
         """Print rows with equal keys as a result; columns named in ``right`` are right-aligned."""
-        if not self.as_json and self.speaks:
-            print(table(rows, right=right, width=terminal_width(sys.stdout)), flush=True)
+        if self.as_json or not self.speaks or not rows:
+            return
+        if not sys.stdout.isatty():
+            print(table(rows, right=right), flush=True)
+            return
+        from rich.console import Console as RichConsole
+        from rich.table import Table
+        from rich.text import Text
+
+        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for key in rows[0]:
+            shown.add_column(Text(key), justify="right" if key in right else "left", overflow="fold")
+        for row in rows:
+            shown.add_row(*(Text(printable(str(value))) for value in row.values()))
+        RichConsole(file=sys.stdout, highlight=False).print(shown)
 
     def document(self, value: Mapping[str, Any]) -> None:
         """Print the JSON document of a command; silent without --json."""
@@ -96,17 +95,12 @@ class Console:
 
     @contextlib.contextmanager
     def stage(self, text: str) -> Iterator[None]:
-        """Show work of unknown length: by a spinner on a terminal, elsewhere by a line at the beginning and every
-        minute."""
+        """Show work of unknown length: by a spinner on a terminal, elsewhere by a line at the beginning."""
         if not self.speaks:
             yield
         elif not sys.stderr.isatty():
             say(text)
-            begun = time.monotonic()
-            with _said_every_minute(
-                lambda: f"{text}: {human_seconds(time.monotonic() - begun)} so far", LOG_INTERVAL_S
-            ):
-                yield
+            yield
         else:
             from rich.console import Console as RichConsole
             from rich.markup import escape
@@ -122,26 +116,37 @@ class Console:
     ) -> Iterator[Advance]:
         """Show progress on stderr; yields ``advance(n, detail="")``.
 
-        A terminal shows a bar with the time left. Elsewhere a line is written every minute, so that a batch job's log
-        shows how far it is.
+        A terminal shows a bar with the time left. Elsewhere ``advance`` prints a line every minute, so that a batch
+        job's log shows how far it is.
 
         done: the part of ``total`` that an earlier run did; it does not count for the speed.
         animated: False where nothing may run beside a measurement: only ``advance`` then draws the bar.
         """
         if not self.speaks:
             yield lambda steps=1, detail="": None
-        elif not sys.stderr.isatty():
-            logged = _LoggedProgress(description, total, done, is_bytes)
-            with _said_every_minute(logged.line, FIRST_LOG_S):
-                yield logged.advance
-        else:
-            with _bar(description, total, is_bytes, animated) as bar:
-                task = bar.add_task(printable(description), total=total, completed=done, detail="")
+            return
+        if not sys.stderr.isatty():
+            yield _LoggedProgress(description, total, done, is_bytes)
+            return
+        from rich import progress as rich
+        from rich.console import Console as RichConsole
 
-                def advance(steps: int = 1, detail: str = "") -> None:
-                    bar.update(task, advance=steps, detail=printable(detail), refresh=not animated)
+        columns = (
+            *([rich.SpinnerColumn()] if animated else []),  # it moves while a single long step does not
+            rich.TextColumn("{task.description}", markup=False),
+            rich.BarColumn(bar_width=20),
+            rich.DownloadColumn() if is_bytes else rich.MofNCompleteColumn(),
+            rich.TimeRemainingColumn(),
+            rich.TextColumn("{task.fields[detail]}", markup=False),
+        )
+        shown = RichConsole(file=sys.stderr)
+        with rich.Progress(*columns, console=shown, transient=True, auto_refresh=animated) as bar:
+            task = bar.add_task(printable(description), total=total, completed=done, detail="")
 
-                yield advance
+            def advance(steps: int = 1, detail: str = "") -> None:
+                bar.update(task, advance=steps, detail=printable(detail), refresh=not animated)
+
+            yield advance
 
     @contextlib.contextmanager
     def contained(self, *, bars: bool = False) -> Iterator[None]:
@@ -160,99 +165,40 @@ class Console:
 SILENT = Console(quiet=True)  # of calls from Python
 
 
-def _bar(description: str, total: int, is_bytes: bool, animated: bool) -> "Progress":
-    from rich.console import Console as RichConsole
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.table import Column
-
-    # on a narrow terminal the detail gives way, not the name, the count and the time
-    fixed = Column(min_width=2 * len(str(total)) + 1, no_wrap=True)
-    return Progress(
-        *([SpinnerColumn()] if animated else []),  # it moves while a single long step does not
-        TextColumn("{task.description}", markup=False, table_column=Column(min_width=len(description), no_wrap=True)),
-        BarColumn(bar_width=20, table_column=Column(min_width=10)),
-        DownloadColumn() if is_bytes else MofNCompleteColumn(table_column=fixed),
-        TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True)),
-        TextColumn("{task.fields[detail]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-        console=RichConsole(file=sys.stderr),
-        transient=True,
-        auto_refresh=animated,  # by a thread
-    )
-
-
 class _LoggedProgress:
-    """Progress as lines of text."""
+    """Progress as a line of text every minute."""
 
     def __init__(self, description: str, total: int, done: int, is_bytes: bool) -> None:
-        self.description, self.total, self.is_bytes = description, total, is_bytes
+        self.description, self.total, self.count = description, total, human_bytes if is_bytes else str
         self.before = self.done = done
-        self.begun, self.detail = time.monotonic(), ""
+        self.begun = self.printed = time.monotonic()
+        self.stderr = sys.stderr  # a library's output may be redirected later
 
-    def advance(self, steps: int = 1, detail: str = "") -> None:
-        self.done, self.detail = self.done + steps, detail
-
-    def line(self) -> str:
-        count = human_bytes if self.is_bytes else str
-        parts = [f"{self.description}: {count(self.done)} of {count(self.total)}"]
+    def __call__(self, steps: int = 1, detail: str = "") -> None:
+        self.done += steps
+        now = time.monotonic()
+        if now < self.printed + LOG_INTERVAL_S:
+            return
+        self.printed = now
+        parts = [f"{self.description}: {self.count(self.done)} of {self.count(self.total)}"]
         if self.before < self.done < self.total:
-            a_step = (time.monotonic() - self.begun) / (self.done - self.before)
+            a_step = (now - self.begun) / (self.done - self.before)
             parts.append(f"{human_seconds(a_step * (self.total - self.done))} left")
-        return ", ".join([*parts, *([self.detail] if self.detail else [])])
-
-
-@contextlib.contextmanager
-def _said_every_minute(line: Callable[[], str], first_s: float) -> Iterator[None]:
-    """Print ``line()`` every minute while the block runs. A thread does it, since one step may take longer.
-
-    first_s: seconds until the first line, so that short work prints nothing.
-    """
-    ended, stderr = threading.Event(), sys.stderr  # the present stderr: a library's output may be redirected later
-
-    def speak() -> None:
-        pause = first_s
-        while not ended.wait(pause):
-            print(printable(line()), file=stderr, flush=True)
-            pause = LOG_INTERVAL_S
-
-    thread = threading.Thread(target=speak, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+        print(printable(", ".join([*parts, *([detail] if detail else [])])), file=self.stderr, flush=True)
 
 
 class _LoggedBar(io.TextIOBase):
     """A stream for tqdm that prints the latest state of its bar about once a minute."""
 
     def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.next_line = time.monotonic() + FIRST_LOG_S
+        self.stream, self.printed = stream, time.monotonic()
 
     def write(self, text: str) -> int:
-        state = text.strip("\r\n ")
-        if "%|" in state and (now := time.monotonic()) >= self.next_line:
-            self.next_line = now + LOG_INTERVAL_S
+        state, now = text.strip("\r\n "), time.monotonic()
+        if "%|" in state and now >= self.printed + LOG_INTERVAL_S:
+            self.printed = now
             print(printable(state.rsplit("\r")[-1]), file=self.stream, flush=True)
         return len(text)
-
-
-def terminal_width(stream: TextIO) -> int | None:
-    """Return the columns of the terminal behind a stream; None where there is none."""
-    if not stream.isatty():
-        return None
-    from rich.console import Console as RichConsole
-
-    return RichConsole(file=stream).width
 
 
 def say(text: str, *, style: str = "") -> None:
@@ -266,34 +212,12 @@ def say(text: str, *, style: str = "") -> None:
     RichConsole(file=sys.stderr, highlight=False, markup=False, emoji=False).print(text, style=style)
 
 
-@contextlib.contextmanager
-def silenced(stream: int) -> Iterator[None]:
-    """Drop what C++ code writes to stdout (1) or stderr (2).
-
-    gloo's lines would break the one document of ``--json``; torch prints stack frames before an error that we catch.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept, nowhere = os.dup(stream), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream)
-    try:
-        yield
-    finally:
-        os.dup2(kept, stream)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def with_schema(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with the keys of every result file in front."""
+def to_json(value: Mapping[str, Any]) -> str:
+    """Return a result document as strict JSON, with the keys of every result file in front."""
     from ladderize import __version__
 
-    return {"schema_version": SCHEMA_VERSION, "ladderize_version": __version__, **value}
-
-
-def to_json(value: Mapping[str, Any]) -> str:
-    """Return a result document as strict JSON."""
-    return json.dumps(strict_json(with_schema(value)), indent=2, allow_nan=False)
+    document = {"schema_version": SCHEMA_VERSION, "ladderize_version": __version__, **value}
+    return json.dumps(strict_json(document), indent=2, allow_nan=False)
 
 
 def strict_json(value: Any) -> Any:
@@ -312,59 +236,33 @@ def strict_json(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | bool) else str(value)
 
 
-def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = (), width: int | None = None) -> str:
-    """Return rows with equal keys as an aligned text table.
-
-    right: columns to align right.
-    width: the width to fit into: cells wrap at words, and where that is not enough, rows are stacked. None: any width.
-    """
-    if not rows:
-        return ""
-    keys = list(rows[0])
-    cells = [keys, *([printable(str(row[key])) for key in keys] for row in rows)]
-    columns = list(zip(*cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    longest_words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
-    while width is not None and sum(widths) + 2 * (len(keys) - 1) > width:
-        spare = [have - least for have, least in zip(widths, longest_words, strict=True)]
-        if not any(spare):
-            return "\n\n".join(_stacked(dict(zip(keys, row, strict=True))) for row in cells[1:])
-        widths[spare.index(max(spare))] -= 1
-
-    def lines(values: Sequence[str]) -> Iterator[str]:
-        wrapped = [
-            textwrap.wrap(value, wide, break_on_hyphens=False) if len(value) > wide else [value]
-            for value, wide in zip(values, widths, strict=True)
-        ]
-        for parts in itertools.zip_longest(*wrapped, fillvalue=""):
-            padded = (p.rjust(w) if k in right else p.ljust(w) for k, p, w in zip(keys, parts, widths, strict=True))
-            yield "  ".join(padded).rstrip()
-
-    head, *body = cells
-    return "\n".join([*lines(head), *lines(["-" * wide for wide in widths]), *itertools.chain(*map(lines, body))])
-
-
-def _stacked(row: Mapping[str, str]) -> str:
-    wide = max(map(len, row))
-    return "\n".join(f"{key.strip():{wide}}  {value}" for key, value in row.items() if value)
+def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()) -> str:
+    """Return rows with equal keys as an aligned text table; columns named in ``right`` are right-aligned."""
+    cells = {key: [key, *(printable(str(row[key])) for row in rows)] for key in rows[0]}
+    widths = {key: max(map(len, column)) for key, column in cells.items()}
+    columns = [
+        [text.rjust(widths[key]) if key in right else text.ljust(widths[key]) for text in column]
+        for key, column in cells.items()
+    ]
+    head, *body = ("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+    return "\n".join([head, "  ".join("-" * width for width in widths.values()), *body])
 
 
 def human_bytes(count: float) -> str:
     """Return bytes in words: ``1234567`` -> ``1.23 MB`` (decimal units, as disks and links are sold)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:  # more would round to 1000
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+    return _scaled(count, (" B", " kB", " MB", " GB", " TB"))
 
 
 def human_count(count: float) -> str:
     """Return a count in words: ``11804672`` -> ``11.8M``."""
-    for unit in ("", "k", "M", "B"):
-        if count < 999.5:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g}T"
+    return _scaled(count, ("", "k", "M", "B", "T"))
+
+
+def _scaled(count: float, units: Sequence[str]) -> str:
+    power = 0
+    while count >= 999.5 and power < len(units) - 1:  # more would round to 1000
+        count, power = count / 1000, power + 1
+    return f"{count:.3g}{units[power]}"
 
 
 def human_seconds(seconds: float) -> str:
@@ -381,18 +279,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether Python, or torch's allocator of a GPU or the CPU (a plain RuntimeError), ran out of memory."""
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-
-
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise UsageError for an argument that is not UTF-8.
-
-    Python keeps such bytes as halves of surrogate pairs, which no tokenizer and no document can hold.
-    """
-    for argument in arguments:
-        if not is_text(argument):
-            raise UsageError(
-                f"the argument {argument[:80]!a} is not UTF-8 text, or the locale is none of UTF-8; set LC_ALL=C.UTF-8"
-            )
 
 
 def printable(text: str) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ladderize.console import sentence, silenced
+from ladderize.console import sentence
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import ALONE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, Place, launched
@@ -177,6 +178,26 @@ def rank_device(kind: str, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Drop what C++ code writes.
+
+    gloo's lines would break the one document of ``--json``; torch prints stack frames before an error that we catch.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(stream) for stream in (1, 2)]
+    with open(os.devnull, "w") as nowhere:
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+    try:
+        yield
+    finally:
+        for stream, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, stream)
+            os.close(copy)
+
+
 def join_group(place: Place, device: str, *, timeout: timedelta, init_method: str = "env://") -> Ranks:
     """Join torch's process group at ``place``, unless this process has; device: cpu or cuda. Alone there is no group.
 
@@ -188,7 +209,7 @@ def join_group(place: Place, device: str, *, timeout: timedelta, init_method: st
     ranks = Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
     if place.size > 1 and not dist.is_initialized():
         try:
-            with silenced(1), silenced(2):
+            with _silenced():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
                     init_method=init_method,
