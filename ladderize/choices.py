@@ -37,8 +37,7 @@ class Option:
     max: float | None = None
     signed: bool = False  # a number may be negative
     shown: str | None = None  # the default in words; such an option is None where it is not given
-    # Its names; empty: the field's. A switch with a name that begins with --no- sets its field to False. The name after
-    # a slash is the negative of a switch that is None when not given.
+    # its names; empty: the field's. A switch with a name that begins with --no- sets its field to False
     flags: str = ""
     optional: bool = False  # the command line may leave out what the field needs; the command says what is missing
     needs: str = ""  # the field of the same dataclass without which it has no effect
@@ -73,8 +72,7 @@ def described(options: Any) -> list[dataclasses.Field]:
 def parameter_name(field: dataclasses.Field) -> str:
     """Return the option's name with underscores, as in messages, in files of --config, and as a command's parameter."""
     flags = field.metadata[OPTION].flags if OPTION in field.metadata else ""
-    names = flags.partition("/")[0].split()
-    return max(names, key=len).lstrip("-").replace("-", "_") if names else field.name
+    return max(flags.split(), key=len).lstrip("-").replace("-", "_") if flags else field.name
 
 
 def flag(name: str) -> str:

@@ -24,7 +24,7 @@ from ladderize.commands import (
     sensitivity,
     spd,
 )
-from ladderize.commands.builder import BadCommandLine, Commands, add, usage_message
+from ladderize.commands.builder import BadCommandLine, add, usage_message
 from ladderize.demo.command import demo
 from ladderize.errors import UsageError
 from ladderize.ranks.environment import launched
@@ -32,7 +32,6 @@ from ladderize.sweep.command import sweep_command
 
 app = typer.Typer(
     name="ladderize",
-    cls=Commands,
     help="Turn a dense checkpoint into one that waits less for communication under tensor parallelism.",
     epilog="Every error is one sentence; --debug, given anywhere, shows the traceback behind it.",
     no_args_is_help=True,
@@ -84,7 +83,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     launched()

@@ -356,7 +356,7 @@ def test_folders_that_are_refused(place, tmp_path):
     assert "is not empty" in one_sentence(invoke("sweep", file, "--out", place / "dense"))
     assert "lies inside it" in one_sentence(invoke("sweep", file, "--out", place / "dense" / "out"))
     assert one_sentence(invoke("sweep", file)).startswith("Error: say where to keep everything")
-    assert "is a folder" in one_sentence(invoke("sweep", tmp_path, "--out", tmp_path / "out"))
+    assert "is not a regular file" in one_sentence(invoke("sweep", tmp_path, "--out", tmp_path / "out"))
 
 
 def test_hashes_are_remembered_until_a_file_changes(tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from ladderize.choices import OPTION, Option, check_number, described, flag, parameter_name
 from ladderize.errors import UsageError, UserError
@@ -90,7 +89,7 @@ MODELS, LAYOUT, DATA, METHOD = "Model", "Layout", "Data", "Method"
 OPTIMISATION, MEASUREMENT, VALIDATION = "Optimisation", "Measurement", "Validation and checkpoints"
 MEMORY, OUTPUT, ADVANCED = "Memory and devices", "Output", "Advanced"
 
-METAVARS = {int: "N", float: "X"}
+METAVARS = {int: "N", float: "X", bool: ""}
 CONFIG = Option("Read options from this YAML file. The command line wins over it.", "FILE")
 
 # typer's error for a bad command line, whose module differs between versions
@@ -179,7 +178,7 @@ def command(
 
 def add(app: typer.Typer, panel: str, function: Any, name: str | None = None) -> None:
     """Add a function that ``command`` made to the command line."""
-    app.command(name, rich_help_panel=panel, cls=Command)(function)
+    app.command(name, rich_help_panel=panel)(function)
 
 
 @functools.cache
@@ -196,7 +195,7 @@ def option_words(function: Any, name: str, options: Mapping[str, Any], where: st
     for parameter, value in given_parameters(_made_of(function), name, options, where):
         option = max(parameter.opts, key=len)
         if isinstance(value, bool):
-            words += [option] if value else parameter.secondary_opts[:1]
+            words += [option] if value else []
         else:
             words += [word for item in (value if isinstance(value, list) else [value]) for word in (option, item)]
     return words
@@ -222,36 +221,6 @@ def run_words(function: Any, words: Sequence[str]) -> None:
 def usage_message(error: Any) -> str:
     """Return typer's message about a bad command line."""
     return str(error.format_message()).replace("Value error, ", "").rstrip(".")
-
-
-class SwitchesWithoutType:
-    """A mixin that shows switches without a type and without their negation in the help.
-
-    ``--overwrite`` takes no value, and beside its name there is no room for the negation.
-    """
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        both = [(parameter, parameter.secondary_opts) for parameter in self.params]  # type: ignore[attr-defined]
-        for parameter, _ in both:
-            parameter.secondary_opts = []
-        super().format_help(ctx, formatter)  # type: ignore[misc]
-        for parameter, says_no in both:
-            parameter.secondary_opts = says_no
-
-    def get_params(self, ctx: Any) -> Any:
-        parameters = super().get_params(ctx)  # type: ignore[misc]  # of the class that this is mixed into
-        for parameter in parameters:
-            if getattr(parameter, "is_flag", False) and parameter.metavar is None:
-                parameter.metavar = ""
-        return parameters
-
-
-class Command(SwitchesWithoutType, TyperCommand):
-    """A command in the help's style."""
-
-
-class Commands(SwitchesWithoutType, TyperGroup):
-    """The command line as a whole."""
 
 
 def _parameter(kind: type, field: Field, panel: str) -> Parameter:
