@@ -335,7 +335,7 @@ def test_files_that_are_no_head_map(llama, tmp_path, text, message):
 def test_other_ways_to_name_no_head_map(llama, tmp_path):
     convert = lambda *options: one_sentence(invoke("convert", llama, tmp_path / "out", *options))  # noqa: E731
     assert "no such file" in convert("--ladder", "all", "--head-map", tmp_path / "missing.json")
-    assert "is a folder, not a regular file" in convert("--ladder", "all", "--head-map", tmp_path)
+    assert "is not a regular file" in convert("--ladder", "all", "--head-map", tmp_path)
     path = save_map(map_for(llama), tmp_path / "map.json")
     assert "nothing to convert" in convert("--head-map", path)
     (tmp_path / "r.yaml").write_text("ladder: all\nhead_map: 5\n")
