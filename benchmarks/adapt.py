@@ -75,10 +75,22 @@ def make_data(folder: Path, args: argparse.Namespace) -> None:
             file.write(json.dumps({"input_ids": ids[: args.seq_len], "loss_mask": mask[: args.seq_len]}) + "\n")
 
 
-def read_rows(file: Path, args: argparse.Namespace, *, packing: bool = True):
+def read_rows(file: Path, args: argparse.Namespace):
     """Return the rows that `ladderize adapt` would train on."""
-    asked = DataOptions(args.seq_len, args.vocab, seed=0, packing=packing, heldout=1)
-    return open_data(data_sources(str(file)), None, asked)
+    asked = DataOptions(args.seq_len, args.vocab, seed=0, heldout=1)
+    return open_data(data_sources(str(file)), None, asked).train
+
+
+def unpacked(rows) -> list[dict]:
+    """Return the examples of packed rows, each in a row of its own."""
+    found = []
+    for row in rows:
+        begin = 0
+        for length in row["lengths"]:
+            part = slice(begin, begin + length)
+            found.append({**{name: row[name][part] for name in ("input_ids", "targets")}, "lengths": [length]})
+            begin += length
+    return found
 
 
 class Ours:
@@ -206,19 +218,19 @@ def same_loss(ours: Ours, theirs: Theirs, rows) -> float:
 def measure(layout: str, folder: Path, args: argparse.Namespace) -> dict:
     """Return the samples of all variants on one layout, interleaved, and their ratios."""
     many = args.rows * 6
-    full, chat = (read_rows(folder / name, args).train for name in ("full.npy", "chat.jsonl"))
-    alone = read_rows(folder / "chat.jsonl", args, packing=False)
+    full, chat = (read_rows(folder / name, args) for name in ("full.npy", "chat.jsonl"))
+    alone = unpacked(chat)
     given = {("full", "ladderize"): (full, args.rows), ("chat", "ladderize"): (chat, args.rows)}
-    given["chat", "unpacked"] = (alone.train, many)
+    given["chat", "unpacked"] = (alone, many)
     with ExitStack() as stack:
         variants = {}
         for key, (rows, count) in given.items():
             work = folder / f"{layout}-{'-'.join(key)}"
             opened = open_loop(folder / layout, Ours.options(args, count), rows, work)
             variants[key] = Ours(stack.enter_context(opened)[1])
-        for kind, rows, count in (("full", full, args.rows), ("chat", alone.train, many)):
+        for kind, rows, count in (("full", full, args.rows), ("chat", alone, many)):
             variants[kind, "Trainer"] = Theirs(folder / layout, examples_of(rows, 1024), folder, args, rows=count)
-        pairs = (("full", full), ("chat", alone.train))
+        pairs = (("full", full), ("chat", alone))
         differences = {
             kind: same_loss(variants[kind, "ladderize"], variants[kind, "Trainer"], rows) for kind, rows in pairs
         }
@@ -245,7 +257,6 @@ def measure(layout: str, folder: Path, args: argparse.Namespace) -> dict:
         "medians": medians,
         "ratios": ratios,
         "relative_loss_difference": differences,
-        "unpacked_padding_share_of_seq_len": alone.counts.padding_share,
     }
 
 

@@ -1,4 +1,4 @@
-"""Memory: the peak of a block of code, the free bytes, and a faster allocator."""
+"""Memory: the peak of a block of code, and the free bytes."""
 
 from pathlib import Path
 from types import TracebackType
@@ -9,8 +9,6 @@ from ladderize.console import human_bytes
 from ladderize.errors import UserError
 
 STATUS, CLEAR, MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
-MAPS = Path("/proc/self/maps")
-LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
 CGROUP = Path("/sys/fs/cgroup")
 # Control groups of versions 2 and 1: limit, usage, and a table with the part of the usage that is droppable page cache.
 CGROUPS = (
@@ -103,20 +101,3 @@ def _table(path: Path) -> dict[str, int]:
     """Return lines of a name and a number as a dictionary."""
     words = (line.split() for line in path.read_text().splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) > 1}
-
-
-def tcmalloc_advice() -> str | None:
-    """Return advice on faster training on this CPU; None where tcmalloc (or jemalloc) is loaded, or the system is not
-    Linux.
-
-    glibc returns large blocks to the system, and every page that comes back costs a fault.
-    """
-    if not MAPS.is_file() or any(name in MAPS.read_text() for name in ("tcmalloc", "jemalloc")):
-        return None
-    found = sorted(path for folder in LIBRARIES for path in Path(folder).glob("libtcmalloc_minimal.so*"))
-    if found:
-        return f"training on a CPU is faster with tcmalloc, which is installed: run with LD_PRELOAD={found[0]}"
-    return (
-        "training on a CPU is faster with tcmalloc (Debian, Ubuntu: apt install libtcmalloc-minimal4), preloaded with"
-        " LD_PRELOAD"
-    )

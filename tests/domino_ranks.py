@@ -146,7 +146,6 @@ def build(case, group, collectives):
         layout,
         collectives,
         schedule=case.schedule,
-        temperature=case.objective.temperature,
         gradient_checkpointing=case.recompute,
     ).train()
 

@@ -26,8 +26,8 @@ IN_FLIGHT = 3 * 4 + 2
 LAYERS = SHAPE["num_hidden_layers"]
 SIZE = (5, 11)  # rows and tokens: neither 2 nor 3 parts are even
 ROW = (1, 13)  # is cut along its tokens
-TEACHER = Objective(0.3, temperature=1.7)
-HIDDEN = Objective(0.3, 1.5, 1.7)
+TEACHER = Objective(0.3)
+HIDDEN = Objective(0.3, 1.5)
 
 # What else differs from case to case: rows x tokens of each micro-batch, and
 #   packed, recompute, tied, teacher: whether; hidden: whether sub-modules' outputs are compared with a teacher's;
@@ -113,7 +113,6 @@ def reference(case):
         opened(checkpoint, layout),
         torch.float32,
         trained=case.trained,
-        temperature=case.objective.temperature,
         gradient_checkpointing=case.recompute,
     )
     named = student.model.named_parameters()

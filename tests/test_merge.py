@@ -10,12 +10,21 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 import ladderize
-from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, add_adapters, lora_config, write_adapter
+from ladderize.adapt.lora import (
+    LORA_TARGETS,
+    LoraOptions,
+    adapter_base,
+    adapter_card,
+    add_adapters,
+    lora_config,
+    write_adapter,
+)
 from ladderize.adapt.train import merge as merging
 from ladderize.adapt.train.merge import merge
 from ladderize.blocks import open_checkpoint
+from ladderize.console import to_json
 from ladderize.errors import UsageError, UserError
-from tests.helpers import SHAPE, edit_json, invoke, listing, make_model, one_sentence, random_ids
+from tests.helpers import edit_json, invoke, listing, make_model, one_sentence, random_ids
 
 TIGHT = {"rtol": 1e-4, "atol": 5e-5}
 
@@ -28,15 +37,20 @@ def save_base(folder, name, *, dtype=torch.float32, shard_size="5GB", **extra):
 def adapt(base, out, config=None, *, layers=(1, 3), scale=0.2, **kwargs):
     """Write an adapter for ``base`` with random matrices; returns its tensors by their names in the model."""
     checkpoint = open_checkpoint(str(base))
-    config = config or lora_config(checkpoint.config, layers, LoraOptions(rank=4))
+    config = config or lora_config(layers, LoraOptions(rank=4))
     model = add_adapters(ladderize.load(base, dtype="float32"), config, seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(scale * torch.randn_like(parameter))
     tensors = get_peft_model_state_dict(model)
-    write_adapter(out, config, tensors, base=checkpoint, base_name=str(base), document={"method": "lora"}, **kwargs)
+    belongs = adapter_base(checkpoint, str(base), None)
+    write_adapter(out, config, tensors, belongs, {"adaptation.json": document(belongs)}, **kwargs)
     return {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
+
+
+def document(base):
+    return to_json({"method": "lora", "base": base.to_dict()})
 
 
 def logits(base, ids, adapter=None):
@@ -75,7 +89,7 @@ def test_adapters_begin_the_same_everywhere(dtype):
 
     def begin(seed):
         torch.rand(3)
-        config = lora_config(SHAPE, [3, 1], LoraOptions(rank=2, targets=("o_proj", "up_proj")))
+        config = lora_config([3, 1], LoraOptions(rank=2, targets=("o_proj", "up_proj")))
         model = add_adapters(make_model("mixed").to(dtype), config, seed)
         return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -91,54 +105,33 @@ def test_adapters_begin_the_same_everywhere(dtype):
 
 OPTIONS = {
     "rank must be an integer of at least 1, not 0": {"rank": 0},
-    "alpha must be above 0": {"alpha": 0.0},
     "dropout must be at most 0.99, not 1.0": {"dropout": 1.0},
     "targets must name some of q_proj, .*, not .*lm_head": {"targets": ("q_proj", "lm_head")},
-    "rank 17 is larger.* of k_proj, 16; give at most 16, or leave k_proj out": {"rank": 17},
 }
 
 
 @pytest.mark.parametrize("message", OPTIONS)
 def test_options_that_do_not_fit(message):
-    with pytest.raises((UsageError, UserError), match=f"--lora-{message}"):
-        lora_config(SHAPE, [0], LoraOptions(**OPTIONS[message]))
-    with pytest.raises(UserError, match="the model has 0 to 3"):
-        lora_config(SHAPE, [4], LoraOptions())
+    with pytest.raises(UsageError, match=f"--lora-{message}"):
+        LoraOptions(**OPTIONS[message])
 
 
 def test_the_folder_is_what_peft_writes(pair, tmp_path):
     base, adapter = pair
     model = PeftModel.from_pretrained(ladderize.load(base), adapter)
     model.save_pretrained(tmp_path / "theirs")
-    state = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}  # names with .default
-    more = {"base": open_checkpoint(str(base)), "base_name": "some/model", "document": {}, "extra_files": {"x": "y"}}
-    write_adapter(tmp_path / "again", model.peft_config["default"], state, **more)
-    ours, theirs, again = (
-        load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "theirs", tmp_path / "again")
-    )
-    assert ours.keys() == theirs.keys() == again.keys()
-    assert all(torch.equal(ours[name], theirs[name]) and torch.equal(ours[name], again[name]) for name in ours)
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     said, kept = (json.loads((folder / "adapter_config.json").read_text()) for folder in (adapter, tmp_path / "theirs"))
     assert said.pop("target_modules") == sorted(kept.pop("target_modules"))
     assert said == kept
     document = json.loads((adapter / "adaptation.json").read_text())
     assert (document["method"], document["base"]["model"]) == ("lora", str(base))
     assert document["base"]["attention_sync"] == ["dropped"] * 4
-    assert "base_model: some/model" in (tmp_path / "again" / "README.md").read_text()
-    assert (tmp_path / "again" / "x").read_text() == "y"
-    assert listing(tmp_path) == ["adapter", "again", "base", "theirs"]
-
-
-def test_only_adapters_are_replaced(pair):
-    base, adapter = pair
-    adapt(base, adapter, layers=[0], overwrite=True)
-    for out, overwrite, message in (
-        (adapter, False, "is not empty"),
-        (base, True, "is the source or lies inside it"),
-        (shutil.copytree(base, base.parent / "other"), True, "is not an adapter.*so --overwrite does not replace it"),
-    ):
-        with pytest.raises(UserError, match=message):
-            adapt(base, out, overwrite=overwrite)
+    on_the_hub = adapter_base(open_checkpoint(str(base)), "some/model", None)
+    assert "base_model: some/model" in adapter_card("adapter", on_the_hub, 4)
+    assert "base_model" not in (adapter / "README.md").read_text()
     assert "is a PEFT adapter; `ladderize merge" in one_sentence(invoke("inspect", adapter))
 
 
@@ -162,7 +155,7 @@ KINDS = {
 def test_merged_weights_are_the_exact_sums(name, tmp_path):
     base, rank, alpha = save_base(tmp_path / "base", name), int(torch.randint(1, 9, ())), float(torch.rand(()) * 9 + 1)
     targets = tuple(target for target in LORA_TARGETS if torch.rand(()) < 0.7) or ("o_proj",)
-    config = lora_config(SHAPE, [0, 2], LoraOptions(rank=rank, alpha=alpha, targets=targets))
+    config = lora_config([0, 2], LoraOptions(rank=rank, alpha=alpha, targets=targets))
     matrices = adapt(base, tmp_path / "adapter", config)
     outcome = ladderize_merge(tmp_path / "adapter", tmp_path / "out", "--json")
     assert outcome.code == 0, outcome.stderr
@@ -194,7 +187,7 @@ def test_tied_embeddings_and_half_precision(tmp_path):
     base = save_base(tmp_path / "base", "spd all 2", dtype=torch.bfloat16, tie_word_embeddings=True)
     matrices = adapt(base, tmp_path / "adapter")
     report = merge(tmp_path / "adapter", tmp_path / "out", verify=False)
-    assert 0 < report.max_abs_logit_difference < 2 * report.max_abs_logit_difference_of_rounding
+    assert 0 < report.max_abs_logit_difference < 0.1 * report.max_abs_logit
     before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     assert before.keys() == after.keys()
     for name, stored in after.items():
@@ -209,7 +202,8 @@ def test_tied_embeddings_and_half_precision(tmp_path):
 
 def test_files_without_adapted_tensors_are_linked_and_out_says_what_it_is(tmp_path):
     base, adapter, out = save_base(tmp_path / "base", "spd all 4", shard_size="40KB"), tmp_path / "a", tmp_path / "out"
-    adapt(base, adapter, layers=[3], extra_files={"metrics.jsonl": "{}\n"})
+    adapt(base, adapter, layers=[3])
+    (adapter / "metrics.jsonl").write_text("{}\n")
     outcome = invoke("merge", adapter, out)
     assert outcome.code == 0, outcome.stderr
     assert "merged   7 tensors" in outcome.stdout

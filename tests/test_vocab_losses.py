@@ -43,7 +43,7 @@ def draw(low, high):
     return int(torch.randint(low, high, ()))
 
 
-def on_ranks(ranks, own, vocab, logits, targets, teacher, temperature, weights):
+def on_ranks(ranks, own, vocab, logits, targets, teacher, weights):
     """Each rank's two losses and its gradient of their weighted sum; what each sent."""
     meeting = Meeting(ranks)
 
@@ -56,7 +56,7 @@ def on_ranks(ranks, own, vocab, logits, targets, teacher, temperature, weights):
         part = pad(logits, rank).requires_grad_()
         collectives = Threads(meeting, rank)
         own_teacher = None if teacher is None else pad(teacher, rank)
-        losses = vocab_parallel_losses(part, targets, own_teacher, temperature, collectives, rank * own, vocab)
+        losses = vocab_parallel_losses(part, targets, own_teacher, collectives, rank * own, vocab)
         (weights[0] * losses[0] + weights[1] * losses[1]).backward()
         return [loss.detach() for loss in losses], part.grad, collectives.sent
 
@@ -72,23 +72,22 @@ def on_ranks(ranks, own, vocab, logits, targets, teacher, temperature, weights):
     return losses[0], grads[:, :vocab], sent
 
 
-def expected(logits, targets, teacher, temperature, weights):
+def expected(logits, targets, teacher, weights):
     """In fp64, with the whole vocabulary."""
     logits = logits.detach().double().requires_grad_()
     entropy = cross_entropy(logits, targets, reduction="sum")
     divergence = entropy.new_zeros(())
     if teacher is not None:
-        student, dense = (log_softmax(scores.double() / temperature, -1) for scores in (logits, teacher))
+        student, dense = (log_softmax(scores.double(), -1) for scores in (logits, teacher))
         divergence = kl_div(student, dense, reduction="sum", log_target=True)
     (weights[0] * entropy + weights[1] * divergence).backward()
     return (entropy.detach(), divergence.detach()), logits.grad
 
 
 @pytest.mark.parametrize("at_once", [1 << 26, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
 @pytest.mark.parametrize("with_teacher", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_losses_and_gradients_are_those_of_the_whole_vocabulary(ranks, with_teacher, temperature, at_once, monkeypatch):
+def test_losses_and_gradients_are_those_of_the_whole_vocabulary(ranks, with_teacher, at_once, monkeypatch):
     monkeypatch.setattr(vocab_losses, "LOGITS_AT_ONCE", at_once)
     vocab, tokens = draw(20, 150), draw(1, 40)
     own = -(-vocab // ranks) + draw(0, 3)
@@ -96,15 +95,15 @@ def test_losses_and_gradients_are_those_of_the_whole_vocabulary(ranks, with_teac
     teacher = logits + torch.randn(tokens, vocab) * 2 if with_teacher else None
     targets = torch.randint(vocab, (tokens,))
     weights = torch.rand(2)
-    problem = (logits, targets, teacher, temperature, weights)
+    problem = (logits, targets, teacher, weights)
     losses, grad, sent = on_ranks(ranks, own, vocab, *problem)
     right, right_grad = expected(*problem)
     torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad.double(), right_grad, rtol=2e-5, atol=2e-6)
     assert losses[0].dtype == losses[1].dtype == torch.float32
     assert losses[0].shape == ()
-    assert all(sizes == [tokens * (7 if with_teacher else 3) * 4] for sizes in sent)  # one message, and a small one
-    one_process = token_losses(logits, targets, teacher, temperature)
+    assert all(sizes == [tokens * (6 if with_teacher else 3) * 4] for sizes in sent)  # one message, and a small one
+    one_process = token_losses(logits, targets, teacher)
     torch.testing.assert_close(torch.stack(losses), torch.stack(one_process), rtol=1e-5, atol=1e-4)
 
 
@@ -112,21 +111,20 @@ def test_the_last_ranks_may_have_nothing_but_padding():
     vocab, tokens, weights = 5, 7, torch.rand(2)
     logits, teacher = torch.randn(tokens, vocab), torch.randn(tokens, vocab)
     targets = torch.randint(vocab, (tokens,))
-    losses, grad, _ = on_ranks(4, 2, vocab, logits, targets, teacher, 2.0, weights)  # ranks have 2, 2, 1 and 0 columns
-    right, right_grad = expected(logits, targets, teacher, 2.0, weights)
+    losses, grad, _ = on_ranks(4, 2, vocab, logits, targets, teacher, weights)  # ranks have 2, 2, 1 and 0 columns
+    right, right_grad = expected(logits, targets, teacher, weights)
     torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad.double(), right_grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.1])
-def test_large_logits_overflow_nowhere(temperature):
+def test_large_logits_overflow_nowhere():
     """Also where one rank's scores lie far above the others', and the teacher's on another rank."""
     vocab, tokens, weights = 40, 6, torch.ones(2)
     logits, teacher = torch.randn(tokens, vocab) * 1e3, torch.randn(tokens, vocab) * 1e3
     logits[:, :10] += 2e4
     teacher[:, 30:] += 3e4
     targets = torch.randint(vocab, (tokens,))
-    problem = (logits, targets, teacher, temperature, weights)
+    problem = (logits, targets, teacher, weights)
     losses, grad, _ = on_ranks(4, 10, vocab, *problem)
     right, right_grad = expected(*problem)
     torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), rtol=1e-5, atol=1e-3)
@@ -135,9 +133,9 @@ def test_large_logits_overflow_nowhere(temperature):
 
 def test_a_divergence_of_equal_scores_is_0():
     logits = torch.randn(20, 1000) * 8
-    losses, _, _ = on_ranks(2, 500, 1000, logits, torch.randint(1000, (20,)), logits, 1.0, torch.ones(2))
+    losses, _, _ = on_ranks(2, 500, 1000, logits, torch.randint(1000, (20,)), logits, torch.ones(2))
     assert abs(float(losses[1])) < 1e-4
-    losses, grad, _ = on_ranks(2, 500, 1000, logits, torch.randint(1000, (20,)), logits, 1.0, torch.tensor([0.0, 1.0]))
+    losses, grad, _ = on_ranks(2, 500, 1000, logits, torch.randint(1000, (20,)), logits, torch.tensor([0.0, 1.0]))
     assert float(grad.abs().max()) < 1e-6
 
 
@@ -147,7 +145,7 @@ def test_logits_in_16_bits(dtype):
     vocab, tokens, weights = 90, 11, torch.rand(2)
     logits, teacher = (torch.randn(tokens, vocab).mul(4).to(dtype) for _ in range(2))
     targets = torch.randint(vocab, (tokens,))
-    problem = (logits, targets, teacher, 1.5, weights)
+    problem = (logits, targets, teacher, weights)
     losses, grad, _ = on_ranks(2, 46, vocab, *problem)
     right, right_grad = expected(*problem)
     assert grad.dtype == dtype
@@ -165,7 +163,7 @@ def test_one_rank_and_groups_that_are_not_there():
     ):
         for teacher in (None, torch.randn(tokens, own)):
             logits = torch.randn(tokens, own, requires_grad=True)
-            losses = vocab_parallel_losses(logits, targets, teacher, 2.0, collectives, 0, vocab)
+            losses = vocab_parallel_losses(logits, targets, teacher, collectives, 0, vocab)
             sum(losses).backward()
             assert all(loss.isfinite() for loss in losses)
             assert logits.grad.isfinite().all()
@@ -175,7 +173,7 @@ def test_one_rank_and_groups_that_are_not_there():
 def test_without_tokens_the_sums_are_0_and_have_a_graph(ranks):
     empty = torch.empty(0, 20)
     losses, grad, sent = on_ranks(
-        ranks, 10 * 2 // ranks, 20, empty, torch.empty(0, dtype=torch.long), empty, 1.0, torch.ones(2)
+        ranks, 10 * 2 // ranks, 20, empty, torch.empty(0, dtype=torch.long), empty, torch.ones(2)
     )
     assert losses == [torch.tensor(0.0)] * 2
     assert grad.shape == (0, 20)
@@ -187,9 +185,9 @@ def test_nan_and_unknown_targets_show():
     for bad in (20, -1, -100):
         wrong = targets.clone()
         wrong[2] = bad
-        assert vocab_parallel_losses(logits, wrong, None, 1.0, Collectives(), 0, 20)[0].isnan()
+        assert vocab_parallel_losses(logits, wrong, None, Collectives(), 0, 20)[0].isnan()
     logits[1, 3] = torch.nan
-    losses, _, _ = on_ranks(2, 10, 20, logits, targets, torch.randn(4, 20), 1.0, torch.ones(2))
+    losses, _, _ = on_ranks(2, 10, 20, logits, targets, torch.randn(4, 20), torch.ones(2))
     assert losses[0].isnan()
     assert losses[1].isnan()
 
@@ -197,7 +195,6 @@ def test_nan_and_unknown_targets_show():
 def test_the_logits_are_not_changed():
     logits, teacher = torch.randn(5, 20, requires_grad=True), torch.randn(5, 20)
     before = logits.detach().clone(), teacher.clone()
-    for temperature in (1.0, 2.0):
-        sum(vocab_parallel_losses(logits, torch.arange(5), teacher, temperature, Collectives(), 0, 20)).backward()
+    sum(vocab_parallel_losses(logits, torch.arange(5), teacher, Collectives(), 0, 20)).backward()
     assert torch.equal(logits, before[0])
     assert torch.equal(teacher, before[1])

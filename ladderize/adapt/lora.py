@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ladderize.checkpoint.config import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import check_options, option, split_names
-from ladderize.console import code_span, sentence, to_json
+from ladderize.console import code_span, sentence
 from ladderize.errors import UsageError, UserError
 from ladderize.files import output
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
-from ladderize.layout import Layout, format_ranges
+from ladderize.layout import Layout
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -62,38 +61,24 @@ class LoraOptions(Record):
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.alpha == 0:
-            raise UsageError("--lora-alpha must be above 0, not 0")
         if not self.targets or set(self.targets) - set(LORA_TARGETS):
             raise UsageError(f"--lora-targets must name some of {', '.join(LORA_TARGETS)}, not {list(self.targets)}")
 
     @property
-    def scale(self) -> float:
-        """Alpha, its default filled in."""
-        return 2 * self.rank if self.alpha is None else self.alpha
+    def tensors(self) -> tuple[str, ...]:
+        """The ends of the names of the matrices that get adapters."""
+        return tuple(f"{name}.weight" for name in self.targets)
 
 
-def lora_config(config: Mapping[str, Any], layers: Sequence[int], options: LoraOptions) -> "LoraConfig":
-    """Return PEFT's configuration of LoRA on these layers of a model with this config.json.
-
-    Raises UserError for a layer that does not exist, and for a rank that is not low.
-    """
+def lora_config(layers: Sequence[int], options: LoraOptions) -> "LoraConfig":
+    """Return PEFT's configuration of LoRA on these layers of a model."""
     from peft import LoraConfig
 
-    if not layers or min(layers) < 0 or max(layers) >= config["num_hidden_layers"]:
-        last = config["num_hidden_layers"] - 1
-        raise UserError(f"LoRA on layers {format_ranges(layers)}: the model has 0 to {last}; name some of them")
-    shapes = {tuple(name.split(".")[-2:]): shape for name, shape in expected_tensors(config).items()}
-    most, narrowest = min((min(shapes[name, "weight"]), name) for name in options.targets)
-    if options.rank > most:
-        raise UserError(
-            f"--lora-rank {options.rank} is larger than the smaller side of {narrowest}, {most};"
-            f" give at most {most}, or leave {narrowest} out"
-        )
+    alpha = 2 * options.rank if options.alpha is None else options.alpha
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=options.rank,
-        lora_alpha=int(options.scale) if options.scale % 1 == 0 else options.scale,
+        lora_alpha=int(alpha) if alpha % 1 == 0 else alpha,
         lora_dropout=options.dropout,
         target_modules=list(options.targets),
         layers_to_transform=sorted(set(layers)),
@@ -119,11 +104,6 @@ def not_an_adapter(folder: Path) -> str | None:
     return None if is_whole and not (folder / "config.json").exists() else "is not an adapter, or a whole checkpoint"
 
 
-def check_adapter_target(out: Path, base: Checkpoint, *, overwrite: bool) -> Path:
-    """Return ``out`` resolved; raises UserError unless an adapter may be written there."""
-    return output.check_target(out, base.folder, overwrite=overwrite, foreign=not_an_adapter)
-
-
 def adapter_base(base: Checkpoint, name: str, revision: str | None) -> AdapterBase:
     """Return the description of an adapter's base.
 
@@ -139,42 +119,28 @@ def write_adapter(
     out: Path,
     config: "LoraConfig",
     tensors: Mapping[str, "Tensor"],
+    base: AdapterBase,
+    files: Mapping[str, str],
     *,
-    base: Checkpoint,
-    base_name: str,
-    document: Mapping[str, Any],
-    revision: str | None = None,
-    extra_files: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the adapter folder ``out``, whole or not at all: PEFT's files and adaptation.json.
+    """Write the adapter folder ``out``, whole or not at all: PEFT's files, a card, and ``files``.
 
-    tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names, with or without its prefix and
-    ``.default``.
-    base_name, revision: where others get ``base``: a folder or a hub id.
-    document: the content of adaptation.json besides ``base``.
-    extra_files: name -> text.
+    tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names in files.
+    files: name -> text; among them adaptation.json.
     Raises UserError where it cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    output.clean_up(resolved(out, "OUT "))
-    out = check_adapter_target(Path(out), base, overwrite=overwrite)
-    belongs = adapter_base(base, base_name, revision)
-    names = {PEFT_PREFIX + name.removeprefix(PEFT_PREFIX).replace(".default.", "."): name for name in tensors}
     config = copy.deepcopy(config)
-    config.base_model_name_or_path, config.revision, config.inference_mode = belongs.model, revision, True
-    if isinstance(config.target_modules, set):
-        config.target_modules = sorted(config.target_modules)  # a set has another order in each run
-    texts = {**(extra_files or {}), ADAPTATION: to_json({**document, "base": belongs.to_dict()}) + "\n"}
-    texts["README.md"] = adapter_card(out.name, belongs, config.r)
+    config.base_model_name_or_path, config.revision, config.inference_mode = base.model, base.revision, True
+    config.target_modules = sorted(config.target_modules or ())  # a set has another order in each run
     try:
-        with output.atomic_folder(out, overwrite=overwrite) as folder:
+        with output.atomic_folder(resolved(out, "OUT "), overwrite=overwrite) as folder:
             config.save_pretrained(str(folder))
-            stored = {name: tensors[own].detach().cpu().contiguous() for name, own in names.items()}
-            save_file(stored, folder / ADAPTER_TENSORS, {"format": "pt"})
-            for name, text in texts.items():
+            save_file({**tensors}, folder / ADAPTER_TENSORS, {"format": "pt"})
+            for name, text in {**files, "README.md": adapter_card(out.name, base, config.r)}.items():
                 (folder / name).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise UserError(f"writing OUT {out} failed ({sentence(error)}); nothing was left there") from error

@@ -16,9 +16,8 @@ ALIGN: Final = "align"
 
 CONVERTED: Final = "converted"  # of --train
 
-Attention = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"]  # transformers' implementations
+Attention = Literal["sdpa", "flash_attention_2"]  # transformers' implementations
 FLASH: Final = "flash_attention_2"
-FLEX: Final = "flex_attention"
 Write = Literal["best", "last"]  # the weights that become the output
 ScheduleKind = Literal["cosine", "wsd", "constant"]  # of the learning rate
 

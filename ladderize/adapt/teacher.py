@@ -6,6 +6,8 @@ The teacher is the model that the student was converted from, or, for a dense st
 import math
 from pathlib import Path
 
+from torch import Tensor
+
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import dense_function, read_tensor
@@ -40,30 +42,25 @@ def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_nam
 def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:
     """Raise UserError where the weights of a pair (``check_pair``) are unrelated.
 
-    Compared are the embedding, and the MLP of the first unconverted layer, in which a head order moves nothing.
+    Compared are the middle rows of the embedding, and of an MLP of the first unconverted layer, in which a head order
+    moves nothing.
     """
     layout = Layout.from_config(student.config)
     same = sorted(set(range(layout.num_layers)) - set(layout.converted_layers))
-    names = ["model.embed_tokens.weight", *(f"model.layers.{layer}.mlp.up_proj.weight" for layer in same[:1])]
-    for name in names:
-        if (apart := relative_distance(student, teacher, name)) > RELATED:
+    for name in ["model.embed_tokens.weight", *(f"model.layers.{layer}.mlp.up_proj.weight" for layer in same[:1])]:
+        ours, theirs = (middle_rows(checkpoint, name) for checkpoint in (student, teacher))
+        if float((ours - theirs).norm()) > RELATED * float(theirs.norm()):
             raise UserError(
-                f"--distill-from {teacher_name} has other weights than {model} ({name} differs by {apart:.0%}); name"
-                " the model that it was converted from"
+                f"--distill-from {teacher_name} has other weights than {model} (in {name}); name the model that it was"
+                " converted from"
             )
 
 
-def relative_distance(one: Checkpoint, other: Checkpoint, name: str) -> float:
-    """Return |a - b| / |b| over the middle rows of a tensor in both checkpoints."""
-    rows = []
-    for checkpoint in (one, other):
-        info = checkpoint.tensors[name]
-        first = max(0, info.shape[0] - ROWS) // 2
-        part = read_tensor(checkpoint.folder, info, dim=0, start=first, stop=min(info.shape[0], first + ROWS))
-        rows.append(part.double())
-    size = float(rows[1].norm())
-    distance = float((rows[0] - rows[1]).norm())
-    return distance / size if size else math.inf if distance else 0.0
+def middle_rows(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return the middle rows of a tensor, float64 [rows, ...]."""
+    info = checkpoint.tensors[name]
+    first = max(0, info.shape[0] - ROWS) // 2
+    return read_tensor(checkpoint.folder, info, dim=0, start=first, stop=min(info.shape[0], first + ROWS)).double()
 
 
 def share_won_back(before: float, after: float, dense: float) -> float | None:

@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ladderize.adapt.layers.align_options import AlignOptions
 from ladderize.adapt.layers.options import BlockwiseOptions, DistillOptions, WindowOptions
@@ -35,9 +35,6 @@ from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.runtime.schedule import Schedule, ScheduleName
 
-if TYPE_CHECKING:
-    from ladderize.adapt.layers.rewrite import LayerMethod
-
 SHOWN_ROWS = 4  # of --show-data
 
 
@@ -53,22 +50,15 @@ class AdaptArguments:
     train: str | None = None
     distill_from: str | None = None
     device: DeviceName | None = None
-    dry_run: bool = option("Show what it would take (memory, disk), and stop. No weights are read.", False)
+    dry_run: bool = option("full, lora: show the memory and disk it takes, and stop. No weights are read.", False)
+    show_data: bool = option(f"full, lora: print the first {SHOWN_ROWS} rows of the data, decoded, and stop.", False)
     overwrite: bool = option(OVERWRITE, False, help="Replace OUT if it is a checkpoint (lora: an adapter).")
     verify: bool = option(NO_VERIFY, True)
     as_json: bool = option(AS_JSON, False)
 
-    @property
-    def writing(self) -> dict[str, Any]:
-        """The arguments of every function that writes OUT."""
-        return {"overwrite": self.overwrite, "verify": self.verify}
-
 
 @dataclass(frozen=True)
-class RetrainArguments:
-    """The options of retraining alone."""
-
-    show_data: bool = option(f"Print the first {SHOWN_ROWS} rows of the data, decoded, and stop.", False)
+class ScheduleArguments:
     schedule: ScheduleName = option(
         "When sub-modules run, with --tp-size: sequential, or domino, which cuts a micro-batch in two and runs"
         " one half's all-reduces under the other's compute. The result is the same.",
@@ -77,7 +67,7 @@ class RetrainArguments:
     )
 
 
-RETRAINING = (RetrainOptions, Objective, Budget, RetrainArguments)
+RETRAINING = (RetrainOptions, Objective, Budget, ScheduleArguments)
 OPTIONS: dict[Method, tuple[type, ...]] = {
     FULL: RETRAINING,
     LORA: (*RETRAINING, LoraOptions),
@@ -104,89 +94,69 @@ def adapt(given: GivenOptions) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
     own = given.fill(AdaptArguments)
     check_options(own)
-    if own.out is None and not (given.params["show_data"] or own.dry_run):
+    if own.out is None and not (own.show_data or own.dry_run):
         raise UsageError("OUT is missing: name the folder to write")
     console = Console(own.as_json)
     with console.stage(LOADING):
-        check_effect(own.method, given)
+        options = adapt_options(given)
         start_server(1 if own.dry_run else given.params["tp_size"])
         home = {BLOCKS: "layers.distill", ALIGN: "layers.align"}.get(own.method, "train.run")
         importlib.import_module(f"ladderize.adapt.{home}")
-    if own.dry_run:
-        _estimate(given, own, console)
-    elif own.method in (FULL, LORA):
-        _retrain(given, own, console)
+    if isinstance(options, WindowOptions):
+        _rewrite(given, own, options, console)
     else:
-        _rewrite(given, own, console)
-
-
-def check_effect(method: Method, given: GivenOptions) -> None:
-    """Raise UsageError for options that were given and have no effect on this method."""
-    heeded = {name for kind in (AdaptArguments, *OPTIONS[method]) for name in names_of(kind)}
-    known = {name for kinds in OPTIONS.values() for kind in kinds for name in names_of(kind)}
-    for name in given.names:
-        if name in known - heeded:
-            raise UsageError(f"{flag(name)} has no effect with --method {method}")
-    if method in (ALIGN, BLOCKS) and "dry_run" in given.names:
-        raise UsageError(f"--dry-run has no effect with --method {method}, which says what it takes as it begins")
-    if method == LORA and "no_verify" in given.names:
-        raise UsageError("--no-verify has no effect with --method lora: an adapter cannot be loaded alone")
+        _retrain(given, own, options, console)
 
 
 def adapt_options(given: GivenOptions) -> RetrainOptions | WindowOptions:
     """Return the options of the method after all checks that need nothing else. Raises UsageError."""
     own = given.fill(AdaptArguments)
-    check_effect(own.method, given)
-    return retrain_options(given) if own.method in (FULL, LORA) else _window_options(given, own)
-
-
-def _window_options(given: GivenOptions, own: AdaptArguments) -> WindowOptions:
-    """Return the options of a method that works layer by layer, on windows of data. Raises UsageError."""
-    if own.distill_from is None:
-        raise UsageError(
-            f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from"
-        )
+    heeded = set().union(*map(names_of, (AdaptArguments, *OPTIONS[own.method])))
+    for name in given.names:
+        if name not in heeded | {"config"}:
+            raise UsageError(f"{flag(name)} has no effect with --method {own.method}")
+    if own.method in (FULL, LORA):
+        return _retrain_options(given, own)
     data = given.params["data"]
-    if len(data) > 1:
-        raise UsageError(f"--method {own.method} reads one --data file, not {len(data)}")
+    if own.distill_from is None or len(data) > 1 or own.dry_run or own.show_data:
+        raise UsageError(
+            f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from, and one"
+            " --data file; it has no --dry-run and no --show-data"
+        )
     if own.method == ALIGN:
         return given.fill(AlignOptions, data=data[0], layers=own.train)
     layers = own.train if own.train != CONVERTED else None
     return given.fill(BlockwiseOptions, data=data[0], layers=layers, distill=given.fill(DistillOptions))
 
 
-def _estimate(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
-    """Show the estimate of --dry-run."""
-    from ladderize.adapt.train.memory import estimate_training
-
-    options = adapt_options(given)
-    assert isinstance(options, RetrainOptions)
-    estimate = estimate_training(own.model, options)
-    console.document(estimate.to_dict())
-    console.prose(estimate.text())
-
-
-def _layer_method(method: Method) -> "LayerMethod[Any, Any]":
-    if method == ALIGN:
-        from ladderize.adapt.layers.align import Aligning
-
-        return Aligning()
-    from ladderize.adapt.layers.distill import Distilling
-
-    return Distilling()
+def _retrain_options(given: GivenOptions, own: AdaptArguments) -> RetrainOptions:
+    """Return the options of retraining, checked. Raises UsageError."""
+    schedule = given.fill(ScheduleArguments)
+    check_options(schedule)
+    objective, budget = given.fill(Objective), given.fill(Budget)
+    if own.distill_from is not None and "distill_weight" not in given.names:
+        objective = replace(objective, distill_weight=1.0)
+    if not own.show_data:
+        budget.check()
+    more = {"objective": objective, "lora": given.fill(LoraOptions), "schedule": Schedule(schedule.schedule)}
+    options = given.fill(RetrainOptions, budget=budget, **more)
+    options.check()
+    return options
 
 
-def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
+def _rewrite(given: GivenOptions, own: AdaptArguments, options: WindowOptions, console: Console) -> None:
+    """Align, or train blocks."""
     out, dense = own.out, own.distill_from
-    options = adapt_options(given)
-    assert isinstance(options, WindowOptions)
     assert out is not None
     assert dense is not None
     start_on(own.device, None)
+    from ladderize.adapt.layers.align import Aligning
+    from ladderize.adapt.layers.distill import Distilling
     from ladderize.adapt.layers.rewrite import perplexity_rows, rewrite
 
-    method = _layer_method(own.method)
-    document = rewrite(method, own.model, out, dense, options, console=console, revision=None, **own.writing)
+    method: Any = Aligning() if own.method == ALIGN else Distilling()
+    how: dict[str, Any] = {"overwrite": own.overwrite, "verify": own.verify, "console": console, "revision": None}
+    document = rewrite(method, own.model, out, dense, options, **how)
     if document is None:
         return
     console.document(document.to_dict())
@@ -198,65 +168,40 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None
     console.prose(document.MEANING)
     console.prose(document.target)
     console.result(f"wrote {document.out}")
-    adapted = f"{out.rstrip('/')}-adapted"
-    retrain = retrain_command(out, adapted, dense, given.params["data"][0], align=False)
+    retrain = retrain_command(out, f"{out.rstrip('/')}-adapted", dense, given.params["data"][0], align=False)
     steps = [("retrain from there", retrain)] if own.method == ALIGN else []
     show_next(console, *steps, _measure(given, own, out))
 
 
-def _retrain(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
-    options = retrain_options(given)
-    start_on(own.device, None)
+def _retrain(given: GivenOptions, own: AdaptArguments, options: RetrainOptions, console: Console) -> None:
+    """Retrain the whole model, or show what --dry-run or --show-data asks for."""
+    from ladderize.adapt.train.memory import estimate_training
     from ladderize.adapt.train.run import adapt_checkpoint, show_data_of
 
-    if given.params["show_data"]:
+    if own.dry_run:
+        estimate = estimate_training(own.model, options)
+        console.document(estimate.to_dict())
+        console.prose(estimate.text())
+        return
+    start_on(own.device, None)
+    if own.show_data:
         text, document = show_data_of(own.model, options, None, SHOWN_ROWS)
         console.document(document)
         console.result(text)
         return
     out = own.out
     assert out is not None
-    adaptation = adapt_checkpoint(own.model, out, options, console=console, **own.writing)
-    if adaptation is not None:
-        console.document(adaptation.to_dict())
-        console.result("\n".join(adaptation.summary()))
-        console.result(f"wrote {out}{' (an adapter)' if options.method == LORA else ''}")
-        if options.method == LORA:
-            show_next(console, ("make a checkpoint of it", command_line("merge", out, f"{out.rstrip('/')}-merged")))
-        else:
-            show_next(console, _measure(given, own, out))
-
-
-def retrain_options(given: GivenOptions) -> RetrainOptions:
-    """Return the options of retraining, checked. Raises UsageError."""
-    _check_retraining(given)
-    more = given.fill(RetrainArguments)
-    check_options(more)
-    objective = given.fill(Objective)
-    if given.params["distill_from"] is not None and "distill_weight" not in given.names:
-        objective = replace(objective, distill_weight=1.0)
-    budget = given.fill(Budget)
-    if not more.show_data:
-        budget.check()
-    options = given.fill(
-        RetrainOptions,
-        objective=objective,
-        lora=given.fill(LoraOptions),
-        budget=budget,
-        schedule=Schedule(more.schedule),
-    )
-    options.check()
-    return options
-
-
-def _check_retraining(given: GivenOptions) -> None:
-    """Raise UsageError for options that were given and take no effect together, whatever their values."""
-    params = given.params
-    for name in given.names:
-        if name in names_of(Objective) and params["distill_from"] is None:
-            raise UsageError(f"{flag(name)} has no effect without --distill-from")
-        if name == "write" and params["heldout"] == 0:
-            raise UsageError(f"{flag(name)} has no effect with --heldout 0, where nothing is validated on")
+    adaptation = adapt_checkpoint(own.model, out, options, console=console, overwrite=own.overwrite, verify=own.verify)
+    if adaptation is None:
+        return
+    console.document(adaptation.to_dict())
+    console.result("\n".join(adaptation.summary()))
+    if options.method == LORA:
+        console.result(f"wrote {out} (an adapter)")
+        show_next(console, ("make a checkpoint of it", command_line("merge", out, f"{out.rstrip('/')}-merged")))
+    else:
+        console.result(f"wrote {out}")
+        show_next(console, _measure(given, own, out))
 
 
 def _measure(given: GivenOptions, own: AdaptArguments, out: str) -> tuple[str, str]:

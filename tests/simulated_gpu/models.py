@@ -44,9 +44,7 @@ def save_model(name: str, folder: Path) -> Path:
 
 
 @contextmanager
-def hf_training(
-    folder: Path, dense: Path, device: torch.device, *, everything: bool = True, temperature: float = 1.0
-) -> Iterator[HFTraining]:
+def hf_training(folder: Path, dense: Path, device: torch.device, *, everything: bool = True) -> Iterator[HFTraining]:
     """The Hugging Face model in training beside its teacher, in float32, on an Accelerator of the device."""
     reset_accelerate()
     try:
@@ -59,7 +57,6 @@ def hf_training(
             open_model(checkpoint, Layout.from_config(checkpoint.config), **how),
             torch.float32,
             trained=trained_tensors(checkpoint.tensors, range(LAYERS), everything),
-            temperature=temperature,
         )
         taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), **how), torch.float32, student)
         yield HFTraining(accelerator, student, taught, compared=range(LAYERS), weight_decay=0.1)

@@ -25,7 +25,7 @@ from tests.simulated_gpu.groups import Alike, AlikeRanks, collectives
 from tests.simulated_gpu.models import LAYERS, RANKS, hf_training, seed
 
 HOST = torch.device("cpu")
-OBJECTIVE = Objective(0.4, hidden_weight=0.5, temperature=1.5)
+OBJECTIVE = Objective(0.4, hidden_weight=0.5)
 OPTIONS = SimpleNamespace(
     batch_size=6,
     micro_batch_size=2,
@@ -69,7 +69,7 @@ class AlikeAccelerator:
 
 @contextlib.contextmanager
 def alone(folder, dense, device, gpu):
-    with hf_training(folder, dense, device, temperature=OBJECTIVE.temperature) as training:
+    with hf_training(folder, dense, device) as training:
         yield training
 
 
@@ -89,7 +89,7 @@ def tensor_parallel(folder, dense, device, gpu):
             trained=frozenset(checkpoint.tensors) if trained else frozenset(),
             compute=torch.float32,
         )
-        return TPTraining(weights, checkpoint.config, layout, made, temperature=OBJECTIVE.temperature)
+        return TPTraining(weights, checkpoint.config, layout, made)
 
     yield TensorParallelTraining(
         AlikeAccelerator(device),

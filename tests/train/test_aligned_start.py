@@ -7,7 +7,7 @@ import torch
 
 from ladderize.adapt.train import run
 from ladderize.adapt.train.options import Budget, RetrainOptions
-from ladderize.adapt.train.task import left_by_alignment
+from ladderize.convert.retraining import read_retrainings
 from tests.helpers import all_tensors, invoke, invoke_well, listing, one_sentence
 from tests.train.commands import adapt, losses_of, same_weights, stopped_before_the_end, succeed
 
@@ -81,7 +81,7 @@ def test_the_peak_goes_with_the_root_of_the_divergence_that_is_left(done, tmp_pa
     document["heldout_divergence"] = {"before": 1, "aligned": left}
     (tmp_path / "alignment.json").write_text(json.dumps(document))
     options = RetrainOptions(data=(), budget=Budget(steps=100))
-    training = options.resolve(SIZES, 1, left_by_alignment=left_by_alignment(tmp_path))
+    training = options.resolve(SIZES, 1, left_by_alignment=read_retrainings(tmp_path)[-1].left_by_alignment)
     assert training.schedule.peak == pytest.approx(2e-5 * share)
 
 
@@ -142,9 +142,9 @@ def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatc
 
 def test_what_is_refused(place, done, tmp_path):
     dense = aligned(place, tmp_path / "out", "--train", "all", "--hidden-weight", 0, model="dense")
-    assert "is dense; there is nothing to align" in one_sentence(dense)
+    assert "is dense; --align aligns converted weights" in one_sentence(dense)
     again = aligned(place, tmp_path / "out", model=done / "out")
-    assert "was retrained already (full); align before that" in one_sentence(again)
+    assert "was retrained already (full); --align aligns converted weights that" in one_sentence(again)
     assert "--align needs --distill-from DENSE" in one_sentence(adapt(place, tmp_path / "out", "--align"))
     assert listing(tmp_path) == []
 

@@ -117,13 +117,6 @@ def test_a_converted_model_with_all_sums_waited_for_is_dense(place, tmp_path):
     ("more", "expected"),
     [
         ((), "is dense and has no converted layers to train; convert it first, or, to train the dense model itself"),
-        (("--train", "converted"), "name layers with --train, such as all"),
-        (("--train", "all", "--distill-from", "DENSE"), "whose divergence from itself and the gradient of it are zero"),
-        (("--method", "lora", "--train", "0", "--distill-from", "DENSE"), "train the control on the text too"),
-        (
-            ("--train", "all", "--distill-from", "DENSE", "--hidden-weight", 1),
-            "is dense and has no converted layers for --hidden-weight to compare; leave it out",
-        ),
         (("--train", "all", "--distill-from", "CONVERTED"), "is not dense"),
         (("--train", "all", "--distill-from", "WIDE"), "has other shapes"),
     ],

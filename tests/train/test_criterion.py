@@ -28,7 +28,7 @@ def scripted(monkeypatch, values):
         (Objective(hidden_weight=2.0), "cross-entropy", 3.0),
         (Objective(distill_weight=1.0), "KL", 0.5),
         (Objective(distill_weight=1.0, hidden_weight=2.0), "KL", 0.5),
-        (Objective(distill_weight=0.25, temperature=2.0), "0.25 KL + 0.75 cross-entropy", 2.25 + 0.25 * 4 * 0.5),
+        (Objective(distill_weight=0.25), "0.25 KL + 0.75 cross-entropy", 2.25 + 0.25 * 0.5),
     ],
 )
 def test_the_criterion_is_the_loss_without_the_hidden_error(objective, name, expected):

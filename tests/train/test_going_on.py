@@ -122,7 +122,6 @@ def test_the_schedule_may_change_on_the_way(place, tmp_path):
     outcome = adapt(place, tmp_path / "out", "--lr", "1e-4", steps=9)
     assert outcome.code == 0, outcome.stderr
     assert "resuming after step 6" in outcome.stderr
-    assert "with a new budget and schedule from here on" in outcome.stderr
     rates = read_metrics(tmp_path / "out" / "metrics.jsonl", "lr")
     assert len(rates) == 9
     assert max(rates[6:]) <= 1e-4 < rates[2]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.teacher import share_won_back, target_text
+from ladderize.adapt.teacher import target_text
 from ladderize.adapt.train.loop import explosion_bound
 from ladderize.adapt.train.training_model import HFTraining
 from ladderize.commands.adapt import adapt_options
@@ -70,8 +70,8 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
 
     monkeypatch.setattr(HFTraining, "losses", losses)
     message = one_sentence(adapt(place, tmp_path / "out", steps=30))
-    assert "the loss exploded: " in message  # not in step 16, after which it fell again
-    assert "in steps 18 to 20" in message
+    assert "the loss exploded: " in message
+    assert "step 20 was not applied" in message  # not step 16, after which it fell again
     assert "lower --lr" in message
     bound = explosion_bound([2.0] * 20)
     assert bound == 6.0
@@ -84,22 +84,19 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
     [
         (["--method", "half"], 2, "'half' is not one of 'full', 'lora', 'blocks'"),
         (["--samples", "4"], 2, "--samples has no effect with --method full"),
-        (["--max-tokens", "9"], 2, "give one of them"),
+        (["--max-tokens", "9"], 2, "and not both"),
         (["--lr-schedule", "linear"], 2, "'linear' is not one of 'cosine', 'wsd', 'constant'"),
-        (["--heldout", "3"], 2, "--heldout has no effect with --eval-data"),
         (["--lr", "0"], 2, "--lr must be above 0"),
         (["--weight-decay", "inf"], 2, "--weight-decay must be a finite number of at least 0, not inf"),
-        (["--log-with", "pigeon"], 2, "--log-with 'pigeon' is not one of tensorboard, wandb, trackio"),
-        (["--log-with", "trackio"], 1, "needs the package trackio, which is not installed"),
+        (["--log-with", "pigeon"], 1, "--log-with pigeon is no tracker of Accelerate that is installed here"),
+        (["--log-with", "trackio"], 1, "--log-with trackio is no tracker"),
         (["--seq-len", "65"], 1, "--seq-len 65 is more than the 64 positions"),
         (["--train", "9"], 1, "--train: 9 is out of range"),
         (["--micro-batch-size", "3"], 1, "--micro-batch-size 3 does not divide the 4 rows"),
         (["--batch-size", "99"], 1, "fewer than --batch-size 99"),
         (["--distill-from", "OTHER"], 1, "--distill-from OTHER is not dense"),
         (["--attention", "magic"], 2, "'magic' is not one of 'sdpa'"),
-        (["--attention", "flash_attention_2"], 1, "needs the package flash-attn"),
-        (["--attention", "flex_attention"], 1, "--attention flex_attention needs a GPU"),
-        (["--log-with", ","], 2, "--log-with '' is not one of"),
+        (["--attention", "flash_attention_2"], 1, "--attention flash_attention_2 computes on GPUs, in bfloat16"),
     ],
 )
 def test_bad_arguments(place, tmp_path, more, code, expected):
@@ -114,7 +111,6 @@ def test_bad_arguments(place, tmp_path, more, code, expected):
 HEEDED = {
     "full lora": {
         **{"--max-steps": 2, "--max-tokens": "2k", "--distill-weight": 0.5, "--hidden-weight": 1},
-        "--attention": "eager",
         **{"--eval-data": "x.txt", "--resume": "no", "--tp-size": 2, "--schedule": "domino", "--eval-every": 1},
     },
     "lora": {"--lora-rank": 4},
@@ -141,11 +137,6 @@ def test_the_launcher_is_believed_or_refused(place, tmp_path, monkeypatch):
         patch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
         document = succeed(place, tmp_path / "cut", steps=2)
         assert document["options"]["micro_batch_size"] == 1
-        said = one_sentence(adapt(place, tmp_path / "out", "--micro-batch-size", 2))
-        assert "accelerate's 4 steps of gradient accumulation and --batch-size 4 leave 1 rows at once" in said
-        assert "divisible by the 1 processes that read different data and 4 steps of gradient accumulation" in (
-            one_sentence(adapt(place, tmp_path / "out", "--batch-size", 6))
-        )
     succeed(place, tmp_path / "whole", steps=2)
     assert losses_of(tmp_path / "cut") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-4)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -201,16 +192,9 @@ def test_the_dense_model_is_the_target(place, tmp_path):
         assert heldout["won_back"] == pytest.approx(share)
 
 
-def test_the_share_won_back():
-    assert share_won_back(4.0, 4.0, 2.0) == 0
-    assert share_won_back(4.0, 2.0, 2.0) == 1
-    assert share_won_back(4.0, 2**1.5, 2.0) == pytest.approx(0.5)
-    assert share_won_back(2.0, 1.9, 2.0) is None  # the conversion cost nothing
-    assert share_won_back(math.inf, 2.0, 2.0) is None
-
-
 def test_the_share_won_back_in_words():
     assert target_text(4.0, 2**1.5, 2.0) == "dense model (target) 2.0000: 50% of the loss recovered"
     assert target_text(2.01, 1.5, 2.0) == "dense model (target) 2.0000: all of the loss recovered, and more"
     assert target_text(2.01, 2.9, 2.0) == "dense model (target) 2.0000: none of the loss recovered"
-    assert target_text(2.0, 1.9, 2.0) == "dense model (target) 2.0000"
+    for before in (2.0, math.inf):  # the conversion cost nothing, or nobody knows
+        assert target_text(before, 1.9, 2.0) == "dense model (target) 2.0000"

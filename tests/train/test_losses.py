@@ -8,25 +8,24 @@ from ladderize.adapt.train.student import token_losses
 from ladderize.errors import UserError
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_losses_are_their_definitions(temperature, monkeypatch):
+def test_losses_are_their_definitions(monkeypatch):
     logits, teacher = (torch.randn(11, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     targets = torch.randint(7, (11,))
     entropy = sum(-torch.log(row.exp() / row.exp().sum())[target] for row, target in zip(logits, targets, strict=True))
     divergence = 0
-    for own, dense in zip(logits / temperature, teacher / temperature, strict=True):
+    for own, dense in zip(logits, teacher, strict=True):
         p, q = dense.softmax(0), own.softmax(0)
         divergence += (p * (p / q).log()).sum()
-    expected = torch.autograd.grad(0.3 * entropy + 0.7 * temperature**2 * divergence, logits)[0]
+    expected = torch.autograd.grad(0.3 * entropy + 0.7 * divergence, logits)[0]
     for at_once in (1 << 26, 3 * 7):  # whole, and three tokens at a time
         monkeypatch.setattr("ladderize.adapt.train.student.LOGITS_AT_ONCE", at_once)
-        parts = token_losses(logits, targets, teacher.detach(), temperature)
+        parts = token_losses(logits, targets, teacher.detach())
         torch.testing.assert_close(parts[0].double(), entropy, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(parts[1].double(), divergence, rtol=1e-5, atol=1e-5)
-        loss = Objective(0.7, temperature=temperature).total(*parts, parts[0].new_zeros(()))
+        loss = Objective(0.7).total(*parts, parts[0].new_zeros(()))
         gradient = torch.autograd.grad(loss, logits)[0]
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
-    assert token_losses(logits, targets, None, 1.0)[1] == 0
+    assert token_losses(logits, targets, None)[1] == 0
 
 
 def test_schedules():

@@ -1,12 +1,11 @@
 """Several processes make the steps of one."""
 
-import json
 import sys
 
 import pytest
 
 from tests import warm
-from tests.helpers import CLIPPED, invoke, listing, one_sentence
+from tests.helpers import CLIPPED, listing
 from tests.train.commands import arguments, check_same_run, losses_of, succeed
 
 
@@ -83,18 +82,3 @@ def test_fsdp2_in_bfloat16(place, tmp_path):
     outcome = run_sharded(place, tmp_path / "two", 0, *more)
     assert outcome.returncode == 0, outcome.stderr[-3000:]
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=0.02)
-
-
-def test_what_only_gpus_can_do_is_refused(place, tmp_path, monkeypatch):
-    """Accelerate would train without it and say nothing."""
-    whole = estimate_of(place)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert estimate_of(place)["gathered"] > whole["gathered"] == 0
-    outcome = invoke(*arguments(place, tmp_path / "out", steps=1))
-    assert "FSDP or DeepSpeed, which Accelerate runs on GPUs only" in one_sentence(outcome)
-    assert listing(tmp_path) == []
-
-
-def estimate_of(place):
-    """Return the parts of the memory that --dry-run counts."""
-    return json.loads(invoke(*arguments(place, "out", "--dry-run", "--json", steps=1)).stdout)["memory_parts"]

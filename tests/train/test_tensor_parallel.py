@@ -54,7 +54,7 @@ def options(place, tp_size=1, schedule=SEQUENTIAL, **more):
 
 
 def taught(place):
-    return {"distill_from": str(place / "dense"), "objective": Objective(0.7, temperature=1.5)}
+    return {"distill_from": str(place / "dense"), "objective": Objective(0.7)}
 
 
 # name -> how a run differs from the others
@@ -66,7 +66,7 @@ RUNS = {
     "few": lambda place: {**taught(place), "train": "all", **FEWER},
     "odd": lambda place: {"train": "all", **BRIEF},
     "control": lambda place: {"train": "all", **BRIEF},
-    "hidden": lambda place: {**taught(place), "objective": Objective(0.7, 0.8, 1.5), **BRIEF},
+    "hidden": lambda place: {**taught(place), "objective": Objective(0.7, 0.8), **BRIEF},
 }
 
 

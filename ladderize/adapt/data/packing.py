@@ -40,17 +40,17 @@ def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     return rows
 
 
-def pack(ids: Sequence[Any], scored: Sequence[Any], seq_len: int | None) -> dict[str, list[list[int]]]:
+def pack(ids: Sequence[Any], scored: Sequence[Any], seq_len: int) -> dict[str, list[list[int]]]:
     """Return packed rows, by column.
 
     ids, scored: of each example, which has at most ``seq_len`` tokens.
-    seq_len: the most tokens of a row; None gives each example its own row.
+    seq_len: the most tokens of a row.
     """
     ids = [np.asarray(values, dtype=np.int64) for values in ids]
     scored = [np.asarray(values, dtype=bool) for values in scored]
     lengths = [len(values) for values in ids]
     found: dict[str, list[list[int]]] = {"input_ids": [], "targets": [], "lengths": []}
-    for row in best_fit(lengths, seq_len) if seq_len is not None else [[number] for number in range(len(ids))]:
+    for row in best_fit(lengths, seq_len):
         own = [lengths[number] for number in row]
         joined, counts = (np.concatenate([values[number] for number in row]) for values in (ids, scored))
         counts[[0, *accumulate(own[:-1])]] = False  # nothing precedes an example's first token

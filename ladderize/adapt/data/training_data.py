@@ -7,6 +7,7 @@ cache. Each source is packed separately; the rows are then joined, or mixed by t
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ class DataOptions:
     """The options that decide which rows a retraining reads.
 
     seq_len: the most tokens of a row.
-    packing: several examples share a row.
     heldout: examples of each source to hold out of training; None: a hundredth, at least 8 or a tenth of fewer, at most
     256; of a stream 64.
     """
@@ -36,24 +36,7 @@ class DataOptions:
     seq_len: int
     vocab_size: int
     seed: int
-    packing: bool = True
     heldout: int | None = None
-
-    def pack(self, ids: Sequence[Any], scored: Sequence[Any]) -> dict[str, list[list[int]]]:
-        return pack(ids, scored, self.seq_len if self.packing else None)
-
-
-@dataclass(frozen=True)
-class SourceCounts(Record):
-    """The size of one source's training part; None where it is streamed.
-
-    data: as given, without the weight.
-    """
-
-    data: str
-    weight: float | None
-    rows: int | None = None
-    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,16 +44,13 @@ class DataCounts(Record):
     """The size of the training part of all sources, each counted once; None where one is streamed.
 
     dropped_examples: those with nothing scored left.
-    padding_share: of the places in rows of ``seq_len``.
     """
 
-    examples: int | None
-    rows: int | None
-    tokens: int | None
-    truncated_examples: int | None
-    dropped_examples: int | None
-    padding_share: float | None
-    sources: list[SourceCounts]
+    examples: int | None = None
+    rows: int | None = None
+    tokens: int | None = None
+    truncated_examples: int | None = None
+    dropped_examples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,12 +93,10 @@ def open_data(
         shares = np.array([spec.weight for spec in specs]) / tokens_of_row
         probabilities = (shares / shares.sum()).tolist()
         train = interleave_datasets(rows, probabilities, options.seed, stopping_strategy="all_exhausted")
-    heldout = options.pack(*([value for one in apart for value in one[name]] for name in COLUMNS[:2]))
+    heldout = pack(*([value for one in apart for value in one[name]] for name in COLUMNS[:2]), options.seq_len)
     kept = [dict(zip(heldout, values, strict=True)) for values in zip(*heldout.values(), strict=True)]
-    each = [SourceCounts(spec.text, spec.weight, *one[1:3]) for spec, one in zip(specs, counts, strict=True)]
-    totals: list[Any] = [sum(one) for one in zip(*counts, strict=True)] if all(counts) else [None] * 5
-    totals += [1 - totals[2] / (totals[1] * options.seq_len) if all(counts) else None, each]
-    return TrainingData(train, kept, DataCounts(*totals))
+    totals = DataCounts(*(sum(one) for one in zip(*counts, strict=True))) if all(counts) else DataCounts()
+    return TrainingData(train, kept, totals)
 
 
 def _examples(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, int]:
@@ -150,7 +128,8 @@ def _packed(examples: Any, options: DataOptions, **given: Any) -> Any:
 
     features = Features({name: Sequence(Value("int32")) for name in ("input_ids", "targets", "lengths")})
     given |= {"input_columns": list(COLUMNS[:2]), "remove_columns": list(COLUMNS), "features": features}
-    return examples.map(options.pack, batched=True, batch_size=EXAMPLES_AT_ONCE, **given)
+    rows = partial(pack, seq_len=options.seq_len)
+    return examples.map(rows, batched=True, batch_size=EXAMPLES_AT_ONCE, **given)
 
 
 def _map(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, Any, float, tuple[int, ...]]:
@@ -182,9 +161,8 @@ def _stream(spec: SourceSpec, tokenizer: Any, options: DataOptions) -> tuple[Any
     first = list(examples.take(count + 1))
     if len(first) <= count:
         raise UserError(f"{spec.name}: {count} of {len(first)} examples held out leave none; lower --heldout")
-    tokens = options.seq_len if options.packing else sum(one["length"] for one in first) / len(first)
     rows = _packed(examples.skip(count), options).shuffle(seed=options.seed, buffer_size=SHUFFLED_AT_ONCE)
-    return rows.repeat(None), {name: [one[name] for one in first[:count]] for name in COLUMNS}, tokens, ()
+    return rows.repeat(None), {name: [one[name] for one in first[:count]] for name in COLUMNS}, options.seq_len, ()
 
 
 def _key(rows: Any, *decides: Any) -> str:

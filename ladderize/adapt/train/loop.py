@@ -30,7 +30,7 @@ from ladderize.adapt.data.packing import IGNORED_TARGET, collate
 from ladderize.adapt.train.options import Objective, TrainOptions
 from ladderize.adapt.train.states import Progress, TrainingFolder
 from ladderize.adapt.train.training_model import TrainingModel
-from ladderize.console import Advance, Console, human_bytes
+from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.memory import peak_bytes
 from ladderize.runtime.training.batch import Batch
@@ -151,41 +151,38 @@ class Loop:
         own = options.batch_size // model.data_size
         self.accelerator.gradient_accumulation_steps = own // options.micro_batch_size
         self.progress = Progress()
+        self.asked_to_stop = False
 
     def run(self) -> Progress:
         """Train until the budget is spent.
 
         Raises UserError where the loss is NaN or infinite or explodes, and, after saving, on SIGTERM or Ctrl-C.
         """
-        progress, options = self.progress, self.options
-        spent = options.budget.share(progress.step, progress.tokens)
+        progress, options, budget = self.progress, self.options, self.options.budget
         if progress.step == 0 and self.heldout:
             self.validate_first()
-        total = options.budget.steps or options.budget.tokens or 1
-        unit = "steps" if options.budget.steps else "tokens"
-        done = progress.step if options.budget.steps else min(progress.tokens, total)
+        total, unit = (budget.steps, "steps") if budget.steps else (budget.tokens or 1, "tokens")
         batches = micro_batches(self.rows, options, self.model, progress.step * options.batch_size)
+        begun, done = progress.step, progress.step if budget.steps else min(progress.tokens, total)
         with (
             stop_signals(announce=self.console.speaks) as stopped,
             self.console.progress(unit, total, done=done) as advance,
         ):
-            begun = progress.step
-            while spent < 1:
-                before, scored = progress.tokens, progress.scored
+            while (spent := budget.share(progress.step, progress.tokens)) < 1:
+                before = progress.tokens
                 metrics = self.step(batches, spent, stopped)
-                if progress.step == begun + 1:
-                    self.warn_of_few(progress.scored - scored, progress.tokens - before)
-                spent = options.budget.share(progress.step, progress.tokens)
-                detail = self.bar_detail(metrics)
-                advance(1 if options.budget.steps else progress.tokens - before, detail=detail)
-                asked_to_stop = metrics.pop("stop") > 0 and spent < 1
                 self.write(metrics)
-                if progress.step % options.eval_every == 0 or spent >= 1 or asked_to_stop:
+                if progress.step == begun + 1:
+                    self.warn_of_few(progress)
+                detail = self.bar_detail(metrics)
+                advance(1 if budget.steps else progress.tokens - before, detail=detail)
+                is_last = budget.share(progress.step, progress.tokens) == 1
+                asked_to_stop = self.asked_to_stop and not is_last
+                if progress.step % options.eval_every == 0 or is_last or asked_to_stop:
                     if self.heldout and not asked_to_stop:
-                        scores = self.validate(self.countdown(advance, detail))
-                        self.console.note(
-                            f"step {progress.step}: {scores.text(options.objective)} after {progress.tokens:,} tokens"
-                        )
+                        advance(0, detail=f"{detail}, validating")
+                        text = self.validate(lambda rows: None).text(options.objective)
+                        self.console.note(f"step {progress.step}: {text} after {progress.tokens:,} tokens")
                     advance(0, detail=f"{detail}, saving")
                     self.folder.save(progress, self.model)
                 if asked_to_stop:
@@ -243,6 +240,7 @@ class Loop:
         progress.scored += round(scored)
         progress.seconds += seconds
         progress.recent = [*progress.recent, loss][-RECENT:]
+        self.asked_to_stop = stop > 0
         values = {"step": progress.step, "loss": loss, "cross_entropy": entropy}
         if options.objective.distill_weight:
             values["divergence"] = divergence
@@ -256,26 +254,22 @@ class Loop:
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
             "peak_memory_bytes": peak_bytes(accelerator.device) or 0,
-            "stop": stop,
         }
 
     def check(self, loss: float, norm: float) -> None:
         """Raise UserError, before the update, where the loss or its gradient is NaN or infinite, or the loss has
         exploded."""
         step, recent = self.progress.step + 1, self.progress.recent
-        if math.isfinite(loss) and math.isfinite(norm):
-            last, before = [*recent, loss][-EXPLOSIONS:], recent[:-EXPLOSIONS]
-            if not (len(last) == EXPLOSIONS and all(value > explosion_bound(before) for value in last)):
-                return
-            values = ", ".join(f"{value:.3g}" for value in last)
-            what = (
-                f"the loss exploded: {values} in steps {step - EXPLOSIONS + 1} to {step}, after a median of"
-                f" {statistics.median(before):.3g}"
-            )
-        elif not math.isfinite(loss):
+        last, before = [*recent, loss][-EXPLOSIONS:], recent[:-EXPLOSIONS]
+        if not math.isfinite(loss):
             what = f"the loss of step {step} is {loss}"
-        else:
+        elif not math.isfinite(norm):
             what = f"the gradient of step {step} is {norm}"
+        elif all(value > explosion_bound(before) for value in last):
+            values = ", ".join(f"{value:.3g}" for value in last)
+            what = f"the loss exploded: {values}, after a median of {statistics.median(before):.3g}"
+        else:
+            return
         state = self.folder.latest()
         advice = "begin again" if state is None else f"resume from step {state}, saved in {self.folder.folder},"
         raise UserError(f"{what}; step {step} was not applied; {advice} with a lower --lr")
@@ -363,30 +357,18 @@ class Loop:
         step = int(values["step"])
         self.accelerator.log({key: value for key, value in values.items() if key != "step"}, step=step)
 
-    def countdown(self, advance: Advance, detail: str) -> Callable[[int], None]:
-        """Return a function that shows, behind ``detail``, how many held-out rows are scored."""
-        done = 0
-
-        def show(rows: int) -> None:
-            nonlocal done
-            done += rows
-            advance(0, detail=f"{detail}, validating {done} of {len(self.heldout)} rows")
-
-        return show
-
-    def warn_of_few(self, scored: int, tokens: int) -> None:
+    def warn_of_few(self, progress: Progress) -> None:
         """Warn where hardly any token of the first step is scored: the mask, or the chat template, may be wrong."""
-        if scored < FEW_SCORED * tokens:
+        if progress.scored < FEW_SCORED * progress.tokens:
             self.console.warn(
-                f"only {scored:,} of the {tokens:,} tokens of the first step count in the loss; --show-data shows which"
+                f"only {progress.scored:,} of the {progress.tokens:,} tokens so far count in the loss; --show-data"
+                " shows which"
             )
 
     def bar_detail(self, metrics: Mapping[str, float]) -> str:
-        """Return the changing part of the progress: the step, if tokens are counted, the loss and the speed."""
-        step = "" if self.options.budget.steps else f"step {self.progress.step}, "
-        memory = f", {human_bytes(metrics['peak_memory_bytes'])}" if metrics["peak_memory_bytes"] else ""
+        """Return the changing part of the progress."""
         loss = f"loss ({self.options.objective.label}) {metrics['loss']:.4f}"
-        return f"{step}{loss}, {metrics['tokens_per_s']:,.0f} tokens/s{memory}"
+        return f"step {self.progress.step}, {loss}, {metrics['tokens_per_s']:,.0f} tokens/s"
 
 
 def explosion_bound(recent: Sequence[float]) -> float:

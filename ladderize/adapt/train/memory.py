@@ -3,47 +3,29 @@ peaks."""
 
 import math
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
+from accelerate.utils import parse_flag_from_env
 
-from ladderize.adapt.methods import FLASH, FLEX, LORA
-from ladderize.adapt.train.options import RetrainOptions
+from ladderize.adapt.methods import FLASH
+from ladderize.adapt.train.options import RetrainOptions, TrainOptions
 from ladderize.adapt.train.states import STATE_BYTES, STATES_KEPT, WEIGHT_BYTES
 from ladderize.adapt.train.student import trained_tensors
-from ladderize.adapt.train.task import Launch, Task, layers_to_train, open_task, sharding_asked
+from ladderize.adapt.train.task import Launch, Task, open_task
 from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.checkpoint.config import expected_tensors, head_dim, kv_head_count, parameter_count
 from ladderize.console import Console, human_bytes, human_count
-from ladderize.convert.retraining import read_retrainings
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.records import Record
-from ladderize.layout import DROPPED, Layout, format_ranges
+from ladderize.layout import DROPPED, format_ranges
 from ladderize.memory import available_bytes
 from ladderize.ranks.environment import launched
+from ladderize.ranks.group import Ranks
 
 FP32 = 4
 OTHER_BYTES = 500_000_000  # for the interpreter and the libraries, roughly
-
-
-def trained_numbers(config: Mapping[str, Any], layout: Layout, options: RetrainOptions) -> int:
-    """Return the number of parameters that ``full`` or ``lora`` trains in a model of this layout."""
-    layers, shapes = layers_to_train(layout, options.train), expected_tensors(config)
-    if options.method == LORA:
-        matrices = [name for name in trained_tensors(shapes, layers, False) if name.endswith(".weight")]
-        adapted = [name for name in matrices if name.split(".")[-2] in options.lora.targets]
-        return sum(options.lora.rank * sum(shapes[name]) for name in adapted)
-    return sum(math.prod(shapes[name]) for name in trained_tensors(shapes, layers, options.train == "all"))
-
-
-def saved_bytes(trained: int) -> int:
-    """Return the disk space of unfinished work in bytes: the kept states, the one being written, and the best
-    weights."""
-    return trained * (STATE_BYTES * (STATES_KEPT + 1) + WEIGHT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -58,15 +40,11 @@ class TrainingEstimate(Record):
 
     model: str
     method: str
-    layout: str
     layers: list[int]
     parameters: int
     trained_parameters: int
     processes: int
-    steps: int
-    batch_size: int
-    micro_batch_size: int
-    seq_len: int
+    options: TrainOptions
     memory_bytes: int
     memory_parts: dict[str, int]
     state_bytes: int
@@ -77,89 +55,92 @@ class TrainingEstimate(Record):
         parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in self.memory_parts.items() if value)
         return (
             f"{self.method}, layers {format_ranges(self.layers)}: {human_count(self.trained_parameters)} of"
-            f" {human_count(self.parameters)} parameters in training, about {self.steps:,} steps of"
-            f" {self.batch_size} rows of {self.seq_len} tokens, {self.micro_batch_size} at once. Memory of each of"
+            f" {human_count(self.parameters)} parameters in training, {self.options.in_words}. Memory of each of"
             f" {self.processes} process{'es' if self.processes > 1 else ''}: about {human_bytes(self.memory_bytes)}"
             f" ({parts}). On the disk at most {human_bytes(self.state_bytes)} of unfinished work, and"
             f" {human_bytes(self.output_bytes)} for OUT."
         )
 
-    def warn_where_short(self, device: torch.device, processes: int, console: Console) -> None:
-        """Warn where less memory is free than this.
+    def check_room(self, ranks: Ranks, folder: Path, console: Console) -> None:
+        """Warn where less memory is free than this; raise UserError where unfinished work would not fit on the disk.
 
-        processes: those of this machine, which share a CPU's memory.
+        folder: of unfinished work.
         """
-        free = available_bytes(device)
-        if free is not None and self.memory_bytes > (own := free // (processes if device.type == "cpu" else 1)):
+        free = available_bytes(ranks.device)
+        if free is not None and self.memory_bytes * (ranks.local_size if ranks.device.type == "cpu" else 1) > free:
             console.warn(
-                f"this needs about {human_bytes(self.memory_bytes)} for each process, and {human_bytes(own)} are free;"
+                f"this needs about {human_bytes(self.memory_bytes)} for each process, and {human_bytes(free)} are free;"
                 " a smaller --micro-batch-size, --gradient-checkpointing, --method lora, or more GPUs (--tp-size,"
                 " FSDP2 by accelerate launch) take less"
             )
+        on_disk = shutil.disk_usage(output.existing_parent(folder)).free
+        if self.state_bytes > on_disk and not any(folder.glob("step-*")):
+            raise UserError(
+                f"{folder} needs {human_bytes(self.state_bytes)} for the states of the training, but only"
+                f" {human_bytes(on_disk)} are free there; name an OUT on another disk"
+            )
+
+
+def trained_numbers(task: Task) -> int:
+    """Return the number of parameters that are trained."""
+    shapes, lora = expected_tensors(task.checkpoint.config), task.options.lora
+    if task.is_lora:
+        inside = trained_tensors(shapes, task.layers, False)
+        return sum(lora.rank * sum(shapes[name]) for name in inside if name.endswith(lora.tensors))
+    return sum(math.prod(shapes[name]) for name in trained_tensors(shapes, task.layers, task.everything))
 
 
 def estimate(task: Task) -> TrainingEstimate:
     """Return the memory of each process: weights, gradients, moments, activations and the teacher."""
-    config, options, training, layout = task.checkpoint.config, task.options, task.training, task.layout
-    tp_size, compute = options.tp_size, task.compute.itemsize
-    parameters, trained = parameter_count(config), trained_numbers(config, layout, options)
-    hidden, vocab, inner = (int(config[key]) for key in ("hidden_size", "vocab_size", "intermediate_size"))
-    tokens = training.micro_batch_size * training.seq_len
+    config, training, layout, tp_size = task.checkpoint.config, task.training, task.layout, task.options.tp_size
+    vocab, hidden, inner, heads = (
+        int(config[key]) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    compute, is_sharded, has_teacher = task.compute.itemsize, task.launch.sharded, task.teacher is not None
+    width = FP32 if compute == FP32 else 3  # of an activation, on the average: streams are wide, products are not
+    parameters, trained = parameter_count(config), trained_numbers(task)
     frozen = parameters if task.is_lora else parameters - trained
+    shared = 0 if is_sharded else frozen  # held once for both models
+    if task.is_lora and task.changed and not is_sharded:
+        shared -= parameters // layout.num_layers * (layout.num_layers - min(layout.converted_layers, default=0))
     # Left out: norms and replicated KV heads are on every rank.
-    held = task.launch.processes if task.launch.sharded else tp_size
-    shared = 0 if task.launch.sharded else frozen  # held once for both models
-    if task.is_lora and shared and read_retrainings(task.checkpoint.folder):  # the base then differs from the teacher
-        shapes, behind = expected_tensors(config), range(min(layout.converted_layers, default=0), layout.num_layers)
-        shared -= sum(math.prod(shapes[name]) for name in trained_tensors(shapes, behind, False))
-    per_layer, width = parameters // layout.num_layers, FP32 if compute == FP32 else 3  # streams are wide, products not
-
-    def kept(layer: int) -> int:
-        """Return the numbers kept per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's
-        width."""
-        ranks = (layout.sync_tp_size or 1) // tp_size if layout.attention_sync[layer] == DROPPED else 1
-        heads = 3 * int(config["num_attention_heads"]) // tp_size + 4 * max(1, kv_head_count(config) // tp_size)
-        return 3 * hidden + heads * head_dim(config) + 4 * hidden * ranks + 4 * inner // tp_size
-
-    first = 0 if task.everything and not task.is_lora else min(task.layers, default=0)
-    numbers = [kept(layer) for layer in range(first, layout.num_layers)]
-    activations = tokens * sum(numbers) * width
-    if options.gradient_checkpointing:
-        activations = tokens * (hidden * FP32 * len(numbers) + max(numbers) * width)
-    logits = tokens * -(-vocab // tp_size)
-    teacher = task.teacher is not None
+    ranks, tokens = task.launch.processes if is_sharded else tp_size, training.micro_batch_size * training.seq_len
+    layer, logits = parameters // layout.num_layers, tokens * -(-vocab // tp_size)
+    kept = []  # per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's width
+    for mode in layout.attention_sync[0 if task.everything else min(task.layers, default=0) :]:
+        virtual = (layout.sync_tp_size or 1) // tp_size if mode == DROPPED else 1
+        attention = 3 * heads // tp_size + 4 * max(1, kv_head_count(config) // tp_size)
+        kept.append((3 + 4 * virtual) * hidden + attention * head_dim(config) + 4 * inner // tp_size)
+    recomputed = hidden * FP32 * len(kept) + max(kept) * width
     parts = {
-        "weights": (trained * FP32 + frozen * compute) // held,
-        "gradients": trained * FP32 // held,
-        "moments": 2 * trained * FP32 // held,
-        "teacher": (parameters - shared) * compute // held if teacher else 0,
+        "weights": (trained * FP32 + frozen * compute) // ranks,
+        "gradients": trained * FP32 // ranks,
+        "moments": 2 * trained * FP32 // ranks,
+        "teacher": (parameters - max(0, shared)) * compute // ranks * has_teacher,
         # two layers and the ends, and a layer's gradients; without sharding, the narrow copies of a pass
-        "gathered": (2 + 2 * teacher) * (per_layer + vocab * hidden) * compute + per_layer * FP32
-        if task.launch.sharded
-        else trained * compute // held * (compute < FP32),
-        "activations": activations,
+        "gathered": (2 + 2 * has_teacher) * (layer + vocab * hidden) * compute + layer * FP32
+        if is_sharded
+        else trained * compute // ranks * (compute < FP32),
+        "activations": tokens * (recomputed if task.options.gradient_checkpointing else sum(kept) * width),
         # the mask, a copy made on the way, and the values added to the scores
-        "masks": tokens * training.seq_len * (2 + compute) if options.attention not in (FLASH, FLEX) else 0,
+        "masks": tokens * training.seq_len * (2 + compute) * (task.options.attention != FLASH),
         # logits with their gradient, the teacher's, and fp32 copies of a part of them
-        "logits": logits * compute * (2 + teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (3 + 2 * teacher),
+        "logits": logits * compute * (2 + has_teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (3 + 2 * has_teacher),
         "compared outputs": tokens * hidden * (4 * len(task.compared) * compute + 3 * FP32) * bool(task.compared),
         "other": OTHER_BYTES,
     }
     return TrainingEstimate(
         model=task.model,
-        method=options.method,
-        layout=str(layout),
+        method=task.options.method,
         layers=list(task.layers),
         parameters=parameters,
         trained_parameters=trained,
         processes=task.launch.processes,
-        steps=training.about_steps,
-        batch_size=training.batch_size,
-        micro_batch_size=training.micro_batch_size,
-        seq_len=training.seq_len,
+        options=training,
         memory_bytes=sum(parts.values()),
         memory_parts=parts,
-        state_bytes=saved_bytes(trained),
+        # the kept states, the one being written, and the best weights
+        state_bytes=trained * (STATE_BYTES * (STATES_KEPT + 1) + WEIGHT_BYTES),
         output_bytes=FP32 * trained if task.is_lora else task.checkpoint.weight_bytes,
     )
 
@@ -172,16 +153,6 @@ def estimate_training(model: str, options: RetrainOptions, *, revision: str | No
     options.check()
     options.budget.check()
     options.check_data()
-    processes = max(launched().size, options.tp_size)
-    launch = Launch(options.device, processes, sharded=sharding_asked())
+    sharded = any(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")))
+    launch = Launch(options.device, max(launched().size, options.tp_size), sharded=sharded)
     return estimate(open_task(model, options, launch, revision))
-
-
-def check_disk(task: Task, folder: Path) -> None:
-    """Raise UserError where the states of a training would not fit on the disk."""
-    needed = saved_bytes(trained_numbers(task.checkpoint.config, task.layout, task.options))
-    if needed > (free := shutil.disk_usage(output.existing_parent(folder)).free):
-        raise UserError(
-            f"{folder} needs {human_bytes(needed)} for the states of the training, but only {human_bytes(free)} are"
-            " free there; name an OUT on another disk"
-        )

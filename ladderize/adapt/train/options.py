@@ -24,7 +24,7 @@ from ladderize.adapt.methods import (
     check_training,
 )
 from ladderize.checkpoint.config import most_positions
-from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, flag, option, split_names
+from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, option, split_names
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -45,16 +45,14 @@ MICRO_BATCH_TOKENS = 8192
 DECAY = 0.2  # wsd: the last part of the training
 MOST_TOKENS = 10**18  # more than any data have
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-TRACKERS = ("tensorboard", "wandb", "trackio")  # also the names of their packages
 
 
 @dataclass(frozen=True)
 class Objective(Record):
-    """The loss: (1 - w) * cross-entropy + w * temperature^2 * KL(teacher || student) + hidden_weight * hidden error.
+    """The loss: (1 - w) * cross-entropy + w * KL(teacher || student) + hidden_weight * hidden error, w: distill_weight.
 
-    w is distill_weight. Without a weight above 0 there is no teacher. The hidden error is the mean squared error of
-    what attention and MLP of each converted layer add to the residual stream, relative to what the teacher's add
-    (runtime/training/outputs.py).
+    The hidden error is the mean squared error of what attention and MLP of each converted layer add to the residual
+    stream, relative to what the teacher's add (runtime/training/outputs.py).
     """
 
     distill_weight: float = option(
@@ -66,7 +64,9 @@ class Objective(Record):
         0.0,
         shown="0",
     )
-    temperature: float = 1.0  # of both models in the KL term
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     @property
     def label(self) -> str:
@@ -84,20 +84,11 @@ class Objective(Record):
     def has_teacher(self) -> bool:
         return bool(self.distill_weight or self.hidden_weight)
 
-    def check(self) -> None:
-        """Raise UsageError for impossible weights."""
-        check_options(self)
-        if not self.temperature > 0:
-            raise UsageError(f"the temperature must be above 0, not {self.temperature:g}")
-
     def total(self, cross_entropy: Any, divergence: Any, hidden: Any) -> Any:
-        """Return the loss from three means, which are numbers or tensors.
-
-        The squared temperature keeps the gradient's scale at every temperature.
-        """
+        """Return the loss from three means, which are numbers or tensors."""
         loss = cross_entropy
         if self.distill_weight:
-            loss = (1 - self.distill_weight) * cross_entropy + self.distill_weight * self.temperature**2 * divergence
+            loss = (1 - self.distill_weight) * cross_entropy + self.distill_weight * divergence
         return loss + self.hidden_weight * hidden if self.hidden_weight else loss
 
 
@@ -125,12 +116,8 @@ class Budget(Record):
 
     def check(self) -> None:
         """Raise UsageError unless exactly one of them is given, and is positive."""
-        if self.steps is not None and self.tokens is not None:
-            raise UsageError("--max-tokens and --max-steps both say how long to train; give one of them")
-        if self.steps is None and self.tokens is None:
-            raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps")
-        if (self.steps or self.tokens or 0) < 1:
-            raise UsageError(f"the budget must be at least 1, not {self.steps or self.tokens or 0}")
+        if (self.steps is None) == (self.tokens is None) or (self.steps or self.tokens or 0) < 1:
+            raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps, and not both")
 
     def share(self, step: int, tokens: int) -> float:
         """Return the spent share of the budget, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
@@ -167,10 +154,8 @@ class RateSchedule(Record):
         return self.peak * min(1.0, (step + 1) / (self.warmup_steps + 1)) * decayed
 
 
-# Options that decide the result but may change when a run resumes, for example after the loss exploded.
-CHANGEABLE = ("budget", "schedule", "max_grad_norm")
-# Options that do not change the result.
-IDLE = ("micro_batch_size", "eval_every")
+# Options that may change when a run resumes, for example after the loss exploded.
+CHANGEABLE = ("budget", "schedule", "max_grad_norm", "micro_batch_size", "eval_every")
 
 
 @dataclass(frozen=True)
@@ -193,26 +178,16 @@ class TrainOptions(Record):
     eval_every: int
 
     @property
-    def about_steps(self) -> int:
-        """The number of steps in the budget, exact for a budget of steps."""
-        return self.budget.about_steps(self.batch_size * self.seq_len)
+    def in_words(self) -> str:
+        """The length and the size of its steps."""
+        steps = self.budget.about_steps(self.batch_size * self.seq_len)
+        about = "about " if self.budget.tokens else ""
+        rows = f"{self.batch_size} rows of {self.seq_len} tokens, {self.micro_batch_size} at once"
+        return f"{about}{steps:,} steps of {rows}"
 
     def fixed(self) -> dict[str, Any]:
         """Return the options that must not change when a run resumes."""
-        return {name: value for name, value in self.to_dict().items() if name not in (*CHANGEABLE, *IDLE)}
-
-    def settings(self) -> dict[str, Any]:
-        """Return the options that may change when a run resumes."""
-        return {name: value for name, value in self.to_dict().items() if name in CHANGEABLE}
-
-
-def tracker_names(text: str) -> tuple[str, ...]:
-    """Return the names in the value of --log-with; raises UsageError for an unknown one."""
-    names = split_names(text)
-    for name in names or ("",):
-        if name not in TRACKERS:
-            raise UsageError(f"--log-with {name!r} is not one of {', '.join(TRACKERS)}")
-    return names
+        return {name: value for name, value in self.to_dict().items() if name not in CHANGEABLE}
 
 
 @dataclass(frozen=True)
@@ -289,9 +264,7 @@ class RetrainOptions:
     weight_decay: float = option("AdamW's weight decay, of matrices only.", 0.0, min=0.0, shown="0")
     max_grad_norm: float = option("Clip the gradient's norm to this.", 1.0, shown="1")
     gradient_checkpointing: bool = option("Recompute activations instead of keeping them.", False)
-    attention: Attention = option(
-        "sdpa, eager, flash_attention_2 or flex_attention, as in transformers.", "sdpa", metavar="NAME"
-    )
+    attention: Attention = option("sdpa, or flash_attention_2 (its package, a GPU, bfloat16).", "sdpa", metavar="NAME")
     align: bool = option(
         "full, lora: align first (as --method align does, briefly, on the first --data) and train from there. The"
         " aligned checkpoint stays in OUT-aligned.",
@@ -325,47 +298,30 @@ class RetrainOptions:
     device: str = option(DEVICE, default_device)
     work_dir: Path | None = option(WORK_DIR)
     log_with: tuple[str, ...] = option(
-        "Accelerate's trackers beside metrics.jsonl: tensorboard, wandb, trackio.",
+        "Accelerate's trackers beside metrics.jsonl, such as tensorboard, wandb, trackio.",
         (),
         metavar="A,B",
-        parse=tracker_names,
+        parse=split_names,
     )
 
     def __post_init__(self) -> None:
         check_options(self)
 
     def check(self) -> None:
-        """Raise UsageError for impossible values, and for options that have no effect together."""
+        """Raise UsageError for impossible values, and for options that do not go together."""
         if self.method not in (FULL, LORA):
             raise UsageError(f"--method {self.method} has options of its own")
         check_training(self.dtype, self.lr)
-        self.objective.check()
-        if not self.max_grad_norm > 0:
-            raise UsageError(f"--max-grad-norm must be above 0, not {self.max_grad_norm:g}")
-        if not self.data:
-            raise UsageError("--data names nothing to train on")
-        for name in ("distill_weight", "hidden_weight"):
-            if getattr(self.objective, name) and self.distill_from is None:
-                raise UsageError(f"{flag(name)} has no effect without --distill-from")
-        if self.distill_from is not None and not self.objective.has_teacher:
-            raise UsageError("--distill-weight 0 makes --distill-from useless without --hidden-weight; leave both out")
+        if (self.distill_from is not None) != self.objective.has_teacher:
+            raise UsageError(
+                "--distill-from, and a --distill-weight or --hidden-weight above 0, have no effect without each other"
+            )
         if self.align and self.distill_from is None:
             raise UsageError("--align needs --distill-from DENSE, the checkpoint that MODEL was converted from")
-        if self.heldout is not None and self.eval_data:
-            raise UsageError("--heldout has no effect with --eval-data")
         if self.method == LORA and self.tp_size > 1:
             raise UsageError(
                 f"--method lora has no --tp-size {self.tp_size}; let accelerate launch share the model out (FSDP2), or"
                 " train with --method full"
-            )
-        if self.schedule.is_domino and self.tp_size == 1:
-            raise UsageError(
-                "--schedule domino has no effect without a --tp-size above 1: one process has no all-reduces to hide"
-            )
-        if self.attention != "sdpa" and self.tp_size > 1:
-            raise UsageError(
-                f"--attention {self.attention} has no effect with --tp-size {self.tp_size}, which computes with sdpa;"
-                " leave it out"
             )
 
     def check_data(self) -> None:
@@ -380,7 +336,7 @@ class RetrainOptions:
         """Return all options with the defaults resolved for a model.
 
         ranks: the ranks that read different data: all processes / ``tp_size``.
-        accumulation: accelerate's gradient accumulation steps, where the launcher was given more than one.
+        accumulation: accelerate's gradient accumulation steps; 1: the launcher was not given any.
         left_by_alignment: the held-out divergence from the dense model, in nats per token, where weights were aligned
         last.
         Raises UserError for options that do not go together.
@@ -391,27 +347,20 @@ class RetrainOptions:
         seq_len = self.seq_len or min(row_of_ids(self.data) or 2048, positions)
         if seq_len > positions:
             raise UserError(f"--seq-len {seq_len} is more than the {positions} positions that the model supports")
-        per_step = (
-            max(LEAST_PER_STEP, min(MOST_PER_STEP, self.budget.tokens // 2000)) if self.budget.tokens else PER_STEP
-        )
-        parts = ranks * accumulation
+        tokens, parts = self.budget.tokens, ranks * accumulation
+        per_step = max(LEAST_PER_STEP, min(MOST_PER_STEP, tokens // 2000)) if tokens else PER_STEP
         batch_size = self.batch_size or -(-max(1, per_step // seq_len) // parts) * parts
-        if batch_size % parts:
-            cut = f" and {accumulation} steps of gradient accumulation" if accumulation > 1 else ""
+        own, rest = divmod(batch_size, ranks)
+        if rest:
             raise UserError(
                 f"--batch-size {batch_size} (rows of a step, over all processes) must be divisible by the {ranks}"
-                f" processes that read different data{cut}"
+                " processes that read different data"
             )
-        own = batch_size // ranks
-        micro = self.micro_batch_size or self._micro_batch(own, seq_len, accumulation)
+        most = own // accumulation if accumulation > 1 else min(own, MICRO_BATCH_TOKENS // seq_len)
+        micro = self.micro_batch_size or next(count for count in range(max(1, most), 0, -1) if own % count == 0)
         if own % micro:
             raise UserError(
                 f"--micro-batch-size {micro} does not divide the {own} rows of a step that are each process's"
-            )
-        if accumulation > 1 and own // micro != accumulation:
-            raise UserError(
-                f"accelerate's {accumulation} steps of gradient accumulation and --batch-size {batch_size} leave"
-                f" {own // accumulation} rows at once, not --micro-batch-size {micro}; leave one of them out"
             )
         self.schedule.check(
             micro, seq_len, config["hidden_size"], rows_name="--micro-batch-size", tokens_name="--seq-len"
@@ -442,17 +391,6 @@ class RetrainOptions:
             micro_batch_size=micro,
             eval_every=self.eval_every or max(1, min(500, steps // 10)),
         )
-
-    def _micro_batch(self, own: int, seq_len: int, accumulation: int) -> int:
-        """Return the rows that a process computes at once.
-
-        They are as the launcher splits the ``own`` rows of a step, or the largest divisor of these within
-        ``MICRO_BATCH_TOKENS``.
-        """
-        if accumulation > 1:
-            return own // accumulation
-        most = min(own, max(1, MICRO_BATCH_TOKENS // seq_len))
-        return next(count for count in range(most, 0, -1) if own % count == 0)
 
 
 def peak_after_alignment(left: float) -> float:

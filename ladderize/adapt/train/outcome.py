@@ -3,17 +3,17 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from safetensors.torch import load_file
 
 from ladderize.adapt.data.training_data import DataCounts
-from ladderize.adapt.lora import ADAPTATION, AdapterBase, adapter_base, check_adapter_target, write_adapter
+from ladderize.adapt.lora import ADAPTATION, AdapterBase, adapter_base, not_an_adapter, write_adapter
 from ladderize.adapt.methods import LORA, METRICS
 from ladderize.adapt.teacher import check_improved, share_won_back, target_text
 from ladderize.adapt.train.options import TrainOptions
 from ladderize.adapt.train.states import Progress, TrainingFolder, read_metrics
-from ladderize.adapt.train.task import RetrainJob, Task, result_digest
+from ladderize.adapt.train.task import RetrainJob, Task
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors
@@ -24,7 +24,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.records import Record
-from ladderize.files.work import RUN
+from ladderize.files.work import RUN, run_digest
 from ladderize.layout import format_ranges
 
 # The keys of the document that ladderize.yaml repeats.
@@ -32,14 +32,6 @@ RECORDED = (
     *("method", "distill_from", "data", "steps", "tokens", "scored_tokens", "loss"),
     *("heldout_perplexity", "options"),
 )
-
-
-@dataclass(frozen=True)
-class LossRange(Record):
-    """The loss of the first and the last step, in nats."""
-
-    first: float
-    last: float
 
 
 @dataclass(frozen=True)
@@ -59,29 +51,14 @@ class HeldoutPerplexity(Record):
 
 
 @dataclass(frozen=True)
-class HeldoutCriterion(Record):
-    """The measure that decides which weights are best (``Objective.criterion``), in nats per token.
+class Adaptation(Record):
+    """The content of adaptation.json; docs/files.md explains the keys.
 
-    name: such as KL.
-    after: with the weights as stored.
+    criterion: the measure that decided which weights are best, with its values; None: nothing was held out.
+    base: an adapter's.
     """
 
-    name: str
-    before: float
-    after: float
-
-
-@dataclass(frozen=True)
-class ModelFingerprints(Record):
-    """Fingerprints of the model that was retrained and, if there was one, its teacher."""
-
-    model: str
-    teacher: str | None
-
-
-@dataclass(frozen=True)
-class Adaptation(Record):
-    """The content of adaptation.json; docs/files.md explains the keys."""
+    LEFT_OUT: ClassVar = ("base",)
 
     model: str
     out: str
@@ -98,23 +75,24 @@ class Adaptation(Record):
     scored_tokens: int
     written_step: int
     training_seconds: float
-    loss: LossRange
+    loss: dict[str, float]
     heldout_perplexity: HeldoutPerplexity | None
     data_counts: DataCounts
     options: TrainOptions
     dtype: str
-    fingerprints: ModelFingerprints
-    criterion: HeldoutCriterion | None  # None: nothing was held out
+    fingerprints: dict[str, str | None]
+    criterion: dict[str, Any] | None
+    base: AdapterBase | None = None
 
     def summary(self) -> list[str]:
         """Return the results in a few lines, for people."""
         objective, criterion, heldout = self.options.objective, self.criterion, self.heldout_perplexity
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.training_seconds)}; loss"
-            f" ({objective.label}) {self.loss.first:.4f} to {self.loss.last:.4f}"
+            f" ({objective.label}) {self.loss['first']:.4f} to {self.loss['last']:.4f}"
         ]
         if criterion and objective.distill_weight:
-            lines.append(f"held-out {criterion.name} {criterion.before:.4g} before, {criterion.after:.4g} after")
+            lines.append("held-out {name} {before:.4g} before, {after:.4g} after".format(**criterion))
         if heldout:
             perplexity = f"held-out perplexity {heldout.before:.4f} before, {heldout.after:.4f} after"
             lines.append(f"{perplexity} (step {self.written_step}, as stored)")
@@ -132,20 +110,16 @@ class Adaptation(Record):
         )
 
 
-@dataclass(frozen=True)
-class AdapterAdaptation(Adaptation):
-    """The content of an adapter's adaptation.json, which names its base."""
-
-    base: AdapterBase
-
-
 def check_out(job: RetrainJob, sources: Iterable[Checkpoint]) -> None:
     """Raise UserError unless the job may write its ``out``, which must be none of its sources."""
+    more: dict[str, Any] = {"foreign": not_an_adapter} if job.options.method == LORA else {}
     for source in sources:
-        if job.options.method == LORA:
-            check_adapter_target(Path(job.out), source, overwrite=job.overwrite)
-        else:
-            output.check_target(Path(job.out), source.folder, overwrite=job.overwrite)
+        output.check_target(Path(job.out), source.folder, overwrite=job.overwrite, **more)
+
+
+def result_digest(task: Task, identity: Mapping[str, Any]) -> str:
+    """Return a digest of everything that decides the result: ``run_identity``, and the options beside it."""
+    return run_digest({**identity, **task.training.to_dict(), "write": task.options.write})
 
 
 def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
@@ -156,9 +130,48 @@ def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
         return progress.step
     if progress.kept_step is None:
         advice = "train with a lower --lr or on other data (--resume no)"
-        criterion = task.training.objective.criterion.label
-        check_improved(criterion, before, last, work=work.folder, advice=advice)
+        check_improved(task.training.objective.criterion.label, before, last, work=work.folder, advice=advice)
     return progress.kept_step or progress.step
+
+
+def describe(
+    task: Task, job: RetrainJob, progress: Progress, losses: list[float], chosen: int, counts: DataCounts, **more: Any
+) -> Adaptation:
+    """Return the document of a training that has ended.
+
+    losses: of all steps.
+    more: further fields of the document.
+    """
+    heldout, criterion, is_best = None, None, chosen == progress.kept_step
+    before, dense = progress.before_perplexity, progress.dense_perplexity
+    after = progress.best_perplexity if is_best else progress.last_perplexity
+    if before is not None and after is not None:
+        won_back = share_won_back(before, after, dense) if dense is not None else None
+        heldout = HeldoutPerplexity(before, after, progress.scored_heldout, dense, won_back)
+        reached = progress.best_loss if is_best else progress.last_loss
+        criterion = {"name": task.training.objective.criterion.label, "before": progress.before_loss, "after": reached}
+    return Adaptation(
+        model=task.model,
+        out=job.out,
+        method=task.options.method,
+        layout=str(task.layout),
+        **task.layout.to_config(),
+        layers=list(task.layers),
+        distill_from=task.options.distill_from,
+        data=[spec.text for spec in task.options.data],
+        steps=progress.step,
+        tokens=progress.tokens,
+        scored_tokens=progress.scored,
+        written_step=chosen,
+        training_seconds=progress.seconds,
+        loss={"first": losses[0], "last": losses[-1]},
+        heldout_perplexity=heldout,
+        data_counts=counts,
+        options=task.training,
+        criterion=criterion,
+        base=adapter_base(task.checkpoint, task.model, job.revision) if task.is_lora else None,
+        **more,
+    )
 
 
 def write_outcome(
@@ -176,61 +189,23 @@ def write_outcome(
     identity: as ``run_identity`` returns it.
     Raises UserError where the model has changed since the training began, or OUT cannot be written.
     """
-    objective, heldout, criterion, losses = task.training.objective, None, None, read_metrics(work.metrics, "loss")
-    is_best = chosen == progress.kept_step
-    after = progress.best_perplexity if is_best else progress.last_perplexity
-    reached = progress.best_loss if is_best else progress.last_loss
-    before = progress.before_perplexity
-    if before is not None and after is not None and progress.before_loss is not None and reached is not None:
-        dense = progress.dense_perplexity
-        won_back = share_won_back(before, after, dense) if dense is not None else None
-        heldout = HeldoutPerplexity(before, after, progress.scored_heldout, dense, won_back)
-        criterion = HeldoutCriterion(objective.criterion.label, progress.before_loss, reached)
-    adaptation = Adaptation(
-        model=task.model,
-        out=job.out,
-        method=task.options.method,
-        layout=str(task.layout),
-        **task.layout.to_config(),
-        layers=list(task.layers),
-        distill_from=task.options.distill_from,
-        data=[spec.text for spec in task.options.data],
-        steps=progress.step,
-        tokens=progress.tokens,
-        scored_tokens=progress.scored,
-        written_step=chosen,
-        training_seconds=progress.seconds,
-        loss=LossRange(losses[0], losses[-1]),
-        heldout_perplexity=heldout,
-        data_counts=counts,
-        options=task.training,
-        dtype=identity["dtype"],
-        fingerprints=ModelFingerprints(identity["model"], identity["teacher"]),
-        criterion=criterion,
-    )
-    metrics = {METRICS: work.metrics.read_text()}
     if fingerprint(open_checkpoint(task.model, job.revision)) != identity["model"]:
         raise UserError(
             f"{task.model} has changed since the training began, and {work.folder} holds its retrained weights; restore"
             " the model"
         )
-    digest = result_digest(task, identity)
-    if task.is_lora:
-        base = adapter_base(task.checkpoint, task.model, job.revision)
-        document = AdapterAdaptation(**vars(adaptation), base=base)
-        write_adapter(
-            Path(job.out),
-            task.lora,
-            load_file(work.weights(chosen)),
-            base=task.checkpoint,
-            base_name=task.model,
-            revision=job.revision,
-            document={**document.to_dict(), RUN: digest},
-            extra_files=metrics,
-            overwrite=job.overwrite,
-        )
-        return document
+    adaptation = describe(
+        *(task, job, progress, read_metrics(work.metrics, "loss"), chosen, counts),
+        dtype=identity["dtype"],
+        fingerprints={name: identity[name] for name in ("model", "teacher")},
+    )
+    digest, weights = result_digest(task, identity), work.weights(chosen)
     content = adaptation.to_dict()
+    files = {ADAPTATION: to_json({**content, RUN: digest}) + "\n", METRICS: work.metrics.read_text()}
+    if adaptation.base is not None:
+        tensors, out = load_file(weights), Path(job.out)
+        write_adapter(out, task.lora, tensors, adaptation.base, files, overwrite=job.overwrite)
+        return adaptation
     convert_checkpoint(
         task.model,
         job.out,
@@ -240,9 +215,9 @@ def write_outcome(
         verify=job.verify,
         console=console,
         changes=Changes(
-            replace=locate_tensors(work.weights(chosen)),
+            replace=locate_tensors(weights),
             record={"adaptation": {key: content[key] for key in RECORDED}},
-            extra_files={ADAPTATION: to_json({**content, RUN: digest}) + "\n", **metrics},
+            extra_files=files,
             note=adaptation.card_note(),
         ),
     )

@@ -1,6 +1,5 @@
 """``ladderize adapt --method full`` and ``lora``: retrain a whole checkpoint, and write a checkpoint or an adapter."""
 
-import importlib.util
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import parse_flag_from_env
+from accelerate.tracking import get_available_trackers
 
 from ladderize.adapt.layers.align import Aligning
 from ladderize.adapt.layers.align_options import AlignOptions, short_tokens
 from ladderize.adapt.layers.rewrite import rewrite
 from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.train.loop import Loop, Order
-from ladderize.adapt.train.memory import check_disk, estimate
+from ladderize.adapt.train.memory import estimate
 from ladderize.adapt.train.options import Budget, RetrainOptions, TrainOptions
-from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, write_outcome
+from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, result_digest, write_outcome
 from ladderize.adapt.train.states import TrainingFolder, cut_metrics
 from ladderize.adapt.train.student import make_student, make_teacher, open_model
-from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, result_digest, run_identity, sharding_asked
+from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, run_identity
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
 from ladderize.adapt.train.training_model import HFTraining, TrainingModel
 from ladderize.blocks import open_checkpoint
@@ -36,7 +35,6 @@ from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
 from ladderize.files.work import ABOUT, RUN, work_folder
 from ladderize.layout import Layout, format_ranges
-from ladderize.memory import tcmalloc_advice
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.environment import already_started, launched
 from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, join_ranks
@@ -73,35 +71,35 @@ def adapt_checkpoint(
     check_trackers(options.log_with)
     if options.align:
         job = start_aligned(job, console)
-    if options.tp_size > 1 and not already_started():
-        check_group_size(options.tp_size, options.device)
-        # errors of the task are raised before ranks are started
-        open_task(job.model, options, Launch(options.device, options.tp_size), job.revision)
-        console.note(f"starting {options.tp_size} ranks")
-        document: Adaptation | None = run(
-            retrain,
-            job,
-            console,
-            tp_size=options.tp_size,
-            device=options.device,
-            timeout=TRAINING_TIMEOUT,
-            stoppable=True,
-        )
-        return document
-    return retrain(join_ranks(options.device), job, console)
+    if options.tp_size == 1 or already_started():
+        return retrain(join_ranks(options.device), job, console)
+    check_group_size(options.tp_size, options.device)
+    # errors of the task are raised before ranks are started
+    open_task(job.model, options, Launch(options.device, options.tp_size), job.revision)
+    document: Adaptation | None = run(
+        retrain,
+        job,
+        console,
+        tp_size=options.tp_size,
+        device=options.device,
+        timeout=TRAINING_TIMEOUT,
+        stoppable=True,
+    )
+    return document
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker that is not installed: Accelerate would ignore it."""
+    """Raise UserError for a tracker that Accelerate would silently leave out."""
+    installed = {str(tracker) for tracker in get_available_trackers()}
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"--log-with {name} needs the package {name}, which is not installed (pip install {name})")
+        if name not in installed:
+            raise UserError(
+                f"--log-with {name} is no tracker of Accelerate that is installed here; install its package, or take"
+                f" one of: {', '.join(sorted(installed)) or 'none'}"
+            )
 
 
-def aligned_path(out: str) -> str:
-    """Return the path of the aligned checkpoint beside OUT that retraining starts from."""
-    out = out if Path(out).name not in ("", "..") else str(resolved(out))  # beside ``.`` and not in it
-    return f"{out.rstrip('/')}-aligned"
+# ---- --align ----
 
 
 def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
@@ -111,53 +109,42 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
     it.
     Raises UserError where there is nothing to align, or the training would fail.
     """
-    model, out, options = job.model, job.out, job.options
+    model, options, out = job.model, job.options, resolved(job.out)
     assert options.distill_from is not None  # options.check()
-    checkpoint = open_checkpoint(model, job.revision)
-    if Layout.from_config(checkpoint.config).is_dense:
-        raise UserError(f"{model} is dense; there is nothing to align; leave --align out")
-    if found := read_retrainings(checkpoint.folder):
-        raise UserError(
-            f"--align: {model} was retrained already ({found[-1].method}); align before that, or leave --align out"
-        )
-    data = options.data[0].text
+    checkpoint, beside = open_checkpoint(model, job.revision), f"{out}-aligned"
+    history = read_retrainings(checkpoint.folder)
+    if history or Layout.from_config(checkpoint.config).is_dense:
+        what = f"was retrained already ({history[-1].method})" if history else "is dense"
+        raise UserError(f"{model} {what}; --align aligns converted weights that were not trained yet; leave it out")
     if options.data[0].is_streamed:
-        raise UsageError(f"--align reads --data {data} whole, which is streamed; put a file first, or align beforehand")
-    asked = AlignOptions(
-        data,
-        seq_len=options.seq_len,
-        tokens=short_tokens(checkpoint.config),
-        seed=options.seed,
-        dtype=options.dtype,
-        device=options.device,
-        write=options.write,
-    )
-    folder = work_folder(out, options.work_dir, checkpoint.folder)
-    if job.overwrite or RUN not in read_own(resolved(out) / ADAPTATION):
+        raise UsageError(f"--align reads {options.data[0].name} whole, which is streamed; put a file first")
+    folder = work_folder(job.out, options.work_dir, checkpoint.folder)
+    if job.overwrite or RUN not in read_own(out / ADAPTATION):  # errors of the training come before the alignment
         check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
-        place = launched()  # errors of the training are raised before the alignment
-        open_task(model, options, Launch(options.device, max(place.size, options.tp_size)), job.revision)
-    beside = aligned_path(out)
+        open_task(model, options, Launch(options.device, max(launched().size, options.tp_size)), job.revision)
     # a training that was begun belongs to the aligned checkpoint that is there
     begun = options.resume and read_own(folder / ABOUT).get("command") == TrainingFolder.COMMAND
     ranks = join_ranks(options.device)
     if ranks.broadcast(begun and read_own(Path(beside) / ALIGNMENT).get("model") == model):
         console.note(f"going on from {beside}, which an earlier run has aligned")
-        return replace(job, model=beside, revision=None)
-    console.note(f"aligning first; the result stays in {beside}")
-    rewrite(
-        Aligning(),
-        model,
-        beside,
-        options.distill_from,
-        asked,
-        overwrite=job.overwrite,
-        verify=job.verify,
-        revision=job.revision,
-        console=console,
-    )
-    ranks.barrier()  # rank 0 alone writes
+    else:
+        console.note(f"aligning first; the result stays in {beside}")
+        asked = AlignOptions(
+            options.data[0].text,
+            seq_len=options.seq_len,
+            tokens=short_tokens(checkpoint.config),
+            seed=options.seed,
+            dtype=options.dtype,
+            device=options.device,
+            write=options.write,
+        )
+        how: dict[str, Any] = {"overwrite": job.overwrite, "verify": job.verify, "revision": job.revision}
+        rewrite(Aligning(), model, beside, options.distill_from, asked, console=console, **how)
+        ranks.barrier()  # rank 0 alone writes
     return replace(job, model=beside, revision=None)
+
+
+# ---- one rank's part ----
 
 
 def open_accelerator(options: RetrainOptions, logs: Path, precision: str | None = None) -> Accelerator:
@@ -165,10 +152,7 @@ def open_accelerator(options: RetrainOptions, logs: Path, precision: str | None 
 
     logs: the folder of trackers.
     precision: the mixed precision where the launcher was given none.
-    Raises UserError where DeepSpeed is asked for but not installed.
     """
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
-        raise UserError("accelerate launch asks for DeepSpeed, which is not installed (pip install deepspeed)")
     accelerator = Accelerator(
         cpu=options.device == "cpu",
         mixed_precision=precision,
@@ -199,8 +183,6 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
             accelerator.gradient_accumulation_steps,
             accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
         )
-        if sharding_asked() and not launch.sharded:
-            raise UserError("accelerate launch asks for FSDP or DeepSpeed, which Accelerate runs on GPUs only")
         task = open_task(job.model, job.options, launch, job.revision)
         if task.compute == torch.bfloat16 and launch.precision == "no" and task.options.tp_size == 1:
             AcceleratorState._reset_state()
@@ -215,7 +197,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
 
     Raises UserError.
     """
-    options = task.options
+    options, training = task.options, task.training
     folder = work_folder(job.out, options.work_dir, *(source.folder for source in task.sources))
     if ranks.is_main:
         output.clean_up(resolved(job.out))  # a killed swap may have set OUT aside
@@ -230,11 +212,11 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
         return Adaptation.from_dict(earlier, ADAPTATION)
     check_out(job, task.sources)
     with console.stage("reading the data"), accelerator.main_process_first():
-        data = read_data(task.checkpoint, options, task.training)
-    if hasattr(data.train, "__len__") and len(data.train) < task.training.batch_size:
+        data = read_data(task.checkpoint, options, training)
+    if hasattr(data.train, "__len__") and len(data.train) < training.batch_size:
         raise UserError(
-            f"the data give only {len(data.train)} rows of {task.training.seq_len} tokens, fewer than --batch-size"
-            f" {task.training.batch_size}; give more data or lower --batch-size"
+            f"the data give only {len(data.train)} rows of {training.seq_len} tokens, fewer than --batch-size"
+            f" {training.batch_size}; give more data or lower --batch-size"
         )
     with ranks.main_first():
         if ranks.is_main and not options.resume:
@@ -243,7 +225,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
     if not folder.is_dir():
         raise UserError(f"{folder} is visible to the main process only; name an OUT that all machines can see")
     with work:
-        start_trackers(accelerator, task.training)
+        start_trackers(accelerator, training)
         try:
             loop = make_loop(task, accelerator, ranks, data, work, console)
             progress = loop.run()
@@ -267,12 +249,11 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
 
 def start_trackers(accelerator: Accelerator, training: TrainOptions) -> None:
     """Start Accelerate's trackers, if there are any, with the resolved options."""
-    if not accelerator.log_with:
-        return
-    folder = Path(accelerator.project_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {key: value for key, value in training.to_dict().items() if isinstance(value, int | float | str | bool)}
-    accelerator.init_trackers("ladderize", config=config, init_kwargs={"wandb": {"dir": str(folder)}})
+    if accelerator.log_with:
+        folder = Path(accelerator.project_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {key: value for key, value in training.to_dict().items() if isinstance(value, int | float | str)}
+        accelerator.init_trackers("ladderize", config=config, init_kwargs={"wandb": {"dir": str(folder)}})
 
 
 def read_data(checkpoint: Checkpoint, options: RetrainOptions, training: TrainOptions) -> "TrainingData":
@@ -287,57 +268,39 @@ def make_loop(
     task: Task, accelerator: Accelerator, ranks: Ranks, data: Any, work: TrainingFolder, console: Console
 ) -> Loop:
     """Return the training loop, with the models built and the last state, if there is one, loaded."""
-    training = task.training
-    if ranks.is_main:
-        memory = estimate(task)
-        memory.warn_where_short(ranks.device, ranks.local_size, console)
-    model = make_model(task, accelerator, ranks, console)
-    loop = Loop(model, data.train, data.heldout, training, work, console, task.stored)
     # Only the main process looks: another machine may see an older state of the folder.
     step: int = ranks.broadcast((work.latest() if ranks.is_main else None) or 0)
-    if not step:
-        if ranks.is_main:
-            check_disk(task, work.folder)
-            cut_metrics(work.metrics, -1)  # of a run that was killed before its first state
-    else:
+    if ranks.is_main:
+        cut_metrics(work.metrics, step or -1)  # a run may be killed before its first state
+        estimate(task).check_room(ranks, work.folder, console)
+    model = make_model(task, accelerator, ranks, console)
+    loop = Loop(model, data.train, data.heldout, task.training, work, console, task.stored)
+    if step:
         loop.progress = work.load(step, model)
-        if ranks.is_main:
-            cut_metrics(work.metrics, step)
-        before = loop.progress.settings or {}
-        other = " and ".join(key for key, value in training.settings().items() if before.get(key) != value)
-        console.note(
-            f"resuming after step {step}, saved in {work.folder}"
-            + (f", with a new {other} from here on" if other else "")
-        )
-    loop.progress.settings = training.settings()
+        console.note(f"resuming after step {step}, saved in {work.folder}")
     announce(task, model, console)
     return loop
 
 
 def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) -> TrainingModel:
     """Return the model in training: its weights, its teacher, and the optimizer."""
-    options, training = task.options, task.training
+    options, training, is_sharded = task.options, task.training, task.launch.sharded
     if options.tp_size > 1:
         return build_tensor_parallel(task, accelerator, ranks, console)
-    collecting, device = bool(task.compared), None if task.launch.sharded else accelerator.device
+    how: dict[str, Any] = {"collecting": bool(task.compared), "device": None if is_sharded else accelerator.device}
     with console.stage("loading the models" if task.teacher is not None else "loading the model"):
         student = make_student(
-            open_model(task.checkpoint, task.layout, options.attention, collecting=collecting, device=device),
+            open_model(task.checkpoint, task.layout, options.attention, **how),
             task.compute,
             trained=task.trained,
             lora=task.lora,
             seed=training.seed,
-            temperature=training.objective.temperature,
             gradient_checkpointing=options.gradient_checkpointing,
         )
         teacher = None
         if task.teacher is not None:
-            dense = Layout.dense(task.layout.num_layers)
-            teacher = make_teacher(
-                open_model(task.teacher, dense, options.attention, collecting=collecting, device=device),
-                task.compute,
-                None if task.launch.sharded else student,
-            )
+            dense = open_model(task.teacher, Layout.dense(task.layout.num_layers), options.attention, **how)
+            teacher = make_teacher(dense, task.compute, None if is_sharded else student)
     return HFTraining(
         accelerator,
         student,
@@ -351,19 +314,14 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
 
 def announce(task: Task, model: TrainingModel, console: Console) -> None:
     """Say which parameters are trained, on how many processes, for how long."""
-    training, processes, tp_size = task.training, task.launch.processes, task.options.tp_size
+    training, options, processes = task.training, task.options, task.launch.processes
     numbers = sum(math.prod(shape) for shape in model.shapes.values())
-    shared = f", {tp_size} for each copy of the model, schedule {task.options.schedule.name}" if tp_size > 1 else ""
+    shared = f", {options.tp_size} for each copy of the model, schedule {options.schedule.name}"
     console.note(
-        f"trainable parameters: {human_count(numbers)} ({task.options.method}, layers"
-        f" {format_ranges(task.layers)}"
-        f"{', embedding and head' if task.everything and not task.is_lora else ''})"
-        f" on {processes} process{'es' if processes > 1 else ''}{shared};"
-        f" {'about ' if training.budget.tokens else ''}{training.about_steps:,} steps of {training.batch_size} rows"
-        f" of {training.seq_len} tokens, peak learning rate {training.schedule.peak:.3g}"
+        f"trainable parameters: {human_count(numbers)} ({options.method}, layers {format_ranges(task.layers)}) on"
+        f" {processes} process{'es' if processes > 1 else ''}{shared if options.tp_size > 1 else ''};"
+        f" {training.in_words}, peak learning rate {training.schedule.peak:.3g}"
     )
-    if task.launch.device == "cpu" and (advice := tcmalloc_advice()):
-        console.note(advice)
 
 
 def show_data_of(model: str, options: RetrainOptions, revision: str | None, rows: int) -> tuple[str, dict[str, Any]]:
@@ -371,12 +329,11 @@ def show_data_of(model: str, options: RetrainOptions, revision: str | None, rows
     from ladderize.adapt.data.packing import show_batch
 
     checkpoint = open_checkpoint(model, revision)
-    options = replace(
-        options, budget=options.budget if options.budget.tokens else Budget(steps=options.budget.steps or 1)
-    )
+    if options.budget == Budget():
+        options = replace(options, budget=Budget(steps=1))
     training = options.resolve(checkpoint.config, 1)
     train = read_data(checkpoint, options, training).train
-    numbers = Order(len(train), training.seed, 0) if hasattr(train, "__len__") else None
-    source = iter(train) if numbers is None else (train[number] for number in numbers)
+    streamed = not hasattr(train, "__len__")
+    source = iter(train) if streamed else (train[number] for number in Order(len(train), training.seed, 0))
     taken = list(itertools.islice(source, rows))
     return show_batch(taken, load_tokenizer(checkpoint.folder)), {"model": model, "rows": taken}

@@ -41,7 +41,6 @@ class Progress(Record):
     dense_perplexity: the teacher's.
     scored_heldout: the tokens that these are of.
     kept_step: the best step whose weights were saved.
-    settings: the options that may change between runs, such as the learning rate.
     recent: losses of the last steps.
     """
 
@@ -58,7 +57,6 @@ class Progress(Record):
     dense_perplexity: float | None = None
     scored_heldout: int = 0
     kept_step: int | None = None
-    settings: dict[str, Any] | None = None
     recent: list[float] = field(default_factory=list)
 
 

@@ -6,7 +6,6 @@ dtype. There are three losses: the cross-entropy on the text, the divergence fro
 over scored tokens, the third over all tokens; the loop divides by their number in the whole step on all ranks.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,9 +17,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from ladderize.adapt.lora import add_adapters
-from ladderize.adapt.methods import FLASH, FLEX
+from ladderize.adapt.methods import FLASH
 from ladderize.blocks import LOGITS_AT_ONCE, Blocks
 from ladderize.checkpoint.reading import Checkpoint
+from ladderize.console import sentence
 from ladderize.convert.remote_code.modeling_ladderized import base_linear
 from ladderize.errors import UserError
 from ladderize.families.registry import decoder_of
@@ -37,37 +37,30 @@ SDPA_AS_TOLD = "sdpa_as_told"
 # ---- the losses ----
 
 
-def token_losses(
-    logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, temperature: float
-) -> tuple[Tensor, Tensor]:
+def token_losses(logits: Tensor, targets: Tensor, teacher_logits: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy and KL(teacher || student) in nats, computed in fp32: two scalars.
 
     Without a teacher the second is 0. Many tokens are computed in parts, whose fp32 copies are recomputed for the
-    backward
-    pass: with a vocabulary of 128k they would be most of the memory.
+    backward pass: with a vocabulary of 128k they would be most of the memory.
 
     logits, teacher_logits: [tokens, vocab], any float dtype.
     targets: [tokens].
     """
     at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
     if len(logits) <= at_once:
-        return _losses(logits, targets, teacher_logits, temperature)
+        return _losses(logits, targets, teacher_logits)
     teachers = teacher_logits.split(at_once) if teacher_logits is not None else [None] * -(-len(logits) // at_once)
-    parts = [
-        recomputed(_losses, part, target, teacher, temperature, use_reentrant=False)
-        for part, target, teacher in zip(logits.split(at_once), targets.split(at_once), teachers, strict=True)
-    ]
-    return torch.stack([part[0] for part in parts]).sum(), torch.stack([part[1] for part in parts]).sum()
+    parts = zip(logits.split(at_once), targets.split(at_once), teachers, strict=True)
+    entropies, divergences = zip(*(recomputed(_losses, *part, use_reentrant=False) for part in parts), strict=True)
+    return torch.stack(entropies).sum(), torch.stack(divergences).sum()
 
 
-def _losses(
-    logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, temperature: float
-) -> tuple[Tensor, Tensor]:
+def _losses(logits: Tensor, targets: Tensor, teacher_logits: Tensor | None) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     entropy = cross_entropy(logits, targets, reduction="sum")
     if teacher_logits is None:
         return entropy, entropy.new_zeros(())
-    student, teacher = (log_softmax(scores.float() / temperature, -1) for scores in (logits, teacher_logits))
+    student, teacher = log_softmax(logits, -1), log_softmax(teacher_logits.float(), -1)
     return entropy, kl_div(student, teacher, reduction="sum", log_target=True)
 
 
@@ -124,10 +117,6 @@ class Student(ScoredLogits):
     """The model in training with its losses. It is wrapped as a whole, so that gradients and parameters are in one
     place."""
 
-    def __init__(self, model: Any, compute: torch.dtype, temperature: float = 1.0) -> None:
-        super().__init__(model, compute)
-        self.temperature = temperature
-
     def forward(  # type: ignore[override]
         self,
         batch: Batch,
@@ -140,7 +129,7 @@ class Student(ScoredLogits):
         """
         outputs = None if teacher_outputs is None else teacher_outputs.again()
         logits = self.scored_logits(batch, outputs)
-        sums = token_losses(logits, batch.scored_targets, teacher_logits, self.temperature)
+        sums = token_losses(logits, batch.scored_targets, teacher_logits)
         apart = sums[0].new_zeros(())
         if outputs is not None and teacher_outputs is not None:
             apart = hidden_error(outputs, teacher_outputs)
@@ -193,12 +182,14 @@ def open_model(checkpoint: Checkpoint, layout: Layout, attention: str, *, collec
             config=blocks.model_config(layout),
             dtype="auto",
             use_safetensors=True,
+            attn_implementation=attention,
             **({} if device is None else {"device_map": {"": device}}),
         )
+    except ImportError as error:
+        raise UserError(f"--attention {attention} cannot be used here ({sentence(error)})") from None
     finally:
         if had_bars:
             logging.enable_progress_bar()
-    model.config._attn_implementation = attention
     if attention == "sdpa" and not any(blocks.decoder.windows):  # masks of windows are left to transformers
         ALL_ATTENTION_FUNCTIONS.register(SDPA_AS_TOLD, ALL_ATTENTION_FUNCTIONS["sdpa"])
         model.config._attn_implementation = SDPA_AS_TOLD
@@ -223,7 +214,6 @@ def make_student(
     trained: frozenset[str] = frozenset(),
     lora: Any = None,
     seed: int = 0,
-    temperature: float = 1.0,
     gradient_checkpointing: bool = False,
 ) -> Student:
     """Return the model in training.
@@ -240,8 +230,7 @@ def make_student(
         # transformers renamed it, and will drop the old name in version 6
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    student = Student(model, compute, temperature)
-    return student.train()
+    return Student(model, compute).train()
 
 
 def make_teacher(model: Any, compute: torch.dtype, student: Student | None) -> ScoredLogits:
@@ -259,15 +248,3 @@ def make_teacher(model: Any, compute: torch.dtype, student: Student | None) -> S
         # A copy: while one tensor lies in the mapped file, everything read from the file stays in memory.
         parameter.data = other.data if other is not None and torch.equal(value, other) else value.clone()
     return ScoredLogits(model, compute).eval()
-
-
-def check_attention(name: str, device: str, compute: torch.dtype) -> None:
-    """Raise UserError where this attention implementation cannot run."""
-    if name == FLASH and importlib.util.find_spec("flash_attn") is None:
-        raise UserError(
-            f"--attention {FLASH} needs the package flash-attn, which is not installed; take sdpa, or install it"
-        )
-    if name == FLASH and compute == torch.float32:
-        raise UserError(f"--attention {FLASH} computes in bfloat16 only; pass --dtype bfloat16, or take sdpa")
-    if name in (FLASH, FLEX) and device != "cuda":
-        raise UserError(f"--attention {name} needs a GPU; take sdpa")

@@ -23,10 +23,8 @@ from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.loader import CheckpointSource
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.model import TPTraining
-from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
+from ladderize.runtime.training.vocab_losses import STATISTICS_BYTES, vocab_parallel_losses
 from ladderize.runtime.training.weights import TrainedWeights, build_weights
-
-STATISTICS_BYTES = 28  # per token, sent by vocabulary-parallel losses
 
 
 class TensorParallelTraining(TrainingModel):
@@ -88,8 +86,8 @@ class TensorParallelTraining(TrainingModel):
         return norm
 
     def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        start, vocab = self.shape.vocab_start, self.shape.vocab
-        return vocab_parallel_losses(logits, targets, None, 1.0, self.collectives, start, vocab)[0]
+        place = self.shape.vocab_start, self.shape.vocab
+        return vocab_parallel_losses(logits, targets, None, self.collectives, *place)[0]
 
     def whole(self, name: str) -> Tensor:
         return self.pieces[name].whole(lambda parameter: parameter.detach(), self.tensor).detach()
@@ -177,6 +175,5 @@ def _model(
         layout,
         collectives,
         schedule=task.options.schedule,
-        temperature=task.training.objective.temperature,
         gradient_checkpointing=task.options.gradient_checkpointing and not frozen,
     )

@@ -183,7 +183,7 @@ class HFTraining(TrainingModel):
         accelerator.register_save_state_pre_hook(self._leave_out_frozen)
 
     def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return token_losses(logits, targets, None, 1.0)[0]
+        return token_losses(logits, targets, None)[0]
 
     def clip(self, max_norm: float) -> Tensor:
         norm = self.accelerator.clip_grad_norm_(self.parameters, max_norm)

@@ -41,7 +41,6 @@ class TPTraining(nn.Module):
 
     config: of the checkpoint.
     schedule: the order in which the parts of a micro-batch run.
-    temperature: of the divergence.
     gradient_checkpointing: sub-modules are computed again in the backward pass instead of kept; no message is sent
     again.
     """
@@ -54,12 +53,11 @@ class TPTraining(nn.Module):
         collectives: Collectives,
         *,
         schedule: Schedule = SEQUENTIAL,
-        temperature: float = 1.0,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.weights, self.layout, self.collectives = weights, layout, collectives
-        self.schedule, self.temperature, self.recompute = schedule, temperature, gradient_checkpointing
+        self.schedule, self.recompute = schedule, gradient_checkpointing
         self.shape = weights.shape
         self.rope = GrowingRope(dict(config), most_positions(config), weights.norm.device)
 
@@ -75,16 +73,8 @@ class TPTraining(nn.Module):
         """
         outputs = None if teacher_outputs is None else teacher_outputs.again()
         logits = self.scored_logits(batch, outputs)
-        shape = self.shape
-        sums = vocab_parallel_losses(
-            logits,
-            batch.scored_targets,
-            teacher_logits,
-            self.temperature,
-            self.collectives,
-            shape.vocab_start,
-            shape.vocab,
-        )
+        place = self.shape.vocab_start, self.shape.vocab
+        sums = vocab_parallel_losses(logits, batch.scored_targets, teacher_logits, self.collectives, *place)
         apart = sums[0].new_zeros(())
         if outputs is not None and teacher_outputs is not None:
             apart = hidden_error(outputs, teacher_outputs)

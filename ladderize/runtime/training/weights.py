@@ -3,7 +3,6 @@
 They have the runtime's order (loader.py). ``pieces`` gives the place of a checkpoint's tensors among them.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,36 +61,15 @@ class Piece:
         return tuple(parameter for parameter, _ in self.parts)
 
 
-def share_layer(other: Any, index: int, attention: AttentionWeights, mlp: MlpWeights) -> None:
-    """Replace the large weights of a layer that was just read by those of ``other`` that are frozen and equal.
-
-    So at most one layer of both models is in memory twice.
-
-    other: ``TrainedWeights``, or None: nothing is replaced.
-    """
-    if other is None:
-        return
-    theirs = [other.attentions[index].qkv, *other.attentions[index].o, *other.mlps[index].gate_up]
-    own = [attention.qkv, *attention.o, *mlp.gate_up]
-    if len(own) == len(theirs):  # as many virtual ranks are computed apart
-        for linear, same in zip([*own, mlp.down], [*theirs, other.mlps[index].down], strict=True):
-            if _can_share(linear.weight, same.weight):
-                linear.weight = same.weight.detach()
-
-
 def share_frozen(weights: nn.Module, other: nn.Module) -> None:
     """Replace the parameters of ``weights`` by those of ``other`` that are frozen and equal. Both are
     ``TrainedWeights``."""
     theirs = dict(other.named_parameters(remove_duplicate=False))
     for name, parameter in list(weights.named_parameters(remove_duplicate=False)):
         same = theirs.get(name)
-        if same is not None and _can_share(parameter, same):
+        if same is not None and not same.requires_grad and same.shape == parameter.shape and same.equal(parameter):
             owner, _, leaf = name.rpartition(".")
             setattr(weights.get_submodule(owner), leaf, same)
-
-
-def _can_share(own: Tensor, other: Tensor) -> bool:
-    return not other.requires_grad and own.shape == other.shape and torch.equal(own, other)
 
 
 class TrainedLinear(nn.Module):
@@ -152,61 +130,49 @@ class TrainedWeights(nn.Module):
     def _all_pieces(self) -> Iterator[tuple[str, Piece]]:
         shape = self.shape
         vocabulary = (shape.vocab, shape.hidden)
-        rows = functools.partial(Piece, dim=0)
-        yield EMBEDDING, rows(vocabulary, ((self.embed, slice(None)),))
+        yield EMBEDDING, Piece(vocabulary, _whole(self.embed), 0)
         for index, (attention, mlp) in enumerate(self._layers()):
             prefix = f"model.layers.{index}."
-            yield f"{prefix}input_layernorm.weight", _replicated(attention.norm)
-            yield f"{prefix}post_attention_layernorm.weight", _replicated(mlp.norm)
-            yield from self._attention_pieces(f"{prefix}self_attn.", attention)
-            yield from self._mlp_pieces(f"{prefix}mlp.", mlp)
-        yield "model.norm.weight", _replicated(self.norm)
+            for name, parameter, head_dim in (
+                ("input_layernorm.weight", attention.norm, 0),
+                ("post_attention_layernorm.weight", mlp.norm, 0),
+                ("self_attn.o_proj.bias", attention.o_bias, 0),
+                ("self_attn.q_norm.weight", attention.q_norm, shape.head_dim),
+                ("self_attn.k_norm.weight", attention.k_norm, shape.head_dim),
+                ("mlp.down_proj.bias", mlp.down_bias, 0),
+            ):
+                if parameter is not None:
+                    yield prefix + name, Piece(tuple(parameter.shape), _whole(parameter), head_dim=head_dim)
+            yield from self._column_pieces(prefix, attention, mlp)
+            for name, linears, size in (
+                ("self_attn.o_proj", attention.o, shape.heads * shape.head_dim),
+                ("mlp.down_proj", [mlp.down], shape.inner),
+            ):
+                parts = tuple((linear.weight, slice(None)) for linear in linears)
+                yield f"{prefix}{name}.weight", Piece((shape.hidden, size), parts, 1)
+        yield "model.norm.weight", Piece(tuple(self.norm.shape), _whole(self.norm))
         if not shape.tied:
-            yield HEAD, rows(vocabulary, ((self.head, slice(None)),))
+            yield HEAD, Piece(vocabulary, _whole(self.head), 0)
 
     def _layers(self) -> Iterator[tuple[Any, Any]]:
         return zip(self.attentions, self.mlps, strict=True)
 
-    def _attention_pieces(self, prefix: str, attention: Any) -> Iterator[tuple[str, Piece]]:
-        shape = self.shape
+    def _column_pieces(self, prefix: str, attention: Any, mlp: Any) -> Iterator[tuple[str, Piece]]:
+        """Yield the pieces of projections whose output rows the ranks share."""
+        shape, width = self.shape, self.shape.own_inner // len(mlp.gate_up)
         query, kv = shape.own_heads * shape.head_dim, shape.own_kv_heads * shape.head_dim
-        for name, begin, size, heads in (
-            ("q", 0, query, shape.heads),
-            ("k", query, kv, shape.kv_heads),
-            ("v", query + kv, kv, shape.kv_heads),
+        heads, kv_heads, shared = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_copies
+        for name, linears, rows, size, copies, head_dim in (
+            ("self_attn.q_proj", [attention.qkv], slice(0, query), heads, 1, shape.head_dim),
+            ("self_attn.k_proj", [attention.qkv], slice(query, query + kv), kv_heads, shared, shape.head_dim),
+            ("self_attn.v_proj", [attention.qkv], slice(query + kv, query + 2 * kv), kv_heads, shared, 0),
+            ("mlp.gate_proj", mlp.gate_up, slice(0, width), shape.inner, 1, 0),
+            ("mlp.up_proj", mlp.gate_up, slice(width, 2 * width), shape.inner, 1, 0),
         ):
-            whole, head_dim = heads * shape.head_dim, 0 if name == "v" else shape.head_dim
-            copies = 1 if name == "q" else shape.kv_copies
-            for kind, parameter, sizes in (
-                ("weight", attention.qkv.weight, (whole, shape.hidden)),
-                ("bias", attention.qkv.bias, (whole,)),
-            ):
-                if parameter is not None:
-                    part = ((parameter, slice(begin, begin + size)),)
-                    yield f"{prefix}{name}_proj.{kind}", Piece(sizes, part, 0, copies, head_dim)
-        yield f"{prefix}o_proj.weight", self._row_parallel(attention.o, shape.heads * shape.head_dim)
-        if attention.o_bias is not None:
-            yield f"{prefix}o_proj.bias", _replicated(attention.o_bias)
-        if attention.q_norm is not None:
-            yield f"{prefix}q_norm.weight", _replicated(attention.q_norm, shape.head_dim)
-            yield f"{prefix}k_norm.weight", _replicated(attention.k_norm, shape.head_dim)
-
-    def _mlp_pieces(self, prefix: str, mlp: Any) -> Iterator[tuple[str, Piece]]:
-        shape = self.shape
-        width = shape.own_inner // len(mlp.gate_up)
-        for name, rows in (("gate", slice(0, width)), ("up", slice(width, 2 * width))):
-            for kind, sizes in (("weight", (shape.inner, shape.hidden)), ("bias", (shape.inner,))):
-                parameters = [getattr(linear, kind) for linear in mlp.gate_up]
-                if parameters[0] is not None:
-                    parts = tuple((parameter, rows) for parameter in parameters)
-                    yield f"{prefix}{name}_proj.{kind}", Piece(sizes, parts, 0)
-        yield f"{prefix}down_proj.weight", self._row_parallel([mlp.down], shape.inner)
-        if mlp.down_bias is not None:
-            yield f"{prefix}down_proj.bias", _replicated(mlp.down_bias)
-
-    def _row_parallel(self, linears: Any, size: int) -> Piece:
-        parts = tuple((linear.weight, slice(None)) for linear in linears)
-        return Piece((self.shape.hidden, size), parts, 1)
+            for kind, sizes in (("weight", (size, shape.hidden)), ("bias", (size,))):
+                parts = tuple((getattr(linear, kind), rows) for linear in linears)
+                if parts[0][0] is not None:
+                    yield f"{prefix}{name}.{kind}", Piece(sizes, parts, 0, copies, head_dim)
 
     # ---- gradients that the ranks know parts of ----
 
@@ -222,50 +188,43 @@ class TrainedWeights(nn.Module):
                 found += [attention.q_norm, attention.k_norm]
             if attention.o_bias is not None and self.layout.attention_sync[index] == DROPPED:
                 found.append(attention.o_bias)
-        return [parameter for parameter in found if parameter.requires_grad]
+        return found
 
-    def copied_rows(self) -> list[tuple[Tensor, slice, int]]:
-        """Return (parameter, rows, copies) of KV heads that ``copies`` neighbouring ranks hold.
+    def copied_rows(self) -> list[tuple[Tensor, slice]]:
+        """Return the rows of KV heads that neighbouring ranks hold too, each with its parameter."""
+        begin = self.shape.own_heads * self.shape.head_dim
+        linears = [attention.qkv for attention, _ in self._layers()] if self.shape.kv_copies > 1 else []
+        return [(parameter, slice(begin, None)) for linear in linears for parameter in linear.parameters()]
 
-        Their gradient is the sum of these ranks'.
-        """
-        shape = self.shape
-        if shape.kv_copies == 1:
-            return []
-        begin = shape.own_heads * shape.head_dim
-        found = [
-            (linear, slice(begin, None)) for attention, _ in self._layers() for linear in attention.qkv.parameters()
-        ]
-        return [(parameter, rows, shape.kv_copies) for parameter, rows in found if parameter.requires_grad]
+    @property
+    def partial_numbers(self) -> int:
+        """The numbers in the message of ``sum_partial_gradients``, where all is trained."""
+        copied = sum(parameter[rows].numel() for parameter, rows in self.copied_rows())
+        partial = sum(parameter.numel() for parameter in self.partial_parameters())
+        return partial + copied * self.shape.tp_size // self.shape.kv_copies
 
     @torch.no_grad()
     def sum_partial_gradients(self, tensor: Ranks) -> None:
         """Sum the gradients that ranks know parts of, in one message, after all backward passes of a step.
 
-        All ranks of ``tensor`` call it.
+        All ranks of ``tensor`` call it. KV heads that neighbouring ranks hold have the sum of these ranks' gradients.
         """
         if tensor.size == 1:
             return
-        partial = [parameter.grad for parameter in self.partial_parameters() if parameter.grad is not None]
-        copied = [
-            (parameter.grad[rows], copies)
-            for parameter, rows, copies in self.copied_rows()
-            if parameter.grad is not None
-        ]
+        partial = [own.grad for own in self.partial_parameters() if own.grad is not None]
+        copied = [own.grad[rows] for own, rows in self.copied_rows() if own.grad is not None]
+        copies = self.shape.kv_copies
         # each rank has a place in the message for the heads that it holds, the same as the other ranks that hold them
-        places = [gradient.new_zeros(tensor.size // copies, *gradient.shape) for gradient, copies in copied]
-        for place, (gradient, copies) in zip(places, copied, strict=True):
+        places = [gradient.new_zeros(tensor.size // copies, *gradient.shape) for gradient in copied]
+        for place, gradient in zip(places, copied, strict=True):
             place[tensor.rank // copies] = gradient
-        if not partial and not copied:
-            return
-        message = torch.cat([gradient.flatten() for gradient in (*partial, *places)])
-        tensor.sum(message)
-        sizes = [gradient.numel() for gradient in (*partial, *places)]
-        sums = list(message.split(sizes))
-        for gradient, total in zip(partial, sums, strict=False):
-            gradient.copy_(total.view_as(gradient))
-        for (gradient, copies), place, total in zip(copied, places, sums[len(partial) :], strict=True):
-            gradient.copy_(total.view_as(place)[tensor.rank // copies])
+        if sent := [*partial, *places]:
+            message = tensor.sum(torch.cat([gradient.flatten() for gradient in sent]))
+            sums = message.split([gradient.numel() for gradient in sent])
+            for gradient, total in zip(partial, sums, strict=False):
+                gradient.copy_(total.view_as(gradient))
+            for gradient, place, total in zip(copied, places, sums[len(partial) :], strict=True):
+                gradient.copy_(total.view_as(place)[tensor.rank // copies])
 
 
 class UsedWeights:
@@ -367,9 +326,8 @@ def build_weights(
     shared: weights whose frozen parameters are used again where they are equal (a teacher and its student).
     """
     reading = _Reading(source(torch.float32), source(compute), trained)
-    made = functools.partial(share_layer, shared)
     weights = TrainedWeights(
-        load_weights(reading, shape, layout, pack=False, made=made),
+        load_weights(reading, shape, layout, pack=False),
         shape,
         layout,
         compute,
@@ -390,5 +348,5 @@ def _parameter(tensor: Tensor | None) -> Any:
     return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
 
 
-def _replicated(parameter: Tensor, head_dim: int = 0) -> Piece:
-    return Piece(tuple(parameter.shape), ((parameter, slice(None)),), head_dim=head_dim)
+def _whole(parameter: Tensor) -> tuple[tuple[Tensor, slice]]:
+    return ((parameter, slice(None)),)

@@ -48,10 +48,7 @@ class ModelStep:
         self.spec, self.weights, self.schedule, self.batch, self.group = spec, weights, schedule, batch, group
         self.collectives = collectives
         self.model = TPTraining(weights, spec.config, spec.layout, collectives, schedule=schedule)
-        # numbers in the one message that sums partial gradients (weights.sum_partial_gradients)
-        self.partial = sum(parameter.numel() for parameter in weights.partial_parameters())
-        for parameter, rows, copies in weights.copied_rows():
-            self.partial += parameter[rows].numel() * weights.shape.tp_size // copies
+        self.partial = weights.partial_numbers  # in the one message that sums gradients
 
     def in_float32(self) -> "ModelStep":
         """Return the same step from the same weights, computed in float32."""
