@@ -327,5 +327,5 @@ def test_what_computes_otherwise_is_not_written(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(merging, "load", damaged)
     assert ", written into" in one_sentence(ladderize_merge(pair[1], tmp_path / "out"))
     monkeypatch.setattr(merging, "convert_checkpoint", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert ladderize_merge(pair[1], tmp_path / "deep" / "out").code == 130
+    assert ladderize_merge(pair[1], tmp_path / "out").code == 130
     assert listing(tmp_path) == ["adapter", "base"]
