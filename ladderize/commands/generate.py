@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ladderize.choices import AS_JSON, MAX_SEED, argument, flag, option
+from ladderize.choices import AS_JSON, MAX_SEED, argument, option
 from ladderize.commands.builder import ADVANCED, MEMORY, MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING, compute_options, start_server
 from ladderize.console import Console
@@ -29,10 +29,7 @@ class GenerateArguments:
     from_bos: bool = option(f"Sample texts from BOS alone into --out. {GOES_ON}", False)
     num_samples: int | None = option("Number of texts, or of rows to answer.", min=1, shown="all rows of --prompt-file")
     out: Path | None = option("The .jsonl file to write, for adapt --data.", metavar="FILE")
-    batch_size: int | None = option(
-        "Texts at a time. The KV cache grows with it.", min=1, shown=str(DEFAULT_TEXTS_AT_A_TIME)
-    )
-    overwrite: bool = option("Replace --out once the new one is complete.", False)
+    batch_size: int = option("With --out: texts at a time. The KV cache grows with it.", DEFAULT_TEXTS_AT_A_TIME, min=1)
     engine: Literal["runtime", "vllm"] = option("Compute --out on ladderize's own ranks, or in vLLM.", "runtime")
     temperature: float | None = option("Sampling temperature. 0: greedy.", min=0.0, shown="0; 1 for training data")
     top_k: int | None = option("Sample from the k likeliest tokens.", min=1)
@@ -46,9 +43,8 @@ class GenerateArguments:
     GenerateArguments,
     panels={
         "Prompts": "prompt chat",
-        "Training data (--prompt-file or --from-bos)": "prompt_file from_bos num_samples out batch_size overwrite"
-        " engine",
-        "Sampling": "max_new_tokens temperature top_k top_p seed ignore_eos stop",
+        "Training data (--prompt-file or --from-bos)": "prompt_file from_bos num_samples out batch_size engine",
+        "Sampling": "max_new_tokens temperature top_k top_p seed ignore_eos",
         MODELS: "revision",
         MEMORY: "tp_size backend dtype device threads",
         OUTPUT: "json",
@@ -86,7 +82,6 @@ def generate(given: GivenOptions) -> None:
             options,
             samples=arguments.num_samples,
             batch_size=arguments.batch_size,
-            overwrite=arguments.overwrite,
             engine=engine,
             console=console,
         )
@@ -95,20 +90,13 @@ def generate(given: GivenOptions) -> None:
 
 
 def _check_mode(arguments: GenerateArguments) -> None:
-    """Raise UsageError unless there is one source of prompts, with the options that it needs and no others."""
-    if sum(map(bool, (arguments.prompt, arguments.prompt_file, arguments.from_bos))) > 1:
-        raise UsageError("give one of --prompt, --prompt-file and --from-bos, and leave the others out")
-    if arguments.from_bos and arguments.num_samples is None:
-        raise UsageError("--from-bos needs --num-samples N: how many texts")
-    if arguments.from_bos or arguments.prompt_file is not None:
-        if arguments.out is None:
-            raise UsageError("--from-bos and --prompt-file need --out FILE: the .jsonl file to write")
-    elif useless := [name for name in ("num_samples", "out", "batch_size", "overwrite") if getattr(arguments, name)]:
-        raise UsageError(f"{flag(useless[0])} has no effect without --from-bos or --prompt-file")
-    elif not arguments.prompt:
+    """Raise UsageError unless there is one source of prompts, with OUT where it needs one."""
+    if sum(map(bool, (arguments.prompt, arguments.prompt_file, arguments.from_bos))) != 1:
         raise UsageError(
-            "there is nothing to continue: give --prompt TEXT, --prompt-file FILE to answer many, or --from-bos to"
-            " sample texts of the model's own"
+            "give one of --prompt TEXT, --prompt-file FILE to answer many, or --from-bos to sample texts of the model's"
+            " own"
         )
-    elif arguments.engine == "vllm":
-        raise UsageError("--engine vllm is for --prompt-file and --from-bos; leave it out")
+    if bool(arguments.prompt) == bool(arguments.out):
+        raise UsageError("--prompt-file and --from-bos need --out FILE, the .jsonl file to write; --prompt has none")
+    if arguments.prompt and (arguments.num_samples or arguments.engine == "vllm"):
+        raise UsageError("--num-samples and --engine vllm are for --prompt-file and --from-bos; leave them out")

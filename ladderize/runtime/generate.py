@@ -135,8 +135,6 @@ def generate(
     options, prompts = options or GenerateOptions(), list(prompts)
     if not prompts:
         raise UsageError("there is nothing to continue: give a prompt")
-    if options.stop:
-        raise UsageError("--stop has no effect without --prompt-file")
     with console.stage(f"reading {model}"):
         spec = check_generate(str(model), options)
         encoder = PromptEncoder(spec, options.max_new_tokens)

@@ -72,9 +72,6 @@ class GenerateOptions:
     max_new_tokens: int = option("Most tokens per text; an EOS token ends it earlier.", 128, min=1)
     sampling: Sampling = field(default_factory=Sampling)
     ignore_eos: bool = option("Do not stop at EOS tokens.", False)
-    stop: tuple[str, ...] = option(
-        "With --prompt-file: end an answer before this text. Give it several times for several.", (), metavar="TEXT"
-    )
     chat: bool = option("Format prompts with the model's chat template, as conversations always are.", False)
     tp_size: int = option(TP_SIZE, 1)
     backend: SendingBackend = option(BACKEND, "auto")
@@ -87,7 +84,5 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if "" in self.stop:
-            raise UsageError("--stop is empty, which every text holds; give some text")
         if self.replicate_vocab and self.tp_size == 1:
             raise UsageError("--replicate-vocab has no effect with one rank")

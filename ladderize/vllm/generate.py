@@ -29,7 +29,7 @@ def answer_in_vllm(task: FileTask, done: int, report: Report, console: Console) 
                 dtype=spec.dtype,
                 max_model_len=task.longest + options.max_new_tokens,
                 max_num_seqs=task.batch_size,
-                skip_tokenizer_init=not options.stop,
+                skip_tokenizer_init=True,
                 disable_log_stats=True,
                 **ends_of(spec.config),
             )
@@ -45,15 +45,12 @@ def answer_in_vllm(task: FileTask, done: int, report: Report, console: Console) 
                 top_p=chosen.top_p,
                 seed=chosen.seed + number if chosen.temperature > 0 else None,
                 max_tokens=options.max_new_tokens,
-                stop=list(options.stop),
                 stop_token_ids=list(task.eos),
                 ignore_eos=options.ignore_eos,
-                detokenize=bool(options.stop),
-                skip_special_tokens=False,  # a stop text may be one
+                detokenize=False,
             )
             for number in numbers
         ]
-        prompts = [TokensPrompt(prompt_token_ids=task.ids(number)) for number in numbers]
+        prompts = [TokensPrompt(prompt_token_ids=task.prompts[number]) for number in numbers]
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        report(len(numbers))
         report((numbers[0], [list(output.outputs[0].token_ids) for output in outputs]))
