@@ -57,14 +57,14 @@ def error_boundary(debug: bool) -> Iterator[None]:
         _record(error)
         if debug or not (isinstance(error, Exception) or type(error).__name__ == PANIC):
             raise
-        _say_error(_unplanned(error))
+        _say_error(unplanned(error))
         sys.exit(1)
     finally:
         # As an exception, Ctrl-C during the libraries' own cleanup would print their traceback.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
-def _unplanned(error: BaseException) -> str:
+def unplanned(error: BaseException) -> str:
     """Return the sentence for an error that ladderize did not raise."""
     if type(error).__name__ == PANIC:
         return (

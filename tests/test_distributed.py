@@ -75,7 +75,7 @@ def test_ranks_that_are_started_keep_to_cores_of_their_own(ranks, more_than_a_sh
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_of_any_rank_is_one_sentence(monkeypatch, capfd, rank):
     monkeypatch.setenv(DEBUG, "")
-    with pytest.raises(UserError, match=f"rank {rank} failed: ValueError: this rank has had enough"):
+    with pytest.raises(UserError, match=f"rank {rank} failed: unexpected error: ValueError: this rank has had enough"):
         distributed.run(fail, rank, tp_size=2, device="cpu")
     assert "Traceback" not in capfd.readouterr().err
 
@@ -195,7 +195,7 @@ def test_one_gpu_is_not_for_several_ranks():
 def test_a_launcher_that_started_another_number(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UserError, match="WORLD_SIZE is 4, but RANK is not set"):
+    with pytest.raises(UserError, match="RANK=, WORLD_SIZE=4,"):
         distributed.check_group_size(4, "cpu")
     for name, value in (("RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)

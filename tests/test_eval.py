@@ -369,7 +369,7 @@ def test_found_before_any_work(tmp_path, monkeypatch):
     outcome = invoke("eval", MODEL, "--tasks", "lost", "--include-path", task_without_data(tmp_path))
     assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in one_sentence(outcome)
     for out, message in (
-        (tmp_path, "is a folder"),
+        (tmp_path, "is not a regular file"),
         (tmp_path / "fifo", "is not a regular file"),
         (tmp_path / "no" / "r.json", "does not exist"),
         (tmp_path / "r.samples", "its samples belong into"),

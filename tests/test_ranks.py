@@ -49,14 +49,13 @@ def test_a_started_rank_reads_what_it_was_given():
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"WORLD_SIZE": "4"}, "variable WORLD_SIZE is 4, but RANK is not set"),
-        ({"RANK": "1"}, "variable RANK is 1, but WORLD_SIZE is not set"),
-        ({"RANK": "1", "WORLD_SIZE": "1"}, "variable RANK is 1, but WORLD_SIZE is 1"),
-        ({**PAIR, "RANK": "2"}, "variables RANK and WORLD_SIZE contradict each other: 2 and 2"),
-        ({**PAIR, "RANK": "-1"}, "variable RANK is '-1', but must be a whole number"),
-        ({**PAIR, "WORLD_SIZE": "1e9"}, "variable WORLD_SIZE is '1e9', but must be a whole number"),
-        ({**PAIR, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK and LOCAL_WORLD_SIZE contradict each other"),
-        ({**PAIR, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE and WORLD_SIZE contradict each other: 3 and 2"),
+        ({"WORLD_SIZE": "4"}, "RANK=, WORLD_SIZE=4,"),
+        ({"RANK": "1"}, "RANK=1, WORLD_SIZE=,"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1, WORLD_SIZE=1,"),
+        ({**PAIR, "RANK": "-1"}, "RANK=-1, WORLD_SIZE=2,"),
+        ({**PAIR, "WORLD_SIZE": "1e9"}, "WORLD_SIZE=1e9,"),
+        ({**PAIR, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1, LOCAL_WORLD_SIZE=1)"),
+        ({**PAIR, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3)"),
     ],
 )
 def test_nonsense_is_refused_by_every_command(tmp_path, monkeypatch, variables, expected):

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,41 +36,18 @@ def launched(environment: Mapping[str, str] = os.environ) -> Place:
     Without variables about this machine, all processes count as started here. Raises UserError for variables that
     contradict each other or are no numbers.
     """
-    size, rank = _number(environment, WORLD_SIZE), _number(environment, RANK)
-    if size is None or size < 2:
-        if rank:  # such a process would print and write nothing
-            raise UserError(
-                f"the environment variable {RANK} is {rank}, but {WORLD_SIZE} is {size or 'not set'}; unset {RANK}, or"
-                " start with torchrun, which sets both"
-            )
-        return ALONE
-    if rank is None:
+    given = {name: environment.get(name, "").strip() for name in (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)}
+    numbers = {name: int(text) if text.isdecimal() else -1 for name, text in given.items() if text}
+    size = numbers.get(WORLD_SIZE, 1)
+    rank = numbers.get(RANK, 0 if size == 1 else -1)
+    place = Place(rank, size, numbers.get(LOCAL_RANK, rank), numbers.get(LOCAL_WORLD_SIZE, size))
+    if not (0 <= rank < size and 0 <= place.local_rank < place.local_size <= size):
+        shown = ", ".join(f"{name}={text[:80]}" for name, text in given.items())
         raise UserError(
-            f"the environment variable {WORLD_SIZE} is {size}, but {RANK} is not set; unset {WORLD_SIZE}, or start with"
-            " torchrun, which sets both"
+            f"the environment variables of launchers contradict each other ({shown}); unset them, or start with"
+            " torchrun, which sets all"
         )
-    local_rank, local_size = _number(environment, LOCAL_RANK), _number(environment, LOCAL_WORLD_SIZE)
-    place = Place(rank, size, rank if local_rank is None else local_rank, local_size or size)
-    for smaller, small, larger, large in (
-        (RANK, place.rank, WORLD_SIZE, place.size),
-        (LOCAL_RANK, place.local_rank, LOCAL_WORLD_SIZE, place.local_size),
-        (LOCAL_WORLD_SIZE, place.local_size - 1, WORLD_SIZE, place.size),
-    ):
-        if small >= large:
-            raise UserError(
-                f"the environment variables {smaller} and {larger} contradict each other: {environment.get(smaller)}"
-                f" and {environment.get(larger)}; unset them, or start with torchrun, which sets both"
-            )
-    return place
-
-
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name, "").strip()
-    if text and not re.fullmatch("[0-9]{1,7}", text):
-        raise UserError(
-            f"the environment variable {name} is {text[:80]!r}, but must be a whole number; correct it or unset it"
-        )
-    return int(text) if text else None
+    return place if size > 1 else ALONE
 
 
 def already_started() -> bool:

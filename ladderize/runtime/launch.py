@@ -1,18 +1,15 @@
 """The start of a function on every rank of a group: in this process, in new ones of this host, or in a launcher's.
 
-New processes are forked from a server that has imported torch and transformers (``ranks.server``). Torch's own
-``start_processes`` would name the first rank whose end it sees, which may be one that only lost the rank that failed.
+New processes are forked from a server that has imported torch and transformers (``ranks.server``).
 """
 
 import contextlib
 import dataclasses
 import faulthandler
-import fcntl
 import gc
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -25,23 +22,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
-from ladderize.boundary import DEBUG
-from ladderize.console import is_out_of_memory, sentence
+from ladderize.boundary import DEBUG, is_lost_rank, unplanned
 from ladderize.errors import LadderizeError, UsageError, UserError
 from ladderize.files.temporaries import temporary_folder
-from ladderize.ranks.environment import ALONE, Place, environment_with, launched, started_rank_variables
+from ladderize.ranks.environment import ALONE, Place, launched, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group
 from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import set_threads, take_cores
 from ladderize.runtime.collectives.shm import remove_segments
 
-# A rank that fails because another one did reports an error too: wait so long for the one that failed first.
+# The first process that ends is taken for the cause. A rank that only lost another one waits so long before it ends.
 CAUSE_SECONDS = 1.0
 TERMINATE_SECONDS = 3.0
 
 Report = Callable[[Any], None]
-Send = Callable[[str, Any], None]  # (kind, content) to the process that started this one; kind: report or value
 
 
 def ignore(value: Any) -> None:
@@ -95,11 +91,8 @@ def run(
     check_group_size(tp_size, device)
     place = launched()
     if place != ALONE or tp_size == 1:
-        try:
-            with joined(place, device, threads, report, timeout) as ranks:
-                return function(ranks, *args)
-        except (RuntimeError, MemoryError) as error:
-            raise _out_of_memory(error) or error from None
+        with joined(place, device, threads, report, timeout) as ranks:
+            return function(ranks, *args)
     places = [Place(rank, tp_size, rank, tp_size) for rank in range(tp_size)]
     with temporary_folder("group") as folder:
         meeting = f"file://{folder / 'store'}"
@@ -130,7 +123,7 @@ def joined(
 
 def _work_as_rank(
     place: Place,
-    send: Send,
+    report: Report,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     device: str,
@@ -140,7 +133,7 @@ def _work_as_rank(
 ) -> Any:
     if device == "cpu":
         threads = take_cores(place.local_rank, place.local_size, threads)
-    with joined(place, device, threads, lambda value: send("report", value), timeout, meeting) as ranks:
+    with joined(place, device, threads, report, timeout, meeting) as ranks:
         return function(ranks, *args)
 
 
@@ -153,75 +146,58 @@ def run_processes(
     places: Sequence[Place] = (ALONE,),
     report: Report = ignore,
     *,
-    context: Any = None,
-    variables: Callable[[Place, Mapping[str, str]], Mapping[str, str]] = started_rank_variables,
     stoppable: bool = False,
 ) -> Any:
-    """Call ``function(place, send, *args)`` in a new process for each place; return the value of the first.
+    """Call ``function(place, report, *args)`` in a new process for each place; return the value of the first.
 
-    A function that must not return, because that would run destructors, sends ``("value", value)`` and ends the
-    process. Raises UserError with the cause if any process fails; by then all are gone.
+    Raises UserError with the cause if any process fails; by then all are gone.
 
-    context: of multiprocessing; None: processes are forked from the server.
-    variables: called with the place and ``os.environ``; returns further environment variables of the process.
     stoppable: SIGTERM and Ctrl-C are passed on to the processes, which save and end.
     """
-    context = context or start_context()
+    context = start_context()
     streams = [Connection(os.dup(number), readable=False) for number in (1, 2)]
-    pipes, processes = [], []
+    pipes = [context.Pipe(duplex=False) for _ in places]
+    ours, theirs = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
+    inside = (function, args, places, theirs, streams, dict(os.environ))
+    group = None
     try:
-        for place in places:
-            ours, theirs = context.Pipe(duplex=False)
-            with environment_with(variables(place, os.environ)):
-                # a daemon: a process that leaves early does not wait for ranks that wait for it
-                process = context.Process(
-                    target=_work,
-                    args=(function, args, place, theirs, streams, dict(os.environ)),
-                    name=f"rank {place.rank}",
-                    daemon=True,
-                )
-                process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        with passing_on_signals(processes) if stoppable else contextlib.nullcontext():
-            return _watch(processes, pipes, report)
+        group = start_processes(_work, inside, len(places), join=False, start_method="forkserver")
+        with passing_on_signals(group.processes) if stoppable else contextlib.nullcontext():
+            return _watch(group, ours, report)
     finally:
-        _stop(processes)
+        if group is not None:
+            _stop(group.processes)
         remove_segments(os.getpid())
-        for connection in (*pipes, *streams):
+        for connection in (*ours, *theirs, *streams):
             connection.close()
 
 
-def _watch(processes: Sequence[BaseProcess], pipes: Sequence[Connection], report: Report) -> Any:
+def _watch(group: ProcessContext, pipes: Sequence[Connection], report: Report) -> Any:
     """Listen until every process is done; return the first one's value. Raises UserError as soon as one fails."""
-    values: dict[int, Any] = {}
-    errors: dict[int, tuple[float, Exception]] = {}
-    running, deadline = set(range(len(processes))), float("inf")
-    while running and time.monotonic() < deadline:
-        speaking = running - values.keys() - errors.keys()
-        wait([processes[rank].sentinel for rank in running] + [pipes[rank] for rank in speaking], timeout=0.2)
-        for rank in sorted(running):
-            has_ended = processes[rank].exitcode is not None  # seen first: then nothing more is sent
-            with contextlib.suppress(EOFError, OSError):  # the rank is gone
-                while rank in speaking and pipes[rank].poll():
-                    kind, content = pipes[rank].recv()
-                    if kind == "report":
-                        report(content)
-                    else:
-                        (values if kind == "value" else errors)[rank] = content
-                        break
-            if has_ended:
-                running.discard(rank)
-        if errors or any(process.exitcode not in (None, 0) for process in processes):
-            deadline = min(deadline, time.monotonic() + CAUSE_SECONDS)
-    for rank, process in enumerate(processes):  # a killed rank is the cause of what the others report
-        if process.exitcode not in (None, 0) and rank not in errors:
-            raise UserError(
-                f"rank {process.name.split()[-1]} {how_it_ended(process.exitcode)}; the whole group was stopped"
-            )
-    if errors:
-        raise min(errors.values(), key=lambda failure: failure[0])[1]
+    values: list[Any] = []
+
+    def listen() -> None:
+        while pipes[0].poll():
+            kind, content = pipes[0].recv()
+            if kind == "report":
+                report(content)
+            elif kind == "value":
+                values.append(content)
+            else:
+                raise content
+
+    try:
+        while not group.join(0.0, CAUSE_SECONDS):
+            wait([pipes[0], *group.sentinels])
+            listen()
+    except ProcessException as failure:
+        if not failure.error_index:
+            listen()
+        elif pipes[failure.error_index].poll():
+            raise pipes[failure.error_index].recv()[1] from None
+        how = how_it_ended(group.processes[failure.error_index].exitcode)
+        raise UserError(f"rank {failure.error_index} {how}; the whole group was stopped") from None
+    listen()
     return values[0]
 
 
@@ -249,7 +225,7 @@ def _stop(processes: Sequence[BaseProcess]) -> None:
 def passing_on_signals(processes: Sequence[BaseProcess]) -> Iterator[None]:
     """Pass SIGTERM and the first Ctrl-C on to the processes, as SIGTERM, while the block waits for them.
 
-    A second signal kills them. Raises KeyboardInterrupt or UserError where they ended before they could save.
+    A second signal kills them. Raises UserError where they ended before they could save.
     """
     if threading.current_thread() is not threading.main_thread():  # its owner handles signals
         yield
@@ -266,10 +242,8 @@ def passing_on_signals(processes: Sequence[BaseProcess]) -> Iterator[None]:
         yield
     except UserError:
         if received and any(process.exitcode in (-signal.SIGTERM, -signal.SIGKILL) for process in processes):
-            if received[-1] == signal.SIGINT:
-                raise KeyboardInterrupt from None
             raise UserError(
-                "stopped by SIGTERM; run the same command again to resume from the last saved state"
+                "stopped by a signal; run the same command again to resume from the last saved state"
             ) from None
         raise
     finally:
@@ -281,62 +255,47 @@ def passing_on_signals(processes: Sequence[BaseProcess]) -> Iterator[None]:
 
 
 def _work(
+    number: int,
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    place: Place,
-    pipe: Connection,
-    streams: list[Connection],
+    places: Sequence[Place],
+    pipes: Sequence[Connection],
+    streams: Sequence[Connection],
     environment: Mapping[str, str],
 ) -> None:
-    """Call ``function`` in the new process, and report its value or an error. Ends with the process that started it."""
-    multiprocessing.current_process().daemon = False  # a daemon may not start processes, as bench's check does
+    """Call ``function`` in the new process, and send its value or an error. Ends with the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
     end_with_parent()
-    for number, stream in zip((1, 2), streams, strict=True):  # the server was started with other ones
-        os.dup2(stream.fileno(), number)
-        stream.close()
+    for stream, connection in zip((1, 2), streams, strict=True):  # the server was started with other ones
+        os.dup2(connection.fileno(), stream)
+        connection.close()
+    place, pipe = places[number], pipes[number]
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({**environment, **started_rank_variables(place, environment)})
     faulthandler.enable()  # where native code dies, stderr says what Python was doing
     try:
-        value = function(place, lambda kind, content: pipe.send((kind, content)), *args)
-        pipe.send(("value", value if place.rank == 0 else None))
+        value = function(place, lambda value: pipe.send(("report", value)) if number == 0 else None, *args)
+        if number == 0:
+            pipe.send(("value", value))
     except BaseException as error:
-        failed_at = time.monotonic()  # one clock for all processes of a host
         if os.environ.get(DEBUG):
             traceback.print_exc()
+        if is_lost_rank(error):
+            time.sleep(CAUSE_SECONDS)
         if not isinstance(error, LadderizeError | BrokenPipeError):  # the latter: whoever read our stdout went away
-            error = _out_of_memory(error) or UserError(
-                f"rank {place.rank} failed: {type(error).__name__}: {sentence(error)}"
-            )
+            error = UserError(f"rank {place.rank} failed: {unplanned(error)}")
         with contextlib.suppress(OSError):
-            pipe.send(("error", (failed_at, error)))
+            pipe.send(("error", error))
         # without leaving through the group's destructors: the others may be gone
         os._exit(1)
 
 
 def end_with_parent() -> None:
     """Make this process end when the one that started it ends, however that happens."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    if sys.platform == "linux":  # from the kernel: torch's FileStore waits without a file, and lets no thread run
-        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-        flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
-        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if (parent := multiprocessing.parent_process()) is not None:
 
-    def watch(seconds: float | None = None) -> None:
-        if wait([parent.sentinel], seconds):
+        def watch() -> None:
+            wait([parent.sentinel])
             os._exit(1)
 
-    watch(0.0)  # it may have ended before
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _out_of_memory(error: BaseException) -> UserError | None:
-    if not is_out_of_memory(error) and "Storage size" not in str(error):
-        return None
-    return UserError(
-        f"out of memory: {sentence(error)[:150]}; a smaller --batch-size, shorter texts or a larger --tp-size take less"
-    )
+        threading.Thread(target=watch, daemon=True).start()

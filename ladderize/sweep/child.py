@@ -17,7 +17,7 @@ from ladderize.errors import LadderizeError, UserError
 from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place, environment_with
 from ladderize.ranks.server import start_context
-from ladderize.runtime.launch import Send, end_with_parent, how_it_ended, run_processes
+from ladderize.runtime.launch import Report, end_with_parent, how_it_ended, run_processes
 from ladderize.sweep.stages import COMMANDS, LOG, Stage, StageLaunch, Words
 
 STOP_SECONDS = 120.0  # after Ctrl-C, to save what can be saved
@@ -101,7 +101,7 @@ def run_command(launch: StageLaunch, words: Words) -> None:
         run_processes(_run_as_rank, (words, Path.cwd()), places, stoppable=True)
 
 
-def _run_as_rank(place: Place, send: Send, words: Words, folder: Path) -> None:
+def _run_as_rank(place: Place, report: Report, words: Words, folder: Path) -> None:
     os.chdir(folder)
     run_words(COMMANDS[words[0]], words)
 

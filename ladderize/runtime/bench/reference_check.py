@@ -27,7 +27,7 @@ from ladderize.runtime.bench.document import ReferenceAgreement
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import Generator
-from ladderize.runtime.launch import Send, run_processes
+from ladderize.runtime.launch import Report, run_processes
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
 
 TEXTS = 2
@@ -108,7 +108,7 @@ def references(
 
 
 def _references(
-    place: Place, send: Send, specs: list[ModelSpec], device: str, prompt_len: int, on: Collection[int]
+    place: Place, report: Report, specs: list[ModelSpec], device: str, prompt_len: int, on: Collection[int]
 ) -> dict[str, Reference]:
     if hasattr(os, "sched_setaffinity"):  # it has inherited the share of the rank that started it
         os.sched_setaffinity(0, on)
