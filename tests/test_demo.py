@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from ladderize.demo.corpus import GENRES, dataset, documents, items
-from ladderize.demo.inputs import HERE, MODEL, demo_folder, write_inputs
+from ladderize.demo.inputs import MODEL, demo_folder, write_inputs
 from ladderize.sweep.sweep_file import read_sweep
 from tests.helpers import ROOT, invoke
 
 
-def test_the_corpus_is_deterministic():
+def test_the_corpus_is_deterministic_and_the_model_small():
+    assert sum(path.stat().st_size for path in MODEL.iterdir()) <= 4_000_000
     assert list(documents(20, test=False, seed=4)) == list(documents(20, test=False, seed=4))
     assert list(documents(20, test=False, seed=4)) != list(documents(20, test=False, seed=5))
 
@@ -37,16 +38,6 @@ def test_answers_are_right_and_among_the_choices(genre):
     rows = dataset(genre, 50)["test"]
     assert all(row["choices"][row["gold"]] == row["answer"] for row in rows)
     assert len({row["gold"] for row in rows}) == len(rows[0]["choices"])  # the right answer is not always the first
-
-
-def test_too_many_items_are_refused_not_waited_for():
-    with pytest.raises(ValueError, match="different items"):
-        list(items("arithmetic", 400, test=True))
-
-
-def test_bundled_model_is_small():
-    assert sum(path.stat().st_size for path in MODEL.iterdir()) <= 4_000_000
-    assert (HERE / "tasks" / "agreement.yaml").is_file()
 
 
 def test_the_quick_demo_of_the_wheel(tmp_path):

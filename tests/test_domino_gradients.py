@@ -19,9 +19,7 @@ from tests.domino_ranks import CPU, Case, gradients
 from tests.helpers import LAYOUTS, SHAPE, make_layout, make_model
 
 TOLERANCE = 1e-5  # of the whole gradient; of one tensor three times that, for both sides round in float32
-SCHEDULES = [SEQUENTIAL] + [
-    Schedule("domino", chunks, columns) for chunks, columns in ((2, 1), (3, 2), (2, 4), (3, 1), (2, 2))
-]
+SCHEDULES = [SEQUENTIAL] + [Schedule("domino", chunks, columns) for chunks, columns in ((2, 1), (3, 2), (2, 4))]
 IN_FLIGHT = 3 * 4 + 2
 LAYERS = SHAPE["num_hidden_layers"]
 SIZE = (5, 11)  # rows and tokens: neither 2 nor 3 parts are even
@@ -32,7 +30,7 @@ HIDDEN = Objective(0.3, 1.5)
 # What else differs from case to case: rows x tokens of each micro-batch, and
 #   packed, recompute, tied, teacher: whether; hidden: whether sub-modules' outputs are compared with a teacher's;
 #   kv_heads: 2 are held by 2 of 4 ranks each; layers: that are trained, None for the whole model.
-# 11 of them and 6 schedules: all pairs occur within 66 cases.
+# 11 of them and 4 schedules: all pairs occur within 44 cases.
 VARIANTS = [
     {},
     {"packed": True, "recompute": True},
@@ -184,30 +182,21 @@ SPECIAL = {
         f"hidden error, {layout}, {number}": (layout, SCHEDULES[number], {"hidden": True, **variant})
         for layout, number, variant in (
             ("ladder all", 0, {}),
-            ("ladder all", 3, {"sizes": (ROW,), "packed": True, "recompute": True}),
             ("ladder gaps", 2, {"layers": (1, 3)}),
-            ("ladder with biases", 4, {"packed": True}),
             ("spd all 4", 2, {"sizes": (ROW,), "packed": True}),
-            ("spd some", 5, {"layers": (0,), "tied": True}),
             ("spd with biases", 0, {"recompute": True}),
             ("mixed", 1, {"packed": True, "sizes": (SIZE, (3, 8))}),
             ("same layer with biases", 2, {"recompute": True, "packed": True}),
-            ("same layer with biases", 0, {"sizes": (ROW,)}),
         )
     },
     **{
         f"{family}, {layout}, {number}": (layout, SCHEDULES[number], {"model": {"model_type": family}, **variant})
         for family, layout, number, variant in (
-            ("mistral", "same layer", 2, {"packed": True}),
             ("mistral", "mixed", 3, {"sizes": (ROW,), "recompute": True, "kv_heads": 2}),
             ("qwen2", "spd all 4", 1, {"teacher": True}),
-            ("qwen2", "ladder all", 5, {"sizes": (ROW,), "packed": True, "kv_heads": 1}),
-            ("qwen3", "same layer", 4, {"packed": True, "kv_heads": 2}),
-            ("qwen3", "ladder all", 3, {"sizes": (ROW,), "recompute": True}),
+            ("qwen3", "same layer", 2, {"packed": True, "kv_heads": 2}),
             ("granite", "same layer", 2, {"hidden": True, "packed": True, "tied": True}),
-            ("granite", "spd all 4", 1, {"recompute": True}),
             ("smollm3", "mixed", 1, {"packed": True}),
-            ("smollm3", "same layer", 5, {"sizes": (ROW,), "teacher": True}),
         )
     },
     "nothing counts": ("same layer", SCHEDULES[1], {"scored": 0.0}),

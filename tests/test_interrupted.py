@@ -56,23 +56,16 @@ def test_killed_after_the_output_appeared(place, tmp_path, name):
     assert "is not empty" in one_sentence(invoke(*arguments, "--seed", 1))  # another command
 
 
-@pytest.mark.parametrize("name", ["convert", "merge"])
-def test_killed_before_it_says_so(place, tmp_path, name):
-    """These have no work left when the output is there, and may be killed all the same."""
-    warm.warm_python().preload("accelerate", "datasets", "peft")
-    adapter, out = tmp_path / "adapter", tmp_path / "out"
-    if name == "merge":
-        assert invoke(*training_command("lora", place, adapter)).code == 0
-    arguments = {
-        "convert": ["convert", place / "dense", out, "--ladder", "1:", "--no-verify"],
-        "merge": ["merge", adapter, out, "--no-verify"],
-    }[name]
+def test_killed_before_it_says_so(place, tmp_path):
+    """A conversion has no work left when the output is there, and may be killed all the same."""
+    out = tmp_path / "out"
+    arguments = ["convert", place / "dense", out, "--ladder", "1:", "--no-verify"]
     kill(BEFORE_THE_END, *arguments)
     before = fingerprint(out)
     outcome = invoke(*arguments)
     assert outcome.code == 0, outcome.stderr
     assert fingerprint(out) == before
-    assert listing(tmp_path) == (["adapter", "out"] if name == "merge" else ["out"])
+    assert listing(tmp_path) == ["out"]
     assert COMPLETE in outcome.stderr
     assert "1 there already" in outcome.stdout
     assert f"wrote {out}" in outcome.stdout

@@ -44,7 +44,7 @@ def adapt(base, out, config=None, *, layers=(1, 3), scale=0.2, **kwargs):
             if parameter.requires_grad:
                 parameter.add_(scale * torch.randn_like(parameter))
     tensors = get_peft_model_state_dict(model)
-    belongs = adapter_base(checkpoint, str(base), None)
+    belongs = adapter_base(checkpoint, str(base))
     write_adapter(out, config, tensors, belongs, {"adaptation.json": document(belongs)}, **kwargs)
     return {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
 
@@ -129,7 +129,7 @@ def test_the_folder_is_what_peft_writes(pair, tmp_path):
     document = json.loads((adapter / "adaptation.json").read_text())
     assert (document["method"], document["base"]["model"]) == ("lora", str(base))
     assert document["base"]["attention_sync"] == ["dropped"] * 4
-    on_the_hub = adapter_base(open_checkpoint(str(base)), "some/model", None)
+    on_the_hub = adapter_base(open_checkpoint(str(base)), "some/model")
     assert "base_model: some/model" in adapter_card("adapter", on_the_hub, 4)
     assert "base_model" not in (adapter / "README.md").read_text()
     assert "is a PEFT adapter; `ladderize merge" in one_sentence(invoke("inspect", adapter))
@@ -146,12 +146,11 @@ KINDS = {
     },
     "DoRA": {"use_dora": True, "target_modules": list(LORA_TARGETS)},
     "biases": {"bias": "lora_only", "target_modules": ["o_proj", "up_proj"]},
-    "lm_head": {"target_modules": ["down_proj", "lm_head"]},
     "whole modules": {"target_modules": ["down_proj"], "modules_to_save": ["lm_head"]},
 }
 
 
-@pytest.mark.parametrize("name", ["dense", "ladder all", "spd all 4", "same layer", "spd with biases"])
+@pytest.mark.parametrize("name", ["dense", "spd all 4", "same layer"])
 def test_merged_weights_are_the_exact_sums(name, tmp_path):
     base, rank, alpha = save_base(tmp_path / "base", name), int(torch.randint(1, 9, ())), float(torch.rand(()) * 9 + 1)
     targets = tuple(target for target in LORA_TARGETS if torch.rand(()) < 0.7) or ("o_proj",)
@@ -255,23 +254,17 @@ def set_config(**changes):
 
 DAMAGE = {
     "no config": (lambda a: (a / "adapter_config.json").unlink(), "is not the folder of a PEFT adapter"),
-    "no tensors": (lambda a: (a / "adapter_model.safetensors").unlink(), "holds no adapter_model.safetensors"),
     "pickle": (
         lambda a: (a / "adapter_model.safetensors").rename(a / "adapter_model.bin"),
         "pickle weights .adapter_model.bin. can run code",
     ),
     "truncated": (lambda a: os.truncate(a / "adapter_model.safetensors", 4000), "is truncated"),
-    "no folder": (shutil.rmtree, "is not the folder of a PEFT adapter"),
     "other method": (set_config(peft_type="IA3"), "peft_type is 'IA3'; only LORA"),
     "of the future": (set_config(use_magic=True), "use_magic is set, which the PEFT installed here cannot merge"),
     "a module": (set_config(megatron_config={"a": 1}, megatron_core="antigravity"), "megatron_config is set"),
     "not mergeable": (set_config(alora_invocation_tokens=[3]), "PEFT cannot merge .*adapter into"),
-    "rank": (set_config(r=0), "PEFT cannot merge .*positive integer"),
-    "pattern": (set_config(rank_pattern={"(": 3}), "PEFT cannot merge"),
     "other rank": (set_config(r=5), "PEFT cannot merge .*size mismatch"),
-    "fewer targets": (set_config(target_modules=["q_proj"]), "only one of them has .*lora_A"),
     "half": (lambda a: edit_tensors(a, "o_proj", lambda t: None), "only one of them has .*o_proj.lora_A"),
-    "shape": (lambda a: edit_tensors(a, "o_proj", lambda t: t[:, 1:].clone()), "size mismatch for .*o_proj"),
     "NaN": (lambda a: edit_tensors(a, "o_proj", lambda t: t * torch.nan), "NaNs detected in the merged weights"),
     "document": (lambda a: edit_json(a / "adaptation.json", base={"model": 3}), "adaptation.json: base"),
     "a link out": (lambda a: (a / "metrics.jsonl").symlink_to(__file__), "metrics.jsonl is a link that leads out of"),

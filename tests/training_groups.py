@@ -33,7 +33,7 @@ def retrain_all(group, runs):
                 wrong = failing(tensor_parallel.TensorParallelTraining, group.rank, out, **more)
                 patches.enter_context(mock.patch.object(tensor_parallel.TensorParallelTraining, "losses", wrong))
             try:
-                retrain(group, RetrainJob(str(model), str(out), options, False, False, None), SILENT)
+                retrain(group, RetrainJob(str(model), str(out), options, False, False), SILENT)
                 ended = None
             except (UserError, Killed) as error:
                 ended = f"{type(error).__name__}: {error}"

@@ -35,7 +35,6 @@ class AdapterBase(Record):
     """
 
     model: str
-    revision: str | None
     fingerprint: str
     layout: str
     attention_sync: list[str]
@@ -104,15 +103,15 @@ def not_an_adapter(folder: Path) -> str | None:
     return None if is_whole and not (folder / "config.json").exists() else "is not an adapter, or a whole checkpoint"
 
 
-def adapter_base(base: Checkpoint, name: str, revision: str | None) -> AdapterBase:
+def adapter_base(base: Checkpoint, name: str) -> AdapterBase:
     """Return the description of an adapter's base.
 
-    name, revision: where others get ``base``: a folder or a hub id.
+    name: where others get ``base``: a folder or a hub id.
     """
     if Path(name).expanduser().is_dir():
         name = str(Path(name).expanduser().resolve())  # the next command may start in another folder
     layout = Layout.from_config(base.config)
-    return AdapterBase(name, revision, fingerprint(base), str(layout), **layout.to_config())
+    return AdapterBase(name, fingerprint(base), str(layout), **layout.to_config())
 
 
 def write_adapter(
@@ -134,7 +133,7 @@ def write_adapter(
     from safetensors.torch import save_file
 
     config = copy.deepcopy(config)
-    config.base_model_name_or_path, config.revision, config.inference_mode = base.model, base.revision, True
+    config.base_model_name_or_path, config.inference_mode = base.model, True
     config.target_modules = sorted(config.target_modules or ())  # a set has another order in each run
     try:
         with output.atomic_folder(resolved(out, "OUT "), overwrite=overwrite) as folder:

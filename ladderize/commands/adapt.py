@@ -185,7 +185,7 @@ def _retrain(given: GivenOptions, own: AdaptArguments, options: RetrainOptions, 
         return
     start_on(own.device, None)
     if own.show_data:
-        text, document = show_data_of(own.model, options, None, SHOWN_ROWS)
+        text, document = show_data_of(own.model, options, SHOWN_ROWS)
         console.document(document)
         console.result(text)
         return

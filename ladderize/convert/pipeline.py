@@ -164,8 +164,7 @@ def convert_checkpoint(
     if not dry_run:
         output.clean_up(resolved(out, "OUT "))
     make = functools.partial(make_plan, str(src), Path(out), recipe, revision=revision, changes=changes or Changes())
-    is_told = changes is None or changes.is_recorded
-    if is_told and not overwrite and (resolved(out) / RECORD).is_file():
+    if changes is None and not overwrite and (resolved(out) / RECORD).is_file():
         plan = make(overwrite=True)  # OUT is only compared, so it may be there
         if is_written(plan):
             console.note(f"{plan.out} is complete: this command wrote it in an earlier run")

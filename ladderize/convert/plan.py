@@ -51,7 +51,6 @@ class Changes:
     # the dtype of those that they replace.
     replace: Mapping[str, TensorInfo] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)  # more keys of ladderize.yaml
-    is_recorded: bool = False  # the record identifies the source of ``replace``, so it identifies an output
     extra_files: Mapping[str, str] = field(default_factory=dict)  # name -> JSON text; they win over the source's
     note: str = ""  # a paragraph for the model card
 

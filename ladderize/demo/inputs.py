@@ -54,7 +54,8 @@ def as_typed(path: Path) -> str:
 def write_inputs(folder: Path, *, quick: bool) -> Path:
     """Write the sweep.yaml into the folder, and the files that it names if they are missing; return its path."""
     template = (HERE / ("quick.yaml" if quick else DEMO_YAML)).read_text(encoding="utf-8")
-    named = {name: folder / file for name, file in _FILES.items()}
+    files = {"dense": "dense", "sweep": MEASURED, "train": "train.jsonl", "heldout": "heldout.jsonl"}
+    named = {name: folder / file for name, file in files.items()}
     places = {name: json.dumps(as_typed(path)) for name, path in named.items()}
     yaml = folder / DEMO_YAML
     with replacement(yaml) as file:  # first, so that the folder of a killed demo is known as a demo's
@@ -68,6 +69,3 @@ def write_inputs(folder: Path, *, quick: bool) -> Path:
     if not named["heldout"].exists():
         write_documents(named["heldout"], HELDOUT_DOCUMENTS, test=True, seed=1)
     return yaml
-
-
-_FILES = {"dense": "dense", "sweep": MEASURED, "train": "train.jsonl", "heldout": "heldout.jsonl"}

@@ -74,11 +74,6 @@ def peak_and_estimate(ranks, model, out, options):
         mock.patch.object(run, "make_loop", made),
         mock.patch.object(run, "make_teacher", taught),
     ):
-        run.retrain(ranks, RetrainJob(str(model), str(out), options, False, False, None), SILENT)
+        run.retrain(ranks, RetrainJob(str(model), str(out), options, False, False), SILENT)
     expected, peak = found
     return peak, expected
-
-
-def of_ranks(group, runs):
-    """The same for each of ``runs`` (model, out, options) by two ranks."""
-    return [peak_and_estimate(group, *run) for run in runs]

@@ -1,7 +1,6 @@
 """A dense model trained as a control: the same recipe on the same data, without a conversion."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -10,9 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import ladderize
-from ladderize.checkpoint.opening import read_config
-from ladderize.layout import Layout
-from tests.helpers import all_tensors, changed_tensors, invoke, invoke_well, listing, one_sentence, save_llama
+from tests.helpers import all_tensors, changed_tensors, invoke_well, listing, one_sentence, save_llama
 from tests.train.commands import adapt, losses_of, succeed
 
 
@@ -48,26 +45,9 @@ def test_a_control_learns_the_text_and_is_a_plain_llama(place, tmp_path):
     card = (out / "README.md").read_text()
     assert "A dense Llama, made of" in card
     assert "Layers 0:4 were retrained (`full`)" in card
-    shown = invoke("inspect", out)
-    assert "retrained   full: layers 0:4 of" in shown.stdout
-    outcome = invoke(
-        "eval", place / "dense", out, "--perplexity", place / "eval.npy", "--out", tmp_path / "results.json"
-    )
-    assert outcome.code == 0, outcome.stderr
-    dense, own = (
-        model["ladderize"]["perplexity"]["perplexity"]
-        for model in json.loads((tmp_path / "results.json").read_text())["models"]
-    )
-    assert own < dense
     # a dense model that was trained further may be converted like any other
     converted = invoke_well("convert", out, tmp_path / "ladder", "--ladder", "all", "--no-verify")
     assert "Warning" not in converted.stderr
-
-
-def test_the_layers_of_a_control(place, tmp_path):
-    succeed(place, tmp_path / "out", "--train", "1:3", model="dense", steps=1)
-    assert {name.split(".")[2] for name in changed_tensors(place / "dense", tmp_path / "out")} == {"1", "2"}
-    plain(tmp_path / "out")
 
 
 def test_a_control_by_an_adapter(place, tmp_path):
@@ -82,35 +62,6 @@ def test_a_control_by_an_adapter(place, tmp_path):
         merged = plain(tmp_path / "out")(ids).logits
         expected = PeftModel.from_pretrained(dense, tmp_path / "adapter").eval()(ids).logits
     torch.testing.assert_close(merged, expected, rtol=1e-3, atol=1e-4)
-
-
-def test_a_control_with_a_teacher(place, tmp_path):
-    """Its own predictions beside the text, or another dense model's alone."""
-    mixed = succeed(
-        *(place, tmp_path / "mixed", "--train", "all"),
-        *("--distill-from", place / "dense", "--distill-weight", 0.5),
-        model="dense",
-        steps=2,
-    )
-    assert mixed["heldout_perplexity"]["dense"] == pytest.approx(mixed["heldout_perplexity"]["before"])
-    assert mixed["heldout_perplexity"]["won_back"] is None
-    other = save_llama(tmp_path / "other", seed=9)
-    succeed(place, tmp_path / "taught", "--train", "all", "--distill-from", other, model="dense", steps=12)
-    losses = losses_of(tmp_path / "taught")
-    assert losses[-1] < losses[0]
-    plain(tmp_path / "taught")
-
-
-def test_a_converted_model_with_all_sums_waited_for_is_dense(place, tmp_path):
-    """A layout that says so in config.json."""
-    source = tmp_path / "source"
-    source.mkdir()
-    config = {**read_config(place / "dense"), "model_type": "ladderized_llama", **Layout.dense(4).to_config()}
-    (source / "config.json").write_text(json.dumps(config))
-    shutil.copy(place / "dense" / "model.safetensors", source)
-    document = succeed(place, tmp_path / "out", "--train", "all", model=source, steps=1)
-    assert document["layout"] == "4 layers: dense"
-    plain(tmp_path / "out")
 
 
 @pytest.mark.parametrize(

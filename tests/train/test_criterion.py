@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from ladderize.adapt.train.loop import Loop, Scores
+from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.options import Objective
-from ladderize.adapt.train.states import read_metrics
+from ladderize.adapt.train.states import Scores, read_metrics
 from tests.helpers import listing, one_sentence
 from tests.train.commands import adapt, succeed
 

@@ -12,14 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize.adapt.layers import rewrite
-from ladderize.adapt.train.loop import Loop, Scores
-from ladderize.adapt.train.states import TrainingFolder, read_metrics
+from ladderize.adapt.train.loop import Loop
+from ladderize.adapt.train.states import Scores, TrainingFolder, read_metrics
 from ladderize.adapt.train.training_model import HFTraining
-from ladderize.convert.pipeline import convert_checkpoint
-from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from tests import warm
-from tests.helpers import all_tensors, invoke, listing, one_sentence, save_llama, write_weights
+from tests.helpers import all_tensors, invoke, listing, one_sentence
 from tests.train.commands import LENGTH, adapt, arguments, losses_of, same_weights, stopped_before_the_end, succeed
 
 # The command, which waits for its end before step 21.
@@ -143,26 +141,9 @@ def test_what_a_killed_run_left_before_its_first_state_is_no_harm(place, tmp_pat
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
 
 
-def test_somebodys_folder_is_left_alone(place, tmp_path):
-    mine = tmp_path / "out.ladderize-work"
-    (mine / "step-00001000").mkdir(parents=True)
-    for more in ([], ["--resume", "no"]):
-        assert "not a folder of unfinished work" in one_sentence(adapt(place, tmp_path / "out", *more))
-    assert listing(mine) == ["step-00001000"]
-
-
 def test_another_command_s_unfinished_work_is_named(place, tmp_path, monkeypatch):
     align = ("adapt", place / "both", tmp_path / "out", "--method", "align", "--distill-from", place / "dense")
-    align += (
-        "--data",
-        place / "ids.npy",
-        "--seq-len",
-        2 * LENGTH,
-        "--device",
-        "cpu",
-        "--write",
-        "last",
-    )
+    align += ("--data", place / "ids.npy", "--seq-len", 2 * LENGTH, "--device", "cpu", "--write", "last")
     work = tmp_path / "out.ladderize-work"
     with monkeypatch.context() as patch:
         patch.setattr(rewrite, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
@@ -178,25 +159,6 @@ def test_another_command_s_unfinished_work_is_named(place, tmp_path, monkeypatch
     there = listing(work)
     assert "unfinished work of ladderize adapt --method full or lora; delete" in one_sentence(invoke(*align))
     assert listing(work) == there
-
-
-def test_a_tied_head_that_the_file_has_twice(place, tmp_path):
-    save_llama(tmp_path / "dense", tie_word_embeddings=True)
-    convert_checkpoint(str(tmp_path / "dense"), tmp_path / "both", Recipe(ladder="all"), verify=False)
-    tensors = all_tensors(tmp_path / "both")
-    embedding = tensors["model.embed_tokens.weight"]
-    write_weights(tmp_path / "both", tensors | {"lm_head.weight": embedding.clone()})
-    same = {"model": tmp_path / "both", "steps": 2}
-    succeed(place, tmp_path / "out", "--train", "all", **same)
-    written = all_tensors(tmp_path / "out")
-    assert "lm_head.weight" not in written  # the embedding is it, and read_config says so
-    assert not torch.equal(written["model.embed_tokens.weight"], embedding)
-    write_weights(tmp_path / "both", tensors | {"lm_head.weight": embedding + 1})
-    succeed(place, tmp_path / "another", "--train", "all", **same)
-    written = all_tensors(tmp_path / "another")
-    apart = written["lm_head.weight"] - written["model.embed_tokens.weight"]
-    assert 0.9 < apart.mean() < 1.1  # two that are trained, each from its own
-    assert apart.std() > 0
 
 
 def test_resume_no_begins_anew(place, tmp_path):

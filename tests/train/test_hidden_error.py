@@ -19,11 +19,9 @@ from ladderize.adapt.train.student import (
 )
 from ladderize.adapt.train.training_model import HFTraining
 from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.commands.adapt import adapt_options
 from ladderize.layout import Layout
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
-from ladderize.sweep.stages import adapt_words, parsed_options
 from tests.adapt_data.rows import packed
 from tests.helpers import FAMILIES, LAYOUTS, fresh_rng, make_layout, make_model, one_sentence
 from tests.oracle import Oracle
@@ -212,11 +210,6 @@ def test_a_training_on_it_brings_the_outputs_nearer(place, tmp_path):
     assert all("hidden_error" in line or "heldout_hidden_error" in line for line in lines)
 
 
-def test_without_weight_nothing_is_compared(place, tmp_path):
-    succeed(place, tmp_path / "out", "--distill-from", place / "dense", steps=1)
-    assert "hidden" not in (tmp_path / "out" / "metrics.jsonl").read_text()
-
-
 FINITE = "--hidden-weight must be a finite number of at least 0"
 
 
@@ -243,18 +236,3 @@ def test_the_words_of_the_loss():
     assert Objective(0.25, 3.0).total(1.0, 2.0, 4.0) == 0.75 * 1 + 0.25 * 2 + 3 * 4
     assert Objective(hidden_weight=3.0).has_teacher
     assert not Objective().has_teacher
-
-
-@pytest.mark.parametrize(
-    ("given", "teacher"),
-    [
-        ({"hidden_weight": 2}, "dense"),
-        ({"distill_weight": 0, "hidden_weight": 2}, "dense"),
-        ({"distill_weight": 0}, None),
-    ],
-)
-def test_a_sweep_takes_it(given, teacher):
-    given = {"data": "ids.npy", "max_steps": 1, **given}
-    (command,) = adapt_words("model", "out", "full", "dense", given, True)
-    options = adapt_options(parsed_options(command))
-    assert (options.distill_from, options.objective.hidden_weight) == (teacher, given.get("hidden_weight", 0))

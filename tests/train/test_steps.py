@@ -20,7 +20,7 @@ from ladderize.blocks import open_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime.training.batch import Batch
 from tests.helpers import CLIPPED, all_tensors, changed_tensors, invoke, invoke_well
-from tests.train.commands import CPU, LENGTH, ROWS, adapt, losses_of, perplexity_of, succeed
+from tests.train.commands import CPU, LENGTH, adapt, losses_of, perplexity_of, succeed
 
 
 def test_training_is_a_plain_loop(place, tmp_path):
@@ -72,16 +72,6 @@ def test_training_is_a_plain_loop(place, tmp_path):
         if name in written:
             torch.testing.assert_close(written[name], parameter.detach(), rtol=2e-3, atol=2e-5, msg=name)
     assert document["options"]["train"] == "all"
-
-
-def test_the_rows_that_are_shown_are_those_of_the_first_step(place):
-    shown = json.loads(adapt(place, None, "--show-data", "--json").stdout)["rows"]
-    checkpoint = open_checkpoint(str(place / "both"))
-    files = {name: data_sources(str(place / f"{file}.npy")) for name, file in (("data", "ids"), ("eval_data", "eval"))}
-    options = retraining.RetrainOptions(**files, seq_len=2 * LENGTH, budget=Budget(steps=1))
-    train = retraining.read_data(checkpoint, options, options.resolve(checkpoint.config, 1)).train
-    first = [train[number] for number in itertools.islice(Order(len(train), 0, 0), 4)]
-    assert [row["input_ids"] for row in shown] == [row["input_ids"] for row in first]
 
 
 def test_only_what_is_named_is_trained(place, tmp_path):
@@ -185,13 +175,6 @@ def test_trained_parameters_have_names_that_files_give_them(place):
     assert set(values) == {f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"}
     assert values[f"{prefix}lora_B.weight"].abs().sum() == 0
     assert torch.equal(values[f"{prefix}lora_A.weight"], again[f"{prefix}lora_A.weight"])
-
-
-def test_rows_of_the_data_are_held_out(place, tmp_path):
-    document = succeed(place, tmp_path / "out", "--heldout", 3, steps=1, without=["--eval-data"])
-    assert document["options"]["heldout"] == 3
-    assert document["heldout_perplexity"]["tokens"] == 3 * (LENGTH - 1)
-    assert document["data_counts"]["tokens"] == (ROWS - 3) * LENGTH
 
 
 def test_retrained_weights_are_known_as_such(place, tmp_path):

@@ -8,8 +8,8 @@ the model is called with ``use_cache=False`` and without an attention mask
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -86,27 +86,19 @@ def show_batch(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
     tokenizer: None shows ids.
     """
 
-    def decode(ids: list[int]) -> str:
-        if tokenizer is None:
-            return " ".join(map(str, ids))
-        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def marked(ids: list[int], scored: list[bool]) -> str:
-        shown, end, before = "", 0, ""
-        for counts, group in groupby(scored):
-            begin, end = end, end + len(list(group))
-            # Decoded with the text before it, since some tokenizers drop the space before a text's first word.
-            whole = decode(ids[:end])
-            text = whole[len(before) :] if whole.startswith(before) else decode(ids[begin:end])
-            text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-            shown, before = shown + (f"[[{text}]]" if counts else text), whole
-        return shown
+    def shown(tokens: Iterable[tuple[int, bool]]) -> str:
+        text = ""
+        for counts, group in groupby(tokens, key=lambda token: token[1]):
+            ids = [token for token, _ in group]
+            part = tokenizer.decode(ids) if tokenizer is not None else " ".join(map(str, ids))
+            part = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in part)
+            text += f"[[{part}]]" if counts else part
+        return text
 
     lines = ["[[...]]: tokens that the loss counts"]
     for number, row in enumerate(rows, start=1):
         scored = [False, *(target != IGNORED_TARGET for target in row["targets"][:-1])]  # of the token after it
-        lines += ["", f"row {number}: {len(scored)} tokens, {sum(scored)} scored, {len(row['lengths'])} examples"]
-        for end, length in zip(accumulate(row["lengths"]), row["lengths"], strict=True):
-            ids, counts = list(row["input_ids"][end - length : end]), scored[end - length : end]
-            lines += [f"  {length} tokens, {sum(counts)} scored", f"    {marked(ids, counts)}"]
+        lines.append(f"row {number}: {len(scored)} tokens, {sum(scored)} scored, {len(row['lengths'])} examples")
+        tokens = zip(row["input_ids"], scored, strict=True)
+        lines += [f"    {shown(islice(tokens, length))}" for length in row["lengths"]]
     return "\n".join(lines)

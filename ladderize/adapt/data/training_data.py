@@ -93,7 +93,8 @@ def open_data(
         shares = np.array([spec.weight for spec in specs]) / tokens_of_row
         probabilities = (shares / shares.sum()).tolist()
         train = interleave_datasets(rows, probabilities, options.seed, stopping_strategy="all_exhausted")
-    heldout = pack(*([value for one in apart for value in one[name]] for name in COLUMNS[:2]), options.seq_len)
+    ids, scored = ([value for one in apart for value in one[name]] for name in COLUMNS[:2])
+    heldout = pack(ids, scored, options.seq_len)
     kept = [dict(zip(heldout, values, strict=True)) for values in zip(*heldout.values(), strict=True)]
     totals = DataCounts(*(sum(one) for one in zip(*counts, strict=True))) if all(counts) else DataCounts()
     return TrainingData(train, kept, totals)

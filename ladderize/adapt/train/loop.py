@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -27,8 +26,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, collate
-from ladderize.adapt.train.options import Objective, TrainOptions
-from ladderize.adapt.train.states import Progress, TrainingFolder
+from ladderize.adapt.train.options import TrainOptions
+from ladderize.adapt.train.states import Progress, Scores, TrainingFolder
 from ladderize.adapt.train.training_model import TrainingModel
 from ladderize.console import Console
 from ladderize.errors import UserError
@@ -38,6 +37,7 @@ from ladderize.runtime.training.batch import Batch
 HEARD = b"\nstopping after the step under way, whose state is then saved (Ctrl-C again stops at once)\n"
 FEW_SCORED = 0.05  # the share of scored tokens below which a warning is given
 RECENT, EXPLOSIONS = 50, 3  # earlier steps to compare a loss with; so many losses in a row far above them end the run
+HUGE = 1e30
 HostBatch = Mapping[str, Tensor]  # of ``collate``
 
 
@@ -100,31 +100,6 @@ def micro_batches(rows: Any, options: TrainOptions, model: TrainingModel, first:
     # A group of tensor-parallel ranks, which Accelerate does not know of, reads the same rows.
     prepared = prepare_data_loader(loader, num_processes=model.data_size, process_index=model.data_rank)
     return iter(prepared)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Means per scored token in nats. The hidden error is a mean over all tokens."""
-
-    cross_entropy: float
-    divergence: float
-    tokens: int
-    hidden_error: float = 0.0
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.cross_entropy) if self.cross_entropy < 700 else math.inf
-
-    def criterion(self, objective: Objective) -> float:
-        """Return the value by which the best weights are chosen: the lower the better, infinite where it is not a
-        number."""
-        value: float = objective.criterion.total(self.cross_entropy, self.divergence, 0.0)
-        return value if math.isfinite(value) else math.inf
-
-    def text(self, objective: Objective) -> str:
-        """Return the scores in words: the perplexity, and the criterion where it is another value."""
-        known = f"{objective.criterion.label} {self.criterion(objective):.4g}, " if objective.distill_weight else ""
-        return f"held-out {known}perplexity {self.perplexity:.4f}"
 
 
 class Loop:
@@ -278,7 +253,7 @@ class Loop:
 
     def validate_first(self) -> None:
         """Score the held-out rows before the first step, also under the teacher."""
-        progress, has_teacher = self.progress, self.model.teacher is not None
+        progress, has_teacher, target = self.progress, self.model.teacher is not None, ""
         passes = 2 if has_teacher else 1
         with self.console.progress("validating before the first step", passes * len(self.heldout)) as advance:
             if has_teacher:
@@ -288,11 +263,9 @@ class Loop:
                     sums[1] += len(batch.scored)
                 entropy, tokens = self.model.sum(sums).tolist()
                 progress.dense_perplexity = Scores(entropy / tokens, 0.0, round(tokens)).perplexity
-            scores = self.validate(advance)
-        progress.before_loss, progress.before_perplexity = progress.best_loss, scores.perplexity
-        progress.scored_heldout = scores.tokens
-        target = f"; dense model (target) {progress.dense_perplexity:.4f}" if has_teacher else ""
-        self.console.note(f"before training: {scores.text(self.options.objective)}{target}")
+                target = f"; dense model (target) {progress.dense_perplexity:.4f}"
+            progress.before = self.validate(advance)
+        self.console.note(f"before training: {progress.before.text(self.options.objective)}{target}")
 
     def validate(self, advance: Callable[[int], None]) -> Scores:
         """Score the held-out rows with the weights as OUT would hold them, record the scores, and keep the best
@@ -300,14 +273,11 @@ class Loop:
 
         advance: is called with the number of rows scored.
         """
-        progress, model = self.progress, self.model
+        progress, model, objective = self.progress, self.model, self.options.objective
         with model.evaluating(self.stored):
-            scores = self.score(advance)
-            loss = scores.criterion(self.options.objective)
-            progress.last_loss, progress.last_perplexity = loss, scores.perplexity
-            if progress.best_loss is None or loss < progress.best_loss:
-                progress.best_loss = loss
-                progress.best_perplexity = scores.perplexity
+            progress.last = scores = self.score(advance)
+            if progress.best is None or scores.criterion(objective) < progress.best.criterion(objective):
+                progress.best = scores
                 if progress.step:
                     self.folder.save_weights(progress.step, model, self.stored)
                     progress.kept_step = progress.step
@@ -331,7 +301,8 @@ class Loop:
         for batch in self.heldout_batches(advance):
             sums[:3] += self.model.losses(batch)
             sums[3:] += torch.stack((batch.targets >= 0, batch.targets >= IGNORED_TARGET)).sum((1, 2))
-        entropy, divergence, hidden, scored, tokens = self.model.sum(sums).tolist()
+        # a state cannot hold what is not finite
+        entropy, divergence, hidden, scored, tokens = self.model.sum(sums).nan_to_num(HUGE, HUGE).tolist()
         return Scores(entropy / scored, divergence / scored, round(scored), hidden / tokens)
 
     def heldout_batches(self, advance: Callable[[int], None]) -> Iterator[Batch]:

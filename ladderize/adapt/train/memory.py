@@ -145,7 +145,7 @@ def estimate(task: Task) -> TrainingEstimate:
     )
 
 
-def estimate_training(model: str, options: RetrainOptions, *, revision: str | None = None) -> TrainingEstimate:
+def estimate_training(model: str, options: RetrainOptions) -> TrainingEstimate:
     """Return what ``adapt_checkpoint`` would take with these options; of the models only headers are read.
 
     Raises UserError, UsageError or LayoutError for models and options that do not go together.
@@ -155,4 +155,4 @@ def estimate_training(model: str, options: RetrainOptions, *, revision: str | No
     options.check_data()
     sharded = any(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")))
     launch = Launch(options.device, max(launched().size, options.tp_size), sharded=sharded)
-    return estimate(open_task(model, options, launch, revision))
+    return estimate(open_task(model, options, launch))

@@ -17,14 +17,13 @@ from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint, check_entries, torch_dtype
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors, read_tensor, write_tensors
 from ladderize.console import SILENT, Console, sentence
-from ladderize.convert.pipeline import RECORD, convert_checkpoint
+from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes, ConversionReport, check_stays
 from ladderize.convert.recipe import Recipe
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_document, read_json
-from ladderize.files.parsing import read_yaml
 from ladderize.files.regular import read_text, resolved
 from ladderize.layout import Layout
 from ladderize.modeling import load
@@ -65,7 +64,7 @@ def merge(
     document = check_adapter(folder)
     trained = AdapterBase.from_dict(document.get("base"), f"{folder / ADAPTATION}: base") if document else None
     if base is None and trained is not None:
-        base, revision = trained.model, revision or trained.revision
+        base = trained.model
         if Path(base).is_absolute() and not Path(base).exists():
             raise UserError(f"{base}, which {folder} was trained on, does not exist; give its location with --base")
     if base is None:
@@ -79,11 +78,8 @@ def merge(
         )
     digest = file_sha256(str(folder / ADAPTER_TENSORS))
     record = {"merged_adapter": {"adapter": str(folder), "sha256": digest, "base_fingerprint": found}}
-    # A run may be killed after OUT appeared; then OUT is checked instead of written.
-    told = read_yaml(out / RECORD) if (out / RECORD).is_file() else None
-    is_there = isinstance(told, dict) and record.items() <= told.items()
     for source in (folder, checkpoint.folder):
-        output.check_target(out, source, overwrite=overwrite or is_there)
+        output.check_target(out, source, overwrite=overwrite)
     with output.scratch_folder(out) as scratch:
         with console.stage("merging"):
             compare = merge_tensors(folder, checkpoint, base, scratch / "merged.safetensors", console)
@@ -92,14 +88,14 @@ def merge(
             base,
             out,
             Recipe(),
-            Changes(replace=replaced, record=record, is_recorded=True, **story),
+            Changes(replace=replaced, record=record, **story),
             revision=revision,
             overwrite=overwrite,
             verify=verify,
             check=compare,
             console=console,
         )
-    return MergeReport(**vars(replace(report, checked=None)), adapter=str(folder), **(report.checked or compare(out)))
+    return MergeReport(**vars(replace(report, checked=None)), adapter=str(folder), **(report.checked or {}))
 
 
 def check_adapter(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from ladderize.adapt.data_specs import SourceSpec, parse_specs
@@ -16,7 +15,6 @@ from ladderize.adapt.methods import (
     FULL,
     LORA,
     TRAINING_SEED,
-    WORK_DIR,
     Attention,
     Method,
     ScheduleKind,
@@ -196,7 +194,6 @@ class RetrainOptions:
 
     align: align with ``distill_from`` before training; the aligned checkpoint stays beside OUT.
     schedule: the order of sub-modules and all-reduces in a model that ``tp_size`` ranks share.
-    work_dir: the folder of unfinished work.
     Raises UsageError for a value out of its range.
     """
 
@@ -296,7 +293,6 @@ class RetrainOptions:
     seed: int = option(TRAINING_SEED, 0)
     dtype: Dtype = option(COMPUTE_DTYPE, "auto")
     device: str = option(DEVICE, default_device)
-    work_dir: Path | None = option(WORK_DIR)
     log_with: tuple[str, ...] = option(
         "Accelerate's trackers beside metrics.jsonl, such as tensorboard, wandb, trackio.",
         (),
@@ -369,7 +365,8 @@ class RetrainOptions:
         peak = (LORA_LR if self.method == LORA else FULL_LR) * WIDTH / config["hidden_size"]
         warmup = min(MOST_WARMUP, int(steps * SHARE_OF_WARMUP))
         if left_by_alignment is not None:
-            peak *= peak_after_alignment(left_by_alignment)
+            # a divergence grows with the square of the distance to go, and Adam's rate is the length of its steps
+            peak *= min(1.0, max(LEAST_PEAK, math.sqrt(left_by_alignment / WHOLE_PEAK_FROM)))
             warmup = max(warmup, min(ALIGNED_WARMUP, int(steps * ALIGNED_SHARE)))
         return TrainOptions(
             method=self.method,
@@ -391,13 +388,3 @@ class RetrainOptions:
             micro_batch_size=micro,
             eval_every=self.eval_every or max(1, min(500, steps // 10)),
         )
-
-
-def peak_after_alignment(left: float) -> float:
-    """Return the share of the default peak learning rate that suits aligned weights.
-
-    A divergence grows with the square of the distance to go, and Adam's rate is the length of its steps.
-
-    left: the divergence from the dense model in nats per token.
-    """
-    return min(1.0, max(LEAST_PEAK, math.sqrt(left / WHOLE_PEAK_FROM)))

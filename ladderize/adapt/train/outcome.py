@@ -125,12 +125,13 @@ def result_digest(task: Task, identity: Mapping[str, Any]) -> str:
 def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
     """Return the step whose weights become OUT. Raises UserError where training never lowered the held-out criterion,
     unless the last weights were asked for."""
-    before, last = progress.before_loss, progress.last_loss
-    if task.options.write == "last" or before is None or last is None:
+    objective = task.training.objective
+    if task.options.write == "last" or progress.before is None or progress.last is None:
         return progress.step
     if progress.kept_step is None:
+        before, last = (scores.criterion(objective) for scores in (progress.before, progress.last))
         advice = "train with a lower --lr or on other data (--resume no)"
-        check_improved(task.training.objective.criterion.label, before, last, work=work.folder, advice=advice)
+        check_improved(objective.criterion.label, before, last, work=work.folder, advice=advice)
     return progress.kept_step or progress.step
 
 
@@ -142,14 +143,15 @@ def describe(
     losses: of all steps.
     more: further fields of the document.
     """
-    heldout, criterion, is_best = None, None, chosen == progress.kept_step
-    before, dense = progress.before_perplexity, progress.dense_perplexity
-    after = progress.best_perplexity if is_best else progress.last_perplexity
+    heldout, criterion, objective = None, None, task.training.objective
+    before, dense = progress.before, progress.dense_perplexity
+    after = progress.best if chosen == progress.kept_step else progress.last
     if before is not None and after is not None:
-        won_back = share_won_back(before, after, dense) if dense is not None else None
-        heldout = HeldoutPerplexity(before, after, progress.scored_heldout, dense, won_back)
-        reached = progress.best_loss if is_best else progress.last_loss
-        criterion = {"name": task.training.objective.criterion.label, "before": progress.before_loss, "after": reached}
+        perplexities = before.perplexity, after.perplexity
+        won_back = share_won_back(*perplexities, dense) if dense is not None else None
+        heldout = HeldoutPerplexity(*perplexities, before.tokens, dense, won_back)
+        scores = {"before": before.criterion(objective), "after": after.criterion(objective)}
+        criterion = {"name": objective.criterion.label, **scores}
     return Adaptation(
         model=task.model,
         out=job.out,
@@ -169,7 +171,7 @@ def describe(
         data_counts=counts,
         options=task.training,
         criterion=criterion,
-        base=adapter_base(task.checkpoint, task.model, job.revision) if task.is_lora else None,
+        base=adapter_base(task.checkpoint, task.model) if task.is_lora else None,
         **more,
     )
 
@@ -189,7 +191,7 @@ def write_outcome(
     identity: as ``run_identity`` returns it.
     Raises UserError where the model has changed since the training began, or OUT cannot be written.
     """
-    if fingerprint(open_checkpoint(task.model, job.revision)) != identity["model"]:
+    if fingerprint(open_checkpoint(task.model)) != identity["model"]:
         raise UserError(
             f"{task.model} has changed since the training began, and {work.folder} holds its retrained weights; restore"
             " the model"
@@ -210,7 +212,6 @@ def write_outcome(
         task.model,
         job.out,
         Recipe(),
-        revision=job.revision,
         overwrite=job.overwrite,
         verify=job.verify,
         console=console,

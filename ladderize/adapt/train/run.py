@@ -51,7 +51,6 @@ def adapt_checkpoint(
     *,
     overwrite: bool = False,
     verify: bool = True,
-    revision: str | None = None,
     console: Console = SILENT,
 ) -> Adaptation | None:
     """Retrain ``model`` as a whole and write ``out``: a checkpoint, or with method ``lora`` an adapter.
@@ -64,7 +63,7 @@ def adapt_checkpoint(
     control).
     Raises UserError; UsageError for options that do not go together.
     """
-    job = RetrainJob(str(model), str(out), options, overwrite, verify, revision)
+    job = RetrainJob(str(model), str(out), options, overwrite, verify)
     options.check()
     options.budget.check()
     options.check_data()
@@ -75,7 +74,7 @@ def adapt_checkpoint(
         return retrain(join_ranks(options.device), job, console)
     check_group_size(options.tp_size, options.device)
     # errors of the task are raised before ranks are started
-    open_task(job.model, options, Launch(options.device, options.tp_size), job.revision)
+    open_task(job.model, options, Launch(options.device, options.tp_size))
     document: Adaptation | None = run(
         retrain,
         job,
@@ -111,17 +110,17 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
     """
     model, options, out = job.model, job.options, resolved(job.out)
     assert options.distill_from is not None  # options.check()
-    checkpoint, beside = open_checkpoint(model, job.revision), f"{out}-aligned"
+    checkpoint, beside = open_checkpoint(model), f"{out}-aligned"
     history = read_retrainings(checkpoint.folder)
     if history or Layout.from_config(checkpoint.config).is_dense:
         what = f"was retrained already ({history[-1].method})" if history else "is dense"
         raise UserError(f"{model} {what}; --align aligns converted weights that were not trained yet; leave it out")
     if options.data[0].is_streamed:
         raise UsageError(f"--align reads {options.data[0].name} whole, which is streamed; put a file first")
-    folder = work_folder(job.out, options.work_dir, checkpoint.folder)
+    folder = work_folder(job.out, None, checkpoint.folder)
     if job.overwrite or RUN not in read_own(out / ADAPTATION):  # errors of the training come before the alignment
         check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
-        open_task(model, options, Launch(options.device, max(launched().size, options.tp_size)), job.revision)
+        open_task(model, options, Launch(options.device, max(launched().size, options.tp_size)))
     # a training that was begun belongs to the aligned checkpoint that is there
     begun = options.resume and read_own(folder / ABOUT).get("command") == TrainingFolder.COMMAND
     ranks = join_ranks(options.device)
@@ -138,10 +137,10 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
             device=options.device,
             write=options.write,
         )
-        how: dict[str, Any] = {"overwrite": job.overwrite, "verify": job.verify, "revision": job.revision}
+        how: dict[str, Any] = {"overwrite": job.overwrite, "verify": job.verify, "revision": None}
         rewrite(Aligning(), model, beside, options.distill_from, asked, console=console, **how)
         ranks.barrier()  # rank 0 alone writes
-    return replace(job, model=beside, revision=None)
+    return replace(job, model=beside)
 
 
 # ---- one rank's part ----
@@ -183,7 +182,7 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
             accelerator.gradient_accumulation_steps,
             accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
         )
-        task = open_task(job.model, job.options, launch, job.revision)
+        task = open_task(job.model, job.options, launch)
         if task.compute == torch.bfloat16 and launch.precision == "no" and task.options.tp_size == 1:
             AcceleratorState._reset_state()
             accelerator = open_accelerator(job.options, logs, "bf16")
@@ -198,7 +197,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
     Raises UserError.
     """
     options, training = task.options, task.training
-    folder = work_folder(job.out, options.work_dir, *(source.folder for source in task.sources))
+    folder = work_folder(job.out, None, *(source.folder for source in task.sources))
     if ranks.is_main:
         output.clean_up(resolved(job.out))  # a killed swap may have set OUT aside
     earlier = {} if job.overwrite else read_own(resolved(job.out) / ADAPTATION)
@@ -324,11 +323,11 @@ def announce(task: Task, model: TrainingModel, console: Console) -> None:
     )
 
 
-def show_data_of(model: str, options: RetrainOptions, revision: str | None, rows: int) -> tuple[str, dict[str, Any]]:
+def show_data_of(model: str, options: RetrainOptions, rows: int) -> tuple[str, dict[str, Any]]:
     """Return the first ``rows`` rows of the training, as text and as a document. Nothing is trained."""
     from ladderize.adapt.data.packing import show_batch
 
-    checkpoint = open_checkpoint(model, revision)
+    checkpoint = open_checkpoint(model)
     if options.budget == Budget():
         options = replace(options, budget=Budget(steps=1))
     training = options.resolve(checkpoint.config, 1)

@@ -1,6 +1,7 @@
 """Unfinished training on disk: a folder for each saved step, which Accelerate fills, and the weights that may become
 OUT."""
 
+import math
 import os
 import pickle
 import shutil
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from ladderize.adapt.methods import METRICS
+from ladderize.adapt.train.options import Objective
 from ladderize.adapt.train.training_model import TrainingModel
 from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import sentence, to_json
@@ -30,16 +32,38 @@ DIGITS = 8 * "[0-9]"
 STEP, STEP_WEIGHTS = f"step-{DIGITS}", f"weights-{DIGITS}.safetensors"
 
 
+@dataclass(frozen=True)
+class Scores(Record):
+    """Held-out losses: means per scored token in nats. The hidden error is a mean over all tokens."""
+
+    cross_entropy: float
+    divergence: float
+    tokens: int
+    hidden_error: float = 0.0
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.cross_entropy) if self.cross_entropy < 700 else math.inf
+
+    def criterion(self, objective: Objective) -> float:
+        """Return the value by which the best weights are chosen: the lower the better, infinite where it is not a
+        number."""
+        value: float = objective.criterion.total(self.cross_entropy, self.divergence, 0.0)
+        return value if math.isfinite(value) else math.inf
+
+    def text(self, objective: Objective) -> str:
+        """Return the scores in words: the perplexity, and the criterion where it is another value."""
+        known = f"{objective.criterion.label} {self.criterion(objective):.4g}, " if objective.distill_weight else ""
+        return f"held-out {known}perplexity {self.perplexity:.4f}"
+
+
 @dataclass
 class Progress(Record):
     """The progress of a training.
 
     seconds: spent in steps, over all runs.
-    before_loss, best_loss, last_loss: the criterion (``Objective.criterion``) on held-out rows before the first step,
-    at the best one and at the last validation.
-    before_perplexity, best_perplexity, last_perplexity: the perplexity at the same steps.
-    dense_perplexity: the teacher's.
-    scored_heldout: the tokens that these are of.
+    before, best, last: scores before the first step, at the best validation by the criterion, and at the last one.
+    dense_perplexity: the teacher's, on the same rows.
     kept_step: the best step whose weights were saved.
     recent: losses of the last steps.
     """
@@ -48,14 +72,10 @@ class Progress(Record):
     tokens: int = 0
     scored: int = 0
     seconds: float = 0.0
-    best_loss: float | None = None
-    best_perplexity: float | None = None
-    last_loss: float | None = None
-    last_perplexity: float | None = None
-    before_loss: float | None = None
-    before_perplexity: float | None = None
+    before: Scores | None = None
+    best: Scores | None = None
+    last: Scores | None = None
     dense_perplexity: float | None = None
-    scored_heldout: int = 0
     kept_step: int | None = None
     recent: list[float] = field(default_factory=list)
 

@@ -31,7 +31,6 @@ class RetrainJob:
     options: RetrainOptions
     overwrite: bool
     verify: bool
-    revision: str | None
 
 
 @dataclass(frozen=True)
@@ -104,9 +103,9 @@ class Task:
         return lora_config(self.layers, self.options.lora) if self.is_lora else None
 
 
-def open_task(model: str, options: RetrainOptions, launch: Launch, revision: str | None) -> Task:
+def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
     """Return the task of these options; raises UserError or LayoutError where models and options do not go together."""
-    checkpoint, teacher, tp_size = open_checkpoint(model, revision), None, options.tp_size
+    checkpoint, teacher, tp_size = open_checkpoint(model), None, options.tp_size
     layout = Layout.from_config(checkpoint.config)
     if layout.is_dense and options.train == CONVERTED:
         raise UserError(
