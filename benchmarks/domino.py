@@ -30,12 +30,11 @@ from ladderize.console import Console
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import speedup_interval
+from ladderize.runtime.bench.document import TrainingBenchDocument, TrainingRow, speedup_interval
 from ladderize.runtime.bench.inference import bench
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, TrainingBenchOptions
-from ladderize.runtime.bench.training.bench import bench_training
-from ladderize.runtime.bench.training.document import TrainingBenchDocument, TrainingBenchRow
-from ladderize.runtime.bench.training.steps import step_opener
+from ladderize.runtime.bench.training import bench_training
+from ladderize.runtime.bench.training_step import step_opener
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.launch import run
@@ -147,7 +146,7 @@ def emulated(options: dict[str, Any], beta: float, layout: str = "dense") -> Tra
     return bench_training(choice, settings, f"5,{beta:.6f}", console=QUIET)
 
 
-def waited_share(row: TrainingBenchRow) -> float:
+def waited_share(row: TrainingRow) -> float:
     """What a variant waits for, of its step."""
     return 1 - row.no_communication_ms / row.step_ms
 
@@ -182,12 +181,12 @@ def bound(rounds: int, quick: bool) -> dict[str, Any]:
     return {"beta_gb_s": beta, "tried": tried, "target": TARGET, "document": document.to_dict()}
 
 
-def show_rows(rows: list[TrainingBenchRow]) -> None:
+def show_rows(rows: list[TrainingRow]) -> None:
     print(f"  {'':24} {'step ms':>9} {'waited':>7} {'of no-comm':>11} {'speed-up':>9} {'forward':>8}")
     for row in rows:
         print(
-            f"  {row.model + ', ' + row.schedule.name:24} {row.step_ms:9.1f} {waited_share(row):7.1%}"
-            f" {row.bound_share:11.3f} {row.speedup:8.2f}x {row.speedup_forward:7.2f}x"
+            f"  {row.model + ', ' + row.schedule:24} {row.step_ms:9.1f} {waited_share(row):7.1%}"
+            f" {row.bound_share:11.3f} {row.speedup_step:8.2f}x {row.speedup_forward:7.2f}x"
         )
 
 
@@ -204,7 +203,7 @@ def grid(rounds: int, quick: bool) -> dict[str, Any]:
             found[f"{chunks} chunks, {columns} columns"] = document.to_dict()
             print(
                 f"  {chunks} chunks, {columns} columns: {domino.bound_share:.3f} of no communication (sequential"
-                f" {plain.bound_share:.3f}), {domino.speedup:.2f}x"
+                f" {plain.bound_share:.3f}), {domino.speedup_step:.2f}x"
             )
     return {"beta_gb_s": beta, "documents": found}
 

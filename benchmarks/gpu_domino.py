@@ -24,11 +24,10 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.document import TrainingBenchDocument
 from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions
-from ladderize.runtime.bench.training.bench import bench_training
-from ladderize.runtime.bench.training.check import Outcome, outcome_of
-from ladderize.runtime.bench.training.document import TrainingBenchDocument
-from ladderize.runtime.bench.training.steps import ModelStep
+from ladderize.runtime.bench.training import bench_training
+from ladderize.runtime.bench.training_step import ModelStep, Outcome, outcome_of
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.loader import RandomSource
@@ -137,7 +136,7 @@ def trace(shape: str, layers: int) -> dict[str, Any]:
         except UserError as error:
             return {"error": str(error)}
     return {
-        row.schedule.name: {name: overlap.to_dict() for name, overlap in (row.overlap or {}).items()}
+        row.schedule: {name: overlap.to_dict() for name, overlap in (row.overlap or {}).items()}
         for row in document.rows
     }
 

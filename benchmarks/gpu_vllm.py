@@ -27,8 +27,7 @@ from ladderize.console import Console
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import PLUGIN, BenchOptions, ModelChoice
 from ladderize.runtime.shards import read_shape
-from ladderize.vllm.bench.bench import bench_vllm
-from ladderize.vllm.bench.served import PLUGIN_ROW
+from ladderize.vllm.bench import PLUGIN_ROW, bench_vllm
 from ladderize.vllm.environment import BACKEND_VARIABLE
 
 LAYOUTS = "dense,ladder,spd,spd+ladder"

@@ -147,7 +147,6 @@ def bench_document(
         emulated=emulated,
         options=options,
         link=Link("nccl_pcie", 20.0, 10.0) if emulated else None,
-        message_bytes_outside_link_range=[],
         backend="none" if emulated else "shm: all ranks are on this host",
         environment=Environment("cpu", "a processor", 2, 1, "3.11.7", "2.13.0", "5.23.0", "Linux 6", 1, {}),
         checks={},

@@ -10,11 +10,11 @@ from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.bench import document, report, trace
+from ladderize.runtime.bench import run as bench_run
 from ladderize.runtime.bench.document import Overlap, PhaseCommunication
 from ladderize.runtime.bench.options import named_layout
-from ladderize.runtime.bench.plan import expected_messages, read_sums, sent_sums
 from ladderize.runtime.bench.reference_check import text_lengths
-from ladderize.runtime.bench.rounds import BenchRun
+from ladderize.runtime.bench.rounds import ExpectedMessages, expected_messages, read_sums, sent_sums
 from ladderize.runtime.bench.trace import Flight, cpu_flights, gpu_flights, overlap_of
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import Emulated, sleep_until
@@ -107,13 +107,13 @@ def test_expected_messages_of_uneven_parts():
     whole = Shape.from_config({**SHAPE, "hidden_size": 8}, tp_size=2, rank=1, replicate_vocab=True)
     # 5 rows of 10 tokens in parts of 2, 2 and 1: 3 sums of 4 column parts, and the embedding's
     domino = Schedule("domino", 3, 4)
-    assert expected_messages(shape, 3, 4, domino, 5, 10) == {160: 24, 640: 2, 80: 12, 320: 1}
-    assert expected_messages(shape, 3, 4, domino, 1, 10) == {32: 12, 128: 1, 24: 24, 96: 2}
-    assert expected_messages(whole, 3, 2, SEQUENTIAL, 5, 10) == {800: 3}
+    assert expected_messages(shape, 3, 4, domino, 5, 10) == ExpectedMessages(3 * (3 * 4 + 1), 4 * 5 * 10 * 8 * 4)
+    assert expected_messages(shape, 3, 4, domino, 1, 2) == ExpectedMessages(2 * (3 * 4 + 1), 4 * 2 * 8 * 4)
+    assert expected_messages(whole, 3, 2, SEQUENTIAL, 5, 10) == ExpectedMessages(3, 3 * 5 * 10 * 8 * 2)
 
 
 def test_sums_whose_gradient_comes_back():
-    """The rule of message_check, against a walk that notes who reads what."""
+    """The rule of bench/rounds.py, against a walk that notes who reads what."""
     for _ in range(30):
         layers = int(torch.randint(1, 5, ()))
         attention = [("blocking", "overlapped", "dropped")[i] for i in torch.randint(3, (layers,)).tolist()]
@@ -236,12 +236,15 @@ def test_nothing_listens_to_a_profiler_that_has_stopped(tmp_path):
     ("name", "promised", "proven"),
     [("gloo", {"prefill"}, False), ("gloo", {"decode"}, None), ("shm", {"prefill"}, None)],
 )
-def test_what_a_trace_must_show(name, promised, proven):
+def test_what_a_trace_must_show(monkeypatch, name, promised, proven):
     """Ranks copy messages of shared memory themselves: there is nothing in flight to be covered."""
-    network = SimpleNamespace(collectives=SimpleNamespace(name=name))
-    variant = SimpleNamespace(overlapping=promised)
-    judged = BenchRun.judged(network, {"prefill": Overlap(10.0, 0.0, 0.0)}, variant)
-    assert judged["prefill"].proven is proven
+    monkeypatch.setattr(bench_run, "trace", lambda *arguments: {"prefill": Overlap(10.0, 0.0, 0.0)})
+    collectives = Collectives()
+    collectives.name = name
+    timed = SimpleNamespace(model=SimpleNamespace(collectives=collectives), parts=("prefill",))
+    variant = SimpleNamespace(timed=timed, overlapping=promised)
+    run = SimpleNamespace(alone_times=lambda variant: None, group=SimpleNamespace(device=None))
+    assert bench_run.BenchRun.traced(run, variant, None)["prefill"].proven is proven
 
 
 def test_intervals_of_rounds_that_agree_and_that_do_not():

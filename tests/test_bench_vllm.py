@@ -12,15 +12,23 @@ import torch
 from ladderize.console import Console
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_document, write_json
-from ladderize.layout import Layout, LayoutError
+from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, PHASES, BenchDocument, environment
+from ladderize.runtime.bench.document import (
+    BASELINE_ROW,
+    MODEL_ROW,
+    PHASES,
+    BenchDocument,
+    BenchRow,
+    environment,
+    inference_figures,
+)
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_vllm_usage
 from ladderize.runtime.bench.report import show_bench
-from ladderize.runtime.bench.rounds import Timed, TimedVariant
+from ladderize.runtime.bench.rounds import Variant
 from ladderize.runtime.spec import checkpoint_spec, shape_spec
 from ladderize.vllm import environment as vllm_environment
-from ladderize.vllm.bench.served import PLUGIN_ROW, served_models, vllm_config, vllm_rows
+from ladderize.vllm.bench import PLUGIN_ROW, served_models, vllm_config
 from ladderize.vllm.environment import configuration_refusal
 from tests.helpers import ROOT, SHAPE, invoke, one_sentence, save_llama
 
@@ -34,16 +42,13 @@ LAYERS = SHAPE["num_hidden_layers"]
     ("arguments", "words"),
     [
         (["--backend", "gloo"], "--backend has no effect with --engine vllm; LADDERIZE_VLLM_BACKEND"),
-        (["--train"], "--train has no effect with --engine vllm, which does not train"),
+        (["--train"], "--train has no effect with --engine vllm"),
         (["--emulate-tp", "2", "--link", "20,1"], "--emulate-tp has no effect with --engine vllm; LADDERIZE_VLLM"),
-        (["--device", "cpu"], "--device has no effect with --engine vllm, which computes on what it was built for"),
-        (["--compile"], "--compile has no effect with --engine vllm, which compiles by itself"),
+        (["--device", "cpu"], "--device has no effect with --engine vllm"),
         (["--schedule", "domino"], "--schedule has no effect with --engine vllm"),
         (["--no-check"], "--no-check has no effect with --engine vllm, whose tokens are not compared"),
         (["--seq-len", "8"], "--seq-len has no effect with --engine vllm"),
-        (["--baselines", "no-comm"], "--baselines no-comm is not one of plugin, unfused, replicas"),
-        (["--baselines", "plugin,plugin"], "--baselines names plugin twice"),
-        (["--baselines", "replicas", "--tp-size", "3"], "--baselines replicas needs an even number of ranks"),
+        (["--baselines", "no-comm"], "--baselines no-comm is not one of plugin"),
     ],
 )
 def test_what_vllm_has_no_use_for(arguments, words):
@@ -98,7 +103,7 @@ def specs(names=("dense", "ladder", "spd")):
 def test_each_layout_is_a_folder_that_vllm_opens(tmp_path):
     served = served_models(specs(), BenchOptions(tp_size=2, baselines=("plugin",)), tmp_path)
     assert [row.name for row in served] == ["dense", PLUGIN_ROW, "ladder", "spd"]
-    assert [row.baseline for row in served] == [None, "plugin", None, None]
+    assert [row.is_baseline for row in served] == [False, True, False, False]
     configs = [json.loads((row.folder / "config.json").read_text()) for row in served]
     assert [config["architectures"] for config in configs] == [
         ["LlamaForCausalLM"],
@@ -123,29 +128,6 @@ def test_a_checkpoint_is_linked_to_and_not_copied(tmp_path):
         assert weights.resolve() == (source / "model.safetensors").resolve()
         assert not (row.folder / "config.json").is_symlink()
     assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
-
-
-def test_baselines_come_behind_the_first_model_in_the_order_given(tmp_path):
-    served = served_models(specs(), BenchOptions(tp_size=2, baselines=("plugin", "unfused")), tmp_path)
-    assert [one.name for one in served[:3]] == [specs()[0].name, PLUGIN_ROW, "dense, norms not fused"]
-    assert [one.baseline for one in served[:3]] == [None, "plugin", "unfused"]
-    assert served[0].architecture == served[2].architecture != served[1].architecture
-    assert all(one.spec is served[0].spec for one in served[:3])
-
-
-def test_replicas_share_the_ranks_and_the_batch(tmp_path):
-    first, replicas = served_models(specs(("dense",)), BenchOptions(tp_size=2, baselines=("replicas",)), tmp_path)
-    assert (first.replicas, replicas.replicas) == (1, 2)
-    assert [(first.part(batch), replicas.part(batch)) for batch in (1, 2, 5)] == [(1, 1), (2, 1), (5, 3)]
-    assert (replicas.name, replicas.architecture) == ("dense, 2 replicas", first.architecture)
-
-
-def test_replicas_are_of_a_model_that_half_of_the_ranks_can_run(tmp_path):
-    config = {**SHAPE, "model_type": "llama", "num_attention_heads": 24, "num_key_value_heads": 4}
-    config |= {"hidden_size": 96, "head_dim": 4, "intermediate_size": 48}
-    spec = shape_spec(config, layouts()["dense"], name="dense", tp_size=12, dtype="float32")
-    with pytest.raises(LayoutError, match="half of --tp-size, 6 "):
-        served_models([spec], BenchOptions(tp_size=12, baselines=("replicas",)), tmp_path)
 
 
 def test_the_plugin_baseline_is_of_a_dense_model(tmp_path):
@@ -180,52 +162,34 @@ def test_of_vllms_report_on_all_options_the_wrong_one_is_told():
 # ---- rows ----
 
 
-class TimedBefore(Timed):
-    parts = PHASES
-
-    def __init__(self, served, rounds):
-        super().__init__()
-        self.engine = SimpleNamespace(served=served)
-        for seconds in self.seconds.values():
-            seconds += [random.uniform(0.01, 0.02) for _ in range(rounds)]
-
-    def sample(self):
-        raise NotImplementedError
-
-
-def timed_rows(folder, baselines, batch=3, rounds=5):
-    options = BenchOptions(tp_size=2, repeat=rounds, output_len=11, baselines=baselines)
-    figures = {"weight_bytes": 7, "kv_cache_bytes": 7}
-    variants = [
-        TimedVariant(
-            served.name,
-            served.spec,
-            TimedBefore(served, rounds),
-            kind=MODEL_ROW if served.baseline is None else BASELINE_ROW,
-            figures=figures | {"architecture": served.architecture},
+def timed_rows(folder, batch=3, rounds=5):
+    """Rows as an engine makes them, of random times."""
+    options = BenchOptions(tp_size=2, repeat=rounds, output_len=11, baselines=("plugin",))
+    rows, first = [], None
+    for served in served_models(specs(), options, folder):
+        seconds = {phase: [random.uniform(0.01, 0.02) for _ in range(rounds)] for phase in PHASES}
+        first = first or seconds
+        timed = SimpleNamespace(peak_memory_bytes=None, samples_ms=lambda seconds=seconds: seconds)
+        kind = BASELINE_ROW if served.is_baseline else MODEL_ROW
+        rows.append(
+            BenchRow(
+                **Variant(served.name, served.spec, timed).row_figures(2, batch),
+                **inference_figures(seconds, first, options.decode_steps, batch),
+                **{"kind": kind, "checked": False, "emulated": False, "weight_bytes": 7, "kv_cache_bytes": 7},
+                architecture=served.architecture,
+                fused_norm=False,
+            )
         )
-        for served in served_models(specs(), options, folder)
-    ]
-    return variants, options, vllm_rows(variants, options, batch)
-
-
-def test_rows_are_over_the_first_model(tmp_path):
-    variants, _, rows = timed_rows(tmp_path, ("plugin", "replicas"))
-    assert [row.kind for row in rows] == [MODEL_ROW, BASELINE_ROW, BASELINE_ROW, MODEL_ROW, MODEL_ROW]
-    assert [(row.tp_size, row.batch_size) for row in rows] == [(2, 3), (2, 3), (1, 3), (2, 3), (2, 3)]
-    first = variants[0].timed.seconds
-    for row, variant in zip(rows, variants, strict=True):
-        for phase in PHASES:
-            seconds = variant.timed.seconds[phase]
-            assert row.speedup(phase) == pytest.approx(statistics.median(first[phase]) / statistics.median(seconds))
-            assert row.samples_ms[phase] == pytest.approx([1e3 * s for s in seconds])
-        assert row.output_tokens_per_s == pytest.approx(3e3 / row.decode_ms_per_token)
-        assert row.end_to_end_ms == pytest.approx(row.prefill_ms + 10 * row.decode_ms_per_token)
+        median = statistics.median(seconds["decode"])
+        assert rows[-1].speedup("decode")[0] == pytest.approx(statistics.median(first["decode"]) / median)
+        assert rows[-1].output_tokens_per_s == pytest.approx(batch / median)
+        assert rows[-1].end_to_end_ms == pytest.approx(rows[-1].prefill_ms + 10 * rows[-1].decode_ms_per_token)
+    return options, rows
 
 
 def test_the_document_comes_back_and_is_shown(tmp_path, capsys):
     (tmp_path / "work").mkdir()
-    _, options, rows = timed_rows(tmp_path / "work", ("plugin",))
+    options, rows = timed_rows(tmp_path / "work")
     document = BenchDocument(
         engine="vllm",
         complete=True,
@@ -237,7 +201,6 @@ def test_the_document_comes_back_and_is_shown(tmp_path, capsys):
         rows=rows,
         failed={},
         link=None,
-        message_bytes_outside_link_range=[],
         alone_ms={},
     )
     out = tmp_path / "bench.json"

@@ -56,7 +56,7 @@ def test_the_way_through_bench():
     assert sorted(way) == sorted(
         name for name in ran if name == "commands/bench.py" or name.startswith("runtime/bench/")
     )
-    assert len(way) <= 8
+    assert len(way) <= 9
 
 
 def test_the_way_through_adapt(llama, tmp_path):

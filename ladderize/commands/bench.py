@@ -1,9 +1,9 @@
 """``bench``."""
 
-import importlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ladderize
 from ladderize.choices import AS_JSON, EngineName, option
@@ -14,7 +14,6 @@ from ladderize.files.documents import check_writable
 from ladderize.runtime.bench.options import (
     VLLM_OPTIONS,
     BenchOptions,
-    GroupOptions,
     ModelChoice,
     TrainingBenchOptions,
     check_bench_usage,
@@ -40,15 +39,11 @@ class BenchArguments:
     as_json: bool = option(AS_JSON, False)
 
 
-FOR_VLLM = {"engine", "out", "json", "config"} | VLLM_OPTIONS
 INSTEAD_FOR_VLLM = {
     "backend": "; LADDERIZE_VLLM_BACKEND says what carries its messages",
     "emulate_tp": "; LADDERIZE_VLLM_BACKEND=emulated:... stands for ranks that are not there",
     "link": "; LADDERIZE_VLLM_BACKEND=emulated:... stands for ranks that are not there",
-    "device": ", which computes on what it was built for",
-    "compile": ", which compiles by itself",
     "no_check": ", whose tokens are not compared with a reference",
-    "train": ", which does not train",
 }
 INSTEAD_IN_TRAINING = {"schedule": "; give --schedules", "prompt_len": "; give --seq-len"}
 
@@ -75,41 +70,33 @@ def bench(given: GivenOptions) -> None:
     choice, console, out = given.fill(ModelChoice), Console(arguments.as_json), arguments.out
     if out is not None:
         check_writable(out, inputs=[choice.random_weights, arguments.link])
-    options: GroupOptions
+    options: Any = given.fill(TrainingBenchOptions if arguments.train else BenchOptions, device="cpu")
+    check: Any = check_training_usage if arguments.train else check_bench_usage
     if arguments.engine == "vllm":
-        options = given.fill(BenchOptions, device="cpu")
         check_vllm_usage(choice, options)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM binds memory, and torch logs that for each engine
-        with console.stage("loading torch"):
-            start_server(options.tp_size)
-            from ladderize.vllm.bench.bench import bench_vllm
-        bench_vllm(choice, options, out=out, console=console)
-    elif arguments.train:
-        options = given.fill(TrainingBenchOptions, device="cpu")  # the device is known once torch is imported
-        check_training_usage(choice, options, arguments.link)
-        options = given.fill(TrainingBenchOptions, device=start_bench("training.bench", options, given, console))
-        ladderize.bench_training(choice, options, arguments.link, out=out, console=console)
     else:
-        options = given.fill(BenchOptions, device="cpu")
-        check_bench_usage(choice, options, arguments.link)  # before seconds of imports
-        options = given.fill(BenchOptions, device=start_bench("inference", options, given, console))
-        ladderize.bench(choice, options, arguments.link, out=out, console=console)
+        check(choice, options, arguments.link)
+    with console.stage("loading torch"):  # what argv alone decides was said before these seconds
+        start_server(options.tp_size)
+        if arguments.engine == "vllm":
+            from ladderize.vllm.bench import bench_vllm
+        else:
+            timed: Any = ladderize.bench_training if arguments.train else ladderize.bench
+            device = runtime_device(given.params["device"], options.backend, options.threads, options.ranks)
+    if arguments.engine == "vllm":
+        bench_vllm(choice, options, out=out, console=console)
+    else:
+        timed(choice, replace(options, device=device), arguments.link, out=out, console=console)
 
 
 def check_way(given: GivenOptions, arguments: BenchArguments) -> None:
     """Raise UsageError for options that were given and have no effect on inference, on training, or on vLLM."""
     inference, training = names_of(BenchOptions), names_of(TrainingBenchOptions)
     if arguments.engine == "vllm":
-        given.refuse(given.params.keys() - FOR_VLLM - names_of(ModelChoice), "with --engine vllm", INSTEAD_FOR_VLLM)
+        heeded = VLLM_OPTIONS | names_of(ModelChoice) | {"engine", "out", "json", "config"}
+        given.refuse(given.params.keys() - heeded, "with --engine vllm", INSTEAD_FOR_VLLM)
     elif arguments.train:
         given.refuse(inference - training, "with --train", INSTEAD_IN_TRAINING)
     else:
         given.refuse(training - inference, "without --train")
-
-
-def start_bench(module: str, options: GroupOptions, given: GivenOptions, console: Console) -> str:
-    """Import torch and ``module`` of runtime.bench, check the device, and return it. Raises UsageError or UserError."""
-    with console.stage("loading torch"):
-        start_server(options.tp_size)
-        importlib.import_module(f"ladderize.runtime.bench.{module}")
-        return runtime_device(given.params["device"], options.backend, options.threads, options.ranks)

@@ -12,7 +12,7 @@ from ladderize.errors import UserError
 from ladderize.memory import PeakMemory, available_bytes, check_room, peak_bytes
 from ladderize.ranks.environment import Place
 from ladderize.ranks.group import INFERENCE_TIMEOUT, MEETING_TIMEOUT, SAME_WORK_TIMEOUT, TRAINING_TIMEOUT, join_group
-from ladderize.runtime.bench.rounds import ALONE_REPEAT, ALONE_ROUNDS, AloneTimes
+from ladderize.runtime.bench.run import ALONE_REPEAT, ALONE_ROUNDS, AloneTimes
 from ladderize.runtime.collectives.choose import _peers_reachable
 from ladderize.runtime.decode import check_mask
 from tests.simulated_gpu.device import DEVICE, MEMORY_BYTES, SimulatedGpu

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.training.check import outcome_of
-from ladderize.runtime.bench.training.steps import step_opener
+from ladderize.runtime.bench.training_step import outcome_of, step_opener
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.spec import checkpoint_spec
 from ladderize.runtime.training.batch import Batch

@@ -9,15 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladderize.console import SILENT
-from ladderize.files.temporaries import temporary_folder
-from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.launch import run
-from ladderize.runtime.spec import checkpoint_spec
-from ladderize.vllm.bench.bench import prepared_rank
-from ladderize.vllm.bench.served import VllmPlan, served_models
-from tests.helpers import ROOT, clearly_chosen
-from tests.vllm.models import SHAPE, make
+from tests.helpers import ROOT
+from tests.vllm.models import SHAPE
 from tests.warm import PATIENCE
 
 SMALL = {key: SHAPE[key] for key in SHAPE if key != "attention_bias"} | {"model_type": "llama", "num_hidden_layers": 2}
@@ -75,75 +68,10 @@ def test_two_ranks_over_gloo_show_the_overlap(tmp_path):
             assert sum(event.get("name") == "ladderize::start" for event in events) == passes * messages
 
 
-def measured_with_tokens(ranks, plan, console):
-    """In each rank: the document, then of each row what every rank was asked, and answered."""
-    engines, tokens = [], []
-    with prepared_rank(engines):
-        from ladderize.vllm.bench import measure
-
-        measure.start_engines(engines, ranks, plan, console)
-        document = measure.measure_engines(engines, ranks, plan.options, console)
-        for engine in engines:
-            timed = measure.TimedEngine(engine, plan.options, 3)
-            timed.sample()
-            tokens.append(ranks.gather((timed.prompts, [*engine.made.values()])))
-    return document, tokens
-
-
-def test_two_replicas_divide_the_batch_and_answer_as_one_model_does(tmp_path):
-    model = make("dense", tmp_path / "model", num_hidden_layers=2)
-    options = BenchOptions(
-        tp_size=2, baselines=("replicas",), batch_sizes=(1, 3), prompt_len=9, output_len=5, warmup=1, repeat=1
-    )
-    with temporary_folder("vllm") as work:
-        served = served_models([checkpoint_spec(str(tmp_path / "model"), tp_size=2)], options, work)
-        how = {"tp_size": 2, "device": "cpu", "threads": 1}
-        plan = VllmPlan(served, options, os.getpid())
-        document, (together, apart) = run(measured_with_tokens, plan, SILENT, **how)
-    assert [(row.tp_size, row.batch_size) for row in document.rows] == [(2, 1), (1, 1), (2, 3), (1, 3)]
-    assert all(min(samples) > 0 for row in document.rows for samples in row.samples_ms.values())
-    assert together[0] == together[1]
-    prompts, answers = together[0]
-    assert [len(asked) for asked, _ in apart] == [2, 1]
-    for number, (asked, given) in enumerate(apart):
-        assert asked == prompts[number::2]
-        for prompt, one, other in zip(asked, given, answers[number::2], strict=True):
-            assert one == other or not clearly_chosen(model, prompt, other)  # else rounding decides
-    assert len({tuple(answer) for answer in answers}) > 1
-
-
-def test_a_replica_has_its_own_group_and_buffers_while_it_runs():
-    """Those of vLLM's variables that belong to one group, all of them."""
-    from vllm.distributed import parallel_state
-    from vllm.distributed.device_communicators import flashinfer_all_reduce
-
-    from ladderize.vllm.bench.groups import GROUP, MADE_LATER, ReplicaGroup
-
-    held = {name: value for name, value in vars(flashinfer_all_reduce).items() if name.startswith("_fi_ar_")}
-    of_one = {name for name, value in held.items() if value is None or value is False}  # others: by group, a lock
-    assert of_one == {name for _, name in MADE_LATER}
-    replica = ReplicaGroup.__new__(ReplicaGroup)
-    replica.values = {GROUP: "its group", **MADE_LATER}
-    before = parallel_state._TP
-
-    def fails():
-        with replica.entered():
-            assert parallel_state._TP == "its group"
-            flashinfer_all_reduce._fi_ar_workspace = "made for it"
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fails()
-    assert parallel_state._TP is before
-    assert flashinfer_all_reduce._fi_ar_workspace is None
-    with replica.entered():
-        assert flashinfer_all_reduce._fi_ar_workspace == "made for it"
-
-
 def test_vllms_worker_of_cpus_is_imported_by_nobody_but_vllm():
     """Its module replaces torch.cuda's Event, Stream and more for the whole process."""
     script = (
-        "import sys, torch\nevent = torch.cuda.Event\nimport ladderize.vllm.bench.measure\n"
+        "import sys, torch\nevent = torch.cuda.Event\nimport ladderize.vllm.bench_engine\n"
         "assert torch.cuda.Event is event\nassert 'vllm.v1.worker.cpu_worker' not in sys.modules"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -154,7 +82,7 @@ def test_vllms_worker_of_cpus_is_imported_by_nobody_but_vllm():
 def test_the_name_of_vllms_fusion_is_the_installed_one():
     from vllm.config.compilation import PassConfig
 
-    from ladderize.vllm.bench.engine import NORM_FUSION
+    from ladderize.vllm.bench_engine import NORM_FUSION
 
     assert hasattr(PassConfig(), NORM_FUSION)
 
@@ -163,7 +91,6 @@ def test_the_name_of_vllms_fusion_is_the_installed_one():
     ("arguments", "variables", "words"),
     [
         (["--layout", "ladder"], {"LADDERIZE_VLLM_BACKEND": "gloo"}, "gloo has no effect with one rank"),
-        (["--layout", "dense", "--baselines", "unfused"], {}, "vLLM fuses no norms into all-reduces here"),
         (["--layout", "dense,ladder"], {"LADDERIZE_VLLM_BACKEND": "smoke"}, "LADDERIZE_VLLM_BACKEND=smoke is not one"),
     ],
 )

@@ -8,21 +8,21 @@ times of both variants stay together, since a slow moment of the machine hits bo
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ladderize.choices import EngineName
 from ladderize.files.records import Record
 from ladderize.layout import OVERLAPPED
-from ladderize.runtime.bench.options import BenchOptions, GroupOptions
+from ladderize.runtime.bench.options import BenchOptions, GroupOptions, TrainingBenchOptions
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.schedule import ScheduleName
 
 if TYPE_CHECKING:
     from ladderize.ranks.group import Ranks
 
-PHASES = ("prefill", "decode")
+PHASES, PASSES = ("prefill", "decode"), ("forward", "backward")  # the timed parts of inference, and of a training step
 END_TO_END = "end_to_end"  # the prefill and all decode steps
 MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
 PARALLEL, NO_COMM, UNSCHEDULED = "parallel baseline", "no-comm baseline", "sequential baseline"  # their rows
@@ -77,20 +77,14 @@ def environment(group: "Ranks", *, settings: tuple[str, ...] = (), **more: Any) 
     noted = ("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings)
     if group.device.type == "cuda":
         properties, devices = torch.cuda.get_device_properties(group.device), torch.cuda.device_count()
-        peers = devices > 1 and torch.cuda.can_device_access_peer(0, 1)
         more |= {
             "gpus": group.gather(properties.name),
             "gpu_memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "link": "none"
-            if group.size == 1
-            else "not known here"
-            if devices < group.size
-            else "peer to peer"
-            if peers
-            else "through the host",
         }
+        if 1 < group.size <= devices:
+            more["link"] = "peer to peer" if torch.cuda.can_device_access_peer(0, 1) else "through the host"
     return Environment(
         device=group.device.type,
         processor=processor(),
@@ -132,7 +126,7 @@ class PhaseCommunication(Record):
 
 @dataclass(frozen=True)
 class Overlap(Record):
-    """The milliseconds in flight of one traced pass, and those under compute among them.
+    """The milliseconds in flight of some traced passes, and those under compute among them.
 
     proven: True where there is any overlap at all; None where nothing promises any.
     """
@@ -149,8 +143,11 @@ class Overlap(Record):
 class VariantRow(Record):
     """A model at one batch size.
 
+    PARTS: the parts that tables show, each with ``..._ms``, ``speedup_...`` and ``speedup_..._interval``.
     tp_size: ranks, real or emulated.
     """
+
+    PARTS: ClassVar[tuple[str, ...]] = ()
 
     model: str
     layout: str
@@ -171,6 +168,20 @@ class VariantRow(Record):
         """True without a checkpoint: only the times mean something."""
         return self.weights == "random"
 
+    @property
+    def has_overlap(self) -> bool:
+        """True where the layout lets a sum run under compute."""
+        return OVERLAPPED in (*self.attention_sync, *self.mlp_sync)
+
+    def part_ms(self, part: str) -> float:
+        """Return the time of a part: of a pass, or of a whole step."""
+        milliseconds: float = getattr(self, "decode_ms_per_token" if part == "decode" else f"{part}_ms")
+        return milliseconds
+
+    def speedup(self, part: str) -> tuple[float, list[float]]:
+        """Return a part's speed-up over the first row of the batch size, and its interval."""
+        return getattr(self, f"speedup_{part}"), getattr(self, f"speedup_{part}_interval")
+
 
 @dataclass(frozen=True)
 class SpeedRow(VariantRow):
@@ -180,6 +191,8 @@ class SpeedRow(VariantRow):
 
     kind: MODEL_ROW or BASELINE_ROW.
     """
+
+    PARTS: ClassVar = PHASES
 
     kind: str
     kv_cache_bytes: int
@@ -203,23 +216,12 @@ class SpeedRow(VariantRow):
     @property
     def has_overlap(self) -> bool:
         """True where the layout lets a sum run under compute."""
-        return self.is_model and OVERLAPPED in (*self.attention_sync, *self.mlp_sync)
-
-    def total_ms(self, phase: str) -> float:
-        """Return the time of one pass: the prefill, or a decode step."""
-        return self.prefill_ms if phase == "prefill" else self.decode_ms_per_token
-
-    def speedup(self, phase: str) -> float:
-        """Return the speed-up of one pass over the first model's."""
-        return self.speedup_prefill if phase == "prefill" else self.speedup_decode
-
-    def speedup_interval(self, phase: str) -> list[float]:
-        return self.speedup_prefill_interval if phase == "prefill" else self.speedup_decode_interval
+        return self.is_model and super().has_overlap
 
 
 @dataclass(frozen=True)
 class BenchRow(SpeedRow):
-    """A measured row. Samples are of every counted round.
+    """A measured row of inference. Samples are of every counted round.
 
     schedule: the schedule of the prefill.
     communication, no_communication_samples_ms: by phase; None in the row of the no-comm baseline, and in vLLM.
@@ -241,47 +243,53 @@ class BenchRow(SpeedRow):
     architecture: str | None = None
     fused_norm: bool | None = None
 
-    def overlaps(self, phase: str) -> bool:
+    def overlaps(self, part: str) -> bool:
         """Return True if the layout or, in the prefill, the schedule lets a sum run under compute."""
-        return self.has_overlap or (self.is_model and phase == "prefill" and self.schedule == "domino")
-
-
-# ---- documents ----
+        return self.has_overlap or (self.is_model and part == "prefill" and self.schedule == "domino")
 
 
 @dataclass(frozen=True)
-class TimedDocument(Record):
-    """The fields that the documents of all benchmarks share.
+class TrainingRow(VariantRow):
+    """A measured row of training: a forward and a backward pass over the whole batch, without the optimizer.
 
-    complete: False until all is done, and for good where the rest failed.
-    backend: the backend of the all-reduces.
-    emulated: True where all-reduces are delays.
-    link: the link of an emulated group.
-    alone_ms: time of each collective with nothing beside it, by name and size.
-    failed: the reason why a variant has no row, by its name.
+    bound_ms: the step of the same model without communication, by the schedule that is fastest then.
+    bound_share: bound_ms / step_ms.
     """
 
-    complete: bool
-    emulated: bool
-    options: GroupOptions
-    backend: str
-    environment: Environment
-    link: Link | None
-    message_bytes_outside_link_range: list[int]
-    alone_ms: dict[str, float]
-    rows: Sequence[VariantRow]
-    failed: dict[str, str]
+    PARTS: ClassVar = ("step", *PASSES)
+    LEFT_OUT: ClassVar = ("overlap",)
 
-    @property
-    def disproved(self) -> list[str]:
-        """The names of the passes in whose trace nothing overlapped, although it should."""
-        return []
+    schedule: ScheduleName
+    seq_len: int
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    tokens_per_s: float
+    no_communication_ms: float
+    bound_ms: float
+    bound_share: float
+    speedup_step: float
+    speedup_forward: float
+    speedup_backward: float
+    speedup_step_interval: list[float]
+    speedup_forward_interval: list[float]
+    speedup_backward_interval: list[float]
+    communication: dict[str, PhaseCommunication]
+    samples_ms: dict[str, list[float]]
+    no_communication_samples_ms: dict[str, list[float]]
+    overlap: dict[str, Overlap] | None = None
 
-    def has_interval(self, row: VariantRow) -> bool:
-        """Return True if a row has an interval: there are enough rounds, and the row is not the first of its batch
-        size."""
-        first = next(one for one in self.rows if one.batch_size == row.batch_size)
-        return self.options.repeat >= LEAST_ROUNDS and row is not first
+    def overlaps(self, part: str) -> bool:
+        """Return True if a sum may run under compute: in a backward pass always, under weights' gradients."""
+        return part == "backward" or self.has_overlap or self.schedule == "domino"
+
+
+def variant_name(model: str, schedule: str) -> str:
+    """Return the words for a model that runs by a schedule."""
+    return model if schedule == "sequential" else f"{model} by the schedule {schedule}"
+
+
+# ---- documents ----
 
 
 @dataclass(frozen=True)
@@ -305,10 +313,67 @@ class ReferenceAgreement(Record):
 
 
 @dataclass(frozen=True)
+class GradientAgreement(Record):
+    """The relative differences of a variant's loss and gradients from those of its model's sequential schedule, whose
+    sums block.
+
+    gradient_norm: of all gradients of all ranks together, of this variant.
+    gradient_difference: of the worst tensor.
+    tolerance: of that tensor.
+    """
+
+    loss: float
+    gradient_norm: float
+    loss_difference: float
+    gradient_difference: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class TimedDocument(Record):
+    """The fields that the documents of all benchmarks share.
+
+    complete: False until all is done, and for good where the rest failed.
+    backend: the backend of the all-reduces.
+    emulated: True where all-reduces are delays.
+    link: the link of an emulated group.
+    alone_ms: time of each collective with nothing beside it, by name and size.
+    failed: the reason why a variant has no row, by its name.
+    checks: of the variants that passed, by name.
+    """
+
+    complete: bool
+    emulated: bool
+    options: GroupOptions
+    backend: str
+    environment: Environment
+    link: Link | None
+    alone_ms: dict[str, float]
+    rows: Sequence[Any]
+    failed: dict[str, str]
+    checks: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def disproved(self) -> list[str]:
+        """The names of the passes in whose trace nothing overlapped, although it should."""
+        return [
+            f"{variant_name(row.model, row.schedule)} ({part})"
+            for row in self.rows
+            for part, overlap in (row.overlap or {}).items()
+            if overlap.proven is False
+        ]
+
+    def has_interval(self, row: VariantRow) -> bool:
+        """Return True if a row has an interval: there are enough rounds, and the row is not the first of its batch
+        size."""
+        first = next(one for one in self.rows if one.batch_size == row.batch_size)
+        return self.options.repeat >= LEAST_ROUNDS and row is not first
+
+
+@dataclass(frozen=True)
 class BenchDocument(TimedDocument):
     """The document bench.json of inference, on ladderize's runtime or in vLLM.
 
-    checks: by name of a checkpoint that passed the reference check.
     engine: ``vllm``, or None for ladderize's runtime.
     messages: the backend of messages in flight in vLLM; None where no row is in the plugin's class.
     """
@@ -321,15 +386,18 @@ class BenchDocument(TimedDocument):
     engine: EngineName | None = None
     messages: str | None = None
 
-    @property
-    def disproved(self) -> list[str]:
-        """The passes that should overlap, and in whose trace nothing did."""
-        return [
-            f"{row.model} ({phase})"
-            for row in self.rows
-            for phase, overlap in (row.overlap or {}).items()
-            if overlap.proven is False
-        ]
+
+@dataclass(frozen=True)
+class TrainingBenchDocument(TimedDocument):
+    """The document of ``bench --train``.
+
+    checked: True if gradients were compared before anything was timed.
+    """
+
+    options: TrainingBenchOptions
+    rows: list[TrainingRow]
+    checks: dict[str, GradientAgreement] = field(default_factory=dict)
+    checked: bool = True
 
 
 # ---- figures ----
@@ -337,46 +405,56 @@ class BenchDocument(TimedDocument):
 Seconds = Mapping[str, Sequence[float]]  # of each counted round, by part
 
 
+def timed_figures(seconds: Seconds, first: Seconds, passes: Mapping[str, int], total: str) -> dict[str, Any]:
+    """Return the times of each part and of the total, and their speed-ups over ``first``, as fields of a row.
+
+    passes: the number of passes of each part that the total has.
+    total: its name.
+    """
+
+    def with_total(times: Sequence[Any]) -> dict[str, Any]:
+        by_part = dict(zip(passes, times, strict=True))
+        return by_part | {total: sum(count * by_part[part] for part, count in passes.items())}
+
+    series = [rounds[part] for rounds in (first, seconds) for part in passes]
+    medians, drawn, count = [statistics.median(one) for one in series], _drawn_medians(*series), len(passes)
+    reference, own = with_total(medians[:count]), with_total(medians[count:])
+    before, after = with_total(drawn[:count]), with_total(drawn[count:])  # in each resample
+    return {
+        **{f"{name}_ms": 1e3 * value for name, value in own.items()},
+        **{f"speedup_{name}": reference[name] / own[name] for name in own},
+        **{f"speedup_{name}_interval": _interval(before[name] / after[name]) for name in own},
+    }
+
+
 def inference_figures(seconds: Seconds, first: Seconds, decode_steps: int, batch: int) -> dict[str, Any]:
     """Return the times, rates and speed-ups of a ``SpeedRow``.
 
     first: the samples that speed-ups are over.
     """
-
-    def times(prefill: Any, decode: Any) -> dict[str, Any]:
-        return {"prefill": prefill, "decode": decode, END_TO_END: prefill + decode_steps * decode}
-
-    series = [rounds[phase] for rounds in (first, seconds) for phase in PHASES]
-    medians, drawn = [statistics.median(one) for one in series], _drawn_medians(*series)
-    reference, own = times(*medians[:2]), times(*medians[2:])
-    before, after = times(*drawn[:2]), times(*drawn[2:])  # in each resample
-    return {
-        "prefill_ms": 1e3 * own["prefill"],
-        "decode_ms_per_token": 1e3 * own["decode"],
-        "output_tokens_per_s": batch / own["decode"],
-        "tokens_per_s_per_user": 1 / own["decode"],
-        "end_to_end_ms": 1e3 * own[END_TO_END],
-        **{f"speedup_{name}": reference[name] / own[name] for name in own},
-        **{f"speedup_{name}_interval": percentiles(before[name] / after[name]) for name in own},
-    }
+    figures = timed_figures(seconds, first, {"prefill": 1, "decode": decode_steps}, END_TO_END)
+    step = figures.pop("decode_ms")
+    rates = {"output_tokens_per_s": 1e3 * batch / step, "tokens_per_s_per_user": 1e3 / step}
+    return {**figures, "decode_ms_per_token": step, **rates}
 
 
 def speedup_interval(reference: Sequence[float], times: Sequence[float]) -> list[float]:
     """Return the interval [low, high] of median(reference) / median(times); both have one time for each round."""
     before, after = _drawn_medians(reference, times)
-    return percentiles(before / after)
+    return _interval(before / after)
 
 
 def difference_interval(times: Sequence[float], less: Sequence[float]) -> list[float]:
     """Return the interval [low, high] of median(times) - median(less), in their unit."""
     more, fewer = _drawn_medians(times, less)
-    return percentiles(more - fewer)
+    return _interval(more - fewer)
 
 
-def percentiles(values: Iterable[float], points: tuple[float, float] = (2.5, 97.5)) -> list[float]:
+def _interval(values: Any) -> list[float]:
+    """Return the interval [low, high] that holds 95 % of the values."""
     import numpy as np
 
-    return [float(value) for value in np.percentile(np.asarray(values), points)]
+    return [float(value) for value in np.percentile(values, (2.5, 97.5))]
 
 
 def _drawn_medians(*series: Sequence[float]) -> Any:

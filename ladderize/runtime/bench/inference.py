@@ -1,22 +1,20 @@
-"""``ladderize bench`` of inference: a sample is the prefill of a batch of prompts and the decoding after it.
+"""``ladderize bench`` of inference: a run is the prefill of a batch of prompts and the decoding after it.
 
 Two regimes, never mixed: prefill is bound by compute and sends long messages; decoding is bound by memory bandwidth and
 sends short ones, whose latency counts.
 """
 
 import functools
-import time
 from collections.abc import Generator as Walk
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ladderize.console import SILENT, Console
-from ladderize.errors import UserError
 from ladderize.layout import OVERLAPPED
 from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks
@@ -29,44 +27,32 @@ from ladderize.runtime.bench.document import (
     UNSCHEDULED,
     BenchDocument,
     BenchRow,
-    Overlap,
-    ReferenceAgreement,
+    VariantRow,
     inference_figures,
+    variant_name,
 )
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
-from ladderize.runtime.bench.plan import (
-    BenchPlan,
-    check_bench_memory,
+from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, needed_bytes, plan_bench
+from ladderize.runtime.bench.reference_check import check_models, checked_specs
+from ladderize.runtime.bench.report import check_sound, run_and_show
+from ladderize.runtime.bench.rounds import (
+    Message,
+    Timed,
+    Variant,
     expected_messages,
-    needed_bytes,
-    plan_bench,
+    record_messages,
     sent_sums,
 )
-from ladderize.runtime.bench.reference_check import check_models, checked_specs
-from ladderize.runtime.bench.report import check_sound, run_and_show, show_bench
-from ladderize.runtime.bench.rounds import (
-    BenchRun,
-    Timed,
-    TimedVariant,
-    both,
-    sending_over,
-    synchronize,
-    take_messages,
-    time_rounds,
-)
-from ladderize.runtime.bench.trace import trace
+from ladderize.runtime.bench.run import RuntimeRun
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum
-from ladderize.runtime.collectives.observed import Recording, Traced
 from ladderize.runtime.cpu_operations import choose_operations
 from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL
-from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
+from ladderize.runtime.spec import WeightCache, open_generator
 from ladderize.runtime.step import Step
-
-TRACED_STEPS = 4
 
 
 def bench(
@@ -87,7 +73,7 @@ def bench(
     """
     check_device(options.device)
     plan = plan_bench(choice, options, link)
-    document = run_and_show(measure_inference, plan, options.device, out, console, show_bench)
+    document: BenchDocument = run_and_show(measure_inference, plan, options.device, out, console)
     domino = options.schedule != "sequential"
     check_sound(document, f"--schedule {options.schedule}" if domino else "the layout")
     return document
@@ -106,45 +92,101 @@ def measure_inference(group: Ranks, plan: BenchPlan[BenchOptions], console: Cons
     operations = choose_operations(group, plan.specs[0].torch_dtype, compile=options.compile)
     if operations.note:
         console.warn(operations.note)
-    run = BenchRun.open(group, plan, console, operations.name)
-    loaded = _weight_cache(run, replicate_vocab=options.replicate_vocab)
-    collectives, weights = run.collectives, loaded
-    if options.emulate_tp is not None:  # emulated sums are not sums: the whole model is checked on one rank
-        collectives, weights = Collectives(), _weight_cache(run, replicate_vocab=False)
-    checks, failed = check_models(checked_specs(plan.specs, options), options, collectives, weights, group, console)
-    del weights
-    specs = [spec for spec in plan.specs if spec.name not in failed]
-    if not specs:
-        raise UserError(f"{next(iter(failed.values()))}, so nothing was timed")
-    # baselines are of the first model that was named: where that is not timed, there are none
-    baselines = options.baselines if specs[0] is plan.specs[0] else ()
-    rows: list[BenchRow] = []
-
-    def document(*, complete: bool) -> BenchDocument:
-        return BenchDocument(complete=complete, rows=list(rows), failed=failed, checks=checks, **run.document_figures())
-
-    for batch in options.batch_sizes:
-        variants = _open_variants(run, specs, baselines, loaded, batch)
-        time_rounds(group, both(variants), options, console, f"timing, batch {batch}")
-        done = len(rows)
-        with console.stage("timing the communication alone"):
-            rows += _rows(run, variants, baselines, checks, batch)
-        group.report(document(complete=False))
-        if options.profile is not None:
-            with console.stage(f"profiling, traces in {options.profile}"):
-                for number, variant in enumerate(variants):
-                    group.barrier()
-                    path = variant.trace_path(options.profile, number, batch, group.rank)
-                    variant.overlap = _trace(run, variant, path)
-            rows[done:] = _rows(run, variants, baselines, checks, batch)
-            group.report(document(complete=False))
+    run = InferenceRun(group, plan, console, operations.name)
+    run.check()
+    document: BenchDocument = run.measure()
     run.collectives.close()
-    return document(complete=True)
+    return document
 
 
-def _weight_cache(run: BenchRun[BenchOptions], *, replicate_vocab: bool) -> WeightCache:
-    options, columns = run.options, run.options.prefill_schedule.columns
-    return WeightCache(run.group.device, pack=not options.compile, replicate_vocab=replicate_vocab, columns=columns)
+class InferenceRun(RuntimeRun[BenchOptions]):
+    """A run of prefills and decode steps.
+
+    specs: the models that are timed.
+    baselines: of the first model that was named: where that is not timed, there are none.
+    """
+
+    document_class = BenchDocument
+
+    def __init__(
+        self, group: Ranks, plan: BenchPlan[BenchOptions], console: Console, operations: str | None = None
+    ) -> None:
+        super().__init__(group, plan, console, operations)
+        self.specs, self.baselines = plan.specs, self.options.baselines
+        self.weights = self.weight_cache(replicate_vocab=self.options.replicate_vocab)
+
+    def weight_cache(self, *, replicate_vocab: bool) -> WeightCache:
+        """Return an empty cache of weights."""
+        options, columns = self.options, self.options.prefill_schedule.columns
+        return WeightCache(
+            self.group.device, pack=not options.compile, replicate_vocab=replicate_vocab, columns=columns
+        )
+
+    def check(self) -> None:
+        """Compare checkpoints with transformers, and leave those that fail out. All ranks call it."""
+        collectives, weights = self.collectives, self.weights
+        if self.options.emulate_tp is not None:  # emulated sums are not sums: the whole model is checked on one rank
+            collectives, weights = Collectives(), self.weight_cache(replicate_vocab=False)
+        checked = checked_specs(self.specs, self.options)
+        self.checks, self.failed = check_models(checked, self.options, collectives, weights, self.group, self.console)
+        if self.specs[0].name in self.failed:
+            self.baselines = ()
+        self.specs = [spec for spec in self.specs if spec.name not in self.failed]
+
+    def open_variants(self, batch: int) -> list[Variant]:
+        """Open the models, then the baselines of the first.
+
+        Models of one shape share a cache, since only one runs at a time. Raises UserError if one sends other messages
+        than its layout asks for.
+        """
+        options, columns = self.options, self.options.prompt_len + self.options.output_len
+        planned = [(spec.name, spec, MODEL_ROW) for spec in self.specs]
+        for baseline, name in (("parallel", PARALLEL), ("sequential", UNSCHEDULED)):
+            if baseline in self.baselines:
+                planned.append((name, self.specs[0], BASELINE_ROW))
+        variants: list[Variant] = []
+        cache: KVCache | None = None
+        with self.console.stage("loading weights"):
+            for name, spec, kind in planned:
+                timed: list[TimedGenerator] = []
+                for collectives in (self.collectives, self.silence):
+                    model_class = ParallelLlama if name == PARALLEL else TPLlama
+                    how: dict[str, Any] = {"compile": options.compile, "model_class": model_class, "cache": cache}
+                    generator = open_generator(spec, collectives, self.weights, self.group, batch, columns, **how)
+                    cache = generator.cache
+                    generator.schedule = options.prefill_schedule if kind == MODEL_ROW else SEQUENTIAL
+                    timed.append(TimedGenerator(generator, options, batch))
+                overlapping = set(PHASES) if spec.layout.count(OVERLAPPED) else set()
+                overlapping |= {"prefill"} if options.prefill_schedule.is_domino else set()
+                promised = overlapping if kind == MODEL_ROW else set()
+                silent, schedule = timed[1], generator.schedule.name
+                variants.append(Variant(name, spec, timed[0], silent, kind, schedule, promised))
+        for variant in variants:
+            variant.messages = _messages(variant)
+        return variants
+
+    def rows_of(self, variants: Sequence[Variant], batch: int) -> list[VariantRow]:
+        options, first = self.options, variants[0]
+        speed = functools.partial(inference_figures, decode_steps=options.decode_steps, batch=batch)
+        rows: list[VariantRow] = []
+        for variant in variants:
+            generator = variant.timed.generator
+            figures: dict[str, Any] = {
+                **variant.row_figures(options.ranks, batch),
+                "kind": variant.kind,
+                "checked": variant.name in self.checks,
+                "emulated": self.link is not None,
+                "weight_bytes": generator.model.weights.nbytes,
+                "kv_cache_bytes": generator.cache.nbytes,
+            }
+            sent = {phase: self.communication(variant, phase) for phase in PHASES}
+            silent = variant.silent.samples_ms()
+            measured = speed(variant.timed.seconds, first.timed.seconds)
+            rows.append(BenchRow(**figures, **measured, communication=sent, no_communication_samples_ms=silent))
+            if variant is first and "no-comm" in self.baselines:
+                figures |= {"model": NO_COMM, "kind": BASELINE_ROW, "overlap": None, "samples_ms": silent}
+                rows.append(BenchRow(**figures, **speed(variant.silent.seconds, first.timed.seconds)))
+        return rows
 
 
 # ---- the timed models ----
@@ -181,133 +223,40 @@ def random_prompts(vocab: int, batch: int, prompt_len: int, seed: int) -> list[l
 
 
 class TimedGenerator(Timed):
-    """The timing of a prefill of random prompts and of decode steps, of one token of each row."""
+    """A prefill of random prompts, and decode steps of one token of each row."""
 
     parts = PHASES
 
     def __init__(self, generator: Generator, options: BenchOptions, batch: int) -> None:
-        super().__init__()
-        self.generator, self.decode_steps = generator, options.decode_steps
+        super().__init__(generator.device)
+        self.generator, self.model, self.decode_steps = generator, generator.model, options.decode_steps
         self.prompts = random_prompts(generator.model.shape.vocab, batch, options.prompt_len, options.seed)
         self.draws = torch.zeros(batch, options.decode_steps, device=generator.device)
         self.own_bytes = generator.model.weights.resident_bytes + generator.cache.nbytes
 
-    def sample(self) -> tuple[float, float]:
-        generator, device = self.generator, self.generator.device
-        generator.prepare(len(self.prompts[0]), self.decode_steps)
-        synchronize(device)
-        begin = time.perf_counter()
+    def prepare(self) -> None:
+        self.generator.prepare(len(self.prompts[0]), self.decode_steps)
+
+    def run(self, passes: int | None = None) -> Iterator[int]:
+        generator, steps = self.generator, min(self.decode_steps, passes or self.decode_steps)
+        if passes is not None:  # on the same cache, without CUDA graphs
+            generator = Generator(generator.model, generator.rope, generator.cache, schedule=generator.schedule)
         tokens = sample(generator.prefill(self.prompts), Sampling(), self.draws[:, 0])
-        synchronize(device)
-        middle = time.perf_counter()
-        generator.decode_n_tokens(tokens, self.draws, Sampling())
-        synchronize(device)
-        return middle - begin, (time.perf_counter() - middle) / self.decode_steps
-
-    def eager(self) -> Generator:
-        """Return the generator on the same cache, without CUDA graphs."""
-        generator = self.generator
-        return Generator(generator.model, generator.rope, generator.cache, schedule=generator.schedule)
+        yield 1
+        generator.decode_n_tokens(tokens, self.draws[:, :steps], Sampling())
+        yield steps
 
 
-def _open_variants(
-    run: BenchRun[BenchOptions], specs: Sequence[ModelSpec], baselines: Sequence[str], weights: WeightCache, batch: int
-) -> list[TimedVariant]:
-    """Open the models, then the baselines of the first.
-
-    Models of one shape share a cache, since only one runs at a time. Raises UserError if one sends other messages than
-    its layout asks for.
-    """
-    options, columns = run.options, run.options.prompt_len + run.options.output_len
-    planned = [(spec.name, spec, MODEL_ROW) for spec in specs]
-    for baseline, name in (("parallel", PARALLEL), ("sequential", UNSCHEDULED)):
-        if baseline in baselines:
-            planned.append((name, specs[0], BASELINE_ROW))
-    variants: list[TimedVariant] = []
-    cache: KVCache | None = None
-    with run.console.stage("loading weights" if specs[0].folder is not None else "making random weights"):
-        for name, spec, kind in planned:
-            timed: list[TimedGenerator] = []
-            for collectives in (run.collectives, run.silence):
-                model_class = ParallelLlama if name == PARALLEL else TPLlama
-                how: dict[str, Any] = {"compile": options.compile, "model_class": model_class, "cache": cache}
-                generator = open_generator(spec, collectives, weights, run.group, batch, columns, **how)
-                cache = generator.cache
-                generator.schedule = SEQUENTIAL if name == UNSCHEDULED else options.prefill_schedule
-                timed.append(TimedGenerator(generator, options, batch))
-            overlapping = set(PHASES) if spec.layout.count(OVERLAPPED) else set()
-            overlapping |= {"prefill"} if options.prefill_schedule.is_domino else set()
-            promised = overlapping if kind == MODEL_ROW else set()
-            variants.append(TimedVariant(name, spec, timed[0], timed[1], kind, promised))
-    for variant in variants:
-        _record_messages(variant, run.collectives)
-    return variants
-
-
-def _record_messages(variant: TimedVariant, collectives: Collectives) -> None:
-    """Run a prefill and a decode step, and keep their messages in ``variant``. Raises UserError for unexpected ones."""
-    prompts, generator = variant.timed.prompts, variant.timed.eager()
-    model, rows, schedule = generator.model, len(prompts), generator.schedule
+def _messages(variant: Variant) -> dict[str, list[Message]]:
+    """Return the messages of a prefill and of a decode step. Raises UserError for unexpected ones."""
+    timed, itemsize = variant.timed, variant.spec.torch_dtype.itemsize
+    model, rows, tokens, schedule = timed.model, len(timed.prompts), len(timed.prompts[0]), timed.generator.schedule
     sums = model.shape.layers if isinstance(model, ParallelLlama) else sent_sums(model.layout)
-    expected = functools.partial(expected_messages, model.shape, sums, variant.spec.torch_dtype.itemsize)
-    shared = not model.shape.replicate_vocab
-    with sending_over(model, Recording(collectives, time.perf_counter)) as recording:
-        tokens = generator.prefill(prompts).argmax(-1)
-        due, parts = expected(schedule, rows, len(prompts[0])), schedule.parts(rows, len(prompts[0]))
-        prefill = take_messages(f"{variant.name}: a prefill", recording, due, parts * shared)
-        generator.decode_one_token(tokens)
-        due = expected(SEQUENTIAL, rows, 1)
-        decode = take_messages(f"{variant.name}: a decode step", recording, due, int(shared))
-    variant.messages = {"prefill": prefill, "decode": decode}
-
-
-def _rows(
-    run: BenchRun[BenchOptions],
-    variants: Sequence[TimedVariant],
-    baselines: Sequence[str],
-    checks: dict[str, ReferenceAgreement],
-    batch: int,
-) -> list[BenchRow]:
-    options = run.options
-    first, rows = variants[0], []
-    for variant in variants:
-        generator = variant.timed.generator
-        figures: dict[str, Any] = {
-            **variant.row_figures(options.ranks, batch),
-            "kind": variant.kind,
-            "schedule": generator.schedule.name,
-            "checked": variant.name in checks,
-            "emulated": options.emulate_tp is not None,
-            "weight_bytes": generator.model.weights.nbytes,
-            "kv_cache_bytes": generator.cache.nbytes,
-        }
-        speed = functools.partial(inference_figures, decode_steps=options.decode_steps, batch=batch)
-        rows.append(
-            BenchRow(
-                **figures,
-                **speed(variant.timed.seconds, first.timed.seconds),
-                communication={phase: run.communication(variant, phase) for phase in PHASES},
-                no_communication_samples_ms=variant.silent.samples_ms(),
-            )
-        )
-        if variant is first and "no-comm" in baselines:
-            figures |= {"model": NO_COMM, "kind": BASELINE_ROW, "overlap": None}
-            figures["samples_ms"] = variant.silent.samples_ms()
-            rows.append(BenchRow(**figures, **speed(variant.silent.seconds, first.timed.seconds)))
-    return rows
-
-
-def _trace(run: BenchRun[BenchOptions], variant: TimedVariant, path: Path) -> dict[str, Overlap]:
-    prompts, generator, device = variant.timed.prompts, variant.timed.eager(), run.group.device
-
-    def steps() -> None:
-        with record_function("prefill"):
-            tokens = generator.prefill(prompts).argmax(-1)
-            synchronize(device)
-        with record_function("decode"):
-            for _ in range(min(TRACED_STEPS, run.options.decode_steps)):
-                tokens = generator.decode_one_token(tokens).argmax(-1)
-            synchronize(device)
-
-    with sending_over(generator.model, Traced(run.collectives)) as traced:
-        return run.judged(trace(steps, PHASES, path, device, traced, run.alone_seconds), variant)
+    shared = int(not model.shape.replicate_vocab)
+    prefill = expected_messages(model.shape, sums, itemsize, schedule, rows, tokens)
+    decode = expected_messages(model.shape, sums, itemsize, SEQUENTIAL, rows, 1)
+    expected = {
+        "prefill": replace(prefill, vocabulary=shared * schedule.parts(rows, tokens)),
+        "decode": replace(decode, vocabulary=shared),
+    }
+    return record_messages(timed, variant_name(variant.name, variant.schedule), expected)

@@ -20,8 +20,8 @@ from ladderize.choices import (
     Dtype,
     Option,
     argument,
-    check_choices,
     check_options,
+    distinct_names,
     flag,
     option,
     split_names,
@@ -34,9 +34,7 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule, ScheduleName
 
 LAYOUT_NAMES = {"dense": (), "ladder": ("ladder",), "spd": ("spd",), "spd+ladder": ("spd", "ladder")}
 BASELINES = ("parallel", "no-comm", "sequential")
-# with --engine vllm, of the first model, which is dense: in the class that runs layouts; in vLLM's own class without
-# norms fused into the all-reduces before them; and in that class twice at once, on half of the ranks each
-PLUGIN, UNFUSED, REPLICAS = VLLM_BASELINES = ("plugin", "unfused", "replicas")
+PLUGIN = "plugin"  # with --engine vllm: the dense model in the class that runs layouts
 
 
 def parse_counts(text: str, option: str = "--batch-size") -> tuple[int, ...]:
@@ -74,15 +72,14 @@ class ModelChoice:
         metavar="A,B",
         shown=",".join(LAYOUT_NAMES),
     )
-    num_layers: int | None = option("With --random-weights: number of layers.", min=1, shown="the config's")
+    num_layers: int | None = option(
+        "With --random-weights: number of layers.", min=1, max=MOST_LAYERS, shown="the config's"
+    )
     sync_tp_size: int | None = option("With --random-weights: virtual ranks of spd.", min=1, shown="as many as ranks")
     dtype: Dtype = option(
         "float32, bfloat16, float16, or auto: as stored, bfloat16 for random weights.", "auto", metavar="DTYPE"
     )
     revision: str | None = option(REVISION)
-
-    def __post_init__(self) -> None:
-        check_choices(self)
 
 
 @dataclass(frozen=True)
@@ -119,9 +116,6 @@ class GroupOptions(Record):
         "Domino: parts in which a sub-module's sum is computed and sent.", min=1, shown=str(Schedule.columns)
     )
 
-    def __post_init__(self) -> None:
-        check_choices(self)
-
     @property
     def ranks(self) -> int:
         """The number of ranks that the model is split over, real or emulated."""
@@ -148,11 +142,10 @@ class BenchOptions(GroupOptions):
     output_len: int = option(OUTPUT_LEN, 33)
     baselines: tuple[str, ...] = option(
         "Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none), sequential (with"
-        " --schedule domino); with --engine vllm: plugin (in the class that runs layouts), unfused (norms not fused"
-        " into all-reduces), replicas (two of half the ranks).",
+        " --schedule domino); with --engine vllm: plugin (in the class that runs layouts).",
         (),
         metavar="A,B",
-        parse=split_names,
+        parse=distinct_names,
     )
     replicate_vocab: bool = option(REPLICATE_VOCAB, False)
     compile: bool = option(COMPILE, False)
@@ -177,21 +170,9 @@ VLLM_OPTIONS = {"tp_size", "batch_size", "warmup", "repeat", "profile", "threads
                 "baselines"}  # fmt: skip
 
 
-def parse_schedules(text: str) -> tuple[str, ...]:
-    """Read ``sequential,domino``; return them in this order, however they are named."""
-    known = get_args(ScheduleName)
-    names = [name.strip() for name in text.split(",")]
-    if not set(names) <= set(known):
-        raise UsageError(f"--schedules {text!r} is not a comma-separated list of {', '.join(known)}")
-    return tuple(name for name in known if name in names)
-
-
 @dataclass(frozen=True)
 class TrainingBenchOptions(GroupOptions):
-    """The options for timing training steps: ``options`` of its document.
-
-    Each schedule is timed with each model. The first schedule with the first model is the reference.
-    """
+    """The options for timing training steps: ``options`` of its document. Each model is timed by each schedule."""
 
     batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (2,))  # rows of a step
     seq_len: int = option("With --train: tokens per row.", 128, min=2)
@@ -200,12 +181,13 @@ class TrainingBenchOptions(GroupOptions):
         ("sequential", "domino"),
         metavar="A,B",
         shown="both",
-        parse=parse_schedules,
+        parse=distinct_names,
     )
 
     @property
     def timed_schedules(self) -> list[Schedule]:
-        return [self.scheduled(name) for name in self.schedules]
+        """The schedules to time."""
+        return [self.scheduled(name) for name in get_args(ScheduleName) if name in self.schedules]
 
 
 def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | None) -> None:
@@ -213,23 +195,15 @@ def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | No
 
     link: of ``--link``.
     """
-    _check_group_usage(choice, options, link, (options.schedule,), "--schedule")
+    _check_usage(choice, options)
     _check_baselines(options, BASELINES)
-    if "parallel" in options.baselines and options.schedule != "sequential":
-        raise UsageError(f"--baselines parallel runs sequentially; leave it out, or --schedule {options.schedule}")
-    if "sequential" in options.baselines and options.schedule == "sequential":
-        raise UsageError("--baselines sequential has no effect without --schedule domino: every model is timed so")
+    _check_communication(options, link, (options.schedule,), "--schedule")
 
 
 def check_vllm_usage(choice: ModelChoice, options: BenchOptions) -> None:
     """Raise UsageError for arguments of ``--engine vllm`` that do not go together."""
-    _check_models_usage(choice, options)
-    _check_baselines(options, VLLM_BASELINES)
-    if REPLICAS in options.baselines and options.tp_size % 2:
-        raise UsageError(
-            f"--baselines {REPLICAS} needs an even number of ranks, half for each of two, and --tp-size is"
-            f" {options.tp_size}"
-        )
+    _check_usage(choice, options)
+    _check_baselines(options, (PLUGIN,))
 
 
 def check_training_usage(choice: ModelChoice, options: TrainingBenchOptions, link: str | None) -> None:
@@ -237,24 +211,21 @@ def check_training_usage(choice: ModelChoice, options: TrainingBenchOptions, lin
     if choice.dtype == "float16":
         raise UsageError("--dtype float16 has too small a range for training; use bfloat16 or float32")
     if not options.schedules or set(options.schedules) - set(get_args(ScheduleName)):
-        raise UsageError(f"--schedules {options.schedules} must name {' or '.join(get_args(ScheduleName))}")
-    _check_group_usage(choice, options, link, options.schedules, "--schedules")
+        raise UsageError(f"--schedules {','.join(options.schedules)} must name {' or '.join(get_args(ScheduleName))}")
+    _check_usage(choice, options)
+    _check_communication(options, link, options.schedules, "--schedules")
 
 
-def _check_models_usage(choice: ModelChoice, options: GroupOptions) -> None:
-    """Raise UsageError for models that do not go together, and for numbers out of range.
-
-    The command line checks most of them by itself; from Python anything can come.
-    """
+def _check_usage(choice: ModelChoice, options: GroupOptions) -> None:
+    """Raise UsageError for models that do not go together, and for numbers out of range, which Python may give."""
     if bool(choice.models) == (choice.random_weights is not None):
         raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
     for name in ("layout", "num_layers", "sync_tp_size"):
         if choice.models and getattr(choice, name) is not None:
             raise UsageError(f"{flag(name)} goes with --random-weights; a checkpoint has its own layout and layers")
-    if choice.num_layers is not None and not 1 <= choice.num_layers <= MOST_LAYERS:
-        raise UsageError(f"--num-layers {choice.num_layers} is not from 1 to {MOST_LAYERS:,}")
     if len(set(choice.models)) < len(choice.models):
         raise UsageError("a model is named twice; every variant is timed once")
+    check_options(choice)
     check_options(options)
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         raise UsageError(f"--batch-size {options.batch_sizes} must name positive integers")
@@ -264,31 +235,20 @@ def _check_baselines(options: BenchOptions, known: Sequence[str]) -> None:
     for name in options.baselines:
         if name not in known:
             raise UsageError(f"--baselines {name} is not one of {', '.join(known)}")
-        if options.baselines.count(name) > 1:
-            raise UsageError(f"--baselines names {name} twice")
 
 
-def _check_group_usage(
-    choice: ModelChoice, options: GroupOptions, link: str | None, schedules: tuple[str, ...], schedules_option: str
+def _check_communication(
+    options: GroupOptions, link: str | None, schedules: tuple[str, ...], schedules_option: str
 ) -> None:
-    _check_models_usage(choice, options)
+    """Raise UsageError for ranks, a link and schedules that do not go together."""
     if (options.emulate_tp is None) != (link is None):
         raise UsageError("--emulate-tp and --link must be given together")
     if options.emulate_tp is not None and options.tp_size != 1:
         raise UsageError("--emulate-tp runs one process in place of a group; leave --tp-size out")
-    if options.backend != "auto" and options.tp_size == 1:
-        raise UsageError(f"--backend {options.backend} has no effect in one process; leave it out or raise --tp-size")
-    if options.profile is not None and (options.backend == "none" or options.ranks == 1):
-        silent = "--backend none" if options.backend == "none" else "one rank"
-        raise UsageError(f"--profile measures overlap of communication with compute; {silent} has no communication")
     if "domino" in schedules:
-        if options.ranks == 1:
-            raise UsageError(f"{schedules_option} domino hides communication, and one rank has none; raise --tp-size")
         options.scheduled("domino")  # checks its numbers
-        return
-    for name in ("domino_chunks", "domino_columns"):
-        if getattr(options, name) is not None:
-            raise UsageError(f"{flag(name)} has no effect without {schedules_option} domino")
+    elif options.domino_chunks or options.domino_columns:
+        raise UsageError(f"--domino-chunks and --domino-columns have no effect without {schedules_option} domino")
 
 
 def layout_names(text: str | None) -> list[str]:

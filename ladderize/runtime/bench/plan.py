@@ -1,10 +1,8 @@
-"""The step from the options of ``ladderize bench`` to checked models, and to the messages that each of them must send.
-All that can be wrong is found before any process starts."""
+"""The step from the options of ``ladderize bench`` to checked models. All that can be wrong is found before any process
+starts."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -12,7 +10,6 @@ import torch
 
 from ladderize.checkpoint.config import check_config
 from ladderize.errors import UsageError, UserError
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.options import (
@@ -60,16 +57,13 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
     for spec in specs:
         check_positions(spec, options)
         check_cuts(spec, schedule, options, options.prompt_len, "--prompt-len")
-        if parsed is not None:  # raises for a size that the link's time is not known for
-            width = spec.torch_dtype.itemsize
-            parsed.seconds(width * spec.config["hidden_size"] * batch * options.prompt_len)
-            if not options.replicate_vocab:
-                parsed.seconds(width * spec.config["vocab_size"] * batch)
     if "parallel" in options.baselines:
         check_dense("parallel", specs[0])
     make_profile_folder(options.profile)
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
     longest = max(hidden * batch * options.prompt_len, vocab * batch)
+    if parsed is not None:
+        parsed.seconds(4 * longest)  # raises for a size that the link's time is not known for
     if checked := checked_specs(specs, options):
         longest = max(longest, longest_checked(checked, options.prompt_len))
     return BenchPlan(specs, options, parsed, 4 * longest, schedule.in_flight)
@@ -162,43 +156,3 @@ def check_bench_memory(needed: int, group: Ranks) -> None:
     """
     advice = "choose fewer or smaller models, fewer layers, a smaller --batch-size, or more ranks"
     check_room(needed, group.device, "what is timed", advice, processes=group.local_size)
-
-
-# ---- the messages of a pass ----
-
-
-def sent_sums(layout: Layout) -> int:
-    """Return the number of sync points at which something is sent."""
-    return sum(mode != DROPPED for mode in (*layout.attention_sync, *layout.mlp_sync))
-
-
-def read_sums(layout: Layout) -> int:
-    """Return the number of sums that a backward pass sends: of sync points after which a sub-module reads the stream.
-
-    An overlapped sum is there when the next sub-module has computed; if that one's own sum then blocks, the sub-module
-    after it reads the stream with both.
-    """
-    modes = [mode for modes in zip(layout.attention_sync, layout.mlp_sync, strict=True) for mode in modes]
-    return sent_sums(layout) - sum(pair == (OVERLAPPED, BLOCKING) for pair in pairwise(modes))
-
-
-def expected_messages(
-    shape: Shape, sums: int, itemsize: int, schedule: Schedule, rows: int, tokens: int
-) -> Counter[int]:
-    """Return the messages that one forward pass over ``rows`` x ``tokens`` sends, as counts by bytes.
-
-    The embedding's are among them where ranks share it. Each part of the schedule sends its own, a layer's in column
-    parts.
-
-    sums: the number of sums of the layers.
-    itemsize: bytes of a number of the stream.
-    """
-    sent: Counter[int] = Counter()
-    parts = schedule.parts(rows, tokens)
-    whole = rows if rows > 1 else tokens
-    for part in range(parts):
-        cut = (whole // parts + (part < whole % parts)) * (tokens if rows > 1 else 1)
-        width = cut * shape.hidden * itemsize
-        sent[width // schedule.columns] += schedule.columns * sums
-        sent[width] += not shape.replicate_vocab
-    return +sent

@@ -1,4 +1,4 @@
-"""The check before any timing that this is really the model: logits and tokens against transformers in float32.
+"""The check before any timing that this is really the model: logits against transformers in float32.
 
 A fast wrong model is worth nothing. So a benchmark of a checkpoint first compares logits with an fp32 forward of the
 Hugging Face model: of two texts that are read at once, and of the same texts decoded token by token after prompts of
@@ -7,10 +7,9 @@ layer at a time: the whole model in float32 need not fit. The effect of rounding
 layers compute in its own dtype, too, and transformers' own error sets the tolerance of the runtime.
 """
 
-import dataclasses
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +63,6 @@ class Reference:
     logits: np.ndarray[Any, Any]
     rms_error: float
     largest_error: float
-
-    def first(self, texts: int) -> "Reference":
-        """Return the reference of the first texts alone."""
-        return dataclasses.replace(self, ids=self.ids[:texts], logits=self.logits[:texts])
 
 
 def text_lengths(positions: int, prompt_len: int) -> tuple[int, int, int]:
@@ -142,71 +137,6 @@ def _logits(spec: ModelSpec, device: str, ids: Tensor, positions: list[int], dty
         return blocks.logits(stream[:, positions].to(device)).cpu()
 
 
-class _Comparison:
-    """The differences from a reference so far.
-
-    failure: the first that is too large, in words; None: there is none.
-    """
-
-    def __init__(self, spec: ModelSpec, reference: Reference) -> None:
-        self.expected = torch.from_numpy(reference.logits)
-        self.places = {position: place for place, position in enumerate(reference.positions)}
-        least = _FLOAT32 * spec.layout.num_layers**0.5 * float(self.expected.std())
-        self.rms_tolerance = _RMS * reference.rms_error + least
-        self.tolerance = _LARGEST * (reference.largest_error + least)
-        self.squares, self.count, self.largest, self.equal, self.tokens = 0.0, 0, 0.0, 0, 0
-        self.failure: str | None = None
-        self._require(
-            math.isfinite(reference.largest_error),
-            f"transformers' own logits are NaN or infinite in {spec.dtype}: check the weights, or take another --dtype",
-        )
-
-    @property
-    def rms(self) -> float:
-        return (self.squares / self.count) ** 0.5
-
-    def _require(self, right: bool, failure: str) -> None:
-        if not right and self.failure is None:
-            self.failure = failure
-
-    def logits(self, what: str, text: int, positions: list[int], logits: Tensor) -> None:
-        """Compare logits [len(positions), vocab] of ``text`` after each of ``positions``."""
-        expected = self.expected[text, [self.places[position] for position in positions]]
-        difference = logits - expected
-        largest = float(difference.abs().max())
-        self.largest = max(self.largest, largest)
-        self.squares += float(difference.square().sum())
-        self.count += difference.numel()
-        self._within(f"{what}: a logit is", largest, self.tolerance)
-
-    def _within(self, what: str, value: float, tolerance: float) -> None:
-        self._require(
-            value <= tolerance,  # not so for NaN
-            f"{what} {value:.3g} off the fp32 reference, over the tolerance of {tolerance:.3g}: this is not the model"
-            " that was converted",
-        )
-
-    def end(self) -> None:
-        """Judge all logits together."""
-        self._within("the logits are, in their root mean square,", self.rms, self.rms_tolerance)
-
-    def chosen(self, what: str, positions: list[int], next_logits: Tensor) -> None:
-        """Compare logits [texts, vocab], and require that greedy decoding chooses the reference's tokens, or almost as
-        good ones."""
-        for text, (position, logits) in enumerate(zip(positions, next_logits.float().cpu(), strict=True)):
-            self.logits(what, text, [position], logits[None])
-            expected = self.expected[text, self.places[position]]
-            ours, theirs = int(logits.argmax()), int(expected.argmax())
-            margin = float(expected[theirs] - expected[ours])
-            self._require(
-                margin <= self.tolerance,
-                f"{what}: greedy decoding chose token {ours} where the fp32 reference chose {theirs} by a margin of"
-                f" {margin:.3g}, over the tolerance of {self.tolerance:.3g}: this is not the model that was converted",
-            )
-            self.equal += ours == theirs
-            self.tokens += 1
-
-
 def check_models(
     specs: list[ModelSpec],
     options: BenchOptions,
@@ -231,64 +161,76 @@ def check_models(
     for spec in specs:
         with console.stage(f"checking {spec.name} against transformers"):
             reference = expected[spec.name]
-            columns = len(reference.ids[0])
-            agreements = []
+            generators = []
             # one row by itself: domino cuts it along its tokens
-            for rows in (len(reference.ids), *([1] if schedule.is_domino else [])):
+            for rows in (TEXTS, *([1] if schedule.is_domino else [])):
+                columns = len(reference.ids[0])
                 generator = open_generator(spec, collectives, weights, group, rows, columns, compile=options.compile)
                 generator.schedule = schedule
-                outcome = check_against_reference(generator, reference.first(rows), spec, group)
-                if isinstance(outcome, str):
-                    failed[spec.name] = outcome
-                    break
-                agreements.append(outcome)
+                generators.append(generator)
+            outcome = check_against_reference(generators, reference, spec, group)
+            if isinstance(outcome, str):
+                failed[spec.name] = outcome
             else:
-                checks[spec.name] = _together(agreements)
+                checks[spec.name] = outcome
     return checks, failed
 
 
-def _together(agreements: list[ReferenceAgreement]) -> ReferenceAgreement:
-    """Return the largest differences and the total counts of several checks."""
-    largest = {key: max(getattr(one, key) for one in agreements) for key in ("logit_difference", "rms_difference")}
-    counts = {key: sum(getattr(one, key) for one in agreements) for key in ("equal_greedy_tokens", "greedy_tokens")}
-    return dataclasses.replace(agreements[0], **largest, **counts)
-
-
 def check_against_reference(
-    generator: Generator, reference: Reference, spec: ModelSpec, group: Ranks
+    generators: Sequence[Generator], reference: Reference, spec: ModelSpec, group: Ranks
 ) -> ReferenceAgreement | str:
-    """Compare the model's logits and tokens with the reference; return the differences, or a failure in words.
+    """Compare the model's logits with the reference; return the differences, or a failure in words.
 
     All ranks call it. Each checks its own results, and all return the same failure.
 
-    generator: has as many rows as there are texts.
+    generators: of the model; each reads as many of the texts as it has rows.
     """
-    ranks = generator.model.collectives.ranks
-    comparison = _Comparison(spec, reference)
-    ids = torch.tensor(reference.ids, device=generator.device)
+    logits, place_of = torch.from_numpy(reference.logits), {one: k for k, one in enumerate(reference.positions)}
+    least = _FLOAT32 * spec.layout.num_layers**0.5 * float(logits.std())
+    rms_tolerance, tolerance = _RMS * reference.rms_error + least, _LARGEST * (reference.largest_error + least)
+    squares, count, largest, equal, tokens = 0.0, 0, 0.0, 0, 0
+    failures = []
+    if not math.isfinite(reference.largest_error):
+        failures.append(
+            f"transformers' own logits are NaN or infinite in {spec.dtype}: check the weights, or take another --dtype"
+        )
+    wrong = "{} {:.3g} off the fp32 reference, over the tolerance of {:.3g}: this is not the model that was converted"
+    for what, answers in (pair for generator in generators for pair in _answers(generator, reference)):
+        for (text, position), own in answers:
+            wanted = logits[text, place_of[position]]
+            difference = own - wanted
+            worst = float(difference.abs().max())
+            if not worst <= tolerance:  # also for NaN
+                failures.append(wrong.format(f"{what}: a logit is", worst, tolerance))
+            largest, squares, count = max(largest, worst), squares + float(difference.square().sum()), count + len(own)
+            equal, tokens = equal + int(own.argmax() == wanted.argmax()), tokens + 1
+    rms = (squares / count) ** 0.5
+    if not rms <= rms_tolerance:
+        failures.append(wrong.format("the logits are, in their root mean square,", rms, rms_tolerance))
+    if failure := next((found[0] for found in group.gather(failures[:1]) if found), None):
+        ranks = generators[0].model.collectives.ranks
+        return f"{spec.name} with {ranks} rank{'s' * (ranks > 1)} in {spec.dtype}, {failure}"
+    longer, shorter = reference.prompts
+    steps = len(reference.ids[0]) - longer
+    return ReferenceAgreement(largest, tolerance, rms, rms_tolerance, equal, tokens, [longer, shorter], steps)
+
+
+def _answers(generator: Generator, reference: Reference) -> Iterator[tuple[str, list[tuple[tuple[int, int], Tensor]]]]:
+    """Yield logits [vocab] of the runtime, each with the text and the position after which it is, and how they were
+    computed: the texts read at once, then decoded after prompts of one length and of two."""
+    texts = min(TEXTS, generator.cache.keys.shape[1])
+    ids = torch.tensor(reference.ids[:texts], device=generator.device)
     hidden = generator.read(ids)[:, reference.positions]
     read = torch.cat([generator.model.logits(piece).float().cpu() for piece in hidden.split(PIECE, 1)], 1)
-    texts = len(reference.ids)
-    for text in range(texts):
-        comparison.logits(f"reading {ids.shape[1]} tokens", text, reference.positions, read[text])
+    places = [(text, position) for text in range(texts) for position in reference.positions]
+    yield f"reading {ids.shape[1]} tokens", list(zip(places, read.flatten(0, 1), strict=True))
     longer, shorter = reference.prompts
     for what, prompts in (("decoding", (longer, longer)), ("decoding with padding", (longer, shorter)))[:texts]:
-        logits = generator.prefill([text[:prompt] for text, prompt in zip(reference.ids, prompts, strict=False)])
-        for step in range(ids.shape[1] - longer):
-            positions = [prompt + step for prompt in prompts[:texts]]
-            comparison.chosen(f"{what}, step {step}", [position - 1 for position in positions], logits)
-            logits = generator.decode_one_token(ids[range(texts), positions])
-        comparison.chosen(f"{what}, last step", positions, logits)
-    comparison.end()
-    if failure := next(filter(None, group.gather(comparison.failure)), None):
-        return f"{spec.name} with {ranks} rank{'s' * (ranks > 1)} in {spec.dtype}, {failure}"
-    return ReferenceAgreement(
-        logit_difference=comparison.largest,
-        tolerance=comparison.tolerance,
-        rms_difference=comparison.rms,
-        rms_tolerance=comparison.rms_tolerance,
-        equal_greedy_tokens=comparison.equal,
-        greedy_tokens=comparison.tokens,
-        prompt_tokens=[longer, shorter],
-        decode_steps=ids.shape[1] - longer,
-    )
+        logits = generator.prefill([row[:prompt] for row, prompt in zip(reference.ids, prompts, strict=False)][:texts])
+        for step in range(ids.shape[1] - longer + 1):
+            if step:
+                logits = generator.decode_one_token(
+                    ids[range(texts), [prompt + step - 1 for prompt in prompts[:texts]]]
+                )
+            places = [(text, prompts[text] + step - 1) for text in range(texts)]
+            yield f"{what}, step {step}", list(zip(places, logits.float().cpu(), strict=True))

@@ -1,94 +1,109 @@
-"""Interleaved rounds of variants, each with and without communication, and single messages alone.
+"""Interleaved rounds: every variant runs once in each, with and without communication.
 
-The order is drawn anew for each round, so that disturbances of the machine hit all variants alike.
+The order is drawn anew for each round, so that disturbances of the machine hit all variants alike. Before that, the
+messages of a pass are counted: the reference check cannot see a sum that is left out where sums are emulated, or where
+weights are random.
 """
 
 import contextlib
-import dataclasses
 import random
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from ladderize.console import Console
 from ladderize.errors import UserError
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import (
-    MODEL_ROW,
-    Environment,
-    Overlap,
-    PhaseCommunication,
-    difference_interval,
-    environment,
-)
+from ladderize.runtime.bench.document import MODEL_ROW, Overlap
 from ladderize.runtime.bench.options import GroupOptions
-from ladderize.runtime.bench.plan import BenchPlan, SomeOptions
-from ladderize.runtime.collectives.base import Collectives, NoCommunication
-from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.collectives.emulated import emulate
-from ladderize.runtime.collectives.links import Link
+from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import Recording
-from ladderize.runtime.graphs import capture
+from ladderize.runtime.schedule import Schedule
+from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec
 
-ALONE_ROUNDS, ALONE_REPEAT = 6, 10
-MIN_OVERLAP = 0.01  # of the time in flight: less under compute than this is none at all
+SomeCollectives = TypeVar("SomeCollectives", bound=Collectives)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all its work; on a CPU do nothing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 class Timed(ABC):
-    """Something that runs in every round.
+    """A model and its input, which run once in every round, part by part.
 
-    own_bytes: bytes held before and after a sample; None: peak memory is not measured.
+    model: the object whose ``collectives`` carry its messages.
+    own_bytes: bytes held before and after a run; None: peak memory is not measured.
     seconds: of every counted round, by part.
     """
 
     parts: ClassVar[tuple[str, ...]]
+    model: Any
     own_bytes: int | None = None
     peak_memory_bytes: int | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.seconds: dict[str, list[float]] = {part: [] for part in self.parts}
 
     @abstractmethod
-    def sample(self) -> tuple[float, ...]:
-        """Run once and return the seconds of each of ``parts``. All ranks call it, right after a barrier."""
+    def run(self, passes: int | None = None) -> Iterator[int]:
+        """Run once, and yield at the end of each part the number of its passes. All ranks call it.
+
+        passes: the most of a part, which are observed, and so not replayed from CUDA graphs; None: as they are timed.
+        """
+
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
+        """Do what must not be timed."""
+
+    def sample(self) -> list[float]:
+        """Run once and return the seconds of one pass of each part. All ranks call it, right after a barrier."""
+        self.prepare()
+        synchronize(self.device)
+        seconds, begin = [], time.perf_counter()
+        for passes in self.run():
+            synchronize(self.device)
+            seconds.append((time.perf_counter() - begin) / passes)
+            begin = time.perf_counter()
+        return seconds
+
+    def run_marked(self, passes: int) -> None:
+        """Run a few passes of each part inside a span of torch's profiler that has the part's name."""
+        running = self.run(passes)
+        for part in self.parts:
+            with record_function(part):
+                next(running)
+                synchronize(self.device)
+        next(running, None)
 
     def samples_ms(self) -> dict[str, list[float]]:
+        """Return the ms of every counted round, by part."""
         return {part: [1e3 * one for one in seconds] for part, seconds in self.seconds.items()}
 
     def median_ms(self, part: str) -> float:
+        """Return the median of the counted rounds."""
         return statistics.median(self.seconds[part]) * 1e3
 
 
 @dataclass
-class Message:
-    """A message of a pass.
-
-    collective: all_reduce, or all_gather of ``bytes`` from each rank.
-    vocabulary: True for the embedding's or the LM head's, which every layout waits for.
-    """
-
-    collective: str
-    bytes: int
-    vocabulary: bool = False
-
-
-@dataclass
-class TimedVariant:
-    """A row: a model, or a baseline, at one batch size.
+class Variant:
+    """A model, or a baseline, at one batch size, by one schedule.
 
     silent: the same without communication; the difference in time is what ``timed`` waits for.
     overlapping: the parts in which the layout or the schedule lets a message run under compute.
     messages: the messages of each part.
-    figures: further fields of its row.
     """
 
     name: str
@@ -96,23 +111,22 @@ class TimedVariant:
     timed: Any
     silent: Any = None
     kind: str = MODEL_ROW
+    schedule: str = "sequential"
     overlapping: set[str] = field(default_factory=set)
-    messages: dict[str, list[Message]] = field(default_factory=dict)
+    messages: dict[str, list[Any]] = field(default_factory=dict)
     overlap: dict[str, Overlap] | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
 
     def trace_path(self, folder: Path, number: int, batch: int, rank: int) -> Path:
         """Return the file of a rank's trace.
 
         number: of the variant.
         """
-        schedule = self.figures.get("schedule")
-        stem = Path(self.name).name + ("" if schedule is None else f"-{schedule.name}")
+        stem = Path(self.name).name + ("" if self.schedule == "sequential" else f"-{self.schedule}")
         stem = "".join(c if c.isalnum() or c in "+-." else "_" for c in stem)
         return folder / f"{number}-{stem}-batch{batch}-rank{rank}.json"
 
     def row_figures(self, ranks: int, batch: int) -> dict[str, Any]:
-        """Return the fields of a ``VariantRow`` that describe the timed model.
+        """Return the fields of a row that describe the timed model.
 
         ranks: real or emulated.
         """
@@ -128,15 +142,15 @@ class TimedVariant:
             "tp_size": ranks,
             "batch_size": batch,
             "peak_memory_bytes": self.timed.peak_memory_bytes,
+            "schedule": self.schedule,
             "samples_ms": self.timed.samples_ms(),
             "overlap": self.overlap,
-            **self.figures,
         }
 
 
-def time_rounds(group: Ranks, timed: Sequence[Timed], options: GroupOptions, console: Console, title: str) -> None:
-    """Run as many rounds over all of ``timed`` as ``options`` say; all ranks call it."""
-    order = list(timed)
+def time_rounds(group: Ranks, variants: Sequence[Variant], options: GroupOptions, console: Console, title: str) -> None:
+    """Run as many rounds over all variants as ``options`` say; all ranks call it."""
+    order: list[Timed] = [one for variant in variants for one in (variant.timed, variant.silent) if one is not None]
     shuffle = random.Random(options.seed)  # the same on every rank
     rounds = options.warmup + options.repeat
     # nothing moves on the terminal while a sample is taken: the bar is drawn between rounds
@@ -164,14 +178,63 @@ def _take_sample(group: Ranks, timed: Timed, *, counted: bool) -> None:
         timed.peak_memory_bytes = max(timed.peak_memory_bytes or 0, timed.own_bytes + memory.rise)
 
 
-def both(variants: Sequence[TimedVariant]) -> list[Timed]:
-    """Return the samples of each round: every variant with communication, and without."""
-    return [timed for variant in variants for timed in (variant.timed, variant.silent)]
+# ---- the messages of a pass, against those that its layout asks for ----
 
 
-# ---- messages ----
+@dataclass(frozen=True)
+class Message:
+    """A message of a pass.
 
-SomeCollectives = TypeVar("SomeCollectives", bound=Collectives)
+    collective: all_reduce, or all_gather of ``bytes`` from each rank.
+    vocabulary: True for the embedding's or the LM head's, which every layout waits for.
+    """
+
+    collective: str
+    bytes: int
+    vocabulary: bool = False
+
+
+@dataclass(frozen=True)
+class ExpectedMessages:
+    """The all-reduces that a pass must complete: their number, and their bytes together.
+
+    vocabulary: the number of first ones that are the embedding's.
+    """
+
+    all_reduces: int
+    bytes: int
+    vocabulary: int = 0
+
+
+def sent_sums(layout: Layout) -> int:
+    """Return the number of sync points at which something is sent."""
+    return sum(mode != DROPPED for mode in (*layout.attention_sync, *layout.mlp_sync))
+
+
+def read_sums(layout: Layout) -> int:
+    """Return the number of sums that a backward pass sends: of sync points after which a sub-module reads the stream.
+
+    An overlapped sum is there when the next sub-module has computed; if that one's own sum then blocks, the sub-module
+    after it reads the stream with both.
+    """
+    modes = [mode for modes in zip(layout.attention_sync, layout.mlp_sync, strict=True) for mode in modes]
+    return sent_sums(layout) - sum(pair == (OVERLAPPED, BLOCKING) for pair in pairwise(modes))
+
+
+def expected_messages(
+    shape: Shape, sums: int, itemsize: int, schedule: Schedule, rows: int, tokens: int
+) -> ExpectedMessages:
+    """Return the messages of one forward pass over ``rows`` x ``tokens``.
+
+    The embedding's are among them where ranks share it. Each part of the schedule sends its own, a layer's in column
+    parts.
+
+    sums: the number of sums of the layers.
+    itemsize: bytes of a number of the stream.
+    """
+    shared, parts = int(not shape.replicate_vocab), schedule.parts(rows, tokens)
+    whole = rows * tokens * shape.hidden * itemsize
+    return ExpectedMessages(parts * (schedule.columns * sums + shared), (sums + shared) * whole)
 
 
 @contextlib.contextmanager
@@ -184,167 +247,24 @@ def sending_over(model: Any, collectives: SomeCollectives) -> Iterator[SomeColle
         model.collectives = before
 
 
-def take_messages(what: str, recording: Recording, expected: Counter[int], embeddings: int = 0) -> list[Message]:
-    """Return the messages recorded since the last call. Raises UserError unless all expected ones were sent and waited
-    for.
+def record_messages(timed: Timed, name: str, expected: Mapping[str, ExpectedMessages]) -> dict[str, list[Message]]:
+    """Run one pass of each part, and return its messages. Raises UserError unless all expected ones were sent and
+    waited for.
 
-    The reference check cannot see a sum that is left out where sums are emulated, or where weights are random.
-
-    what: the pass, for the message of the error.
-    expected: counts of all-reduces by bytes.
-    embeddings: the number of first all-reduces that are the vocabulary's.
+    name: for the message of the error.
     """
-    sums, gathered = recording.all_reduces, recording.gathered
-    recording.all_reduces, recording.gathered = [], []
-    completed = Counter(one.bytes for one in sums if one.end > 0)
-    if completed != expected:
-        raise UserError(
-            f"{what} completed {_counted(completed)}, where its layout asks for {_counted(expected)}: this is not the"
-            " model that was asked for, so nothing was timed"
-        )
-    messages = [Message("all_reduce", one.bytes, number < embeddings) for number, one in enumerate(sums)]
-    return messages + [Message("all_gather", size, True) for size in gathered]
-
-
-def _counted(messages: Counter[int]) -> str:
-    sizes = " and ".join(f"{count} of {size} bytes" for size, count in sorted(messages.items())) or "none"
-    return f"{messages.total()} all-reduces ({sizes})"
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all its work; on a CPU do nothing."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-class AloneTimes:
-    """The time of single collectives with nothing beside them, by name and size; measured when first asked for."""
-
-    def __init__(self, group: Ranks, collectives: Collectives, link: Link | None, dtype: torch.dtype) -> None:
-        self.group, self.collectives, self.link, self.dtype = group, collectives, link, dtype
-        self.measured: dict[tuple[str, int], float] = {}
-
-    def seconds(self, collective: str, size: int) -> float:
-        """Return the seconds of one collective. All ranks call it.
-
-        collective: all_reduce or all_gather.
-        size: bytes of the message, of an all-gather those from each rank.
-        """
-        if (collective, size) not in self.measured:
-            self.measured[collective, size] = self._measure(collective, size)
-        return self.measured[collective, size]
-
-    def milliseconds(self) -> dict[str, float]:
-        """Return all times so far, in ms: ``alone_ms`` of bench.json."""
-        return {f"{name} of {size} bytes": seconds * 1e3 for (name, size), seconds in sorted(self.measured.items())}
-
-    def sizes_outside_range(self) -> list[int]:
-        """Return the bytes of messages for which an emulated link's time is only extrapolated."""
-        link = self.link
-        return sorted(size for _, size in self.measured if link is not None and not link.in_range(size))
-
-    def _measure(self, collective: str, size: int) -> float:
-        if self.link is not None:
-            return self.link.seconds(size * (self.collectives.ranks if collective == "all_gather" else 1))
-        if self.collectives.ranks == 1 or isinstance(self.collectives, NoCommunication):
-            return 0.0
-        message = torch.zeros(size, dtype=torch.uint8, device=self.group.device)
-        message = message.view(torch.bfloat16 if size % self.dtype.itemsize else self.dtype)
-        communicate = getattr(self.collectives, collective)
-
-        def back_to_back() -> None:
-            for _ in range(ALONE_REPEAT):  # after a barrier ranks do not start at once
-                communicate(message)
-
-        run: Callable[[], None] = back_to_back
-        if self.group.device.type == "cuda":  # launched one by one, small messages take as long as their launches
-            run = capture(back_to_back, self.group.device, warm_ups=1)[0].replay
-        samples = []
-        for _ in range(ALONE_ROUNDS):
-            self.group.barrier()
-            synchronize(self.group.device)
-            begin = time.perf_counter()
-            run()
-            synchronize(self.group.device)
-            samples.append(max(self.group.gather(time.perf_counter() - begin)) / ALONE_REPEAT)
-        return statistics.median(samples[1:])
-
-
-@dataclass(frozen=True)
-class BenchRun(Generic[SomeOptions]):
-    """One rank's part of a benchmark of ladderize's runtime.
-
-    backend: the name of the backend that carries messages.
-    silence: collectives of as many ranks, without communication.
-    """
-
-    group: Ranks
-    options: SomeOptions
-    console: Console
-    environment: Environment
-    collectives: Collectives
-    backend: str
-    silence: NoCommunication
-    alone: AloneTimes
-
-    @classmethod
-    def open(
-        cls, group: Ranks, plan: BenchPlan[SomeOptions], console: Console, operations: str | None = None
-    ) -> "BenchRun[SomeOptions]":
-        """Return this rank's run. All ranks call it, and close ``collectives`` at the end."""
-        options, link = plan.options, plan.link
-        if options.emulate_tp is not None and link is not None:
-            collectives: Collectives = emulate(options.emulate_tp, link, group.device)
-            backend = f"emulated: {options.emulate_tp} ranks over {link.name}"
-        else:
-            collectives, backend = choose(
-                options.backend, group, max_bytes=plan.longest_message, in_flight=plan.in_flight
-            )
-        alone = AloneTimes(group, collectives, link, plan.specs[0].torch_dtype)
-        surroundings, silence = environment(group, operations=operations), NoCommunication(collectives.ranks)
-        return cls(group, options, console, surroundings, collectives, backend, silence, alone)
-
-    def alone_seconds(self, size: int) -> float:
-        """Return the seconds of an all-reduce of ``size`` bytes with nothing beside it."""
-        return self.alone.seconds("all_reduce", size)
-
-    def communication(self, variant: TimedVariant, part: str) -> PhaseCommunication:
-        """Return the communication of a variant in a part. All ranks call it."""
-        timed, silent, messages = variant.timed, variant.silent, variant.messages[part]
-        sums = [message.bytes for message in messages if not message.vocabulary]
-        vocabulary = sum(self.alone.seconds(one.collective, one.bytes) for one in messages if one.vocabulary)
-        alone = sum(map(self.alone_seconds, sums)) + vocabulary
-        exposed = timed.median_ms(part) - silent.median_ms(part)
-        return PhaseCommunication(
-            all_reduces=len(sums),
-            bytes=sum(sums),
-            no_communication_ms=silent.median_ms(part),
-            alone_ms=alone * 1e3,
-            vocabulary_alone_ms=vocabulary * 1e3,
-            exposed_ms=exposed,
-            exposed_interval_ms=[1e3 * end for end in difference_interval(timed.seconds[part], silent.seconds[part])],
-            hidden_ms=alone * 1e3 - exposed,
-        )
-
-    def judged(self, overlap: dict[str, Overlap], variant: TimedVariant) -> dict[str, Overlap]:
-        """Return the overlaps of a trace, with ``proven`` set for each part that should overlap."""
-        if self.collectives.name == "shm":  # ranks copy these messages themselves: none is in flight
-            return overlap
-        return {
-            part: dataclasses.replace(one, proven=one.under_compute_ms > MIN_OVERLAP * one.in_flight_ms)
-            if part in variant.overlapping
-            else one
-            for part, one in overlap.items()
-        }
-
-    def document_figures(self) -> dict[str, Any]:
-        """Return the fields of a ``TimedDocument`` about the run."""
-        return {
-            "options": self.options,
-            "environment": self.environment,
-            "backend": self.backend,
-            "emulated": self.alone.link is not None,
-            "link": self.alone.link,
-            "message_bytes_outside_link_range": self.alone.sizes_outside_range(),
-            "alone_ms": self.alone.milliseconds(),
-        }
+    messages = {}
+    with sending_over(timed.model, Recording(timed.model.collectives, time.perf_counter)) as recording:
+        for part, _ in zip(timed.parts, timed.run(1), strict=True):
+            sums, gathered, due = recording.all_reduces, recording.gathered, expected[part]
+            recording.all_reduces, recording.gathered = [], []
+            completed = [one.bytes for one in sums if one.end > 0]
+            if (len(completed), sum(completed)) != (due.all_reduces, due.bytes):
+                raise UserError(
+                    f"{name}: its {part} completed {len(completed)} all-reduces of {sum(completed)} bytes, where the"
+                    f" layout asks for {due.all_reduces} of {due.bytes}: this is not the model that was asked for, so"
+                    " nothing was timed"
+                )
+            messages[part] = [Message("all_reduce", one.bytes, k < due.vocabulary) for k, one in enumerate(sums)]
+            messages[part] += [Message("all_gather", size, True) for size in gathered]
+    return messages

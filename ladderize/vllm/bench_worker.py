@@ -7,7 +7,7 @@ import os
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from ladderize.vllm.bench.groups import IDENTITY
+from ladderize.vllm.bench_engine import IDENTITY
 
 
 class IdentifiedWorker(CPUWorker):

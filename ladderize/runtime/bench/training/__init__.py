@@ -1,1 +1,0 @@
-"""The command ``ladderize bench --train``: the timing of training steps."""

@@ -1,0 +1,227 @@
+"""The training step that is timed, and the check before any timing that every schedule gives the sequential one's loss
+and gradients.
+
+A step is a forward and a backward pass over a batch of random tokens: cross-entropy on random targets, gradients of all
+parameters in float32. The optimizer is no part of it: it does not communicate. The check computes in float32, since
+bfloat16 alone takes a gradient up to 0.2 off. Its reference is the sequential schedule of the same model, every sum
+waited for at once; the tests compare that one with transformers.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ladderize.checkpoint.config import expected_tensors
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.document import PASSES, GradientAgreement
+from ladderize.runtime.bench.rounds import (
+    Message,
+    Timed,
+    expected_messages,
+    read_sums,
+    record_messages,
+    sent_sums,
+)
+from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.collectives.observed import Observed
+from ladderize.runtime.schedule import Schedule
+from ladderize.runtime.shards import Shape
+from ladderize.runtime.spec import ModelSpec
+from ladderize.runtime.training.batch import Batch
+from ladderize.runtime.training.model import TPTraining
+from ladderize.runtime.training.weights import TrainedWeights, build_weights
+
+_TOLERANCE = 1e-4  # of the norm of what is compared: for another order of sums in float32
+# A tensor whose gradient is tiny beside all others' is compared with this share of their norm instead of its own.
+SMALL_TENSOR = 1e-3
+
+
+class ModelStep(Timed):
+    """A model with a batch.
+
+    group: the ranks of ``collectives``, or this one alone where they are emulated.
+    """
+
+    parts = PASSES
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: TrainedWeights,
+        schedule: Schedule,
+        collectives: Collectives,
+        batch: Batch,
+        group: Ranks,
+    ) -> None:
+        super().__init__(group.device)
+        self.spec, self.weights, self.schedule, self.batch, self.group = spec, weights, schedule, batch, group
+        self.model = TPTraining(weights, spec.config, spec.layout, collectives, schedule=schedule)
+        self.own_bytes = sum(parameter.nbytes for parameter in weights.parameters())
+        self.partial = weights.partial_numbers  # in the one message that sums gradients
+
+    def in_float32(self) -> "ModelStep":
+        """Return the same step from the same weights, computed in float32."""
+        weights = copy.copy(self.weights)
+        weights.compute = torch.float32
+        spec = replace(self.spec, dtype="float32")
+        return ModelStep(spec, weights, self.schedule, self.model.collectives, self.batch, self.group)
+
+    def run(self, passes: int | None = None) -> Iterator[int]:
+        loss = self.forward()
+        yield 1
+        self.backward(loss)
+        yield 1
+        self.clear()
+
+    @property
+    def is_real(self) -> bool:
+        """True where there are other ranks whose gradients are really summed."""
+        return self.group.size > 1 and self.model.collectives.name != "none"
+
+    def forward(self) -> Tensor:
+        """Return the mean loss [], float32."""
+        sums: Tensor = self.model(self.batch)
+        return sums[0] / self.batch.targets.numel()
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients, also of parameters that several ranks hold in part. There must be none before."""
+        loss.backward()
+        if self.is_real:
+            self.weights.sum_partial_gradients(self.group)
+        elif self.model.collectives.ranks > 1:  # the same message, for its emulated delay
+            self.model.collectives.all_reduce(loss.new_zeros(self.partial))
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Return the gradient of this rank's part of each trained tensor, by name."""
+        return {
+            name: parameter.grad for name, parameter in self.weights.named_parameters() if parameter.grad is not None
+        }
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self.weights.zero_grad(set_to_none=True)
+
+    def recorded_messages(self, name: str) -> dict[str, list[Message]]:
+        """Return the messages of each pass. Raises UserError for unexpected ones.
+
+        The gradient of a sub-module's input is as large as the sum that it reads.
+
+        name: the step, for the message of the error.
+        """
+        itemsize, small = self.spec.torch_dtype.itemsize, Message("all_reduce", 4 * self.partial)
+        sizes = (itemsize, self.schedule, *self.batch.input_ids.shape)
+        expected = {
+            part: expected_messages(self.weights.shape, count(self.spec.layout), *sizes)
+            for part, count in zip(PASSES, (sent_sums, read_sums), strict=True)
+        }
+        if self.model.collectives.ranks > 1 and not self.is_real:
+            due = expected["backward"]
+            expected["backward"] = replace(due, all_reduces=due.all_reduces + 1, bytes=due.bytes + small.bytes)
+        sent = record_messages(self, name, expected)
+        if self.is_real:  # it goes another way (``sum_partial_gradients``)
+            sent["backward"].append(small)
+        return sent
+
+
+OpenStep = Callable[[ModelSpec, Schedule, Collectives, Batch], ModelStep]
+
+
+def step_opener(group: Ranks, ranks: int) -> OpenStep:
+    """Return a function that opens steps of ``ranks`` ranks, real or emulated. Weights are read once for models that
+    share them."""
+    loaded: dict[object, TrainedWeights] = {}
+
+    def open_step(spec: ModelSpec, schedule: Schedule, collectives: Collectives, batch: Batch) -> ModelStep:
+        shape = Shape.from_config(spec.config, tp_size=ranks, rank=group.rank)
+        key = trained_key(spec, shape)
+        if key not in loaded:
+            loaded[key] = build_weights(
+                functools.partial(spec.source, device=group.device),
+                spec.config,
+                shape,
+                spec.layout,
+                trained=frozenset(expected_tensors(spec.config)),
+                compute=spec.torch_dtype,
+            )
+        return ModelStep(spec, loaded[key], schedule, collectives, batch, group)
+
+    return open_step
+
+
+def trained_key(spec: ModelSpec, shape: Shape) -> tuple[object, ...]:
+    """Return a key that is equal for models that share their weights and how their gradients are summed."""
+    # where a sum is dropped, each rank knows only a part of the gradient of its bias
+    dropped = spec.layout.attention_sync if shape.decoder.o_bias else ()
+    return *spec.weights_key(shape), dropped
+
+
+# ---- the check ----
+
+
+class Blocking(Observed):
+    """A backend whose all-reduces are waited for at once."""
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        total = self.inner.all_reduce(x)
+        return Handle(lambda: total)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The loss of a step, this rank's gradients, and the norm of all ranks' gradients."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    norm: float
+
+
+def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
+    """Run ``step`` once and return its outcome. All ranks call it."""
+    loss = step.forward()
+    step.backward(loss)
+    gradients = {name: gradient.detach().clone() for name, gradient in step.gradients().items()}
+    step.clear()
+    squares = group.gather(sum(_norm(gradient) ** 2 for gradient in gradients.values()))
+    return Outcome(float(loss.detach()), gradients, sum(squares) ** 0.5)
+
+
+def check_outcome(outcome: Outcome, wanted: Outcome, group: Ranks) -> GradientAgreement | str:
+    """Compare a float32 step's loss and gradients with those of the reference; return the differences, or a failure in
+    words.
+
+    All ranks call it and return the same.
+    """
+    loss = abs(outcome.loss - wanted.loss) / max(abs(wanted.loss), 1e-12)
+    worst, name = max(group.gather(_worst(outcome, wanted)))
+    if not math.isfinite(wanted.loss) or not math.isfinite(wanted.norm):
+        return (
+            f"the loss is {wanted.loss:.6g} and the norm of its gradients {wanted.norm:.6g}: check the model's weights"
+        )
+    if not loss <= _TOLERANCE:  # also for NaN
+        return f"the loss is {outcome.loss:.6g}, where the sequential schedule gives {wanted.loss:.6g}"
+    if not worst <= _TOLERANCE:
+        return f"the gradient of {name} is {worst:.3g} off that of the sequential schedule, relative"
+    return GradientAgreement(outcome.loss, outcome.norm, loss, worst, _TOLERANCE)
+
+
+def _worst(outcome: Outcome, wanted: Outcome) -> tuple[float, str]:
+    """Return the largest relative difference of a tensor's gradient, and its name.
+
+    NaN counts as infinite, and so does a gradient that only one of the two has.
+    """
+    if missing := outcome.gradients.keys() ^ wanted.gradients.keys():
+        return math.inf, min(missing)
+    differences = [
+        (_norm(outcome.gradients[name] - gradient) / max(_norm(gradient), SMALL_TENSOR * wanted.norm, 1e-30), name)
+        for name, gradient in wanted.gradients.items()
+    ]
+    return max(((math.inf if math.isnan(one) else one, name) for one, name in differences), default=(0.0, ""))
+
+
+def _norm(gradient: Tensor) -> float:
+    return float(gradient.float().norm())
