@@ -28,8 +28,8 @@ from ladderize.runtime.bench.report import show_bench
 from ladderize.runtime.bench.rounds import Variant
 from ladderize.runtime.spec import checkpoint_spec, shape_spec
 from ladderize.vllm import environment as vllm_environment
-from ladderize.vllm.bench import PLUGIN_ROW, served_models, vllm_config
 from ladderize.vllm.environment import configuration_refusal
+from ladderize.vllm.served import PLUGIN_ROW, served_models, vllm_config
 from tests.helpers import ROOT, SHAPE, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]

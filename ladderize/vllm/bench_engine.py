@@ -36,11 +36,11 @@ from ladderize.runtime.bench.rounds import Timed, Variant
 from ladderize.runtime.bench.run import AloneTimes, BenchRun
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.shards import cache_bytes, weight_bytes
-from ladderize.vllm.bench import Served, VllmPlan
 from ladderize.vllm.engine import ends_of
 from ladderize.vllm.environment import MessageBackend, installed_version
 from ladderize.vllm.messages import Messages
 from ladderize.vllm.plugin import register_plugin
+from ladderize.vllm.served import Served, VllmPlan
 
 KV_BLOCK = 128  # tokens: vLLM's blocks on a CPU; those of GPUs are smaller
 NORM_FUSION = "fuse_allreduce_rms"  # of vLLM's PassConfig

@@ -26,7 +26,7 @@ TITLES = {
     "forward": "Forward pass",
     "backward": "Backward pass",
 }
-WORDS = ("model", "class", "schedule")  # the columns that are no numbers
+NO_NUMBERS = ("model", "class", "schedule")  # the columns that are no numbers
 
 
 def run_and_show(
@@ -96,7 +96,7 @@ def show_bench(document: TimedDocument, console: Console) -> None:
         lines += [dict.fromkeys(lines[0], "") | {"model": Path(name).name, "ms": "failed"} for name in document.failed]
         kept = [key for key in lines[0] if any(line[key] for line in lines)]
         console.table(
-            [{key: line[key] for key in kept} for line in lines], right=[key for key in kept if key not in WORDS]
+            [{key: line[key] for key in kept} for line in lines], right=[key for key in kept if key not in NO_NUMBERS]
         )
     console.result("")
     for line in (*_explained_columns(document), *_explained_checks(document)):
