@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ladderize.adapt.layers.align import align_checkpoint
-from ladderize.adapt.layers.align_options import AlignOptions
-from ladderize.adapt.layers.measures import heldout_measures
+from ladderize.adapt.layers.measures import Variant, heldout_measures
+from ladderize.adapt.layers.options import AlignOptions
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
@@ -48,8 +48,8 @@ def divergences(model: Path, heldout: Mapping[str, Path]) -> dict[str, float]:
     for kind, file in heldout.items():
         ids = read_windows(dense.checkpoint, str(file), seq_len=SEQ_LEN, samples=None, seed=0)[:JUDGED]
         models: Any = {
-            "dense": (dense, lambda layer: dense.layer(layer, plain)),
-            "model": (own, lambda layer: own.layer(layer, own.layout)),
+            "dense": Variant(dense, plain),
+            "model": Variant(own, own.layout),
         }
         found[kind] = heldout_measures(models, torch.from_numpy(ids), ALONE).divergence["model"]
     return found

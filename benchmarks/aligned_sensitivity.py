@@ -20,11 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.align import TOKENS_AT_ONCE, aligned_layers, computed
+from ladderize.adapt.layers.align import aligned_layers, computed
 from ladderize.adapt.layers.align_layer import Streams
-from ladderize.adapt.layers.aligned_layouts import AlignedLayouts
 from ladderize.adapt.layers.layer_files import StudentBlocks
-from ladderize.adapt.layers.layout_scores import Suffixes
+from ladderize.adapt.layers.layout_scores import AlignedLayouts, ConvertedLayouts
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
 from ladderize.layout import Layout
@@ -43,10 +42,9 @@ def perplexity(nll: np.ndarray, tokens: int) -> float:
 def by_shortcut(aligned: AlignedLayouts, layouts: list[Layout], scored: torch.Tensor) -> list[float]:
     """Of every column, with the layers of the first one's alignment."""
     blocks, every = aligned.blocks, range(aligned.blocks.num_layers)
-    sizes = {"batch_tokens": TOKENS_AT_ONCE, "max_memory": 1 << 40, "path": Path("states")}
-    streams = Streams(blocks, aligned.all_windows, aligned.ranks, **sizes)
+    streams = Streams(blocks, aligned.all_windows, aligned.ranks)
     student = StudentBlocks(layouts[0], tuple(every), aligned.weights)
-    made = aligned_layers(blocks, blocks, aligned.weights, student, streams, aligned.settings, {})
+    made = aligned_layers(blocks, blocks, aligned.weights, student, streams, aligned.settings)
     weights = [computed(layer.weights, blocks) for layer in made]
     found = []
     for first, layout in enumerate(layouts):
@@ -88,8 +86,8 @@ def main() -> None:
         ]
         layouts.append(Layout.dense(layers))
         begin = time.process_time()
-        suffixes = Suffixes(blocks, layouts)
-        table = np.concatenate([suffixes(batch) for batch in scored.split(BATCH)])
+        score = ConvertedLayouts(blocks, layouts)
+        table = np.concatenate([score(batch) for batch in scored.split(BATCH)])
         plain = {
             "perplexity": [perplexity(column, tokens) for column in table.T],
             "seconds": round(time.process_time() - begin, 1),

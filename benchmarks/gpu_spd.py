@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from ladderize.adapt.layers.align import align
-from ladderize.adapt.layers.align_options import AlignSettings
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
 from ladderize.adapt.layers.head_grouping import group_heads
-from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
-from ladderize.adapt.layers.layout_scores import Suffixes
-from ladderize.adapt.layers.options import DistillOptions
+from ladderize.adapt.layers.layer_files import LayerFiles, StudentBlocks
+from ladderize.adapt.layers.layout_scores import ConvertedLayouts
+from ladderize.adapt.layers.options import AlignSettings, DistillSettings
+from ladderize.adapt.layers.rewrite import LayerJob
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
@@ -78,7 +78,7 @@ def agrees_with_the_cpu(folder: Path, device: torch.device) -> tuple[float, floa
     checkpoint = open_checkpoint(random_checkpoint(folder, config, torch.float32, device))
     ids = torch.randint(0, 1024, (4, 64), generator=torch.Generator().manual_seed(1))
     layouts = [change.layout for change in layer_changes("sweep", 3, RANKS)]
-    cpu, gpu = (Suffixes(Blocks(checkpoint, torch.float32, where), layouts)(ids) for where in (CPU, device))
+    cpu, gpu = (ConvertedLayouts(Blocks(checkpoint, torch.float32, where), layouts)(ids) for where in (CPU, device))
     places = (("reference", CPU), ("device", device))
     solved = [aligned(Blocks(checkpoint, torch.float32, where), ids, folder / name) for name, where in places]
     differences = [float((one - other).abs().max() / one.abs().max()) for one, other in zip(*solved, strict=True)]
@@ -89,25 +89,15 @@ def aligned(blocks: Blocks, ids: torch.Tensor, folder: Path) -> list[torch.Tenso
     """The weights of every layer, aligned for the layout that is ladder and spd."""
     layers = range(blocks.num_layers)
     layout = Layout.from_layers(blocks.num_layers, ladder=layers, spd=layers, sync_tp_size=RANKS)
-    run_alignment(blocks, StudentBlocks(layout, tuple(layers), blocks.weights), Windows(ids[:3], ids[3:]), folder)
-    return [tensor for layer in layers for tensor in LayerFiles(folder, "aligned").weights(layer).values()]
+    job = job_of(blocks, StudentBlocks(layout, tuple(layers), blocks.weights), Windows(ids[:3], ids[3:]), folder)
+    align(job, AlignSettings(ridge=1e-2))
+    return [tensor for layer in layers for tensor in job.files.weights(layer).values()]
 
 
-def run_alignment(blocks: Blocks, student: StudentBlocks, windows: Windows, folder: Path) -> None:
-    with BlockFolder(folder, {}) as work:
-        align(
-            blocks,
-            blocks,
-            blocks.weights,
-            student,
-            windows,
-            AlignSettings(ridge=1e-2),
-            work.aligned,
-            Ranks(0, 1, blocks.device),
-            Console(),
-            about={},
-            max_memory=64_000_000_000,
-        )
+def job_of(blocks: Blocks, student: StudentBlocks, windows: Windows, folder: Path) -> LayerJob:
+    folder.mkdir(parents=True)
+    ranks, files = Ranks(0, 1, blocks.device), LayerFiles(folder)
+    return LayerJob(blocks, blocks, student, blocks.weights, windows, files, ranks, Console())
 
 
 def main() -> None:
@@ -141,18 +131,14 @@ def main() -> None:
                 "head grouping", lambda: group_heads(blocks, layers, RANKS, windows.train.numpy()), results, device
             )
         every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
-        work = BlockFolder(Path(folder) / "work", {}).distilled
         student = StudentBlocks(every, tuple(layers), blocks.weights)
-        measured("alignment", lambda: run_alignment(blocks, student, windows, Path(folder) / "align"), results, device)
-        options = DistillOptions(epochs=1, patience=1)
-        measured(
-            "distillation, 1 epoch",
-            lambda: distill(blocks, student, windows, options, work, Ranks(0, 1, device), Console(), about={}),
-            results,
-            device,
-        )
+        alignment, distillation = (job_of(blocks, student, windows, Path(folder) / name) for name in ("align", "work"))
+        measured("alignment", lambda: align(alignment, AlignSettings(ridge=1e-2)), results, device)
+        settings = DistillSettings(epochs=1, patience=1)
+        measured("distillation, 1 epoch", lambda: distill(distillation, settings), results, device)
         results["losses"] = [
-            [report.loss_before, report.loss_after] for report in (work.report(BlockReport, i) for i in layers)
+            [report.loss_before, report.loss_after]
+            for report in (distillation.files.report(BlockReport, i) for i in layers)
         ]
         assert all(after <= before < float("inf") for before, after in results["losses"])
     runs = args.layers + args.layers * (args.layers + 1) // 2
@@ -180,7 +166,7 @@ def main() -> None:
 
 
 def sweep(blocks: Blocks, ids: torch.Tensor, results: dict) -> None:
-    suffixes = Suffixes(blocks, [change.layout for change in layer_changes("sweep", blocks.num_layers, RANKS)])
+    suffixes = ConvertedLayouts(blocks, [change.layout for change in layer_changes("sweep", blocks.num_layers, RANKS)])
     suffixes(ids)
     measured("sensitivity, 2 windows", lambda: suffixes(ids), results, blocks.device)
 

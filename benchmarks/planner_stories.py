@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.layout_scores import Suffixes
+from ladderize.adapt.layers.layout_scores import ConvertedLayouts
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.data import file_sha256
@@ -38,12 +38,12 @@ def every_layout(layers: int, sync_tp_size: int) -> list[Layout]:
     ]
 
 
-def scored(suffixes: Suffixes, windows: np.ndarray, batch: int) -> np.ndarray:
+def scored(score: ConvertedLayouts, windows: np.ndarray, batch: int) -> np.ndarray:
     """Nats of each window under each layout: [windows, layouts]."""
     parts = []
     for start in range(0, len(windows), batch):
         begin = time.perf_counter()
-        parts.append(suffixes(torch.from_numpy(windows[start : start + batch])))
+        parts.append(score(torch.from_numpy(windows[start : start + batch])))
         print(f"{start + len(parts[-1])} windows, the last {time.perf_counter() - begin:.0f} s", flush=True)
     return np.concatenate(parts)
 
@@ -74,10 +74,10 @@ def main() -> None:
     windows = read_windows(checkpoint, args.data, seq_len=None, samples=2 * args.windows, seed=0)
     tokens = windows.shape[1] - 1
     layouts = every_layout(blocks.num_layers, args.sync_tp_size)
-    suffixes = Suffixes(blocks, layouts)
-    print(f"{len(layouts):,} layouts, {suffixes.tree.layer_runs:,} layers for each batch", flush=True)
+    score = ConvertedLayouts(blocks, layouts)
+    print(f"{len(layouts):,} layouts", flush=True)
     begin = time.perf_counter()
-    table = scored(suffixes, windows, args.batch)
+    table = scored(score, windows, args.batch)
     seconds = time.perf_counter() - begin
     means = {"choose": table[: args.windows].mean(0) / tokens, "confirm": table[args.windows :].mean(0) / tokens}
 
@@ -94,7 +94,6 @@ def main() -> None:
         "num_layers": blocks.num_layers,
         "order": "product of attention in (blocking, overlapped, dropped)^L, and mlp in (blocking, overlapped)^(L-1)",
         "seconds": seconds,
-        "layer_runs": suffixes.tree.layer_runs,
         "environment": environment(Ranks(0, 1, torch.device("cpu"))).to_dict(),
         "dense_nll": float(means["choose"][0]),
         **{name: [round(value, 6) for value in values.tolist()] for name, values in means.items()},

@@ -125,7 +125,7 @@ def converted(bench: Bench, layout: str, folder: Path) -> Path:
 
 def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Path:
     from ladderize.adapt.layers.align import align_checkpoint
-    from ladderize.adapt.layers.align_options import AlignOptions
+    from ladderize.adapt.layers.options import AlignOptions
 
     options = AlignOptions(
         bench.train, samples=tokens // bench.seq_len, seq_len=bench.seq_len, seed=seed, dtype="float32", write="last"
@@ -137,7 +137,7 @@ def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Pa
 def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> Path:
     from ladderize.adapt.data_specs import parse_specs
     from ladderize.adapt.layers.distill import adapt_blocks
-    from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions, DistillOptions
+    from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions
     from ladderize.adapt.train.options import FULL_LR, WIDTH, Budget, Objective, RetrainOptions
     from ladderize.adapt.train.run import adapt_checkpoint
     from ladderize.blocks import open_checkpoint
@@ -145,15 +145,14 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
     hidden = int(open_checkpoint(str(bench.model)).config["hidden_size"])
     if recipe == "blocks":
         # the tokens are seen in two epochs, so that learning rates may fall
-        distill = DistillOptions(
-            epochs=2, patience=2, lr=(cell.lr_factor or 1) * PAPERS_LR * PAPERS_WIDTH / hidden, seed=cell.seed
-        )
         windows = BlockwiseOptions(
             bench.train,
             samples=max(1, cell.tokens // bench.seq_len // 2),
             heldout=16,
             seq_len=bench.seq_len,
-            distill=distill,
+            epochs=2,
+            lr=(cell.lr_factor or 1) * PAPERS_LR * PAPERS_WIDTH / hidden,
+            seed=cell.seed,
             dtype="float32",
             write="last",
         )
@@ -199,7 +198,7 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     """KL(dense || model) in nats per token and perplexity, in float32."""
     import torch
 
-    from ladderize.adapt.layers.measures import heldout_measures
+    from ladderize.adapt.layers.measures import Variant, heldout_measures
     from ladderize.blocks import Blocks, open_checkpoint, read_windows
     from ladderize.layout import Layout
     from ladderize.ranks.group import Ranks
@@ -211,8 +210,8 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     plain = Layout.dense(dense.num_layers)
     measured = heldout_measures(
         {
-            "dense": (dense, lambda layer: dense.layer(layer, plain)),
-            "model": (own, lambda layer: own.layer(layer, own.layout)),
+            "dense": Variant(dense, plain),
+            "model": Variant(own, own.layout),
         },
         torch.from_numpy(ids),
         Ranks(0, 1, torch.device("cpu")),

@@ -24,12 +24,12 @@ import torch
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
 from ladderize.adapt.layers.head_grouping import group_heads, permuted_weights
-from ladderize.adapt.layers.layer_files import BlockFolder, StudentBlocks
+from ladderize.adapt.layers.layer_files import LayerFiles, StudentBlocks
 from ladderize.adapt.layers.measures import loaded
-from ladderize.adapt.layers.options import BlockwiseOptions, DistillOptions
+from ladderize.adapt.layers.options import BlockwiseOptions, SpdOptions
+from ladderize.adapt.layers.rewrite import LayerJob
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
-from ladderize.adapt.layers.spd import orders_of, spd
-from ladderize.adapt.layers.spd_options import SpdOptions
+from ladderize.adapt.layers.spd import spd
 from ladderize.adapt.layers.windows import training_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
@@ -59,14 +59,14 @@ def table(args: argparse.Namespace) -> dict:
     rows = []
     for ranks in map(int, args.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            distillation = DistillOptions(epochs=args.epochs)
             options = SpdOptions(
+                data=args.data,
+                samples=args.samples,
+                seq_len=args.seq_len,
+                epochs=args.epochs,
                 sync_tp_size=ranks,
                 spd_fraction=1.0,
                 repair="blocks",
-                training=BlockwiseOptions(
-                    data=args.data, samples=args.samples, seq_len=args.seq_len, distill=distillation
-                ),
             )
             begin = time.perf_counter()
             document = spd(args.model, f"{folder}/out", options, console=Console())
@@ -155,35 +155,28 @@ def ablation(args: argparse.Namespace) -> dict:
     )
     rows: list[dict] = []
     for seed in range(args.seeds):
-        options = BlockwiseOptions(
-            data=args.data, samples=args.samples, distill=DistillOptions(epochs=args.epochs, seed=seed)
-        )
+        options = BlockwiseOptions(data=args.data, samples=args.samples, epochs=args.epochs, seed=seed)
         windows = training_windows(checkpoint, options)
         calibration = windows.train[:128].numpy()
-        asked = SensitivityOptions(args.data, "spd", ranks, seed=seed)
+        asked = SensitivityOptions(args.data, "sweep", ranks, seed=seed)
         measured = measure_sensitivity(args.model, asked, windows=calibration, console=Console())
-        ascending = sorted(measured.blocks, key=lambda entry: entry.sensitivity)
-        chosen = {fraction: [entry.block for entry in ascending[: round(fraction * count)]] for fraction in FRACTIONS}
+        ascending = [cost.layer for cost in sorted(measured.costs, key=lambda cost: cost.sensitivity)]
+        chosen = {fraction: ascending[: round(fraction * count)] for fraction in FRACTIONS}
         for criterion in ("none", "paper", "error"):
             head_map = (
                 None
                 if criterion == "none"
                 else group_heads(blocks, layers, ranks, calibration, criterion=criterion, seed=seed)
             )
-            untrained = {layer: permuted_weights(blocks, orders_of(head_map), layer) for layer in layers}
+            untrained = {
+                layer: permuted_weights(blocks, head_map.orders if head_map else {}, layer) for layer in layers
+            }
             with tempfile.TemporaryDirectory() as folder:
-                work = BlockFolder(Path(folder) / "work", {}).distilled
-                begin = time.perf_counter()
-                distill(
-                    blocks,
-                    StudentBlocks(every, tuple(layers), untrained.__getitem__),
-                    windows,
-                    options.distill,
-                    work,
-                    Ranks(0, 1, torch.device("cpu")),
-                    Console(),
-                    about={},
-                )
+                work, begin = LayerFiles(Path(folder)), time.perf_counter()
+                student = StudentBlocks(every, tuple(layers), untrained.__getitem__)
+                alone = Ranks(0, 1, torch.device("cpu"))
+                job = LayerJob(blocks, blocks, student, blocks.weights, windows, work, alone, Console())
+                distill(job, options.settings())
                 seconds = time.perf_counter() - begin
                 trained = {layer: loaded(work, layer, blocks) for layer in layers}
                 reports = [work.report(BlockReport, layer).to_dict() for layer in layers]

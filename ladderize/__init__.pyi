@@ -4,12 +4,11 @@ from ladderize.adapt.data_specs import data_sources as data_sources
 from ladderize.adapt.layers.distill import Distillation as Distillation
 from ladderize.adapt.layers.distill import adapt_blocks as adapt_blocks
 from ladderize.adapt.layers.options import BlockwiseOptions as BlockwiseOptions
-from ladderize.adapt.layers.options import DistillOptions as DistillOptions
+from ladderize.adapt.layers.options import SpdOptions as SpdOptions
 from ladderize.adapt.layers.sensitivity import measure_sensitivity as measure_sensitivity
 from ladderize.adapt.layers.sensitivity import write_sensitivity as write_sensitivity
 from ladderize.adapt.layers.spd import SpdDocument as SpdDocument
 from ladderize.adapt.layers.spd import spd as spd
-from ladderize.adapt.layers.spd_options import SpdOptions as SpdOptions
 from ladderize.adapt.lora import LoraOptions as LoraOptions
 from ladderize.adapt.train.merge import MergeReport as MergeReport
 from ladderize.adapt.train.merge import merge as merge

@@ -213,7 +213,7 @@ def training_command(name: str, place: Path, out: Path) -> list[object]:
     adapt = ["adapt", place / "spd", out, *same, "--write", "last"]
     retraining = [*adapt, "--max-steps", 3, "--batch-size", 2, "--seq-len", 16]
     taught = [*adapt, "--no-verify", "--distill-from", place / "dense", "--method"]
-    spd = ["spd", place / "dense", out, *same, "--no-verify", "--sync-tp-size", 2, "--repair", "align+blocks"]
+    spd = ["spd", place / "dense", out, *same, "--no-verify", "--sync-tp-size", 2, "--repair", "blocks"]
     return {
         "full": [*retraining, "--no-verify"],
         "lora": [*retraining, "--method", "lora", "--lora-rank", 2],
@@ -228,15 +228,8 @@ def python_options(**values: object) -> Iterator[None]:
     """Give the command ``adapt`` options of align and blocks that only Python can name."""
     from ladderize.commands import adapt
 
-    made = adapt._window_options
-
-    def named(*arguments: object) -> object:
-        options = made(*arguments)
-        own = {name: value for name, value in values.items() if hasattr(options, name)}
-        rest = {name: value for name, value in values.items() if name not in own}
-        return replace(options, **own, **({"distill": replace(options.distill, **rest)} if rest else {}))
-
-    with mock.patch.object(adapt, "_window_options", named):
+    made = adapt.adapt_options
+    with mock.patch.object(adapt, "adapt_options", lambda given: replace(made(given), **values)):
         yield
 
 

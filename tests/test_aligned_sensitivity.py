@@ -9,10 +9,9 @@ import pytest
 import torch
 import yaml
 
-from ladderize.adapt.layers import align as align_run
-from ladderize.adapt.layers import aligned_layouts as aligned_layouts
-from ladderize.adapt.layers.align_options import short_tokens
-from ladderize.adapt.layers.aligned_layouts import AlignedLayouts
+from ladderize.adapt.layers import align, rewrite
+from ladderize.adapt.layers.layout_scores import AlignedLayouts
+from ladderize.adapt.layers.options import short_tokens
 from ladderize.adapt.layers.sensitivity import UNFINISHED
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import open_checkpoint, read_windows
@@ -71,7 +70,7 @@ def by_commands(model, layout, windows, folder, monkeypatch):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(recipe))))
     converted, aligned = folder / "converted", folder / "aligned"
     invoke_well("convert", model, converted, "--recipe", folder / "recipe.yaml", "--no-verify")
-    monkeypatch.setattr(align_run, "training_windows", lambda *_: own)
+    monkeypatch.setattr(rewrite, "training_windows", lambda *_: own)
     more = ("--distill-from", model, "--data", folder / "own.npy", "--write", "last", "--no-verify")
     invoke_well("adapt", converted, aligned, "--method", "align", *more)
     shown = invoke_well("eval", aligned, "--perplexity", folder / "scored.npy", "--json")
@@ -160,9 +159,9 @@ def test_time_and_memory_are_announced_and_checked(model, ids, tmp_path, monkeyp
     def no_room(needed, device, what, advice, **_):
         raise UserError(f"{what} needs {needed} bytes; {advice}")
 
-    monkeypatch.setattr(aligned_layouts, "check_room", no_room)
+    monkeypatch.setattr(align, "check_room", no_room)
     refused = one_sentence(measured(model, ids, tmp_path / "t.json"))
-    assert "lower --align-samples or --samples" in refused
+    assert "lower --align-samples" in refused
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from ladderize import (
     BenchOptions,
     BlockwiseOptions,
     Budget,
-    DistillOptions,
     EvalOptions,
     GenerateOptions,
     Layout,
@@ -146,11 +145,14 @@ def retraining(**given):
         (lambda: SensitivityOptions("a.txt", sync_tp_size=2, tau1=3.0, tau2=1.0), "--tau1 3 is above --tau2 1"),
         (lambda: SensitivityOptions("a.txt", sync_tp_size=2, samples=0), "--samples must be an integer of at least 1"),
         (lambda: blockwise(dtype="float16"), "--dtype float16 has too small a range for training"),
-        (lambda: blockwise(distill=DistillOptions(lr=-1.0)), "--lr must be a finite number of at least 0, not -1"),
-        (lambda: blockwise(distill=DistillOptions(epochs=0)), "--epochs must be an integer of at least 1"),
-        (lambda: SpdOptions(1, blockwise()), "--sync-tp-size must be an integer of at least 2, not 1"),
-        (lambda: SpdOptions(2, blockwise(), distill="some"), "--distill some is not one of all, sensitive"),
-        (lambda: SpdOptions(2, blockwise(), 0.5, 1.0), "both say how much to drop"),
+        (lambda: blockwise(lr=-1.0), "--lr must be a finite number of at least 0, not -1"),
+        (lambda: blockwise(epochs=0), "--epochs must be an integer of at least 1"),
+        (lambda: SpdOptions("a.txt", sync_tp_size=1), "--sync-tp-size must be an integer of at least 2, not 1"),
+        (lambda: SpdOptions("a.txt", sync_tp_size=2, repair="some"), "--repair some is not one of align, blocks"),
+        (
+            lambda: SpdOptions("a.txt", sync_tp_size=2, spd_fraction=0.5, max_ppl_increase=1),
+            "both say how much to drop",
+        ),
         (lambda: retraining(budget=Budget()), "say how long to train"),
         (lambda: retraining(budget=Budget(1, 1)), "and not both"),
         (lambda: retraining(method="half"), "--method half is not one of full, lora, blocks"),
@@ -183,7 +185,7 @@ def test_a_gpu_that_is_not_there(dense, tmp_path, monkeypatch):
         lambda: ladderize.evaluate([dense], EvalOptions(perplexity=str(tmp_path / "a.txt"), device="cuda:1")),
         lambda: ladderize.measure_sensitivity(dense, SensitivityOptions("a", sync_tp_size=2, device="cuda")),
         lambda: ladderize.spd(
-            dense, tmp_path / "o", SpdOptions(2, BlockwiseOptions(str(tmp_path / "a.txt"), device="cuda"))
+            dense, tmp_path / "o", SpdOptions(str(tmp_path / "a.txt"), device="cuda", sync_tp_size=2)
         ),
         lambda: ladderize.bench(ModelChoice(models=(str(dense),)), BenchOptions(device="cuda")),
     ]

@@ -12,8 +12,7 @@ import pytest
 from ladderize.adapt.data.sources import source_sha256
 from ladderize.adapt.data.training_data import DataOptions, open_data
 from ladderize.adapt.data_specs import parse_specs
-from ladderize.adapt.layers.align_options import AlignOptions
-from ladderize.adapt.layers.options import BlockwiseOptions
+from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions
 from ladderize.adapt.layers.windows import read_rows, training_windows
 from ladderize.blocks import open_checkpoint
 from ladderize.data import file_sha256
@@ -116,9 +115,8 @@ def test_long_rows_of_ids_are_read_until_there_are_enough(tmp_path, checkpoint):
     into."""
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(3, VOCAB, (80, 8192), dtype=np.uint16))
     config = {**checkpoint.config, "max_position_embeddings": 8192}
-    windows = training_windows(
-        replace(checkpoint, config=config), AlignOptions(str(tmp_path / "rows.npy"), samples=60), 0, 1
-    )
+    options = AlignOptions(str(tmp_path / "rows.npy"), samples=60, tokens=1)
+    windows = training_windows(replace(checkpoint, config=config), options)
     assert windows.train.shape == (60, 8192)
 
 

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.layers import distill as blockwise
-from ladderize.adapt.layers import rewrite
-from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer, _schedule
-from ladderize.adapt.layers.hidden_states import StateStore, needs_pair, teacher_pass
-from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
-from ladderize.adapt.layers.options import DistillOptions
+from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer, lr_factor, needs_pair
+from ladderize.adapt.layers.distill import teacher_pass
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerFolder, StudentBlocks
+from ladderize.adapt.layers.options import BlockwiseOptions, DistillSettings
+from ladderize.adapt.layers.windows import training_windows
 from ladderize.blocks import Blocks, open_checkpoint
-from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
+from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from tests import warm
@@ -36,12 +35,12 @@ from tests.helpers import (
 
 LAYERS = SHAPE["num_hidden_layers"]
 DEVICE = torch.device("cpu")
-FROM_DISK = """
+FEW_EPOCHS = """
 import sys
 from tests.helpers import python_options
 sys.argv[:1] = ["ladderize"]
 from ladderize.cli import main
-with python_options(epochs=3, max_memory=1):
+with python_options(epochs=3):
     main()
 """
 
@@ -71,7 +70,7 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
     pairs = any(needs_pair(layout, layer) for layer in layers)
     student = StudentBlocks(layout, tuple(layers), blocks.weights)
     passed = []
-    for index, before, after in teacher_pass(blocks, ids, layers, pairs, max_memory=1 << 30, path=tmp_path / "s"):
+    for index, before, after in teacher_pass(blocks, ids, layers, pairs):
         passed.append(index)
         if index not in layers:
             continue
@@ -82,7 +81,7 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
             sync_tp_size=layout.sync_tp_size if index in layout.spd_layers else None,
         )
         expected = (streams(blocks, alone, ids)[index + 1] - dense[index + 1]).square().mean()
-        trainer = BlockTrainer(blocks, student, index, before, after, 3, DistillOptions(lr=1.0, batch_size=2))
+        trainer = BlockTrainer(blocks, student, index, before, after, 3, DistillSettings(lr=1.0, batch_size=2))
         with torch.no_grad():
             assert float(trainer.loss(torch.arange(5))) == pytest.approx(float(expected), rel=1e-4)
             assert trainer.own_part() == pytest.approx(
@@ -100,39 +99,20 @@ def test_which_layers_can_be_trained():
     assert entered.converted_layers == [1]  # its attention reads an incomplete stream
 
 
-@pytest.mark.parametrize("pairs", [False, True])
-def test_states_on_disk_are_those_in_memory(tmp_path, pairs):
-    shape, rows = (7, 3, 5), torch.tensor([6, 0, 2])
-    stores = [
-        StateStore(shape, torch.bfloat16, pairs, max_memory=limit, path=tmp_path / f"s{limit}")
-        for limit in (1 << 20, 0)
-    ]
-    assert len(listing(tmp_path)) == 1 + pairs
-    for first in (0, 4):
-        part = torch.randn(min(4, 7 - first), 3, 5, dtype=torch.bfloat16)
-        for store in stores:
-            store.write(first, (part, part + 1) if pairs else part)
-    memory, disk = (store.read(rows, DEVICE) for store in stores)
-    assert all(torch.equal(a, b) for a, b in zip(memory if pairs else [memory], disk if pairs else [disk], strict=True))
-    for store in stores:
-        store.close()
-    assert listing(tmp_path) == []
-
-
 def test_the_schedule_warms_up_and_ends_at_zero():
-    values = [_schedule(step, 100) for step in range(100)]
+    values = [lr_factor(step, 100) for step in range(100)]
     assert values[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert values[5] == 1.0
     assert values[-1] < 0.001
     assert sorted(values[5:], reverse=True) == values[5:]
-    assert _schedule(0, 1) == 1.0
+    assert lr_factor(0, 1) == 1.0
 
 
 def test_defaults_scale_with_the_model():
-    assert DistillOptions().resolve(4096, 2048).lr == pytest.approx(5e-5)
-    assert DistillOptions().resolve(4096, 2048).batch_size == 1
-    assert DistillOptions().resolve(64, 256) == DistillOptions(lr=5e-5 * 64, batch_size=8)
-    assert DistillOptions(lr=1.0, batch_size=3).resolve(64, 256) == DistillOptions(lr=1.0, batch_size=3)
+    assert DistillSettings().resolve(4096, 2048).lr == pytest.approx(5e-5)
+    assert DistillSettings().resolve(4096, 2048).batch_size == 1
+    assert DistillSettings().resolve(64, 256) == DistillSettings(lr=5e-5 * 64, batch_size=8)
+    assert DistillSettings(lr=1.0, batch_size=3).resolve(64, 256) == DistillSettings(lr=1.0, batch_size=3)
 
 
 # ---- the command ----
@@ -202,8 +182,8 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     adapted(pair, tmp_path / "whole")
     save, trained = LayerFiles.save, []
 
-    def killed(self, layer, weights, report, key):
-        save(self, layer, weights, report, key)
+    def killed(self, layer, weights, report):
+        save(self, layer, weights, report)
         trained.append(layer)
         if len(trained) == 2:
             raise KeyboardInterrupt
@@ -211,8 +191,8 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(LayerFiles, "save", killed)
     assert adapt(pair, tmp_path / "out").code == 130
     assert "out" not in listing(tmp_path)
-    assert "block-00002.safetensors" in listing(tmp_path / "out.ladderize-work")
-    again = adapt(pair, tmp_path / "out", max_memory=1)  # also: from disk this time
+    assert "layer-00002.safetensors" in listing(tmp_path / "out.ladderize-work")
+    again = adapt(pair, tmp_path / "out")
     assert again.code == 0
     assert "blocks 1:3 are already done" in again.stderr
     assert trained == [1, 2, 3]
@@ -225,7 +205,7 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
 def test_two_processes_train_the_same_weights(pair, tmp_path):
     adapted(pair, tmp_path / "one")
     more = command(pair, tmp_path / "two", "--device", "cpu", "--json")
-    result = warm.run_group([sys.executable, "-c", FROM_DISK, *more])
+    result = warm.run_group([sys.executable, "-c", FEW_EPOCHS, *more])
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)["blocks"]) == 3
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
@@ -271,7 +251,7 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
     )
     outcome = adapt(pair, tmp_path / "out")
     assert "block 2: the loss is NaN or infinite after 0 steps" in one_sentence(outcome)
-    assert listing(tmp_path / "out.ladderize-work") == ["block-00001.safetensors", "run.json"]
+    assert listing(tmp_path / "out.ladderize-work") == ["layer-00001.safetensors", "run.json"]
     assert "out" not in listing(tmp_path)
     monkeypatch.setattr(BlockTrainer, "loss", loss)
     adapted(pair, tmp_path / "out")
@@ -303,54 +283,26 @@ def test_missing_data_is_refused(pair, tmp_path):
 
 def test_work_of_another_run_is_not_mixed_in(tmp_path):
     folder, report = tmp_path / "w", BlockReport(0, 2.0, 1.0, 0.2, 0.1, 7, 5, True, 0.5, [(0, 2.0), (5, 1.0)])
-    with BlockFolder(folder, {"a": 1, "b": (2, 3)}) as work:
-        work.distilled.save(0, {"x.weight": torch.ones(2)}, report, "this key")
-        assert work.distilled.has(0, lambda: "this key")
-        assert not work.distilled.has(0, lambda: "another")
-        assert not work.distilled.has(1, lambda: pytest.fail("nothing to compare with"))
+    with LayerFolder(folder, {"a": 1, "b": (2, 3)}) as work:
+        work.files.save(0, {"x.weight": torch.ones(2)}, report)
         with pytest.raises(UserError, match="another run is using"):
-            BlockFolder(folder, {"a": 1, "b": [2, 3]})
-        BlockFolder(folder, {}, main=False)  # another rank of the same run
-    with BlockFolder(folder, {"a": 1, "b": [2, 3]}) as work:
-        assert work.distilled.report(BlockReport, 0) == report
-        whole = work.distilled.path(0).read_bytes()
-        work.distilled.path(0).write_bytes(whole[:-4])  # cut off
-        assert not work.distilled.has(0, lambda: "this key")
+            LayerFolder(folder, {"a": 1, "b": [2, 3]})
+        LayerFolder(folder, {}, main=False)  # another rank of the same run
+    with LayerFolder(folder, {"a": 1, "b": [2, 3]}) as work:
+        assert [work.files.has(layer) for layer in range(2)] == [True, False]
+        assert work.files.report(BlockReport, 0) == report
+        assert work.files.weights(0)["x.weight"].tolist() == [1, 1]
     with pytest.raises(UserError, match="another a; delete it"):
-        BlockFolder(folder, {"a": 2, "b": [2, 3]})
-    with BlockFolder(folder, {"a": 1, "b": [2, 3]}) as work:
+        LayerFolder(folder, {"a": 2, "b": [2, 3]})
+    (folder / ".run.json.abc").write_text("")  # of a killed write
+    (folder / "run.json").write_text("")
+    with LayerFolder(folder, {"a": 2}) as work:
         work.remove()
     assert listing(tmp_path) == []
-    folder.mkdir()
-    (folder / ".run.json.abc").write_text("")  # of a killed write
-    with BlockFolder(folder, {"a": 2}) as work:
-        work.remove()
     folder.mkdir()
     (folder / "mine.txt").write_text("not ladderize's")
     with pytest.raises(UserError, match="not a folder of unfinished work"):
-        BlockFolder(folder, {"a": 2})
-    (folder / "mine.txt").unlink()
-    with BlockFolder(folder, {}) as work:
-        work.remove()
-    assert listing(tmp_path) == []
-    with pytest.raises(KeyError), BlockFolder(folder, {}):
-        raise KeyError
-    assert listing(tmp_path) == []  # nothing was done in it
-
-
-def test_blocks_trained_otherwise_are_trained_anew(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(rewrite, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
-    assert adapt(pair, tmp_path / "out").code == 1
-    monkeypatch.undo()
-    trained, save = [], LayerFiles.save
-    monkeypatch.setattr(
-        LayerFiles, "save", lambda self, layer, *rest: trained.append(layer) or save(self, layer, *rest)
-    )
-    (tmp_path / "out.ladderize-work" / "block-00002.safetensors").write_bytes(b"cut off")
-    assert "blocks 1,3 are already done" in adapt(pair, tmp_path / "out").stderr
-    assert trained == [2]
-    adapted(pair, tmp_path / "two", "--lr", 2e-3, "--overwrite")
-    assert trained == [2, 1, 2, 3]
+        LayerFolder(folder, {"a": 2})
 
 
 @pytest.mark.parametrize("place", ["dense", "spd/inner", "out", "out/inner", "."])
@@ -376,12 +328,8 @@ def test_the_dense_row_is_the_teachers(pair, tmp_path):
     shown = adapt(pair, tmp_path / "out", "--json")
     assert "has a different embedding, final norm or LM head" in shown.stderr
     rows = json.loads(shown.stdout)["heldout_perplexity"]
-    np.save(
-        tmp_path / "heldout.npy",
-        blockwise.training_windows(
-            open_checkpoint(str(dense)), blockwise.BlockwiseOptions(str(tmp_path / "ids.npy"), samples=64, heldout=8)
-        ).heldout.numpy(),
-    )
+    options = BlockwiseOptions(str(tmp_path / "ids.npy"), samples=64, heldout=8)
+    np.save(tmp_path / "heldout.npy", training_windows(open_checkpoint(str(dense)), options).heldout.numpy())
     scored = json.loads(invoke("eval", dense, "--perplexity", tmp_path / "heldout.npy", "--json").stdout)
     assert rows["dense"]["perplexity"] == pytest.approx(
         scored["models"][0]["ladderize"]["perplexity"]["perplexity"], rel=1e-5

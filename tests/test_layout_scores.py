@@ -1,10 +1,9 @@
 """The likelihood of windows under many layouts: against whole models, layer by layer, and how much is shared."""
 
 import numpy as np
-import pytest
 import torch
 
-from ladderize.adapt.layers.layout_scores import LayoutTree, Suffixes
+from ladderize.adapt.layers.layout_scores import ConvertedLayouts, first_changed
 from ladderize.blocks import Blocks, open_checkpoint, window_nlls
 from ladderize.layout import Layout
 from tests.helpers import SHAPE, fresh_rng
@@ -28,9 +27,10 @@ def oracle_nll(blocks, layout, windows):
     return -likely.sum((1, 2)).numpy()
 
 
-def test_layouts_that_begin_alike_share_the_work(llama, ids, monkeypatch):
+def test_layouts_branch_off_one_dense_pass(llama, ids, monkeypatch):
     rng = fresh_rng()
-    layouts = [random_layout(rng) for _ in range(30)]
+    layouts = [random_layout(rng) for _ in range(20)]
+    layouts += [Layout.from_layers(LAYERS, ladder=[3]), Layout.from_layers(LAYERS, spd=[3], sync_tp_size=2)]
     layouts += [layouts[3], Layout.dense(LAYERS)]
     blocks = Blocks(open_checkpoint(str(llama)), torch.float32, torch.device("cpu"))
     windows = torch.from_numpy(np.load(ids))
@@ -38,27 +38,8 @@ def test_layouts_that_begin_alike_share_the_work(llama, ids, monkeypatch):
         window_nlls(blocks, lambda i, layout=layout: blocks.layer(i, layout), windows, batch_size=12)
         for layout in layouts
     ]
-    suffixes, calls = Suffixes(blocks, layouts), []
+    scores, calls = ConvertedLayouts(blocks, layouts), []
     run = blocks.run
     monkeypatch.setattr(blocks, "run", lambda layer, state: calls.append(layer) or run(layer, state))
-    np.testing.assert_allclose(suffixes(windows), torch.stack(alone, 1).numpy(), rtol=1e-6)
-    beginnings = {(one.attention_sync[: i + 1], one.mlp_sync[:i]) for one in layouts for i in range(LAYERS)}
-    assert len(calls) == len(beginnings)
-    with pytest.raises(ValueError, match="several sync_tp_size"):
-        LayoutTree([Layout.from_layers(4, spd=[1], sync_tp_size=n) for n in (2, 4)])
-
-
-def test_the_states_that_wait_are_few():
-    """What waits is bounded by the logarithm of the number of layouts, however they part."""
-
-    def deepest(tree, layer, members):
-        groups = tree.parting(layer, members)
-        if layer + 1 == tree.num_layers:
-            return 1
-        *others, (_, last) = groups
-        return max([deepest(tree, layer + 1, last), *(1 + deepest(tree, layer + 1, group) for _, group in others)])
-
-    rng = fresh_rng()
-    for count in (1, 2, 9, 200):
-        tree = LayoutTree([random_layout(rng, 6) for _ in range(count)])
-        assert deepest(tree, 0, list(range(count))) + 1 <= tree.states
+    np.testing.assert_allclose(scores(windows), torch.stack(alone, 1).numpy(), rtol=1e-6)
+    assert len(calls) == LAYERS + sum(LAYERS - first_changed(layout) for layout in layouts)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.layers.layout_scores import Suffixes
+from ladderize.adapt.layers.layout_scores import ConvertedLayouts
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.convert.sensitivity_file import (
@@ -75,7 +75,7 @@ def test_half_of_the_forwards_are_run(llama, ids, monkeypatch):
     calls, run = [], blocks.run
     monkeypatch.setattr(blocks, "run", lambda layer, state: calls.append(layer) or run(layer, state))
     layouts = [*(change.layout for change in layer_changes("sweep", LAYERS, 4)), Layout.dense(LAYERS)]
-    Suffixes(blocks, layouts)(torch.from_numpy(np.load(ids)))
+    ConvertedLayouts(blocks, layouts)(torch.from_numpy(np.load(ids)))
     assert len(calls) == LAYERS + LAYERS * (LAYERS + 1) // 2
 
 

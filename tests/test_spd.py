@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from ladderize import load
 from ladderize.adapt.layers import rewrite, spd
 from ladderize.adapt.layers.layer_files import LayerFiles
-from ladderize.adapt.layers.layout_scores import Suffixes
 from ladderize.adapt.layers.spd import SpdDocument
 from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.convert.retraining import read_retrainings
@@ -115,26 +114,13 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
     assert listing(tmp_path) == ["out", "whole"]
 
 
-def test_classes_decide_what_a_block_gets(tmp_path, text):
+def test_classes_decide_whose_heads_the_paper_groups(tmp_path, text):
     def document(name, *options):
         return json.loads(run(tmp_path / name, text, "--json", *options).stdout)
 
-    every = document("a", "--tau1", 100, "--tau2", 200)
-    assert all(
-        (row["grouping"] is not None) == (row["distillation"] is not None) == row["selected"] for row in every["blocks"]
-    )
-    shown = run(tmp_path / "b", text, "--distill", "sensitive", "--tau1", 100, "--tau2", 200)
-    assert "nothing to repair: all 7 dropped blocks are insensitive (S at most tau1 = 100)" in shown.stderr
-    assert "distilling" not in shown.stderr
-    assert "grouping the heads" not in shown.stderr
-    assert shown.stdout.splitlines()[0].split() == ["block", "S", "class", "attention", "sync"]
-    alone = json.loads((tmp_path / "b" / "spd.json").read_text())
-    assert list(alone["perplexity"]) == ["dense", "sync points dropped"]
-    assert all(row["grouping"] is row["distillation"] is None for row in alone["blocks"])
-    assert (tmp_path / "b" / "model.safetensors").read_bytes() == (MODEL / "model.safetensors").read_bytes()
-    papers = document("c", "--head-grouping", "paper", "--tau1", -100, "--tau2", -100)
+    papers = document("a", "--head-grouping", "paper", "--tau1", -100, "--tau2", -100)
     assert [row["grouping"]["criterion"] for row in papers["blocks"] if row["selected"]] == ["paper"] * 7
-    sensitive = document("d", "--head-grouping", "paper", "--tau1", -100)
+    sensitive = document("b", "--head-grouping", "paper", "--tau1", -100)
     assert [row["grouping"] for row in sensitive["blocks"]] == [None] * 8
     assert all(row["distillation"] for row in sensitive["blocks"] if row["selected"])
 
@@ -147,7 +133,6 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
         (["--spd-fraction", "0.5", "--max-ppl-increase", "1"], 2, "both say how much to drop"),
         (["--spd-fraction", "1.5"], 2, "--spd-fraction must be a number above 0 and at most 1"),
         (["--head-grouping", "magic"], 2, "'magic' is not one of 'error', 'paper', 'none'"),
-        (["--distill", "some"], 2, "'some' is not one of 'all', 'sensitive'"),
         (["--samples", "100000"], 1, "too few for 100000 to train on"),
         (["--lr", "-1", "--repair", "blocks"], 2, "--lr must be a finite number of at least 0, not -1"),
         (["--data", "{tmp}/empty.txt"], 1, "empty.txt holds no rows"),
@@ -165,8 +150,8 @@ def test_what_is_refused(tmp_path, text, options, code, message):
 
 
 def test_a_budget_takes_the_least_sensitive(tmp_path, text):
-    arguments = ["--sync-tp-size", 2, "--data", text, "--seq-len", 64, "--calibration-samples", 8]
-    arguments += ["--tau1", 9, "--distill", "sensitive", "--no-verify", "--json"]
+    arguments = ["--sync-tp-size", 2, "--data", text, "--seq-len", 64, "--calibration-samples", 8, "--threads", 1]
+    arguments += ["--samples", 12, "--heldout", 4, "--no-verify", "--json"]
     rows = json.loads(invoke("spd", MODEL, tmp_path / "out", *arguments, "--max-ppl-increase", 0.1).stdout)["blocks"]
     dropped = [row["sensitivity"] for row in rows if row["selected"]]
     kept = [row["sensitivity"] for row in rows if not row["selected"]]
@@ -181,28 +166,11 @@ def test_only_a_dense_model_has_syncs_to_drop(tmp_path, text):
     )
 
 
-def test_other_options_keep_what_they_do_not_touch(tmp_path, text, monkeypatch):
-    """A run that stops for its options keeps its measurement for the next one, and trains anew what was trained
-    otherwise."""
-    monkeypatch.setattr(rewrite, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
-    assert run(tmp_path / "out", text).code == 1
-    monkeypatch.undo()
-    scored, trained = [], []
-    measure, train = Suffixes.__call__, LayerFiles.save
-    monkeypatch.setattr(Suffixes, "__call__", lambda self, ids: scored.append(ids) or measure(self, ids))
-    monkeypatch.setattr(LayerFiles, "save", lambda self, layer, *a: trained.append(layer) or train(self, layer, *a))
-    assert run(tmp_path / "out", text, "--spd-fraction", 1, "--lr", 1e-3, "--tau1", 0.1).code == 0
-    assert not scored
-    rows = json.loads((tmp_path / "out" / "spd.json").read_text())["blocks"]
-    assert trained == [row["block"] for row in rows if row["distillation"]]
-    assert all(row["selected"] for row in rows)
-    assert listing(tmp_path) == ["out"]
-
-
-def test_another_models_work_is_refused(tmp_path, text, monkeypatch):
+def test_other_work_is_refused(tmp_path, text, monkeypatch):
     monkeypatch.setattr(spd, "group_heads", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
     assert run(tmp_path / "out", text).code == 1
-    assert "with another calibration; delete it" in one_sentence(run(tmp_path / "out", text, "--seq-len", 32))
+    for options, other in ((["--seq-len", 32], "data"), (["--lr", 1e-3], "options"), (["--tau1", 0.1], "tau1")):
+        assert f"with another {other}; delete it" in one_sentence(run(tmp_path / "out", text, *options))
     assert listing(tmp_path) == ["out.ladderize-work"]
 
 
@@ -232,31 +200,22 @@ def test_a_step_that_makes_it_worse_is_said():
     )
 
 
-def test_alignment_repairs_in_the_place_of_distillation_or_before_it(tmp_path, text):
-    """align is the default, and wins more than an epoch of distillation; what it solved is what is distilled then."""
-    perplexities = {}
-    for repair in ("align", "align+blocks"):
-        out = tmp_path / repair
-        shown = run(out, text, samples=48, heldout=16, calibration=4, repair=repair)
-        assert shown.code == 0, shown.stderr
-        document = SpdDocument.from_dict(json.loads((out / "spd.json").read_text()), "spd.json")
-        perplexities[repair] = {name: value.perplexity for name, value in document.perplexity.items()}
-        assert document.repair == repair
-        (retraining,) = read_retrainings(out)
-        assert retraining.aligned == (repair == "align")
-        assert list(retraining.divergence) == list(retraining.perplexity)[1:]
-        assert retraining.left_by_alignment == (document.divergence["+ alignment"] if repair == "align" else None)
-        first = min(row.block for row in document.blocks if row.selected)
-        for row in document.blocks:  # every block from the first dropped one on reads a changed stream
-            assert (row.alignment is not None) == (row.block >= first)
-            assert (row.distillation is not None) == (row.selected and repair != "align")
-    steps = ["dense", "sync points dropped", "+ head grouping", "+ alignment"]
-    assert list(perplexities["align"]) == steps
-    assert list(perplexities["align+blocks"]) == [*steps, "+ distillation"]
-    assert perplexities["align"]["+ alignment"] == perplexities["align+blocks"]["+ alignment"]
-    dense, before, grouped, aligned = perplexities["align"].values()
+def test_alignment_repairs_by_default(tmp_path, text):
+    shown = run(tmp_path / "out", text, samples=48, heldout=16, calibration=4, repair="align")
+    assert shown.code == 0, shown.stderr
+    document = SpdDocument.from_dict(json.loads((tmp_path / "out" / "spd.json").read_text()), "spd.json")
+    assert document.repair == "align"
+    (retraining,) = read_retrainings(tmp_path / "out")
+    assert retraining.aligned
+    assert retraining.left_by_alignment == document.divergence["+ alignment"]
+    first = min(row.block for row in document.blocks if row.selected)
+    for row in document.blocks:  # every block from the first dropped one on reads a changed stream
+        assert (row.alignment is not None) == (row.block >= first)
+        assert row.distillation is None
+    assert list(document.perplexity) == ["dense", "sync points dropped", "+ head grouping", "+ alignment"]
+    dense, before, grouped, aligned = (value.perplexity for value in document.perplexity.values())
     assert dense < aligned < min(before, grouped)
-    load(tmp_path / "align")
+    load(tmp_path / "out")
 
 
 @pytest.mark.parametrize("option", [("--epochs", 1), ("--lr", 1e-3), ("--patience", 1), ("--batch-size", 2)])

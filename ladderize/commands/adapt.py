@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from ladderize.adapt.layers.align_options import AlignOptions
-from ladderize.adapt.layers.options import BlockwiseOptions, DistillOptions, WindowOptions
+from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions, WindowOptions
 from ladderize.adapt.lora import LoraOptions
-from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, FULL, LORA, Method
+from ladderize.adapt.methods import ALIGN, BLOCKS, FULL, LORA, Method
 from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, DeviceName, argument, check_options, flag, option
 from ladderize.commands.builder import (
@@ -72,7 +71,7 @@ OPTIONS: dict[Method, tuple[type, ...]] = {
     FULL: RETRAINING,
     LORA: (*RETRAINING, LoraOptions),
     ALIGN: (AlignOptions,),
-    BLOCKS: (BlockwiseOptions, DistillOptions),
+    BLOCKS: (BlockwiseOptions,),
 }
 
 
@@ -88,7 +87,7 @@ OPTIONS: dict[Method, tuple[type, ...]] = {
         MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule attention dtype device",
         OUTPUT: "log_with overwrite no_verify json",
     },
-    left_out="ridge random_share max_memory epochs patience work_dir",
+    left_out="epochs patience work_dir",
 )
 def adapt(given: GivenOptions) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
@@ -123,10 +122,8 @@ def adapt_options(given: GivenOptions) -> RetrainOptions | WindowOptions:
             f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from, and one"
             " --data file; it has no --dry-run and no --show-data"
         )
-    if own.method == ALIGN:
-        return given.fill(AlignOptions, data=data[0], layers=own.train)
-    layers = own.train if own.train != CONVERTED else None
-    return given.fill(BlockwiseOptions, data=data[0], layers=layers, distill=given.fill(DistillOptions))
+    kind: type[WindowOptions] = AlignOptions if own.method == ALIGN else BlockwiseOptions
+    return given.fill(kind, data=data[0], layers=own.train)
 
 
 def _retrain_options(given: GivenOptions, own: AdaptArguments) -> RetrainOptions:
@@ -150,12 +147,12 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, options: WindowOptions, c
     assert out is not None
     assert dense is not None
     start_on(own.device, None)
-    from ladderize.adapt.layers.align import Aligning
-    from ladderize.adapt.layers.distill import Distilling
+    from ladderize.adapt.layers.align import ALIGNING
+    from ladderize.adapt.layers.distill import DISTILLING
     from ladderize.adapt.layers.rewrite import perplexity_rows, rewrite
 
-    method: Any = Aligning() if own.method == ALIGN else Distilling()
-    how: dict[str, Any] = {"overwrite": own.overwrite, "verify": own.verify, "console": console, "revision": None}
+    method: Any = ALIGNING if own.method == ALIGN else DISTILLING
+    how: dict[str, Any] = {"overwrite": own.overwrite, "verify": own.verify, "console": console}
     document = rewrite(method, own.model, out, dense, options, **how)
     if document is None:
         return

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import ladderize
-from ladderize.adapt.layers.options import BlockwiseOptions, DistillOptions
-from ladderize.adapt.layers.spd_options import SpdOptions
+from ladderize.adapt.layers.options import SpdOptions
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, THREADS, argument, option
 from ladderize.commands.builder import (
     DATA,
@@ -40,15 +39,13 @@ class SpdArguments:
 @command(
     SpdArguments,
     SpdOptions,
-    BlockwiseOptions,
-    DistillOptions,
     panels={
         LAYOUT: "sync_tp_size spd_fraction max_ppl_increase",
         DATA: "data calibration_samples samples heldout seq_len seed",
         MEASUREMENT: "tau1 tau2",
-        METHOD: "repair distill head_grouping",
+        METHOD: "repair head_grouping",
         OPTIMISATION: "epochs patience lr batch_size",
-        MEMORY: "max_memory dtype device threads",
+        MEMORY: "dtype device threads",
         OUTPUT: "work_dir overwrite no_verify json",
         MODELS: "revision",
     },
@@ -64,8 +61,7 @@ def spd(given: GivenOptions) -> None:
         from ladderize.adapt.layers.distill import BLOCK_ERROR
         from ladderize.adapt.layers.rewrite import perplexity_rows
 
-    training = given.fill(BlockwiseOptions, distill=given.fill(DistillOptions), device=device)
-    options = given.fill(SpdOptions, training=training)
+    options = given.fill(SpdOptions, device=device)
     document = ladderize.spd(own.model, own.out, options, console=console, overwrite=own.overwrite, verify=own.verify)
     if document is None:
         return
@@ -83,7 +79,7 @@ def spd(given: GivenOptions) -> None:
     show_next(
         console,
         ("measure it", command_line("eval", own.model, own.out, "--perplexity", scoring_file([]))),
-        ("retrain it", retrain_command(own.out, adapted, own.model, options.training.data, align=False)),
+        ("retrain it", retrain_command(own.out, adapted, own.model, options.data, align=False)),
     )
 
 

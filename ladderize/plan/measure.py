@@ -12,8 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.aligned_layouts import AlignedLayouts, describe_alignment, layers_of, windows_to_align_on
-from ladderize.adapt.layers.layout_scores import usual_batch
+from ladderize.adapt.layers.layout_scores import (
+    AlignedLayouts,
+    describe_alignment,
+    layers_of,
+    usual_batch,
+    windows_to_align_on,
+)
 from ladderize.blocks import (
     Blocks,
     check_finite,

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from ladderize.adapt.data.packing import IGNORED_TARGET
-from ladderize.adapt.layers.align import align
-from ladderize.adapt.layers.align_options import AlignSettings
-from ladderize.adapt.layers.align_reports import LayerReport
+from ladderize.adapt.layers.align import LayerReport, align
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
 from ladderize.adapt.layers.head_grouping import group_heads
 from ladderize.adapt.layers.layer_files import LayerFiles, StudentBlocks
-from ladderize.adapt.layers.options import DistillOptions
+from ladderize.adapt.layers.options import AlignSettings, DistillSettings
+from ladderize.adapt.layers.rewrite import LayerJob
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
@@ -36,10 +35,13 @@ def windows():
     return Windows(ids[: WINDOWS - 2], ids[WINDOWS - 2 :])
 
 
-def blocks_of(folder, device):
-    """A converted model, which has the dense one's weights."""
+def job_of(folder, device, place):
+    """Every layer of a converted model, which has the dense one's weights."""
     blocks = Blocks(open_checkpoint(str(folder)), torch.float32, device)
-    return blocks, StudentBlocks(blocks.layout, tuple(range(LAYERS)), blocks.weights)
+    student = StudentBlocks(blocks.layout, tuple(range(LAYERS)), blocks.weights)
+    (place / device.type).mkdir()
+    files, ranks = LayerFiles(place / device.type), Ranks(0, 1, device)
+    return LayerJob(blocks, blocks, student, blocks.weights, windows(), files, ranks, SILENT)
 
 
 def on_both(compute):
@@ -65,12 +67,9 @@ def test_blocks(folders, tmp_path, name):
     data = windows()
 
     def distilled(device):
-        teacher, student = blocks_of(folders[name], device)
-        files = LayerFiles(tmp_path / device.type, "block")
-        files.folder.mkdir()
-        options = DistillOptions(epochs=2, batch_size=2, lr=1e-3)
-        distill(teacher, student, data, options, files, Ranks(0, 1, device), SILENT, about={})
-        return files
+        job = replace(job_of(folders[name], device, tmp_path), windows=data)
+        distill(job, DistillSettings(epochs=2, batch_size=2, lr=1e-3))
+        return job.files
 
     found, expected, _ = on_both(distilled)
     for layer in range(LAYERS):
@@ -87,7 +86,7 @@ def test_head_grouping(folders, criterion):
     ids = random_ids(WINDOWS, TOKENS).numpy()
 
     def grouped(device):
-        blocks, _ = blocks_of(folders["dense"], device)
+        blocks = Blocks(open_checkpoint(str(folders["dense"])), torch.float32, device)
         return group_heads(blocks, range(LAYERS), 2, ids, criterion=criterion)
 
     found, expected, _ = on_both(grouped)
@@ -100,15 +99,12 @@ def test_head_grouping(folders, criterion):
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_align(folders, tmp_path, name):
-    data, settings = windows(), AlignSettings(random_share=0.5)
+    data = windows()
 
     def aligned(device):
-        own, student = blocks_of(folders[name], device)
-        files = LayerFiles(tmp_path / device.type, "aligned")
-        files.folder.mkdir()
-        how = {"about": {}, "max_memory": 1 << 30}
-        align(own, own, own.weights, student, data, settings, files, Ranks(0, 1, device), SILENT, **how)
-        return files
+        job = replace(job_of(folders[name], device, tmp_path), windows=data)
+        align(job, AlignSettings(random_share=0.5))
+        return job.files
 
     found, expected, _ = on_both(aligned)
     for layer in range(LAYERS):

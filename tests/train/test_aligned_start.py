@@ -101,7 +101,7 @@ def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypat
         patch.setattr("ladderize.adapt.train.run.retrain", lambda *_: 1 / 0)
         assert aligned(place, tmp_path / "out").code != 0
     assert listing(tmp_path) == ["out-aligned"]
-    monkeypatch.setattr("ladderize.adapt.layers.align.align", lambda *_, **__: pytest.fail("aligned again"))
+    monkeypatch.setattr("ladderize.adapt.layers.align.aligned_layers", lambda *_, **__: pytest.fail("aligned again"))
     for said in ("out-aligned is complete", "out is complete"):
         outcome = well_aligned(place, tmp_path / "out")
         assert said in outcome.stderr
@@ -113,7 +113,7 @@ def test_a_begun_training_goes_on_from_what_was_aligned(place, tmp_path, monkeyp
     more = ("--align", "--distill-from", place / "dense", "--overwrite")
     stopped_before_the_end(place, tmp_path / "out", *more)
     before = all_tensors(tmp_path / "out-aligned")
-    monkeypatch.setattr("ladderize.adapt.layers.align.align", lambda *_, **__: pytest.fail("aligned again"))
+    monkeypatch.setattr("ladderize.adapt.layers.align.aligned_layers", lambda *_, **__: pytest.fail("aligned again"))
     outcome = adapt(place, tmp_path / "out", *more, steps=9)
     assert outcome.code == 0, outcome.stderr
     assert "out-aligned, which an earlier run has aligned" in outcome.stderr

@@ -1,40 +1,63 @@
-"""``ladderize adapt --method align``: solve a converted model's projections anew, layer by layer.
+"""``ladderize adapt --method align``: solve a converted model's projections anew, layer by layer, by least squares.
 
 Calibration windows pass through the dense and the converted model side by side.
 """
 
-import hashlib
-import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.align_cost import TOKENS_AT_ONCE, layer_bytes, states_bytes, warn_of_few
-from ladderize.adapt.layers.align_layer import LayerAlignment, Side, Streams
-from ladderize.adapt.layers.align_options import AlignOptions, AlignSettings, default_tokens, layers_to_align
-from ladderize.adapt.layers.align_reports import GROUPS, LayerReport, ProjectionReport
-from ladderize.adapt.layers.head_grouping import permuted_weights
-from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
+from ladderize.adapt.layers.align_layer import (
+    READS_ATTENTION,
+    READS_MLP,
+    WRITES_ATTENTION,
+    WRITES_MLP,
+    LayerAlignment,
+    Side,
+    Streams,
+    states_bytes,
+)
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerWeights, StudentBlocks
+from ladderize.adapt.layers.options import AlignOptions, AlignSettings, widest_input
 from ladderize.adapt.layers.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite
-from ladderize.adapt.layers.windows import Windows, training_windows
+from ladderize.adapt.layers.ridge import ProjectionReport
+from ladderize.adapt.layers.windows import Windows
 from ladderize.adapt.methods import ALIGN
-from ladderize.blocks import Blocks, stored_dtype
-from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import SILENT, Console, code_span, human_bytes
-from ladderize.convert.heads import HEAD_MAP, read_head_map
+from ladderize.blocks import Blocks
+from ladderize.console import Console, code_span, human_bytes
+from ladderize.files.records import Record
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import check_room
-from ladderize.ranks.group import Ranks
 
-LayerWeights = Callable[[int], Mapping[str, Tensor]]
+GROUPS = {
+    "attention reads": READS_ATTENTION,
+    "attention writes": WRITES_ATTENTION,
+    "MLP reads": READS_MLP,
+    "MLP writes": WRITES_MLP,
+}
+
+
+@dataclass(frozen=True)
+class LayerReport(Record):
+    """The result for one layer, its projections in the order in which they were solved."""
+
+    layer: int
+    projections: list[ProjectionReport]
+    seconds: float
+
+    def errors(self, group: str) -> str:
+        """Return the mean errors of one of ``GROUPS``, before and after."""
+        members = [entry for entry in self.projections if entry.projection in GROUPS[group]]
+        before, after = (
+            sum(getattr(entry, name) for entry in members) / len(members) for name in ("error_before", "error_after")
+        )
+        return f"{before:.1%}, kept" if all(each.ridge is None for each in members) else f"{before:.1%} to {after:.1%}"
 
 
 @dataclass(frozen=True)
@@ -50,8 +73,7 @@ class Alignment(RewrittenLayers):
     layers: list[LayerReport]
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the error of each sub-module's reads and writes, before and after."""
-        return [{"layer": str(one.layer), **{name: _errors(one, name) for name in GROUPS}} for one in self.layers]
+        return [{"layer": str(each.layer), **{name: each.errors(name) for name in GROUPS}} for each in self.layers]
 
     def done(self) -> str:
         layers = format_ranges([report.layer for report in self.layers])
@@ -61,158 +83,78 @@ class Alignment(RewrittenLayers):
         )
 
 
-def _errors(report: LayerReport, name: str) -> str:
-    errors = report.errors(name)
-    if errors is None:
-        return ""
-    before, after = errors
-    kept = all(entry.ridge is None for entry in report.of_group(name))
-    return f"{before:.1%}, kept" if kept else f"{before:.1%} to {after:.1%}"
+def align(job: LayerJob, settings: AlignSettings) -> None:
+    """Solve the projections of every layer of ``job.student.layers`` that ``job.files`` does not hold yet, in order.
+
+    All ranks call it; each has a part of the windows.
+    Raises UserError where the states are NaN or infinite, or do not fit in memory; finished layers stay in
+    ``job.files``.
+    """
+    teacher, student, files, ranks, console = job.teacher, job.student, job.files, job.ranks, job.console
+    windows = with_random(job.windows, teacher.config, settings)
+    done = ranks.broadcast([layer for layer in student.layers if files.has(layer)])
+    if done:
+        console.note(f"layers up to {done[-1]} are already aligned")
+    if len(done) == len(student.layers):
+        return
+    check_states_room(states_bytes(teacher, windows, ranks), "--samples", processes=ranks.local_size)
+    count, tokens = len(job.windows.train), job.windows.train.numel()
+    console.note(
+        f"aligning {len(student.layers) - len(done)} layers on {tokens:,} tokens ({count} windows of"
+        f" {tokens // count}), {len(job.windows.heldout)} windows held out, on {ranks.words};"
+        f" {human_bytes(states_bytes(teacher, windows, ranks))} of states in memory"
+    )
+    warn_of_few(tokens, teacher.config, "--samples", console)
+    streams = Streams(teacher, windows, ranks)
+    layers = aligned_layers(teacher, job.own, job.dense_weights, student, streams, settings, done=done, files=files)
+    with console.progress("aligning", len(student.layers), done=len(done)) as advance:
+        for layer in layers:
+            if layer.reports and ranks.is_main:
+                files.save(layer.index, layer.weights, LayerReport(layer.index, layer.reports, layer.seconds))
+            advance(1 if layer.reports else 0)
+
+
+ALIGNING = LayerMethod(
+    name=ALIGN,
+    key="alignment",
+    document=Alignment,
+    reports=("layers", LayerReport),
+    run=align,
+    advice="align on more data, or on data like those that the model is for",
+    needs_source=True,
+)
 
 
 def align_checkpoint(
-    model: str | Path,
-    out: str | Path,
-    teacher_name: str | Path,
-    options: AlignOptions,
-    *,
-    overwrite: bool = False,
-    verify: bool = True,
-    revision: str | None = None,
-    console: Console = SILENT,
+    model: str | Path, out: str | Path, teacher_name: str | Path, options: AlignOptions, **how: Any
 ) -> Alignment | None:
     """Align ``model`` with the dense ``teacher_name`` that it was converted from, and write the result to ``out``.
 
-    Returns the document of alignment.json; None on other ranks than 0. Several processes (accelerate launch, torchrun)
-    share the windows; rank 0 writes. A killed run resumes.
-    Raises UserError.
+    how: ``overwrite``, ``verify``, ``revision`` and ``console``.
+    Returns the document of alignment.json; None on other ranks than 0. Raises UserError.
     """
-    how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision, "console": console}
-    return rewrite(Aligning(), model, out, teacher_name, options, **how)
+    return rewrite(ALIGNING, model, out, teacher_name, options, **how)
 
 
-class Aligning(LayerMethod[AlignOptions, Alignment]):
-    """Alignment: least squares, without gradients."""
+def check_states_room(needed: int, option: str, *, processes: int = 1) -> None:
+    """Raise UserError unless the states of all windows fit in the host's memory.
 
-    name, key, kind, reports = ALIGN, "alignment", Alignment, ("layers", LayerReport)
-    advice = "align on more data, or on data like those that the model is for"
-    needs_source = True
+    needed: bytes of one process.
+    option: the one to lower.
+    """
+    check_room(needed, torch.device("cpu"), "the states of all windows", f"lower {option}", processes=processes)
 
-    def layers(self, layout: Layout, ranges: str | None) -> tuple[int, ...]:
-        """Return the layers to solve; without ``ranges`` all whose input differs from the dense model's."""
-        return layers_to_align(layout, ranges)
 
-    def windows(self, teacher: Checkpoint, options: AlignOptions) -> Windows:
-        return training_windows(teacher, options, options.seed, options.tokens or default_tokens(teacher.config))
+def warn_of_few(tokens: int, config: Mapping[str, Any], option: str, console: Console) -> None:
+    """Warn where there are fewer tokens than a projection has inputs.
 
-    def files(self, work: BlockFolder) -> LayerFiles:
-        return work.aligned
-
-    def work(self, job: LayerJob[AlignOptions]) -> None:
-        teacher = job.teacher
-        orders = heads_of(job.own.checkpoint)
-        stored = Blocks(teacher.checkpoint, getattr(torch, stored_dtype(teacher.checkpoint)), teacher.device)
-        align(
-            teacher,
-            job.own,
-            partial(permuted_weights, stored, orders),
-            job.student,
-            job.windows,
-            job.options.settings(),
-            job.files,
-            job.ranks,
-            job.console,
-            about=job.about,
-            max_memory=job.options.max_memory,
+    option: the one that gives more.
+    """
+    if tokens < widest_input(config):
+        console.warn(
+            f"{tokens:,} tokens are fewer than the {widest_input(config):,} inputs of the widest projection: where"
+            f" they say nothing the weights stay as they are; more {option} or data align better"
         )
-
-
-def heads_of(checkpoint: Checkpoint) -> dict[int, tuple[int, ...]]:
-    """Return the head order of each layer that is stored in another order than the dense model's."""
-    path = checkpoint.folder / HEAD_MAP
-    return read_head_map(path).orders if path.is_file() else {}
-
-
-def align(
-    teacher: Blocks,
-    own: Blocks,
-    dense_weights: LayerWeights,
-    student: StudentBlocks,
-    windows: Windows,
-    settings: AlignSettings,
-    files: LayerFiles,
-    ranks: Ranks,
-    console: Console,
-    *,
-    about: Mapping[str, Any],
-    max_memory: int,
-) -> None:
-    """Solve the projections of every layer of ``student.layers`` that ``files`` does not hold yet, in order.
-
-    All ranks call it; each has a part of the windows.
-
-    own: the student's embedding.
-    dense_weights: returns the dense model's stored weights of a layer, their heads in the student's order.
-    about: everything that the result depends on besides the student.
-    max_memory: bytes of states; more lie on disk.
-    Raises UserError where states are NaN or infinite, or a layer does not fit in memory; finished layers stay in
-    ``files``.
-    """
-    every = with_random(windows, teacher.config, settings)
-    keys = layer_keys(student, about)
-    done = ranks.broadcast([layer for layer in student.layers if files.has(layer, partial(keys.__getitem__, layer))])
-    # A layer is solved on the outputs of the layers before it.
-    done = [layer for layer in done if all(before in done for before in student.layers if before < layer)]
-    if done:
-        console.note(f"layers up to {done[-1]} are already aligned")
-    left = student.layers[len(done) :]
-    if not left:
-        return
-    _announce(teacher, student, left, windows, states_bytes(teacher, every, ranks), max_memory, ranks, console)
-    path = files.folder / f"states-{ranks.rank}"
-    streams = Streams(teacher, every, ranks, batch_tokens=TOKENS_AT_ONCE, max_memory=max_memory, path=path)
-    try:
-        known = {layer: partial(files.weights, layer) for layer in done}
-        layers = aligned_layers(teacher, own, dense_weights, student, streams, settings, known)
-        # Solving takes several times as long as passing through, so each has its own progress and time estimate.
-        with console.progress("passing the windows through the layers before", left[0]) as advance:
-            for _ in islice(layers, left[0]):
-                advance(1)
-        with console.progress("aligning", len(student.layers), done=len(done)) as advance:
-            for layer in layers:
-                if layer.reports and ranks.is_main:
-                    report = LayerReport(layer.index, layer.reports, layer.seconds)
-                    files.save(layer.index, layer.weights, report, keys[layer.index])
-                advance(1 if layer.reports else 0)
-    finally:
-        streams.close()
-
-
-def _announce(
-    teacher: Blocks,
-    student: StudentBlocks,
-    left: Sequence[int],
-    windows: Windows,
-    states: int,
-    max_memory: int,
-    ranks: Ranks,
-    console: Console,
-) -> None:
-    """Say which layers are solved on which data.
-
-    left: the unfinished layers.
-    states: bytes of states per process.
-    Raises UserError where a layer does not fit in memory.
-    """
-    tokens, layer = windows.train.numel(), layer_bytes(teacher, student.layout.sync_tp_size)
-    needed = f"aligning one layer ({human_bytes(layer)} with its products)"
-    check_room(layer, teacher.device, needed, "choose a machine with more", processes=ranks.local_size)
-    place = "in memory" if states <= max_memory else f"on disk (beyond {human_bytes(max_memory)})"
-    console.note(
-        f"aligning {len(left)} layers on {tokens:,} tokens ({len(windows.train)} windows of {windows.train.shape[1]}),"
-        f" {len(windows.heldout)} windows held out, on {ranks.words}; {human_bytes(states)} of states {place}"
-    )
-    warn_of_few(tokens, teacher.config, "--samples", console)
 
 
 def with_random(windows: Windows, config: Mapping[str, Any], settings: AlignSettings) -> Windows:
@@ -251,30 +193,28 @@ def aligned_layers(
     student: StudentBlocks,
     streams: Streams,
     settings: AlignSettings,
-    known: Mapping[int, Callable[[], dict[str, Tensor]]],
+    *,
+    done: Collection[int] = (),
+    files: LayerFiles | None = None,
 ) -> Iterator[AlignedLayer]:
-    """Yield the student's layers in order, up to the last of ``student.layers``.
+    """Yield the student's layers in order, up to the last of ``student.layers``, which are solved anew.
 
-    Those of ``student.layers`` that are not ``known`` are solved anew.
+    own: the student's embedding.
+    dense_weights: returns the dense model's stored weights of a layer, their heads in the student's order.
+    done: layers that were solved before and lie in ``files``.
     """
     dense_layout = Layout.dense(teacher.num_layers)
-    first = min(*student.layers, *student.layout.converted_layers)
-    alike = not teacher.ends_differ(own)  # while this is true both models have the same streams
     streams.embed(teacher, own)
     for index in range(student.layers[-1] + 1):
         begin = time.perf_counter()
-        initial = {name: tensor.cpu() for name, tensor in student.weights(index).items()}
-        weights = known[index]() if index in known else initial
+        weights = student.weights(index)
+        if files is not None and index in done:
+            weights = files.weights(index)
         dense = Side(teacher, index, dense_layout, computed(dense_weights(index), teacher))
         side = Side(teacher, index, student.layout, computed(weights, teacher))
-        current, theirs = side.layer.state_dict(), dense.layer.state_dict()
-        alike = alike and index < first and all(bool((current[name] == theirs[name]).all()) for name in theirs)
-        stored = next(iter(initial.values())).dtype
-        layer, reports = LayerAlignment(dense, side, streams, ridges=settings.ridges, stored=stored), []
-        if alike:
-            layer.pass_through()
-        else:
-            reports = layer.run(solve=index in student.layers and index not in known)
+        stored = next(iter(weights.values())).dtype
+        layer = LayerAlignment(dense, side, streams, ridges=settings.ridges, stored=stored)
+        reports = layer.run(solve=index in student.layers and index not in done)
         # Unsolved projections keep their stored bits.
         solved = {report.projection for report in reports if report.ridge is not None}
         current = side.layer.state_dict()
@@ -292,16 +232,3 @@ def computed(weights: Mapping[str, Tensor], blocks: Blocks) -> dict[str, Tensor]
         name: tensor.to(blocks.device, torch.promote_types(tensor.dtype, blocks.dtype), copy=True)
         for name, tensor in weights.items()
     }
-
-
-def layer_keys(student: StudentBlocks, about: Mapping[str, Any]) -> dict[int, str]:
-    """Return for each layer to solve a hash of everything that its result depends on, except the models.
-
-    A layer depends on itself and on every layer before it. The models are not hashed: the work folder belongs to one
-    pair.
-    """
-    keys, digest = {}, hashlib.sha256(json.dumps([student.layout.to_config(), list(student.layers), about]).encode())
-    for layer in student.layers:
-        digest.update(student.key(layer, about).encode())
-        keys[layer] = digest.hexdigest()
-    return keys

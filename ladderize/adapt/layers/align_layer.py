@@ -13,71 +13,46 @@ Relatives: ReplaceMe (arXiv 2505.02819) puts a linear map in the place of pruned
 calibrates quantised weights against the full-precision model's own inputs.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ladderize.adapt.layers.align_reports import (
-    READS_ATTENTION,
-    READS_MLP,
-    WRITES_ATTENTION,
-    WRITES_MLP,
-    ProjectionReport,
-)
-from ladderize.adapt.layers.hidden_states import StateStore
-from ladderize.adapt.layers.ridge import Batches, RankRows, affine, refit, with_ones
+from ladderize.adapt.layers.ridge import Batches, ProjectionReport, RankRows, affine, refit, with_ones
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks
+from ladderize.blocks import Blocks, check_finite
 from ladderize.convert.remote_code.modeling_ladderized import column_parallel, row_parallel
-from ladderize.errors import UserError
 from ladderize.layout import BLOCKING, DROPPED, Layout
 from ladderize.ranks.group import Ranks
 
-STREAMS = ("dense", "complete", "visible", "heads")
+TOKENS_AT_ONCE = 8192
+READS_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+WRITES_ATTENTION = ("self_attn.o_proj",)
+READS_MLP = ("mlp.gate_proj", "mlp.up_proj")
+WRITES_MLP = ("mlp.down_proj",)
+Tokens = tuple[Sequence[Tensor], Tensor]  # inputs of a group of projections in each virtual rank, and its targets
 
 
 class Streams:
     """States [windows, tokens, width] between two sub-modules, of this rank's windows: training ones first, then
-    held-out ones.
+    held-out ones. They lie in the host's memory.
 
     dense: the dense model's stream.
     complete: the converted model's stream.
     visible: the stream that its next attention reads, without an MLP output that is still in flight.
     heads: the inputs of its o_proj, between attention and MLP.
 
-    Streams are float32, since a sub-module adds little to them. More than ``max_memory`` bytes lie in files named after
-    ``path``.
-    Raises UserError where the files cannot be allocated.
+    Streams are float32, since a sub-module adds little to them.
     """
 
-    def __init__(
-        self, blocks: Blocks, windows: Windows, ranks: Ranks, *, batch_tokens: int, max_memory: int, path: Path
-    ) -> None:
-        self.device = blocks.device
-        self.ranks = ranks
+    def __init__(self, blocks: Blocks, windows: Windows, ranks: Ranks) -> None:
+        self.device, self.ranks = blocks.device, ranks
         self.ids = torch.cat([part[ranks.rank :: ranks.size] for part in (windows.train, windows.heldout)])
         self.trained = len(windows.train[ranks.rank :: ranks.size])
-        self.tokens = windows.train.shape[1]
-        self.batch_size = max(1, batch_tokens // self.tokens)
-        kinds = dict.fromkeys(STREAMS, (int(blocks.config["hidden_size"]), torch.float32))
-        kinds["heads"] = heads_width(blocks), blocks.dtype
-        whole = sum(width * dtype.itemsize for width, dtype in kinds.values())
-        self.stores: dict[str, StateStore] = {}
-        try:
-            for name, (width, dtype) in kinds.items():
-                self.stores[name] = StateStore(
-                    (len(self.ids), self.tokens, width),
-                    dtype,
-                    False,
-                    max_memory=max_memory * width * dtype.itemsize // whole,
-                    path=path.with_name(f"{path.name}-{name}"),
-                )
-        except UserError:
-            self.close()
-            raise
+        self.batch_size = max(1, TOKENS_AT_ONCE // windows.train.shape[1])
+        widths = {name: int(blocks.config["hidden_size"]) for name in ("dense", "complete", "visible")}
+        self.states = {name: torch.empty(*self.ids.shape, width) for name, width in widths.items()}
+        self.states["heads"] = torch.empty(*self.ids.shape, heads_width(blocks), dtype=blocks.dtype)
 
     def batches(self, *, heldout: bool | None = None) -> Iterator[Tensor]:
         """Yield window numbers: of all windows, of the held-out ones, or of the others. No batch mixes the two."""
@@ -88,13 +63,15 @@ class Streams:
 
     def read(self, name: str, rows: Tensor) -> Tensor:
         """Return the states of these windows on the device: [rows, tokens, width]."""
-        state = self.stores[name].read(rows, self.device)
-        assert isinstance(state, Tensor)
-        return state
+        return self.states[name][rows].to(self.device)
 
     def write(self, name: str, rows: Tensor, state: Tensor) -> None:
         """Write the states of these windows; raises UserError for NaN or infinite ones."""
-        self.stores[name].write(int(rows[0]), state, "dense" if name == "dense" else "converted")
+        check_finite(
+            float(state.sum()), f"the residual stream of the {'dense' if name == 'dense' else 'converted'} model"
+        )
+        store = self.states[name]
+        store[int(rows[0]) : int(rows[0]) + len(rows)] = state.to(store.device)
 
     @torch.no_grad()
     def embed(self, teacher: Blocks, own: Blocks) -> None:
@@ -103,10 +80,11 @@ class Streams:
             for rows in self.batches():
                 self.write(name, rows, model.embed(self.ids[rows]).float())
 
-    def close(self) -> None:
-        """Free memory and disk."""
-        for store in self.stores.values():
-            store.close()
+
+def states_bytes(blocks: Blocks, windows: Windows, ranks: Ranks) -> int:
+    """Return the bytes of one process's states: three streams in float32, and the inputs of o_proj."""
+    tokens = -(-windows.all.numel() // ranks.size)
+    return tokens * (3 * 4 * int(blocks.config["hidden_size"]) + blocks.dtype.itemsize * heads_width(blocks))
 
 
 def heads_width(blocks: Blocks) -> int:
@@ -202,76 +180,49 @@ class LayerAlignment:
         solve: False leaves the layer as it is.
         Raises UserError for weights or inputs that are NaN or infinite.
         """
-        reports = self._fit(READS_ATTENTION, self._attention_reads) if solve else []
-        self._attend()
-        reports += self._fit(WRITES_ATTENTION, self._attention_writes) if solve else []
-        reports += self._fit(READS_MLP, self._mlp_reads) if solve else []
-        self._pass_dense_mlp()
-        reports += self._fit(WRITES_MLP, self._mlp_writes) if solve else []
-        for rows in self.streams.batches():
-            reads, attended, without = self._after_attention(rows)
-            self._write(rows, attended + self.own.mlp_output(self.own.inner(reads)), without)
+        own, dense, streams, read = self.own, self.dense, self.streams, self.streams.read
+        reports: list[ProjectionReport] = []
+
+        def after_attention(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return own.after_attention(read("complete", rows), read("heads", rows))
+
+        # Each returns the inputs of a group of projections in each virtual rank, and its targets. The targets of
+        # projections that read the stream are the inputs of the dense model's.
+        def attention_reads(rows: Tensor) -> Tokens:
+            return [own.attention_input(read("visible", rows))], dense.attention_input(read("dense", rows))
+
+        def attention_writes(rows: Tensor) -> Tokens:
+            return [read("heads", rows)], (read("dense", rows) - read("complete", rows)) / own.scale
+
+        def mlp_reads(rows: Tensor) -> Tokens:
+            return [*own.mlp_input(after_attention(rows)[0])], dense.mlp_input(read("dense", rows))
+
+        def mlp_writes(rows: Tensor) -> Tokens:
+            reads, attended, _ = after_attention(rows)
+            return [own.inner(reads)], (read("dense", rows) - attended) / own.scale
+
+        if solve:
+            reports += self._fit(READS_ATTENTION, attention_reads)
+        for rows in streams.batches():
+            before = read("dense", rows)
+            streams.write("heads", rows, own.heads(read("visible", rows)))
+            streams.write("dense", rows, dense.after_attention(before, dense.heads(before))[1])
+        if solve:
+            reports += self._fit(WRITES_ATTENTION, attention_writes)
+            reports += self._fit(READS_MLP, mlp_reads)
+        for rows in streams.batches():
+            after = read("dense", rows)
+            streams.write("dense", rows, after + dense.mlp_output(dense.inner(after[None])))
+        if solve:
+            reports += self._fit(WRITES_MLP, mlp_writes)
+        for rows in streams.batches():
+            reads, attended, without = after_attention(rows)
+            complete = attended + own.mlp_output(own.inner(reads))
+            streams.write("complete", rows, complete)
+            streams.write("visible", rows, complete if own.mlp_sync == BLOCKING else without)
         return reports
 
-    @torch.no_grad()
-    def pass_through(self) -> None:
-        """Pass the streams of both models through at once, while their streams and weights are still equal."""
-        own, streams = self.own, self.streams
-        for rows in streams.batches():
-            before = streams.read("dense", rows)
-            reads, attended, without = own.after_attention(before, own.heads(before))
-            complete = attended + own.mlp_output(own.inner(reads))
-            streams.write("dense", rows, complete)
-            self._write(rows, complete, without)
-
-    def _write(self, rows: Tensor, complete: Tensor, without: Tensor) -> None:
-        """Write the converted model's streams that leave the layer."""
-        self.streams.write("complete", rows, complete)
-        self.streams.write("visible", rows, complete if self.own.mlp_sync == BLOCKING else without)
-
-    def _attend(self) -> None:
-        """Run the attention of both models. Afterwards ``dense`` is the stream after it, and ``heads`` are o_proj's
-        inputs."""
-        own, dense, streams = self.own, self.dense, self.streams
-        for rows in streams.batches():
-            before = streams.read("dense", rows)
-            _, attended, _ = dense.after_attention(before, dense.heads(before))
-            streams.write("heads", rows, own.heads(streams.read("visible", rows)))
-            streams.write("dense", rows, attended)
-
-    def _pass_dense_mlp(self) -> None:
-        """Run the dense model's MLP. Afterwards ``dense`` is the stream that leaves the layer."""
-        dense, streams = self.dense, self.streams
-        for rows in streams.batches():
-            attended = streams.read("dense", rows)
-            streams.write("dense", rows, attended + dense.mlp_output(dense.inner(attended[None])))
-
-    def _after_attention(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.own.after_attention(self.streams.read("complete", rows), self.streams.read("heads", rows))
-
-    # Each of these returns a projection group's inputs in each virtual rank, and its targets. The targets of
-    # projections that read the stream are the inputs of the dense model's projections.
-
-    def _attention_reads(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        x = self.own.attention_input(self.streams.read("visible", rows))
-        return [x], self.dense.attention_input(self.streams.read("dense", rows))
-
-    def _attention_writes(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        streams = self.streams
-        missing = streams.read("dense", rows) - streams.read("complete", rows)
-        return [streams.read("heads", rows)], missing / self.own.scale
-
-    def _mlp_reads(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        reads, _, _ = self._after_attention(rows)
-        return [*self.own.mlp_input(reads)], self.dense.mlp_input(self.streams.read("dense", rows))
-
-    def _mlp_writes(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        reads, attended, _ = self._after_attention(rows)
-        return [self.own.inner(reads)], (self.streams.read("dense", rows) - attended) / self.own.scale
-
-    def _fit(
-        self, names: Sequence[str], tokens: Callable[[Tensor], tuple[Sequence[Tensor], Tensor]]
-    ) -> list[ProjectionReport]:
+    def _fit(self, names: Sequence[str], tokens: Callable[[Tensor], Tokens]) -> list[ProjectionReport]:
         """Sum the products of each virtual rank and solve the projections.
 
         tokens: returns inputs and targets of a batch.
@@ -298,9 +249,5 @@ class LayerAlignment:
         ranks = self.streams.ranks
         reports = refit(names, projections, rows, lambda: batches(True), self.ridges, ranks, self.stored)
         for report in reports:
-            if not math.isfinite(report.error_before):
-                raise UserError(
-                    f"layer {self.own.index}: {report.projection} of the dense or the converted model has NaN or"
-                    " infinite weights or inputs; check the weights, or compute in float32"
-                )
+            check_finite(report.error_before, f"the error of {report.projection} in layer {self.own.index}")
         return reports

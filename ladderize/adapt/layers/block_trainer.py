@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.hidden_states import StateStore, needs_pair
 from ladderize.adapt.layers.layer_files import StudentBlocks
-from ladderize.adapt.layers.options import DistillOptions
-from ladderize.blocks import Blocks, State, complete
+from ladderize.adapt.layers.options import DistillSettings
+from ladderize.blocks import Blocks, State, check_finite, complete
 from ladderize.errors import UserError
 from ladderize.files.records import Record
+from ladderize.layout import OVERLAPPED, Layout
 
 WARMUP, EVALUATIONS_PER_EPOCH = 0.05, 4
 MAX_GRADIENT = 1.0
@@ -41,11 +41,40 @@ class BlockReport(Record):
     curve: list[tuple[int, float]]
 
 
+class States:
+    """States [windows, tokens, width] in the host's memory; with ``pairs``, (complete, visible) of each."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, pairs: bool) -> None:
+        self.windows = shape[0]
+        self.tensors = [torch.empty(shape, dtype=dtype) for _ in range(1 + pairs)]
+
+    def write(self, first: int, state: State) -> None:
+        """Write the rows from ``first`` on; raises UserError for NaN or infinite states.
+
+        A state that is no pair leaves the second part as it is: nothing was in flight before it.
+        """
+        check_finite(float(complete(state).sum()), "the residual stream of the dense model")
+        parts = state if isinstance(state, tuple) else (state,)
+        for tensor, part in zip(self.tensors, parts, strict=False):
+            tensor[first : first + len(part)] = part.to(tensor.device)
+
+    def read(self, rows: Tensor, device: torch.device) -> State:
+        """Return the states of these windows, on ``device``."""
+        parts = tuple(tensor[rows].to(device) for tensor in self.tensors)
+        return parts if len(parts) == 2 else parts[0]
+
+
+def needs_pair(layout: Layout, layer: int) -> bool:
+    """Return whether the layer reads the stream without the MLP before it, since the sync point that enters it is
+    overlapped."""
+    return layout.entering(layer) == OVERLAPPED
+
+
 class BlockTrainer:
     """One block, its teacher's states, and the training loop. Windows from number ``trained`` on are held out.
 
     before, after: the dense model's states that enter and leave the block.
-    options: resolved ones.
+    settings: resolved ones.
     """
 
     def __init__(
@@ -53,12 +82,12 @@ class BlockTrainer:
         teacher: Blocks,
         student: StudentBlocks,
         index: int,
-        before: StateStore,
-        after: StateStore,
+        before: States,
+        after: States,
         trained: int,
-        options: DistillOptions,
+        settings: DistillSettings,
     ) -> None:
-        self.blocks, self.index, self.options = teacher, index, options
+        self.blocks, self.index, self.settings = teacher, index, settings
         self.before, self.after = before, after
         self.trained, self.heldout = torch.arange(trained), torch.arange(trained, before.windows)
         self.pair = needs_pair(student.layout, index)
@@ -66,8 +95,8 @@ class BlockTrainer:
         # Weights are float32 to learn in; autocast decides the dtype of products.
         wide = {name: tensor.float().clone() for name, tensor in self.initial.items()}
         self.layer = teacher.layer(index, student.layout, wide)
-        self.batch_size = options.batch_size or 1
-        self.lr = options.lr or 0.0
+        self.batch_size = settings.batch_size or 1
+        self.lr = settings.lr or 0.0
 
     def loss(self, rows: Tensor) -> Tensor:
         """Return the mean squared difference to the dense block's output on these windows."""
@@ -103,16 +132,16 @@ class BlockTrainer:
         They are never worse on held-out windows than the initial ones.
         Raises UserError for a loss that is NaN or infinite.
         """
-        options, begin = self.options, time.perf_counter()
+        settings, begin = self.settings, time.perf_counter()
         before = self._checked(self._heldout_mean(self.loss), 0)
         per_epoch = math.ceil(len(self.trained) / self.batch_size)
-        total, every = options.epochs * per_epoch, max(1, per_epoch // EVALUATIONS_PER_EPOCH)
+        total, every = settings.epochs * per_epoch, max(1, per_epoch // EVALUATIONS_PER_EPOCH)
         optimizer = self.optimizer()
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, total))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total))
         # The order must not depend on which blocks were trained before.
-        generator = torch.Generator().manual_seed(options.seed * 10_007 + self.index)
+        generator = torch.Generator().manual_seed(settings.seed * 10_007 + self.index)
         best, best_weights, best_step, step, curve = before, self.initial, 0, 0, [(0, before)]
-        while step < total and step - best_step <= options.patience * per_epoch:
+        while step < total and step - best_step <= settings.patience * per_epoch:
             for rows in self.trained[torch.randperm(len(self.trained), generator=generator)].split(self.batch_size):
                 self._checked(self.step(optimizer, rows), step)
                 schedule.step()
@@ -175,7 +204,7 @@ class BlockTrainer:
         raise UserError(f"block {self.index}: the loss is NaN or infinite after {step} steps; {advice}")
 
 
-def _schedule(step: int, total: int) -> float:
+def lr_factor(step: int, total: int) -> float:
     """Return the factor of the learning rate: a linear warm-up, then a cosine to zero."""
     warmup = max(1, int(WARMUP * total))
     if step < warmup:

@@ -7,26 +7,22 @@ reads the pair of streams that a ladder layer reads: the dense stream after atte
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer
-from ladderize.adapt.layers.hidden_states import needs_pair, teacher_pass
-from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
-from ladderize.adapt.layers.options import BlockwiseOptions, DistillOptions, DistillSettings
+import torch
+from torch import Tensor
+
+from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer, States, needs_pair
+from ladderize.adapt.layers.options import TOKENS_PER_STEP, BlockwiseOptions, DistillSettings
 from ladderize.adapt.layers.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite
-from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.adapt.methods import BLOCKS
-from ladderize.blocks import Blocks
-from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import SILENT, Console, code_span, human_bytes
-from ladderize.errors import UserError
-from ladderize.layout import Layout, format_ranges, parse_ranges
+from ladderize.blocks import Blocks, State, complete
+from ladderize.console import code_span, human_bytes
+from ladderize.layout import BLOCKING, OVERLAPPED, Layout, format_ranges
 from ladderize.memory import check_room
-from ladderize.ranks.group import Ranks
 
 BLOCK_ERROR = "block error: error of the block's output on held-out windows, as % of what the dense block adds"
 
@@ -60,117 +56,86 @@ class Distillation(RewrittenLayers):
         )
 
 
+def distill(job: LayerJob, settings: DistillSettings) -> None:
+    """Train every block of ``job.student.layers`` that ``job.files`` does not hold yet; the ranks take them in turn.
+
+    Raises UserError for a loss that is NaN or infinite, and where the states do not fit in memory; finished blocks stay
+    in ``job.files``.
+    """
+    teacher, student, windows, ranks = job.teacher, job.student, job.windows, job.ranks
+    settings = settings.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
+    pairs = any(needs_pair(student.layout, layer) for layer in student.layers)
+    states = 2 * (1 + pairs) * windows.all.numel() * int(teacher.config["hidden_size"]) * teacher.dtype.itemsize
+    advice = "lower --samples"
+    check_room(states, torch.device("cpu"), "the states of all windows", advice, processes=ranks.local_size)
+    job.console.note(
+        f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {windows.train.shape[1]} tokens,"
+        f" {len(windows.heldout)} held out, for at most {settings.epochs} epoch{'s' if settings.epochs > 1 else ''} on"
+        f" {ranks.words}; {human_bytes(states)} of states in memory"
+    )
+    done = ranks.broadcast([layer for layer in student.layers if job.files.has(layer)])
+    if done:
+        job.console.note(f"blocks {format_ranges(done)} are already done")
+    mine = [layer for layer in student.layers if layer not in done][ranks.rank :: ranks.size]
+    steps = settings.epochs * math.ceil(len(windows.train) / (settings.batch_size or 1))
+    with job.console.progress("distilling", len(mine) * steps) as advance:
+        for index, before, after in teacher_pass(teacher, windows.all, mine, pairs):
+            if index in mine:
+                trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), settings)
+                weights, report = trainer.train(advance)
+                job.files.save(index, weights, report)
+
+
+DISTILLING = LayerMethod(
+    name=BLOCKS,
+    key="distillation",
+    document=Distillation,
+    reports=("blocks", BlockReport),
+    run=distill,
+    advice="train with a lower --lr or on other data",
+)
+
+
 def adapt_blocks(
-    model: str | Path,
-    out: str | Path,
-    teacher_name: str | Path,
-    options: BlockwiseOptions,
-    *,
-    overwrite: bool = False,
-    verify: bool = True,
-    revision: str | None = None,
-    console: Console = SILENT,
+    model: str | Path, out: str | Path, teacher_name: str | Path, options: BlockwiseOptions, **how: Any
 ) -> Distillation | None:
     """Distil ``model``'s blocks from the dense ``teacher_name`` and write the result to ``out``.
 
-    Returns the document of distillation.json; None on other ranks than 0. Several processes (accelerate launch,
-    torchrun) share the blocks; rank 0 writes. A killed run resumes.
-    Raises UserError.
+    how: ``overwrite``, ``verify``, ``revision`` and ``console``.
+    Returns the document of distillation.json; None on other ranks than 0. Raises UserError.
     """
-    how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision, "console": console}
-    return rewrite(Distilling(), model, out, teacher_name, options, **how)
+    return rewrite(DISTILLING, model, out, teacher_name, options, **how)
 
 
-class Distilling(LayerMethod[BlockwiseOptions, Distillation]):
-    """Block-to-block distillation."""
+def teacher_pass(
+    blocks: Blocks, windows: Tensor, layers: Sequence[int], pairs: bool
+) -> Iterator[tuple[int, States, States]]:
+    """Run the dense model layer by layer; yields (i, states that enter block i, states that leave it).
 
-    name, key, kind, reports = BLOCKS, "distillation", Distillation, ("blocks", BlockReport)
-    advice = "train with a lower --lr or on other data"
-
-    def layers(self, layout: Layout, ranges: str | None) -> tuple[int, ...]:
-        """Return the layers to train; raises UserError for one that is the same as in the dense model."""
-        able = layout.converted_layers
-        chosen = parse_ranges(ranges, layout.num_layers, option="--train") if ranges is not None else able
-        if rest := sorted(set(chosen) - set(able)):
-            raise UserError(
-                f"--train: {format_ranges(rest)} are the same as in the dense model; only {format_ranges(able)} differ"
-                " from it"
-            )
-        return tuple(chosen)
-
-    def windows(self, teacher: Checkpoint, options: BlockwiseOptions) -> Windows:
-        return training_windows(teacher, options, options.distill.seed)
-
-    def files(self, work: BlockFolder) -> LayerFiles:
-        return work.distilled
-
-    def work(self, job: LayerJob[BlockwiseOptions]) -> None:
-        options = job.options.distill
-        distill(job.teacher, job.student, job.windows, options, job.files, job.ranks, job.console, about=job.about)
-
-
-def distill(
-    teacher: Blocks,
-    student: StudentBlocks,
-    windows: Windows,
-    options: DistillOptions,
-    files: LayerFiles,
-    ranks: Ranks,
-    console: Console,
-    *,
-    about: Mapping[str, Any],
-) -> None:
-    """Train every block of ``student.layers`` that ``files`` does not hold yet; the ranks take them in turn.
-
-    about: everything that the result depends on besides the student; a block trained with another one is trained anew.
-    Raises UserError for a loss that is NaN or infinite; finished blocks stay in ``files``.
+    layers: the last of them ends the pass.
+    pairs: states also hold the stream without the last MLP's output.
+    Raises UserError for NaN or infinite states.
     """
-    options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
-    console.note(distillation_announcement(teacher, student, windows, options, ranks))
-    keys = {layer: partial(student.key, layer, about) for layer in student.layers}
-    done = ranks.broadcast([layer for layer in student.layers if files.has(layer, keys[layer])])
-    if done:
-        console.note(f"blocks {format_ranges(done)} are already done")
-    mine = [layer for layer in student.layers if layer not in done][ranks.rank :: ranks.size]
-    if not mine:
-        return
-    pairs = any(needs_pair(student.layout, layer) for layer in mine)
-    steps = options.epochs * math.ceil(len(windows.train) / (options.batch_size or 1))
-    path = files.folder / f"states-{ranks.rank}"
-    with console.progress("distilling", len(mine) * steps) as advance:
-        passes = teacher_pass(teacher, windows.all, mine, pairs, max_memory=options.max_memory, path=path)
-        for index, before, after in passes:
-            if index in mine:
-                trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), options)
-                weights, report = trainer.train(advance)
-                files.save(index, weights, report, keys[index]())
+    count = blocks.num_layers
+    layout = Layout((BLOCKING,) * count, (OVERLAPPED,) * (count - 1) + (BLOCKING,)) if pairs else Layout.dense(count)
+    shape = (*windows.shape, int(blocks.config["hidden_size"]))
+    before, after = (States(shape, blocks.dtype, pairs) for _ in range(2))
+    if layers:
+        _fill(before, lambda rows: blocks.embed(windows[rows]))
+    for index in range(max(layers, default=-1) + 1):
+        _run_layer(blocks, blocks.layer(index, layout), before, after)
+        yield index, before, after
+        before, after = after, before
 
 
-def distillation_announcement(
-    teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions, ranks: Ranks
-) -> str:
-    """Return the announcement of which blocks are trained on which data.
+def _run_layer(blocks: Blocks, layer: torch.nn.Module, before: States, after: States) -> None:
+    _fill(after, lambda rows: blocks.run(layer, complete(before.read(rows, blocks.device))))
 
-    options: resolved ones.
-    ranks: those that share the blocks.
-    Raises UserError where a step does not fit in memory.
-    """
-    hidden, size, tokens = int(teacher.config["hidden_size"]), teacher.dtype.itemsize, windows.train.shape[1]
-    infos, ids = teacher.checkpoint.tensors, windows.train[: options.batch_size or 1]
-    block = sum(info.numel for name, info in infos.items() if name.startswith("model.layers.0."))
-    # numbers per token that are kept for the backward pass
-    kept = 8 * hidden * (student.layout.sync_tp_size or 1) + 4 * int(teacher.config["intermediate_size"])
-    training = 16 * block  # weights, gradients and Adam's two moments in float32
-    step_of = f"a step on {len(ids):,} windows of {tokens:,} tokens"
-    advice = "lower --batch-size or --seq-len"
-    needed = training + block * size + 4 * ids.numel() * kept
-    check_room(needed, teacher.device, step_of, advice, processes=ranks.local_size)
-    pairs = any(needs_pair(student.layout, layer) for layer in student.layers)
-    states = 2 * (1 + pairs) * windows.all.numel() * hidden * size
-    place = "in memory" if states <= options.max_memory else "on disk"
-    return (
-        f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {tokens} tokens,"
-        f" {len(windows.heldout)} held out, for at most {options.epochs} epoch{'s' if options.epochs > 1 else ''} on"
-        f" {ranks.words}; for each process {human_bytes(states)} of states {place}, {human_bytes(training)} for one"
-        " block in training"
-    )
+
+@torch.no_grad()
+def _fill(store: States, states: Callable[[Tensor], State]) -> None:
+    """Compute every window's state. This is a function, since a generator would leave no_grad on while its caller
+    trains."""
+    batch = max(1, 4 * TOKENS_PER_STEP // store.tensors[0].shape[1])
+    for rows in torch.arange(store.windows).split(batch):
+        store.write(int(rows[0]), states(rows))

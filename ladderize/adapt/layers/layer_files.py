@@ -1,13 +1,10 @@
 """The files of finished layers, from which a killed run resumes."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,6 +18,8 @@ from ladderize.files.temporaries import fsync
 from ladderize.files.work import WorkFolder
 from ladderize.layout import Layout
 
+LayerWeights = Callable[[int], Mapping[str, Tensor]]  # of a layer, by their names within it
+
 
 @dataclass(frozen=True)
 class StudentBlocks:
@@ -31,41 +30,23 @@ class StudentBlocks:
 
     layout: Layout
     layers: tuple[int, ...]
-    weights: Callable[[int], Mapping[str, Tensor]]
-
-    def key(self, layer: int, about: Mapping[str, Any]) -> str:
-        """Return a hash of everything that a layer's result depends on: its modes, its initial weights, and
-        ``about``."""
-        layout = self.layout
-        modes = [layout.entering(layer), layout.attention_sync[layer], layout.mlp_sync[layer], layout.sync_tp_size]
-        digest = hashlib.sha256(json.dumps([modes, about], sort_keys=True).encode())
-        for name, tensor in sorted(self.weights(layer).items()):
-            digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+    weights: LayerWeights
 
 
 class LayerFiles:
-    """One safetensors file for each finished layer, with its report and the key of what it was made from."""
+    """One safetensors file for each finished layer, with its report."""
 
-    def __init__(self, folder: Path, prefix: str) -> None:
-        self.folder, self.prefix = folder, prefix
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def path(self, layer: int) -> Path:
-        return self.folder / f"{self.prefix}-{layer:05d}.safetensors"
+        return self.folder / f"layer-{layer:05d}.safetensors"
 
-    def has(self, layer: int, key: Callable[[], str]) -> bool:
-        """Return whether this layer was finished from inputs with this key.
+    def has(self, layer: int) -> bool:
+        """Return whether this layer was finished."""
+        return self.path(layer).is_file()
 
-        key: is only called where there is a file to compare.
-        """
-        try:
-            read_header(self.folder, self.path(layer).name)  # the file may be cut off, for example by a power failure
-            return self._metadata(layer)["key"] == key()
-        except (FileNotFoundError, UserError, SafetensorError, KeyError):
-            return False
-
-    def save(self, layer: int, weights: Mapping[str, Tensor], report: Record, key: str) -> None:
+    def save(self, layer: int, weights: Mapping[str, Tensor], report: Record) -> None:
         """Save a layer, whole or not at all: it is written under another name, then renamed.
 
         Raises UserError where it cannot be written.
@@ -73,20 +54,18 @@ class LayerFiles:
         temporary = self.path(layer).with_suffix(".part")
         tensors = {f"model.layers.{layer}.{name}": tensor.contiguous().cpu() for name, tensor in weights.items()}
         try:
-            save_file(tensors, temporary, metadata={"report": json.dumps(report.to_dict()), "key": key})
+            save_file(tensors, temporary, metadata={"report": json.dumps(report.to_dict())})
         except SafetensorError as error:
             temporary.unlink(missing_ok=True)
-            raise UserError(f"block {layer} cannot be saved in {self.folder}: {error}") from None
+            raise UserError(f"layer {layer} cannot be saved in {self.folder}: {error}") from None
         fsync(temporary)
         temporary.rename(self.path(layer))
 
-    def _metadata(self, layer: int) -> dict[str, str]:
-        with safe_open(self.path(layer), framework="pt") as file:
-            return file.metadata() or {}
-
     def report(self, kind: type[OwnRecord], layer: int) -> OwnRecord:
         """Return the report that this layer was saved with."""
-        return kind.from_dict(parse_json(self._metadata(layer)["report"].encode()), f"the report in {self.path(layer)}")
+        path = self.path(layer)
+        with safe_open(path, framework="pt") as file:
+            return kind.from_dict(parse_json(file.metadata()["report"].encode()), f"the report in {path}")
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """Return a layer's weights by their names within it."""
@@ -99,16 +78,11 @@ class LayerFiles:
         return {name: info for layer in layers for name, info in locate_tensors(self.path(layer)).items()}
 
 
-class BlockFolder(WorkFolder):
-    """The work folder of finished layers: distilled and aligned ones, and the other results of ``ladderize spd``."""
+class LayerFolder(WorkFolder):
+    """The work folder of finished layers, and of what ``ladderize spd`` measures before."""
 
     COMMAND = "adapt --method align or blocks, or spd"
 
     @property
-    def distilled(self) -> LayerFiles:
-        return LayerFiles(self.folder, "block")
-
-    @property
-    def aligned(self) -> LayerFiles:
-        """The aligned layers, which may then be distilled."""
-        return LayerFiles(self.folder, "aligned")
+    def files(self) -> LayerFiles:
+        return LayerFiles(self.folder)

@@ -1,131 +1,40 @@
-"""The likelihood of windows under many layouts of one model, with all of its weights in memory once.
+"""The likelihood of windows under layouts of a dense model: as converted, or as ``ladderize adapt --method align``
+would leave each.
 
-Layouts that agree in their first layers compute the same there, so each layer runs once for each distinct beginning of
-a layout. One dense pass serves all layouts that differ from the dense model in later layers only. Each of the 3,888
-layouts of five layers then costs little more than one layer.
+As converted, the weights are in memory once, and each layout branches off one dense pass. Aligned, every layout has
+weights of its own: a layer is solved, the windows that are scored pass through it, and it is forgotten.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.blocks import Blocks, State, check_finite, complete
+from ladderize.adapt.layers.align import (
+    AlignedLayer,
+    aligned_layers,
+    check_states_room,
+    computed,
+    warn_of_few,
+    with_random,
+)
+from ladderize.adapt.layers.align_layer import Streams, states_bytes
+from ladderize.adapt.layers.layer_files import StudentBlocks
+from ladderize.adapt.layers.options import AlignSettings, layers_to_align, short_tokens
+from ladderize.adapt.layers.windows import Windows, split_windows
+from ladderize.blocks import Blocks, State, check_finite, complete, stored_dtype, window_nlls
 from ladderize.checkpoint.config import parameter_count
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, human_bytes
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.convert.sensitivity_file import AlignmentWindows
+from ladderize.layout import BLOCKING, Layout
 from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
 
 TOKENS_PER_PASS = 4096
-# What a layout does in one layer: the mode of the MLP sync point that enters it, and that of its attention.
-LayerStep = tuple[str, str]
-
-
-class LayoutTree:
-    """Layouts with the same number of layers, and the layers in which they part.
-
-    Raises ValueError for layouts of different lengths or sync_tp_size.
-    """
-
-    def __init__(self, layouts: Sequence[Layout]) -> None:
-        self.layouts = list(layouts)
-        self.num_layers = self.layouts[0].num_layers
-        ranks = {layout.sync_tp_size for layout in self.layouts if layout.sync_tp_size is not None}
-        if len(ranks) > 1 or {layout.num_layers for layout in self.layouts} != {self.num_layers}:
-            raise ValueError("these layouts are of several models, or of several sync_tp_size")
-        self.sync_tp_size = min(ranks, default=None)
-
-    def parting(self, layer: int, members: Sequence[int]) -> list[tuple[LayerStep, list[int]]]:
-        """Return groups of layouts, by their number, that do the same in a layer; the largest group comes last."""
-        groups: dict[LayerStep, list[int]] = defaultdict(list)
-        for number in members:
-            layout = self.layouts[number]
-            groups[layout.entering(layer), layout.attention_sync[layer]].append(number)
-        return sorted(groups.items(), key=lambda group: len(group[1]))
-
-    @property
-    def states(self) -> int:
-        """The most states that are held at a time: a walk waits only for groups that are no larger than its own."""
-        return len(self.layouts).bit_length() + 1
-
-    def overlaps(self, layer: int) -> bool:
-        """Return whether any layout overlaps the MLP sync point of ``layer``."""
-        return any(layout.mlp_sync[layer] == OVERLAPPED for layout in self.layouts)
-
-
-class Suffixes:
-    """The likelihood of a batch of windows under each of ``layouts``.
-
-    weights: of the layers, where they were read before.
-    """
-
-    def __init__(
-        self, blocks: Blocks, layouts: Sequence[Layout], weights: Sequence[Mapping[str, Tensor]] | None = None
-    ) -> None:
-        self.blocks, self.tree = blocks, LayoutTree(layouts)
-        self.weights = weights if weights is not None else [blocks.weights(i) for i in range(blocks.num_layers)]
-        self.built: dict[tuple[int, str], torch.nn.Module] = {}
-
-    def layer(self, index: int, attention: str = BLOCKING) -> torch.nn.Module:
-        """Return a layer with this mode of its attention sync point.
-
-        Where a layout overlaps its MLP sync point, the layer returns its stream with and without its MLP's output, so
-        that one run serves both modes.
-        """
-        if (index, attention) not in self.built:
-            modes, layers = [BLOCKING] * self.blocks.num_layers, self.blocks.num_layers
-            modes[index] = attention
-            after = [OVERLAPPED if i == index and self.tree.overlaps(i) else BLOCKING for i in range(layers)]
-            ranks = self.tree.sync_tp_size if attention == DROPPED else None
-            layout = Layout(tuple(modes), tuple(after), ranks)
-            self.built[index, attention] = self.blocks.layer(index, layout, self.weights[index])
-        return self.built[index, attention]
-
-    def __call__(self, ids: Tensor) -> np.ndarray:
-        """Return the summed negative log-likelihoods of ids [batch, tokens] in nats: float64 [batch, layouts]."""
-        with torch.no_grad():
-            state = self.blocks.embed(ids)
-        # Copied to the host once, at the end: each copy waits for all the device's work before it.
-        groups = [*self._walk(0, state, list(range(len(self.tree.layouts))), ids)]
-        nlls = torch.stack([nll for _, nll in groups]).cpu().numpy()
-        table = np.empty((len(ids), len(self.tree.layouts)))
-        for (members, _), nll in zip(groups, nlls, strict=True):
-            table[:, members] = nll[:, None]
-        return table
-
-    @torch.no_grad()
-    def _walk(self, first: int, state: State, members: list[int], ids: Tensor) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield groups of equal layouts, and the summed negative log-likelihood [batch] of each on the device.
-
-        state: the one that enters layer ``first``.
-        members: layouts, by their number, that agree before layer ``first``.
-        """
-        for layer in range(first, self.blocks.num_layers):
-            *others, (step, members) = self.tree.parting(layer, members)
-            for other, apart in others:
-                yield from self._walk(layer + 1, self._run(layer, other, state), apart, ids)
-            state = self._run(layer, step, state)
-        yield members, self.blocks.nll(complete(state), ids)
-
-    def _run(self, layer: int, step: LayerStep, state: State) -> State:
-        entering, attention = step
-        return self.blocks.run(self.layer(layer, attention), state if entering == OVERLAPPED else complete(state))
-
-
-def suffix_memory(blocks: Blocks, tree: LayoutTree, tokens: int) -> tuple[int, int]:
-    """Return the bytes of the weights, and of a pass over ``tokens`` tokens: the held states and one layer's work."""
-    hidden, intermediate = int(blocks.config["hidden_size"]), int(blocks.config["intermediate_size"])
-    pair = 2 if any(map(tree.overlaps, range(tree.num_layers))) else 1  # with and without what is in flight
-    states = pair * tree.states * hidden
-    layer = 4 * hidden * (tree.sync_tp_size or 1) + 3 * intermediate
-    return parameter_count(blocks.config) * blocks.dtype.itemsize, tokens * (states + layer) * blocks.dtype.itemsize
-
-
-# ---- the table ----
 
 
 def usual_batch(batch_size: int | None, windows: np.ndarray) -> int:
@@ -134,30 +43,52 @@ def usual_batch(batch_size: int | None, windows: np.ndarray) -> int:
     return min(batch_size or max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
 
 
-def check_table_memory(
-    blocks: Blocks,
-    tree: LayoutTree,
-    batch_size: int,
-    seq_len: int,
-    what: str,
-    *,
-    loaded: bool = False,
-    processes: int = 1,
-) -> None:
-    """Raise UserError unless the weights and a pass over ``batch_size`` windows of ``seq_len`` tokens fit in memory.
+# ---- as converted ----
 
-    what: the name of the work in messages.
-    loaded: the weights are in memory already.
-    processes: those of this machine that share its memory.
-    """
-    weights, work = suffix_memory(blocks, tree, batch_size * seq_len)
-    check_room(
-        work if loaded else weights + work,
-        blocks.device,
-        f"{what} with {batch_size:,} windows of {seq_len:,} tokens at a time",
-        "lower --batch-size or --seq-len" if batch_size > 1 else "choose a machine with more",
-        processes=processes,
-    )
+
+class ConvertedLayouts:
+    """Scores layouts of the dense model of ``blocks``, whose weights it holds in memory."""
+
+    def __init__(self, blocks: Blocks, layouts: Sequence[Layout]) -> None:
+        self.blocks, self.layouts = blocks, list(layouts)
+        self.weights = [blocks.weights(index) for index in range(blocks.num_layers)]
+        self.dense = Layout.dense(blocks.num_layers)
+        self.built: dict[tuple[int, str, str, int | None], torch.nn.Module] = {}
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor) -> np.ndarray:
+        """Return the summed negative log-likelihoods of ids [batch, tokens] in nats: float64 [batch, layouts].
+
+        A layout branches off one dense pass at its first layer with a mode that is not blocking.
+        """
+        state: State = self.blocks.embed(ids)
+        nlls = [torch.empty(0)] * len(self.layouts)
+        for index in range(self.blocks.num_layers + 1):
+            for number, layout in enumerate(self.layouts):
+                if first_changed(layout) == index:
+                    nlls[number] = self.blocks.nll(complete(self._finish(state, index, layout)), ids)
+            if index < self.blocks.num_layers:
+                state = self.blocks.run(self._layer(index, self.dense), state)
+        # Copied to the host once, at the end: each copy waits for all the device's work before it.
+        return torch.stack(nlls, 1).cpu().numpy()
+
+    def _finish(self, state: State, first: int, layout: Layout) -> State:
+        """Run the layers of a layout from ``first`` on."""
+        for index in range(first, self.blocks.num_layers):
+            state = self.blocks.run(self._layer(index, layout), state)
+        return state
+
+    def _layer(self, index: int, layout: Layout) -> torch.nn.Module:
+        key = index, layout.attention_sync[index], layout.mlp_sync[index], layout.sync_tp_size
+        if key not in self.built:
+            self.built[key] = self.blocks.layer(index, layout, self.weights[index])
+        return self.built[key]
+
+
+def first_changed(layout: Layout) -> int:
+    """Return the first layer with a sync point that is not blocking; the number of layers where there is none."""
+    modes = zip(layout.attention_sync, layout.mlp_sync, strict=True)
+    return next((layer for layer, both in enumerate(modes) if both != (BLOCKING, BLOCKING)), layout.num_layers)
 
 
 def score_layouts(
@@ -166,7 +97,6 @@ def score_layouts(
     windows: np.ndarray,
     *,
     batch_size: int | None,
-    what: str,
     ranks: Ranks,
     console: Console,
 ) -> np.ndarray:
@@ -175,27 +105,133 @@ def score_layouts(
     All ranks return the same.
 
     windows: ids [windows, tokens], which the ranks share.
-    what: the name of the work in messages.
     Raises UserError where memory is too small, or a result is NaN or infinite.
     """
     batch_size = min(usual_batch(batch_size, windows), math.ceil(len(windows) / ranks.size))
-    tree = LayoutTree(layouts)
-    check_table_memory(blocks, tree, batch_size, windows.shape[1], what, processes=ranks.local_size)
+    weights = parameter_count(blocks.config) * blocks.dtype.itemsize
+    what, advice = "measuring sensitivity with all weights in memory", "choose a machine with more"
+    check_room(weights, blocks.device, what, advice, processes=ranks.local_size)
     ranks.barrier()  # Memory that one process loads is not free for another that still checks.
     with console.stage("loading the weights"):
-        suffixes = Suffixes(blocks, layouts)
-    weights, states = suffix_memory(blocks, tree, batch_size * windows.shape[1])
+        score = ConvertedLayouts(blocks, layouts)
     console.note(
         f"{len(windows)} windows of {windows.shape[1]} tokens, {len(layouts):,} models, on {ranks.words};"
-        f" {human_bytes(weights)} of weights and {human_bytes(states)} of states in memory"
-        + (" of each" if ranks.size > 1 else "")
+        f" {human_bytes(weights)} of weights in memory{' of each' if ranks.size > 1 else ''}"
     )
     table = np.empty((len(windows), len(layouts)))
-    with console.progress(what, len(windows)) as advance:
+    with console.progress("sensitivity", len(windows)) as advance:
         batches = np.split(np.arange(len(windows)), range(batch_size, len(windows), batch_size))
-        for scored in ranks.shared_out(batches, lambda rows: (rows, suffixes(torch.from_numpy(windows[rows])))):
+        for scored in ranks.shared_out(batches, lambda rows: (rows, score(torch.from_numpy(windows[rows])))):
             for rows, values in scored:
                 check_finite(float(values.sum()), f"the log-likelihood under {blocks.checkpoint.folder}")
                 table[rows] = values
                 advance(len(rows))
     return table
+
+
+# ---- after alignment ----
+
+
+def windows_to_align_on(
+    checkpoint: Checkpoint, others: np.ndarray, samples: int | None, heldout: int | None = None
+) -> Windows | None:
+    """Return the first of ``others`` to align on; None where they are too few.
+
+    others: ids [windows, tokens] that are not scored.
+    samples, heldout: numbers of windows; None: as ``adapt --align`` chooses for such data.
+    """
+    return split_windows(others, samples, heldout, short_tokens(checkpoint.config))
+
+
+def describe_alignment(windows: Windows) -> AlignmentWindows:
+    """Return the record of these windows for documents."""
+    return AlignmentWindows(len(windows.train), len(windows.heldout), windows.train.shape[1])
+
+
+class AlignedLayouts:
+    """Scores layouts of the dense model of ``blocks`` after alignment on ``windows``. A dense layout is scored as it
+    is."""
+
+    def __init__(self, blocks: Blocks, windows: Windows, batch_size: int | None) -> None:
+        checkpoint = blocks.checkpoint
+        self.blocks, self.windows, self.batch_size = blocks, windows, batch_size
+        self.settings = AlignSettings()
+        self.all_windows = with_random(windows, checkpoint.config, self.settings)
+        # float16 has too small a range to align in; adapt does the same
+        half = blocks.dtype == torch.float16
+        self.teacher = Blocks(checkpoint, torch.bfloat16, blocks.device) if half else blocks
+        stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), blocks.device)
+        self.weights = lru_cache(maxsize=1)(stored.weights)
+        self.ranks = Ranks(0, 1, blocks.device)
+
+    def __call__(self, layout: Layout, scored: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
+        """Return the summed negative log-likelihood of each window in nats: float64 [windows].
+
+        scored: ids [windows, tokens].
+        advance: is called for each aligned layer.
+        Raises UserError for a result that is NaN or infinite.
+        """
+        made: Iterator[AlignedLayer] | None = None
+        if not layout.is_dense:
+            streams = Streams(self.teacher, self.all_windows, self.ranks)
+            student = StudentBlocks(layout, layers_to_align(layout), self.weights)
+            made = aligned_layers(self.teacher, self.teacher, self.weights, student, streams, self.settings)
+
+        def layer_at(index: int) -> torch.nn.Module:
+            weights: Mapping[str, Tensor] = self.weights(index)
+            if made is not None:
+                layer = next(made)
+                weights = layer.weights
+                advance(1 if layer.reports else 0)
+            return self.blocks.layer(index, layout, computed(weights, self.blocks))
+
+        batch_size = usual_batch(self.batch_size, scored.numpy())
+        nll = window_nlls(self.blocks, layer_at, scored, batch_size=batch_size)
+        check_finite(float(nll.sum()), f"the log-likelihood of {self.blocks.checkpoint.folder} as {layout}")
+        return nll.numpy()
+
+
+def layers_of(layouts: Sequence[Layout]) -> int:
+    """Return the number of aligned layers in all layouts."""
+    return sum(len(layers_to_align(layout)) for layout in layouts if not layout.is_dense)
+
+
+def score_aligned(
+    aligned: AlignedLayouts,
+    layouts: Sequence[Layout],
+    scored: np.ndarray,
+    *,
+    known: Mapping[str, list[float]],
+    keep: Callable[[Mapping[str, list[float]]], None],
+    ranks: Ranks,
+    console: Console,
+) -> np.ndarray:
+    """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts].
+
+    Layouts with the fewest layers to align come first, so that ranks work on equally long ones side by side. All ranks
+    return the same.
+
+    known: rows of windows, by layout, that were measured before.
+    keep: is given all rows after each round.
+    Raises UserError where memory is too small, or a result is NaN or infinite.
+    """
+    nlls, windows = dict(known), aligned.windows
+    left = {str(layout): layout for layout in layouts if str(layout) not in nlls}
+    models = sorted(left.values(), key=lambda layout: layers_of([layout]))
+    if known:
+        console.note(f"{len(known)} models were measured before")
+    states = states_bytes(aligned.teacher, aligned.all_windows, aligned.ranks)
+    check_states_room(states, "--align-samples", processes=ranks.local_size)
+    console.note(
+        f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens: {layers_of(models):,} layers are"
+        f" aligned on {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out),"
+        f" on {ranks.words}; {human_bytes(states)} of states in memory{' of each' if ranks.size > 1 else ''}"
+    )
+    warn_of_few(windows.train.numel(), aligned.blocks.config, "--align-samples", console)
+    ids = torch.from_numpy(scored)
+    with console.progress("sensitivity", layers_of(models)) as advance:
+        for done in ranks.shared_out(models, lambda layout: (layout, aligned(layout, ids, advance).tolist())):
+            nlls.update((str(layout), row) for layout, row in done)
+            advance(layers_of([layout for layout, _ in done[1:]]))  # rank 0 has counted its own
+            keep(nlls)
+    return np.array([nlls[str(layout)] for layout in layouts]).T

@@ -3,19 +3,32 @@ layer."""
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ladderize.adapt.layers.layer_files import LayerFiles, StudentBlocks
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerWeights
 from ladderize.adapt.layers.options import TOKENS_PER_STEP
 from ladderize.blocks import Blocks, window_streams
 from ladderize.eval.results import Perplexity, perplexity_from_nlls
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 
-LayerAt = Callable[[int], torch.nn.Module]
+
+@dataclass(frozen=True)
+class Variant:
+    """A model to measure: ``blocks`` in ``layout``.
+
+    weights: returns those of a layer; None: the checkpoint's.
+    """
+
+    blocks: Blocks
+    layout: Layout
+    weights: LayerWeights | None = None
+
+    def layer(self, index: int) -> torch.nn.Module:
+        return self.blocks.layer(index, self.layout, (self.weights or self.blocks.weights)(index))
 
 
 @dataclass(frozen=True)
@@ -30,72 +43,42 @@ class HeldoutMeasures:
     divergence: dict[str, float]
 
 
-def before_and_after(
-    teacher: Blocks,
-    own: Blocks,
-    student: StudentBlocks,
-    files: LayerFiles,
-    heldout: torch.Tensor,
-    result: str,
-    ranks: Ranks,
-) -> HeldoutMeasures:
-    """Return held-out measures of the dense model, of the converted one, and of the latter with rewritten layers.
-
-    result: the name of the last.
-    """
-    dense, layout = Layout.dense(own.num_layers), student.layout
-
-    def rewritten(layer: int) -> torch.nn.Module:
-        return own.layer(layer, layout, loaded(files, layer, own) if layer in student.layers else None)
-
-    variants: dict[str, tuple[Blocks, LayerAt]] = {
-        "dense": (teacher, lambda layer: teacher.layer(layer, dense)),
-        "before": (own, lambda layer: own.layer(layer, layout)),
-        result: (own, rewritten),
-    }
-    return heldout_measures(variants, heldout, ranks)
-
-
-def heldout_measures(
-    variants: Mapping[str, tuple[Blocks, LayerAt]], ids: torch.Tensor, ranks: Ranks
-) -> HeldoutMeasures:
+def heldout_measures(variants: Mapping[str, Variant], ids: torch.Tensor, ranks: Ranks) -> HeldoutMeasures:
     """Return the perplexity of held-out windows under variants of a model, and their divergence from the first, dense
     one.
 
     One layer is in memory at a time. Ranks share the batches of one process, so the results are equal, bit by bit, on
     every rank and for every number of ranks.
 
-    variants: blocks and layers, by name.
     ids: [windows, tokens].
     """
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
-    batches = ids.split(batch_size)
-    mine = batches[ranks.rank :: ranks.size]
+    batches = ids.split(batch_size)[ranks.rank :: ranks.size]
     perplexities, divergences, reference = {}, {}, None
-    for name, (blocks, layer_at) in variants.items():
-        begin = time.perf_counter()
-        streams = window_streams(blocks, layer_at, torch.cat(mine), batch_size=batch_size) if mine else []
+    for name, variant in variants.items():
+        begin, blocks = time.perf_counter(), variant.blocks
+        streams = window_streams(blocks, variant.layer, torch.cat(batches), batch_size=batch_size) if batches else []
         nlls: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
         with torch.no_grad():
-            for number, batch in enumerate(mine):
-                own = streams[number].to(blocks.device)
-                nlls.append(blocks.nll(own, batch).cpu())
+            for number, batch in enumerate(batches):
+                stream = streams[number].to(blocks.device)
+                nlls.append(blocks.nll(stream, batch).cpu())
                 if reference is not None:
-                    sums.append(blocks.divergence(reference[number].to(blocks.device), own).cpu())
-        nlls, sums = (in_order(ranks.gather(values)) for values in (nlls, sums))
-        seconds = time.perf_counter() - begin
-        perplexities[name] = perplexity_from_nlls(torch.cat(nlls).numpy(), list(ids.numpy()), seconds)
+                    sums.append(blocks.divergence(reference[number].to(blocks.device), stream).cpu())
+        nll, total = (in_order(ranks.gather(values)) for values in (nlls, sums))
+        perplexities[name] = perplexity_from_nlls(nll.numpy(), list(ids.numpy()), time.perf_counter() - begin)
         if reference is None:
             reference = streams
         else:
-            divergences[name] = float(torch.cat(sums).sum()) / ids[:, 1:].numel()
+            divergences[name] = float(total.sum()) / ids[:, 1:].numel()
     return HeldoutMeasures(perplexities, divergences)
 
 
-def in_order(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def in_order(parts: list[list[torch.Tensor]]) -> torch.Tensor:
     """Return the values of all batches in order, from ranks that each had every size-th batch."""
-    return [value for values in itertools.zip_longest(*parts) for value in values if value is not None]
+    values = [value for values in itertools.zip_longest(*parts) for value in values if value is not None]
+    return torch.cat(values) if values else torch.empty(0)
 
 
 def loaded(files: LayerFiles, layer: int, blocks: Blocks) -> dict[str, torch.Tensor]:

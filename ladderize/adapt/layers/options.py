@@ -1,28 +1,47 @@
-"""The options of methods that rewrite layers one by one. Imports no torch and no numpy."""
+"""The options of methods that rewrite a model layer by layer, and the defaults that depend on it. Imports no torch and
+no numpy."""
 
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from ladderize.adapt.data_specs import SourceSpec, parse_specs
-from ladderize.adapt.methods import COMPUTE_DTYPE, TRAINING_SEED, WORK_DIR, Write, check_training
-from ladderize.checkpoint.writing import parse_size
-from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, option
-from ladderize.errors import UsageError
+from ladderize.adapt.methods import COMPUTE_DTYPE, CONVERTED, TRAINING_SEED, WORK_DIR, Write, check_training
+from ladderize.choices import (
+    DEVICE,
+    LOWER_TAU,
+    MOST_INCREASE,
+    REVISION,
+    SEQ_LEN,
+    UPPER_TAU,
+    Dtype,
+    check_at_least,
+    check_options,
+    option,
+    ppl_increase,
+)
+from ladderize.errors import UsageError, UserError
+from ladderize.eval.options import check_taus
 from ladderize.files.records import Record
+from ladderize.layout import Layout, format_ranges, parse_ranges
 from ladderize.ranks.device import default_device
 
 # The paper's learning rate at LLaMA2-7B's width; a step of Adam moves a sum over twice the width twice as far.
 PAPERS_LR, PAPERS_WIDTH = 5e-5, 4096
 TOKENS_PER_STEP = 2048  # the paper's: one sequence
 DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64  # windows at most
-MAX_MEMORY = 8_000_000_000
-memory_limit = partial(parse_size, option="--max-memory")
+RIDGES = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # tried for every projection on held-out windows, strongest first
+LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # to align on, or so many per input of the widest projection
+SHORT = 1 << 14  # instead of LEAST_TOKENS; eight times as many gain little (docs/results.md)
+RANDOM_SHARE = 0.25  # windows of random tokens for each window of the data (docs/align.md)
+MOST_RANDOM = 10
+DEFAULT_FRACTION = 0.7  # of the blocks that spd drops
 
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """The windows of data that layers are rewritten from.
+    """The windows of data that layers are rewritten from, the layers, and the place of the computation.
 
     write: best: nothing where the held-out KL did not fall; last: always.
     Raises UsageError for options that contradict each other.
@@ -31,7 +50,9 @@ class WindowOptions:
     data: str = option(
         "json, jsonl, parquet, txt, npy, npz:array, or a folder or glob of one kind.", ..., metavar="FILE"
     )
-    samples: int | None = option("Windows to train on.", min=1, shown="what the data give, up to 1024")
+    samples: int | None = option(
+        "Windows to train on.", min=1, shown="what the data give, up to 1024; align: up to 131,072 tokens"
+    )
     heldout: int | None = option(
         "Windows to hold out for early stopping and for the table.", min=1, shown="a tenth, up to 64"
     )
@@ -40,10 +61,12 @@ class WindowOptions:
     dtype: Dtype = option(COMPUTE_DTYPE, "auto")
     device: str = option(DEVICE, default_device)
     work_dir: Path | None = option(WORK_DIR)
-    write: Write = "best"  # best: nothing where the held-out KL did not fall; last: always
+    write: Write = "best"
+    seed: int = option(TRAINING_SEED, 0)
 
     def __post_init__(self) -> None:
         check_options(self)
+        check_training(self.dtype, None)
         if self.source.is_streamed:
             raise UsageError(f"{self.source.name} is streamed, and this method reads its data whole; give a file")
 
@@ -52,41 +75,118 @@ class WindowOptions:
         (spec,) = parse_specs([self.data])
         return spec
 
+    def tokens_wanted(self, config: Mapping[str, Any]) -> int | None:
+        """Return the number of tokens to learn from where ``samples`` is None; None: as many as the data give."""
+        return None
+
+    def chosen_layers(self, layout: Layout) -> tuple[int, ...]:
+        """Return the layers to rewrite; raises UserError for one that cannot be."""
+        raise NotImplementedError
+
     def settings(self) -> Record:
-        """Return the options that decide the result besides data, models and layers. They are recorded, and identify
-        the work of a killed run."""
+        """Return the options that decide the result besides data, models and layers."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class DistillSettings(Record):
-    """The options that decide a block's result."""
+class AlignSettings(Record):
+    """The options of alignment that decide its result."""
 
-    epochs: int = option("blocks: most epochs per block.", 10, min=1)
-    patience: int = option("blocks: stop a block after this many epochs without a better held-out loss.", 2, min=1)
-    lr: float | None = option("Peak learning rate.", shown="5e-5 * 4096 / hidden size")
-    batch_size: int | None = option("Windows per step.", min=1, shown="2048 tokens")
-    seed: int = option(TRAINING_SEED, 0)
+    ridge: float | None = None  # a share of the mean square of a projection's inputs; None: chosen from RIDGES
+    seed: int = 0
+    random_share: float = RANDOM_SHARE
+
+    @property
+    def ridges(self) -> tuple[float, ...]:
+        return RIDGES if self.ridge is None else (self.ridge,)
 
 
 @dataclass(frozen=True)
-class DistillOptions(DistillSettings):
-    """All options of distillation.
+class AlignOptions(WindowOptions):
+    """The options of ``ladderize adapt --method align``; see its --help.
 
-    max_memory: bytes; it does not change the result.
+    layers: ``converted``, ranges, or None: every layer from the first converted one on.
+    ridge: how strongly weights are held where they are; None: chosen for each projection on held-out windows.
+    random_share: windows of random tokens for each window of the data, so that text of other kinds gets no worse.
+    tokens: to align on where ``samples`` are not given; None: ``default_tokens``.
+    Raises UsageError for values that contradict each other.
     """
 
-    max_memory: int = option(
-        "Memory for the dense model's states, per process. What is beyond it goes to disk.",
-        MAX_MEMORY,
-        min=1,
-        metavar="SIZE",
-        parse=memory_limit,
-        shown="8GB",
-    )
+    ridge: float | None = None
+    random_share: float = RANDOM_SHARE
+    tokens: int | None = None
 
-    def resolve(self, hidden: int, seq_len: int) -> "DistillOptions":
-        """Return the options with every default worked out."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "tokens")
+        if self.ridge is not None and not self.ridge > 0:
+            raise UsageError(f"--ridge must be above 0, not {self.ridge:g}")
+        if not 0 <= self.random_share <= MOST_RANDOM:
+            raise UsageError(f"--random-share must be between 0 and {MOST_RANDOM}, not {self.random_share:g}")
+
+    def tokens_wanted(self, config: Mapping[str, Any]) -> int:
+        return self.tokens or default_tokens(config)
+
+    def chosen_layers(self, layout: Layout) -> tuple[int, ...]:
+        return layers_to_align(layout, self.layers)
+
+    def settings(self) -> AlignSettings:
+        return AlignSettings(self.ridge, self.seed, self.random_share)
+
+
+def layers_to_align(layout: Layout, ranges: str | None = None) -> tuple[int, ...]:
+    """Return the layers to solve.
+
+    Layers behind the first converted one read a changed stream too, and repairing them helped on every layout that was
+    measured (docs/results.md).
+
+    ranges: ``converted``, ranges, or None: every layer from the first converted one on.
+    Raises UserError for layers whose input is the dense model's.
+    """
+    converted = tuple(layout.converted_layers)
+    if ranges == CONVERTED:
+        return converted
+    able = tuple(range(converted[0], layout.num_layers))
+    if ranges is None or ranges == "all":
+        return able
+    return _among(able, ranges, layout, "read what the dense model's read; only {} can be aligned")
+
+
+def _among(able: tuple[int, ...], ranges: str, layout: Layout, why: str) -> tuple[int, ...]:
+    """Return the layers of ``ranges``; raises UserError, which ends with ``why``, for one that is not ``able``."""
+    chosen = tuple(parse_ranges(ranges, layout.num_layers, option="--train"))
+    if rest := sorted({*chosen} - {*able}):
+        raise UserError(f"--train: {format_ranges(rest)} {why.format(format_ranges(able))}")
+    return chosen
+
+
+def default_tokens(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens to align on by default."""
+    return max(LEAST_TOKENS, TOKENS_PER_INPUT * widest_input(config))
+
+
+def short_tokens(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens to align on where alignment is only a step, or is repeated often."""
+    return max(SHORT, TOKENS_PER_INPUT * widest_input(config))
+
+
+def widest_input(config: Mapping[str, Any]) -> int:
+    """Return the number of inputs of the widest projection."""
+    return max(int(config["hidden_size"]), int(config["intermediate_size"]))
+
+
+@dataclass(frozen=True)
+class DistillSettings(Record):
+    """The options of block distillation that decide its result."""
+
+    epochs: int = 10
+    patience: int = 2
+    lr: float | None = None
+    batch_size: int | None = None
+    seed: int = 0
+
+    def resolve(self, hidden: int, seq_len: int) -> "DistillSettings":
+        """Return the settings with every default worked out."""
         return replace(
             self,
             lr=self.lr if self.lr is not None else PAPERS_LR * PAPERS_WIDTH / hidden,
@@ -98,16 +198,72 @@ class DistillOptions(DistillSettings):
 class BlockwiseOptions(WindowOptions):
     """The options of ``ladderize adapt --method blocks``; see its --help.
 
-    layers: None: every layer that differs from the teacher's.
+    layers: ranges, or None: every layer that differs from the dense model's.
     Raises UsageError for values that contradict each other.
     """
 
-    distill: DistillOptions = field(default_factory=DistillOptions)
+    epochs: int = option("Most epochs per block.", DistillSettings.epochs, min=1)
+    patience: int = option(
+        "Stop a block after this many epochs without a better held-out loss.", DistillSettings.patience, min=1
+    )
+    lr: float | None = option("Peak learning rate.", shown="5e-5 * 4096 / hidden size")
+    batch_size: int | None = option("Windows per step.", min=1, shown="2048 tokens")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_options(self.distill)
-        check_training(self.dtype, self.distill.lr)
+        check_training(self.dtype, self.lr)
+
+    def chosen_layers(self, layout: Layout) -> tuple[int, ...]:
+        able = tuple(layout.converted_layers)
+        if self.layers is None or self.layers == CONVERTED:
+            return able
+        return _among(able, self.layers, layout, "are the same as in the dense model; only {} differ from it")
 
     def settings(self) -> DistillSettings:
-        return DistillSettings(**{own.name: getattr(self.distill, own.name) for own in fields(DistillSettings)})
+        return DistillSettings(**{each.name: getattr(self, each.name) for each in fields(DistillSettings)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpdOptions(BlockwiseOptions):
+    """The options of ``ladderize spd``; see its --help.
+
+    Alignment solves every layer from the first dropped one on.
+    Raises UsageError for values that contradict each other.
+    """
+
+    sync_tp_size: int = option(
+        "TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.", ..., min=2
+    )
+    spd_fraction: float | None = option(
+        "Fraction of all blocks to drop, least sensitive first.", shown=str(DEFAULT_FRACTION)
+    )
+    max_ppl_increase: str | float | None = option(MOST_INCREASE)
+    calibration_samples: int = option(  # the paper's
+        "Windows for sensitivity and head grouping, out of --samples.", 128, min=1
+    )
+    tau1: float | None = option(LOWER_TAU)
+    tau2: float = option(UPPER_TAU, 10.0)
+    repair: Literal["align", "blocks"] = option(
+        "align: solve the projections from the first dropped block on by least squares. blocks: distil each dropped"
+        " block, as in the paper.",
+        "align",
+    )
+    head_grouping: Literal["error", "paper", "none"] = option(
+        "Regroup attention heads over ranks. error: of every dropped block, to minimise its output error. paper: of"
+        " extremely sensitive blocks, by the paper's criterion.",
+        "error",
+    )
+    revision: str | None = option(REVISION)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_taus(self.tau1, self.tau2)
+        if self.max_ppl_increase is not None:
+            ppl_increase(self.max_ppl_increase, 1.0)
+        if self.spd_fraction is not None and self.max_ppl_increase is not None:
+            raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
+
+    @property
+    def fraction(self) -> float | None:
+        """The fraction of all blocks to drop; None where max_ppl_increase decides."""
+        return DEFAULT_FRACTION if self.spd_fraction is None and self.max_ppl_increase is None else self.spd_fraction

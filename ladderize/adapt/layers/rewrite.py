@@ -1,24 +1,27 @@
 """The frame of methods that rewrite a checkpoint layer by layer: from two checkpoints and data to a new checkpoint with
-its document. A killed run resumes."""
+its document. A method makes the layers; a killed run resumes after the last finished one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
 from ladderize.adapt.data.sources import source_sha256
-from ladderize.adapt.layers.layer_files import BlockFolder, LayerFiles, StudentBlocks
-from ladderize.adapt.layers.measures import before_and_after
+from ladderize.adapt.layers.head_grouping import permuted_weights
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerFolder, LayerWeights, StudentBlocks
+from ladderize.adapt.layers.measures import Variant, heldout_measures, loaded
 from ladderize.adapt.layers.options import WindowOptions
-from ladderize.adapt.layers.windows import Windows
+from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.adapt.teacher import check_improved, check_pair, check_related, target_text
 from ladderize.blocks import Blocks, compute_dtype, open_checkpoint, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import Console, code_span, to_json
+from ladderize.console import SILENT, Console, code_span, to_json
+from ladderize.convert.heads import HEAD_MAP, read_head_map
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
@@ -50,34 +53,11 @@ class WindowData(Record):
     heldout: int
     seq_len: int
 
-
-@dataclass(frozen=True)
-class MethodRecord(Record):
-    """The data, options and dtype that a result depends on, for ladderize.yaml and to recognise the work of a killed
-    run.
-
-    dtype: the one of the computation.
-    """
-
-    data: WindowData
-    options: Record
-    dtype: str
-
     @classmethod
-    def of(cls, windows: Windows, options: WindowOptions, dtype: torch.dtype) -> "MethodRecord":
-        """Return the record of a run; reads all data once."""
+    def of(cls, windows: Windows, options: WindowOptions) -> "WindowData":
+        """Return the record of these windows; reads all data once."""
         sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
-        data = WindowData(options.data, source_sha256(options.source), *sizes)
-        return cls(data, options.settings(), str(dtype).removeprefix("torch."))
-
-
-@dataclass(frozen=True)
-class BlockwiseRun(Record):
-    """The method and the fingerprints of the models that a run is about."""
-
-    method: str
-    model: str
-    teacher: str
+        return cls(options.data, source_sha256(options.source), *sizes)
 
 
 @dataclass(frozen=True)
@@ -98,11 +78,11 @@ class RewrittenLayers(Record, ABC):
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
-    fingerprints: BlockwiseRun
+    fingerprints: dict[str, str]
     data: WindowData
     dtype: str
     heldout_perplexity: dict[str, Perplexity]
-    heldout_divergence: dict[str, float] = field(default_factory=dict, kw_only=True)
+    heldout_divergence: dict[str, float]
 
     @abstractmethod
     def rows(self) -> list[dict[str, str]]:
@@ -111,11 +91,6 @@ class RewrittenLayers(Record, ABC):
     @abstractmethod
     def done(self) -> str:
         """Return a paragraph for the model card that says what was done."""
-
-    @property
-    def card_note(self) -> str:
-        """The paragraphs for the model card: what was done, and the figures."""
-        return f"{self.done()}\n\n{measured_note(self.heldout_perplexity, self.data)}"
 
     @property
     def target(self) -> str:
@@ -147,18 +122,28 @@ def perplexity_rows(perplexities: Mapping[str, Perplexity], divergences: Mapping
     ]
 
 
-# ---- from a command to a checkpoint ----
+# ---- from work to a checkpoint ----
 
 
+@dataclass(frozen=True)
 class CheckpointRun:
     """A command that makes the checkpoint ``out`` with its ``document``, from work that a killed run resumes.
 
-    All ranks make one.
-    Raises UserError unless ``out`` may be written, and is none of ``sources``.
+    folder: of the work.
+    sources: folders that are read.
     """
 
-    def __init__(
-        self,
+    out: str
+    document: str
+    folder: Path
+    sources: tuple[Path, ...]
+    ranks: Ranks
+    console: Console
+    overwrite: bool
+
+    @classmethod
+    def begin(
+        cls,
         out: str,
         document: str,
         work_dir: Path | None,
@@ -167,46 +152,51 @@ class CheckpointRun:
         console: Console,
         *,
         overwrite: bool,
-    ) -> None:
-        self.out, self.document, self.ranks, self.console, self.overwrite = out, document, ranks, console, overwrite
-        self.sources = [source.folder for source in sources]
-        self.folder = work_folder(out, work_dir, *self.sources)
+    ) -> "CheckpointRun":
+        """Return the run; raises UserError unless ``out`` may be written and is none of ``sources``."""
+        folders = tuple(source.folder for source in sources)
+        run = cls(out, document, work_folder(out, work_dir, *folders), folders, ranks, console, overwrite)
         if ranks.is_main:
             output.clean_up(resolved(out))  # a killed swap may have set OUT aside
-        self.earlier = ranks.broadcast({} if overwrite else read_own(resolved(out) / document))
-        self.maybe_done = RUN in self.earlier  # a finished run leaves OUT full
-        if not self.maybe_done:
-            self._check_target()
+        if run._written() is None:
+            run._check_target()
+        return run
+
+    def _written(self) -> str | None:
+        """Return the digest of the run that wrote OUT, unless that is to be replaced."""
+        digest: str | None = self.ranks.broadcast(
+            None if self.overwrite else read_own(resolved(self.out) / self.document).get(RUN)
+        )
+        return digest
 
     def _check_target(self) -> None:
         for folder in self.sources:
             output.check_target(Path(self.out), folder, overwrite=self.overwrite)
 
-    def open_work(self, identity: Mapping[str, Any], deciding: Mapping[str, Any]) -> BlockFolder | None:
-        """Return the work folder for ``identity``; None where an earlier run of the same command already wrote ``out``.
+    def open_work(self, identity: Mapping[str, Any]) -> LayerFolder | None:
+        """Return the work folder; None where an earlier run of the same command already wrote ``out``.
 
-        deciding: everything that decides the result besides ``identity``.
-        Raises UserError unless ``out`` may be written.
+        identity: everything that decides the result.
+        Raises UserError where the folder holds work of another run.
         """
-        self.identity, self.digest = identity, run_digest({**identity, **deciding})
-        if self.maybe_done:
-            if self.earlier[RUN] == self.digest:
-                return None
-            self._check_target()
-        with self.ranks.main_first():
-            return BlockFolder(self.folder, identity, main=self.ranks.is_main)
-
-    def written(self, kind: type[OwnRecord]) -> OwnRecord | None:
-        """Return the document of the earlier run that wrote ``out``, and remove what it left; None on other ranks than
-        0."""
-        if not self.ranks.is_main:
+        written = self._written()
+        if written is not None and written == run_digest(identity):
+            if self.ranks.is_main:
+                LayerFolder.tidy(self.folder, identity, resolved(self.out), self.console)
             return None
-        BlockFolder.tidy(self.folder, self.identity, resolved(self.out), self.console)
-        return kind.from_dict(self.earlier, self.document)
+        self._check_target()
+        with self.ranks.main_first():
+            return LayerFolder(self.folder, identity, main=self.ranks.is_main)
+
+    def earlier(self, kind: type[OwnRecord]) -> OwnRecord | None:
+        """Return the document of the earlier run that wrote ``out``; None on other ranks than 0."""
+        path = resolved(self.out) / self.document
+        return kind.from_dict(read_own(path), path) if self.ranks.is_main else None
 
     def write(
         self,
-        work: BlockFolder,
+        work: LayerFolder,
+        identity: Mapping[str, Any],
         model: str,
         recipe: Recipe,
         document: Record,
@@ -216,7 +206,7 @@ class CheckpointRun:
         verify: bool,
     ) -> None:
         """Write ``out``, whole or not at all, and remove the work. Raises UserError where it cannot be written."""
-        text = to_json({**document.to_dict(), RUN: self.digest}) + "\n"
+        text = to_json({**document.to_dict(), RUN: run_digest(identity)}) + "\n"
         convert_checkpoint(
             model,
             self.out,
@@ -230,144 +220,145 @@ class CheckpointRun:
         work.remove()
 
 
-MethodOptions = TypeVar("MethodOptions", bound=WindowOptions)
+# ---- methods ----
+
 Document = TypeVar("Document", bound=RewrittenLayers)
 
 
 @dataclass(frozen=True)
-class LayerJob(Generic[MethodOptions]):
+class LayerJob:
     """The work of a method.
 
     teacher, own: the dense and the converted model, in the dtype of the computation.
     student: the layers to rewrite, with weights as stored.
-    about: everything that the result depends on besides the models.
-    files: the folder of finished layers.
+    dense_weights: returns the dense model's stored weights of a layer, their heads in the student's order.
+    files: the finished layers.
     """
 
-    options: MethodOptions
     teacher: Blocks
     own: Blocks
     student: StudentBlocks
+    dense_weights: LayerWeights
     windows: Windows
-    about: Mapping[str, Any]
     files: LayerFiles
     ranks: Ranks
     console: Console
 
 
-class LayerMethod(ABC, Generic[MethodOptions, Document]):
+@dataclass(frozen=True)
+class LayerMethod(Generic[Document]):
     """A method that rewrites layers.
 
     name: of ``--method``.
     key: names its record in ladderize.yaml, its document's file, and the method in messages.
     reports: the document's field of reports, and their class.
+    run: rewrites every layer of a job that its files do not hold yet, by ``WindowOptions.settings``. All ranks call it.
     advice: what to try where it did not help.
     needs_source: the dense model must be the converted one's source or a relative of it.
     """
 
     name: str
     key: str
-    kind: type[Document]
+    document: type[Document]
     reports: tuple[str, type[Record]]
+    run: Callable[[LayerJob, Any], None]
     advice: str
     needs_source: bool = False
 
-    @abstractmethod
-    def layers(self, layout: Layout, ranges: str | None) -> tuple[int, ...]:
-        """Return the layers to rewrite; raises UserError for one that cannot be."""
-
-    @abstractmethod
-    def windows(self, teacher: Checkpoint, options: MethodOptions) -> Windows:
-        """Return the windows to learn from."""
-
-    @abstractmethod
-    def files(self, work: BlockFolder) -> LayerFiles:
-        """Return the files of finished layers."""
-
-    @abstractmethod
-    def work(self, job: LayerJob[MethodOptions]) -> None:
-        """Rewrite every layer that ``job.files`` does not hold yet. All ranks call it."""
-
 
 def rewrite(
-    method: LayerMethod[MethodOptions, Document],
+    method: LayerMethod[Document],
     model: str | Path,
     out: str | Path,
     teacher_name: str | Path,
-    options: MethodOptions,
+    options: WindowOptions,
     *,
-    overwrite: bool,
-    verify: bool,
-    revision: str | None,
-    console: Console,
+    overwrite: bool = False,
+    verify: bool = True,
+    revision: str | None = None,
+    console: Console = SILENT,
 ) -> Document | None:
-    """Rewrite ``model``'s layers after the dense ``teacher_name``, and write the result to ``out``.
+    """Rewrite ``model``'s layers after the dense ``teacher_name`` that it was converted from, and write ``out``.
 
-    Returns the document; None on other ranks than 0. Several processes (accelerate launch, torchrun) share the work;
-    rank 0 writes. A killed run resumes.
+    Returns the method's document; None on other ranks than 0. Several processes (accelerate launch, torchrun) share the
+    work; rank 0 writes. A killed run resumes.
     Raises UserError.
     """
     model, out, teacher_name = str(model), str(out), str(teacher_name)
     options.source.files()  # raises UserError where they are missing
     ranks = join_ranks(options.device)
     checkpoint, dense = open_checkpoint(model, revision), open_checkpoint(teacher_name)
-    layout = layout_to_rewrite(method, checkpoint, dense, model, teacher_name)
-    layers = method.layers(layout, options.layers)
-    run = CheckpointRun(
-        out, f"{method.key}.json", options.work_dir, (checkpoint, dense), ranks, console, overwrite=overwrite
-    )
+    layout = check_pair(checkpoint, dense, model, teacher_name)
+    if layout.is_dense:
+        raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
+    if method.needs_source:
+        check_related(checkpoint, dense, model, teacher_name)
+    layers, file = options.chosen_layers(layout), f"{method.key}.json"
+    sources = (checkpoint, dense)
+    run = CheckpointRun.begin(out, file, options.work_dir, sources, ranks, console, overwrite=overwrite)
     with console.stage("reading the data"):
-        windows = method.windows(dense, options)
+        windows = training_windows(dense, options)
     dtype = compute_dtype(options.dtype, stored_dtype(dense))
     teacher, own = (Blocks(each, dtype, ranks.device) for each in (dense, checkpoint))
-    stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), ranks.device)
-    identity = BlockwiseRun(method.name, fingerprint(checkpoint), fingerprint(dense))
-    record = MethodRecord.of(windows, options, dtype)
-    about = record.to_dict()
-    opened = run.open_work(identity.to_dict(), {**about, "layers": list(layers)})
+    stored, stored_dense = (
+        Blocks(each, getattr(torch, stored_dtype(each)), ranks.device) for each in (checkpoint, dense)
+    )
+    fingerprints = {"method": method.name, "model": fingerprint(checkpoint), "teacher": fingerprint(dense)}
+    data, settings = WindowData.of(windows, options), options.settings()
+    about = {"data": data.to_dict(), "options": settings.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
+    identity = {**fingerprints, **about, "layers": list(layers)}
+    opened = run.open_work(identity)
     if opened is None:
-        return run.written(method.kind)
+        return run.earlier(method.document)
     with opened as work:
         if teacher.ends_differ(own):
             console.note(
                 f"{model} has a different embedding, final norm or LM head than {teacher_name}: its blocks will read"
                 " what they do not expect"
             )
-        files, student = method.files(work), StudentBlocks(layout, layers, stored.weights)
-        method.work(LayerJob(options, teacher, own, student, windows, about, files, ranks, console))
+        dense_weights = partial(permuted_weights, stored_dense, heads_of(checkpoint))
+        student = StudentBlocks(layout, layers, stored.weights)
+        method.run(LayerJob(teacher, own, student, dense_weights, windows, work.files, ranks, console), settings)
         ranks.barrier()
-        result = method.kind.RESULT
+
+        def rewritten(layer: int) -> Mapping[str, torch.Tensor]:
+            return loaded(work.files, layer, own) if layer in layers else own.weights(layer)
+
+        result = method.document.RESULT
         with console.stage("measuring held-out perplexities"):
-            measured = before_and_after(teacher, own, student, files, windows.heldout, result, ranks)
+            variants = {
+                "dense": Variant(teacher, Layout.dense(layout.num_layers)),
+                "before": Variant(own, layout),
+                result: Variant(own, layout, rewritten),
+            }
+            measured = heldout_measures(variants, windows.heldout, ranks)
         if not ranks.is_main:
             return None
         if options.write == "best":
             before, after = (measured.divergence[name] for name in ("before", result))
             check_improved("KL", before, after, work=run.folder, advice=method.advice, what=method.key)
         reports, kind = method.reports
-        fields: dict[str, Any] = {
-            **vars(record),
+        document = method.document(
+            model=model,
+            teacher=teacher_name,
+            out=out,
+            layout=str(layout),
+            fingerprints=fingerprints,
+            data=data,
+            dtype=about["dtype"],
+            heldout_perplexity=measured.perplexity,
+            heldout_divergence=measured.divergence,
             **layout.to_config(),
-            reports: [files.report(kind, layer) for layer in layers],
-            "heldout_perplexity": measured.perplexity,
-            "heldout_divergence": measured.divergence,
-        }
-        document = method.kind(
-            model=model, teacher=teacher_name, out=out, layout=str(layout), fingerprints=identity, **fields
+            **{"options": settings, reports: [work.files.report(kind, layer) for layer in layers]},
         )
-        told = {"teacher": teacher_name, "fingerprints": identity.to_dict(), "layers": format_ranges(layers), **about}
-        changes = Changes(replace=files.tensors(layers), record={method.key: told}, note=document.card_note)
-        run.write(work, model, Recipe(), document, changes, revision=revision, verify=verify)
+        record = {"teacher": teacher_name, "fingerprints": fingerprints, "layers": format_ranges(layers), **about}
+        note = f"{document.done()}\n\n{measured_note(measured.perplexity, data)}"
+        changes = Changes(replace=work.files.tensors(layers), record={method.key: record}, note=note)
+        run.write(work, identity, model, Recipe(), document, changes, revision=revision, verify=verify)
     return document
 
 
-def layout_to_rewrite(
-    method: LayerMethod[Any, Any], checkpoint: Checkpoint, dense: Checkpoint, model: str, teacher_name: str
-) -> Layout:
-    """Return the layout of ``checkpoint``; raises UserError where ``method`` cannot be applied to the pair."""
-    layout = check_pair(checkpoint, dense, model, teacher_name)
-    if layout.is_dense:
-        raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
-    if method.needs_source:
-        check_related(checkpoint, dense, model, teacher_name)
-    return layout
+def heads_of(checkpoint: Checkpoint) -> dict[int, tuple[int, ...]]:
+    """Return the head order of each layer that is stored in another order than the dense model's."""
+    path = checkpoint.folder / HEAD_MAP
+    return read_head_map(path).orders if path.is_file() else {}

@@ -5,12 +5,13 @@ x^T + l W_0) (sum x x^T + l I)^-1. Directions that the data do not determine sta
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ladderize.adapt.layers.align_reports import ProjectionReport
+from ladderize.files.records import Record
 from ladderize.ranks.group import Ranks
 
 OUTPUTS_AT_ONCE = 4096  # solved for together, in float64
@@ -20,6 +21,19 @@ WORTH_LESS_RIDGE = 0.02
 
 # Batches of tokens: the inputs [tokens, width] of each virtual rank, and the targets [tokens, outputs] of all of them
 Batches = Iterable[tuple[Sequence[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class ProjectionReport(Record):
+    """The result for one projection. Errors are squared, on held-out tokens, as a share of the squared targets.
+
+    ridge: the one chosen; None: the old weights were kept, since no ridge lowered the error.
+    """
+
+    projection: str  # such as self_attn.q_proj
+    ridge: float | None
+    error_before: float
+    error_after: float
 
 
 def affine(projections: Sequence[nn.Linear], part: int = 0, parts: int = 1) -> Tensor:

@@ -1,9 +1,4 @@
-"""``ladderize sensitivity``: the cost of changed layers of a dense model, as converted or after alignment.
-
-All measured models agree with the dense one before their first changed layer, so for each batch of windows there is one
-dense pass, from which the changed ones branch off. Aligned models have their own weights, and are made one after the
-other.
-"""
+"""``ladderize sensitivity``: the cost of changed layers of a dense model, as converted or after alignment."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +8,13 @@ import numpy as np
 import torch
 
 from ladderize import data
-from ladderize.adapt.layers.aligned_layouts import (
+from ladderize.adapt.layers.layout_scores import (
     AlignedLayouts,
     describe_alignment,
     score_aligned,
+    score_layouts,
     windows_to_align_on,
 )
-from ladderize.adapt.layers.layout_scores import score_layouts
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype
 from ladderize.checkpoint.config import parameter_count
@@ -38,12 +33,9 @@ from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.files.documents import check_writable, read_own, write_json
 from ladderize.layout import Layout
-from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks, join_ranks
 
-UNFINISHED = (
-    ".unfinished"  # ends the name of a file beside OUT that keeps aligned models' likelihoods until OUT is written
-)
+UNFINISHED = ".unfinished"  # ends the name of the file beside OUT that keeps aligned models' figures until OUT is there
 
 
 def write_sensitivity(
@@ -88,33 +80,32 @@ def measure_sensitivity(
 
     windows: ids [windows, seq_len] that were drawn from the data before.
     sha256: of the data, if they are no single file.
-    ranks: those that share the work, all of which return the same; None: this process alone.
+    ranks: those that share the work, all of which return the same; None: those that a launcher started.
     unfinished: a file that keeps the measurements of aligned models.
     Raises UserError for a model or data that cannot be measured.
     """
-    checkpoint = open_dense(str(model), options)
-    layers = int(checkpoint.config["num_hidden_layers"])
-    changes = layer_changes(options.mode, layers, options.sync_tp_size)
-    layouts = [*(change.layout for change in changes), Layout.dense(layers)]
+    ranks = ranks or join_ranks(options.device)
+    checkpoint = open_checkpoint(str(model), options.revision)
+    dense = Layout.from_config(checkpoint.config)
+    if not dense.is_dense:
+        raise UserError(f"{model} is not dense ({dense}); a sensitivity is measured on the dense model")
+    changes = layer_changes(options.mode, dense.num_layers, options.sync_tp_size)
+    layouts = [*(change.layout for change in changes), dense]
     for layout in layouts:
         layout.check_model(checkpoint.config)
     scored, to_align = drawn_windows(checkpoint, options, windows, console)
-    ranks = ranks or Ranks(0, 1, torch.device(options.device))
     dtype = stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype
+    sha256 = sha256 or data.file_sha256(options.data)
     about: dict[str, Any] = {
         "fingerprint": fingerprint(checkpoint),
         "dtype": dtype,
-        "data": CalibrationData(
-            options.data, sha256 or data.file_sha256(options.data), len(scored), scored.shape[1], options.seed
-        ),
+        "data": CalibrationData(options.data, sha256, len(scored), scored.shape[1], options.seed),
         "aligned": describe_alignment(to_align) if to_align is not None else None,
     }
     blocks = Blocks(checkpoint, getattr(torch, dtype), ranks.device)
-    how: dict[str, Any] = {"what": "sensitivity", "ranks": ranks, "console": console}
     if to_align is None:
-        nll = score_layouts(blocks, layouts, scored, batch_size=options.batch_size, **how)
+        nll = score_layouts(blocks, layouts, scored, batch_size=options.batch_size, ranks=ranks, console=console)
     else:
-        aligner = AlignedLayouts(blocks, to_align, options.batch_size)
         identity = {name: str(value) for name, value in about.items()}
         known = ranks.broadcast(_measured_before(unfinished, identity) if ranks.is_main else {})
 
@@ -122,14 +113,15 @@ def measure_sensitivity(
             if ranks.is_main and unfinished is not None:
                 write_json(unfinished, {**identity, "nll": nlls})
 
-        nll = score_aligned(aligner, layouts, scored, known=known, keep=keep, **how)
+        aligner = AlignedLayouts(blocks, to_align, options.batch_size)
+        nll = score_aligned(aligner, layouts, scored, known=known, keep=keep, ranks=ranks, console=console)
     parameters, tokens = parameter_count(checkpoint.config), scored.shape[1] - 1
     tau1 = default_tau1(parameters) if options.tau1 is None else options.tau1
     return SensitivityDocument(
         model=str(model),
-        layout=str(layouts[-1]),
+        layout=str(dense),
         parameters=parameters,
-        num_layers=layers,
+        num_layers=dense.num_layers,
         mode=options.mode,
         sync_tp_size=options.sync_tp_size,
         tau1=tau1,
@@ -139,16 +131,6 @@ def measure_sensitivity(
         costs=layer_costs(changes, nll, tokens, options.mode, tau1=tau1, tau2=options.tau2),
         **about,
     )
-
-
-def open_dense(model: str, options: SensitivityOptions) -> Checkpoint:
-    """Return the checkpoint; raises UserError unless it is a dense model."""
-    check_device(options.device)
-    checkpoint = open_checkpoint(model, options.revision)
-    layout = Layout.from_config(checkpoint.config)
-    if not layout.is_dense:
-        raise UserError(f"{model} is not dense ({layout}); a sensitivity is measured on the dense model")
-    return checkpoint
 
 
 def drawn_windows(
@@ -184,10 +166,8 @@ def _measured_before(path: Path | None, identity: Mapping[str, str]) -> dict[str
     """Return the nats of each window that a killed run kept, by layout. Raises UserError where it measured something
     else."""
     kept = read_own(path) if path is not None else {}
-    if not kept:
-        return {}
-    if different := [name for name in identity if kept.get(name) != identity[name]]:
+    if kept and (different := [name for name in identity if kept.get(name) != identity[name]]):
         raise UserError(
             f"{path} holds unfinished work with another {' and '.join(different)}; delete it, or name another --out"
         )
-    return {name: [*map(float, row)] for name, row in kept["nll"].items()}
+    return {name: [*map(float, row)] for name, row in kept.get("nll", {}).items()}

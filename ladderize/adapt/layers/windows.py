@@ -42,18 +42,13 @@ class Windows:
         return torch.cat([self.train, self.heldout])
 
 
-def training_windows(
-    checkpoint: Checkpoint, options: WindowOptions, seed: int = 0, tokens: int | None = None
-) -> Windows:
-    """Return full windows for training and others that are held out, drawn with ``seed``.
+def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
+    """Return full windows for training and others that are held out, drawn with ``options.seed``.
 
-    There are fewer where the data give fewer.
-
-    tokens: how many to train on where ``options.samples`` is None; an eighth as many windows are held out, and no more
-    rows are read than that needs. None: 1024 and 64 windows, out of all rows.
+    Where ``options`` want a number of tokens, no more rows are read than that needs.
     Raises UserError where the data give too few.
     """
-    both = options.samples is not None and options.heldout is not None
+    asked, tokens = (options.samples, options.heldout), options.tokens_wanted(checkpoint.config)
     positions = most_positions(checkpoint.config)
     enough = None
     if tokens is not None:
@@ -61,40 +56,41 @@ def training_windows(
         windows = (options.samples or tokens // seq_len + 1) + (options.heldout or 0)
         enough = 2 * (windows + LEAST_WINDOWS_HELDOUT) * seq_len
     drawn = draw_windows(
-        read_rows(checkpoint, options.source, enough=enough, seed=seed),
+        read_rows(checkpoint, options.source, enough=enough, seed=options.seed),
         spec=options.data,
         positions=positions,
         seq_len=options.seq_len,
-        samples=(options.samples or 0) + (options.heldout or 0) if both else None,
-        seed=seed,
+        samples=sum(asked) if None not in asked else None,
+        seed=options.seed,
     )
-    samples, heldout = window_counts(len(drawn), drawn.shape[1], options.samples, options.heldout, tokens)
-    if samples < 1 or samples + heldout > len(drawn):
+    found = split_windows(drawn, options.samples, options.heldout, tokens)
+    if found is None:
         raise UserError(
-            f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {max(1, samples)} to"
-            f" train on and {heldout} held out; give more data, or lower --samples, --heldout or --seq-len"
+            f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {options.samples or 1}"
+            f" to train on and {options.heldout or 1} held out; give more data, or lower --samples, --heldout or"
+            " --seq-len"
         )
+    return found
+
+
+def split_windows(drawn: np.ndarray, samples: int | None, heldout: int | None, tokens: int | None) -> Windows | None:
+    """Return the first windows to learn from, and those after them to hold out; None where there are too few.
+
+    drawn: ids [windows, tokens].
+    samples, heldout: the numbers asked for. Without them 1024 and 64 windows, a tenth of all held out at most.
+    tokens: to learn from where ``samples`` is None; an eighth as many windows are held out.
+    """
+    there, tenth = len(drawn), max(1, len(drawn) // 10)
+    most, held = DEFAULT_SAMPLES, DEFAULT_HELDOUT
+    if tokens is not None:
+        most = samples or max(1, tokens // drawn.shape[1])
+        held = max(LEAST_WINDOWS_HELDOUT, most // 8)
+    heldout = heldout or min(held, tenth)
+    samples = samples or min(most, there - heldout)
+    if samples < 1 or samples + heldout > there:
+        return None
     ids = torch.from_numpy(drawn)
     return Windows(ids[:samples], ids[samples : samples + heldout])
-
-
-def window_counts(
-    there: int, seq_len: int, samples: int | None, heldout: int | None, tokens: int | None
-) -> tuple[int, int]:
-    """Return the number of windows to learn from, and of those to hold out.
-
-    Where ``there`` are too few, the first is below 1, or their sum is above ``there``.
-
-    samples, heldout: the numbers asked for; None: the default.
-    tokens: as in ``training_windows``.
-    """
-    tenth = max(1, there // 10)
-    if tokens is None:
-        heldout = heldout or min(DEFAULT_HELDOUT, tenth)
-        return samples or min(DEFAULT_SAMPLES, there - heldout), heldout
-    most = samples or max(1, tokens // seq_len)
-    heldout = heldout or min(max(LEAST_WINDOWS_HELDOUT, most // 8), tenth)
-    return samples or min(most, there - heldout), heldout
 
 
 def read_rows(
@@ -107,12 +103,12 @@ def read_rows(
     """
     tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(spec.text) else None
     encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"], spec.name)
-    rows, found = open_rows(spec), []
+    rows, read = open_rows(spec), []
     order = np.arange(len(rows)) if enough is None else np.random.default_rng(seed).permutation(len(rows))
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         numbers = order[begin : begin + ROWS_AT_ONCE].tolist()
         # A conversation may be several examples, of which the last has all turns.
-        found += [parts[-1][0] for _, parts in encoder.encode(rows[numbers], numbers)]
-        if enough is not None and sum(map(len, found)) >= enough:
+        read += [parts[-1][0] for _, parts in encoder.encode(rows[numbers], numbers)]
+        if enough is not None and sum(map(len, read)) >= enough:
             break
-    return found
+    return read

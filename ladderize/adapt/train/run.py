@@ -12,8 +12,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
 
-from ladderize.adapt.layers.align import Aligning
-from ladderize.adapt.layers.align_options import AlignOptions, short_tokens
+from ladderize.adapt.layers.align import ALIGNING
+from ladderize.adapt.layers.options import AlignOptions, short_tokens
 from ladderize.adapt.layers.rewrite import rewrite
 from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.train.loop import Loop, Order
@@ -137,8 +137,8 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
             device=options.device,
             write=options.write,
         )
-        how: dict[str, Any] = {"overwrite": job.overwrite, "verify": job.verify, "revision": None}
-        rewrite(Aligning(), model, beside, options.distill_from, asked, console=console, **how)
+        how: dict[str, Any] = {"overwrite": job.overwrite, "verify": job.verify}
+        rewrite(ALIGNING, model, beside, options.distill_from, asked, console=console, **how)
         ranks.barrier()  # rank 0 alone writes
     return replace(job, model=beside)
 
