@@ -149,10 +149,7 @@ def retraining(**given):
         (lambda: blockwise(epochs=0), "--epochs must be an integer of at least 1"),
         (lambda: SpdOptions("a.txt", sync_tp_size=1), "--sync-tp-size must be an integer of at least 2, not 1"),
         (lambda: SpdOptions("a.txt", sync_tp_size=2, repair="some"), "--repair some is not one of align, blocks"),
-        (
-            lambda: SpdOptions("a.txt", sync_tp_size=2, spd_fraction=0.5, max_ppl_increase=1),
-            "both say how much to drop",
-        ),
+        (lambda: SpdOptions("a.txt", sync_tp_size=2, spd_fraction=1, max_ppl_increase=1), "both say how much to drop"),
         (lambda: retraining(budget=Budget()), "say how long to train"),
         (lambda: retraining(budget=Budget(1, 1)), "and not both"),
         (lambda: retraining(method="half"), "--method half is not one of full, lora, blocks"),
