@@ -251,7 +251,7 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
         (["--samples", 72], 1, "too few for 72 to train on and"),
         (["--seq-len", 65], 1, "--seq-len 65 is over the model's 64 positions"),
         (["--dtype", "float16"], 2, "--dtype float16 has too small a range"),
-        (["--data", "b.npy"], 2, "--method align reads one --data file"),
+        (["--data", "b.npy"], 2, "and one --data file"),
         (["--lr", 1e-3], 2, "--lr has no effect with --method align"),
     ],
 )

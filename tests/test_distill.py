@@ -267,7 +267,7 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
         (["--lr", "nan"], 2, "--lr must be a finite number of at least 0, not nan"),
         (["--method", "magic"], 2, "'magic' is not one of"),
         (["--lr", "1e300"], 2, "at most 1000"),
-        (["--data", "another.npy"], 2, "--method blocks reads one --data file"),
+        (["--data", "another.npy"], 2, "and one --data file"),
     ],
 )
 def test_what_is_refused(pair, tmp_path, options, code, message):

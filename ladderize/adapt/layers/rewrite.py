@@ -305,7 +305,11 @@ def rewrite(
     )
     fingerprints = {"method": method.name, "model": fingerprint(checkpoint), "teacher": fingerprint(dense)}
     data, settings = WindowData.of(windows, options), options.settings()
-    about = {"data": data.to_dict(), "options": settings.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
+    about: dict[str, Any] = {
+        "data": data.to_dict(),
+        "options": settings.to_dict(),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     identity = {**fingerprints, **about, "layers": list(layers)}
     opened = run.open_work(identity)
     if opened is None:
@@ -338,6 +342,10 @@ def rewrite(
             before, after = (measured.divergence[name] for name in ("before", result))
             check_improved("KL", before, after, work=run.folder, advice=method.advice, what=method.key)
         reports, kind = method.reports
+        own_fields: dict[str, Any] = {
+            "options": settings,
+            reports: [work.files.report(kind, layer) for layer in layers],
+        }
         document = method.document(
             model=model,
             teacher=teacher_name,
@@ -349,7 +357,7 @@ def rewrite(
             heldout_perplexity=measured.perplexity,
             heldout_divergence=measured.divergence,
             **layout.to_config(),
-            **{"options": settings, reports: [work.files.report(kind, layer) for layer in layers]},
+            **own_fields,
         )
         record = {"teacher": teacher_name, "fingerprints": fingerprints, "layers": format_ranges(layers), **about}
         note = f"{document.done()}\n\n{measured_note(measured.perplexity, data)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -121,7 +121,11 @@ def spd(
     teacher = Blocks(checkpoint, dtype, ranks.device)
     stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), ranks.device)
     data, settings = WindowData.of(windows, options), options.settings()
-    about = {"data": data.to_dict(), "options": settings.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
+    about: dict[str, Any] = {
+        "data": data.to_dict(),
+        "options": settings.to_dict(),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     names = ("sync_tp_size", "spd_fraction", "max_ppl_increase", "tau1", "tau2", "repair", "head_grouping")
     asked = {name: getattr(options, name) for name in names}
     identity = {"method": "spd", "model": fingerprint(checkpoint), "calibration": len(calibration), **asked, **about}

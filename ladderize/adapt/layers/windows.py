@@ -48,8 +48,8 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
     Where ``options`` want a number of tokens, no more rows are read than that needs.
     Raises UserError where the data give too few.
     """
-    asked, tokens = (options.samples, options.heldout), options.tokens_wanted(checkpoint.config)
-    positions = most_positions(checkpoint.config)
+    tokens, positions = options.tokens_wanted(checkpoint.config), most_positions(checkpoint.config)
+    both = options.samples is not None and options.heldout is not None
     enough = None
     if tokens is not None:
         seq_len = options.seq_len or min(row_of_ids([options.source]) or 2048, positions)
@@ -60,7 +60,7 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
         spec=options.data,
         positions=positions,
         seq_len=options.seq_len,
-        samples=sum(asked) if None not in asked else None,
+        samples=(options.samples or 0) + (options.heldout or 0) if both else None,
         seed=options.seed,
     )
     found = split_windows(drawn, options.samples, options.heldout, tokens)
