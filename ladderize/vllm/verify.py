@@ -11,10 +11,10 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from ladderize.checkpoint.config import check_config
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder
-from ladderize.families.registry import decoder_of, find_family, is_ladderized
+from ladderize.families.registry import decoder_of
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.runtime.shards import check_runnable
-from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture
+from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
@@ -32,13 +32,6 @@ class VerifyLadderized(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         """Raise ValueError, which vLLM shows as it is, for settings that this layout cannot have."""
-        model_type, name = vllm_config.model_config.hf_config.model_type, vllm_config.model_config.architecture
-        family = find_family({"model_type": model_type})
-        if family is None or (family.ladderized_type, architecture(family)) != (model_type, name):
-            raise ValueError(
-                f"{vllm_config.model_config.model}: architectures names {name}, but model_type is {model_type!r};"
-                " the two are of different models, so take both from a converted checkpoint"
-            )
         layout = layout_of(vllm_config)
         backend = MessageBackend.from_environment(os.environ)
         problem = problem_with(layout, vllm_config, backend)
@@ -46,22 +39,6 @@ class VerifyLadderized(VerifyAndUpdateConfig):
             raise ValueError(problem)
         if sends(layout, backend):
             _split_graph(vllm_config)
-
-
-class VerifyStock(VerifyAndUpdateConfig):
-    """The check of vLLM's own models, which read a converted checkpoint's weights but do not know its layout."""
-
-    @staticmethod
-    def verify_and_update_config(vllm_config: "VllmConfig") -> None:
-        """Raise ValueError if a layout would be ignored silently."""
-        config = vllm_config.model_config.hf_config
-        family = find_family({"model_type": config.model_type})
-        if family and is_ladderized({"model_type": config.model_type}) and not layout_of(vllm_config).is_dense:
-            raise ValueError(
-                f"{vllm_config.model_config.model} is a ladderized {family.class_prefix}, and"
-                f" {vllm_config.model_config.architecture} would compute a dense one; its architectures must be"
-                f" {architecture(family)}"
-            )
 
 
 def layout_of(vllm_config: "VllmConfig") -> Layout:
@@ -115,53 +92,16 @@ def sends(layout: Layout, backend: MessageBackend) -> bool:
 
 def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend) -> str | None:
     """Return the reason why this layout cannot be served so, in one sentence with advice, or None."""
-    problems = _problems(layout, vllm_config, backend)
-    if not layout.is_dense:
-        problems |= _problems_of_sync_points(vllm_config)
-    return next((sentence for sentence, wrong in problems.items() if wrong), None)
-
-
-def _problems(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend) -> dict[str, bool]:
-    """Return sentences on problems of any layout; True for those that apply."""
     from vllm import envs
-    from vllm.platforms import current_platform
-
-    cpu, cuda = current_platform.is_cpu(), current_platform.is_cuda_alike()
-    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
-    tp_size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    graphs = cuda and sends(layout, backend) and not vllm_config.model_config.enforce_eager
-    return {
-        f"--pipeline-parallel-size {stages} is more than the {layout.num_layers} layers": stages > layout.num_layers,
-        f"{BACKEND_VARIABLE}={backend.name} has no effect with one rank; unset it, or raise --tensor-parallel-size": (
-            backend.name != "auto" and tp_size == 1 and backend.link is None
-        ),
-        f"{BACKEND_VARIABLE}=emulated stands for ranks that are not there; use --tensor-parallel-size 1": (
-            tp_size > 1 and backend.link is not None
-        ),
-        "CUDA graphs that break at attention (VLLM_USE_BREAKABLE_CUDAGRAPH, VLLM_BATCH_INVARIANT) would cut a message"
-        " in flight from its wait; unset these variables, or use --enforce-eager": (
-            graphs and (envs.VLLM_USE_BREAKABLE_CUDAGRAPH or envs.VLLM_BATCH_INVARIANT)
-        ),
-        "splitting_ops without vLLM's attention operators were not tested with messages in flight; leave them out": (
-            graphs and compilation.splitting_ops is not None and not compilation.splitting_ops_contain_attention()
-        ),
-        f"ladderize's layers run in vLLM on GPUs and CPUs, not on {current_platform.device_type}": not (cpu or cuda),
-        f"{BACKEND_VARIABLE}={backend.name} is for CPUs; unset it: on a GPU vLLM's own all-reduces are used": (
-            backend.name in ("shm", "gloo") and not cpu
-        ),
-    }
-
-
-def _problems_of_sync_points(vllm_config: "VllmConfig") -> dict[str, bool]:
-    """Return sentences on problems of overlapped or dropped sync points; True for those that apply."""
     from vllm.config import CompilationMode
     from vllm.platforms import current_platform
 
+    cuda = current_platform.is_cuda_alike()
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     offload, adapters = vllm_config.offload_config, vllm_config.lora_config
+    graphs = cuda and sends(layout, backend) and not vllm_config.model_config.enforce_eager
     # on GPUs the order of the program rests on the cuts in the graph, which only vLLM's own compilation makes
-    modes = {CompilationMode.STOCK_TORCH_COMPILE}
-    modes |= set() if current_platform.is_cpu() else {CompilationMode.DYNAMO_TRACE_ONCE}
+    modes = {CompilationMode.STOCK_TORCH_COMPILE, *([CompilationMode.DYNAMO_TRACE_ONCE] if cuda else [])}
     contexts = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
     untested = {
         "--runner pooling": vllm_config.model_config.runner_type == "pooling",
@@ -173,7 +113,22 @@ def _problems_of_sync_points(vllm_config: "VllmConfig") -> dict[str, bool]:
         "fuse_attn_quant": bool(compilation.pass_config.fuse_attn_quant),
         f"compilation mode {compilation.mode}": compilation.mode in modes,
     }
-    return {
+    of_any_layout = {
+        f"{BACKEND_VARIABLE}=emulated stands for ranks that are not there; use --tensor-parallel-size 1": (
+            parallel.tensor_parallel_size > 1 and backend.link is not None
+        ),
+        f"{BACKEND_VARIABLE}={backend.name} is for CPUs; unset it: on a GPU vLLM's own all-reduces are used": (
+            backend.name in ("shm", "gloo") and cuda
+        ),
+        "CUDA graphs that break at attention (VLLM_USE_BREAKABLE_CUDAGRAPH, VLLM_BATCH_INVARIANT) would cut a message"
+        " in flight from its wait; unset these variables, or use --enforce-eager": (
+            graphs and (envs.VLLM_USE_BREAKABLE_CUDAGRAPH or envs.VLLM_BATCH_INVARIANT)
+        ),
+        "splitting_ops without vLLM's attention operators were not tested with messages in flight; leave them out": (
+            graphs and compilation.splitting_ops is not None and not compilation.splitting_ops_contain_attention()
+        ),
+    }
+    of_sync_points = {
         "--fully-sharded-loras sums inside each projection, beside the sync points of this layout; leave it out": (
             adapters is not None and adapters.fully_sharded_loras
         ),
@@ -184,3 +139,5 @@ def _problems_of_sync_points(vllm_config: "VllmConfig") -> dict[str, bool]:
             for what, wrong in untested.items()
         },
     }
+    problems = of_any_layout if layout.is_dense else of_any_layout | of_sync_points
+    return next((sentence for sentence, wrong in problems.items() if wrong), None)
