@@ -26,7 +26,6 @@ class StageState(Record):
     """
 
     stage: str
-    key: str
     output: str
     status: Status
     seconds: float | None = None
@@ -39,14 +38,12 @@ class StageState(Record):
 class SweepPoint(Record):
     """One model of the trade-off: a layout, and how it was adapted. The first point is the dense model.
 
-    attention_sync, mlp_sync: empty where the layout is not known yet.
     adapted: ``none``, or the methods of its stages, such as ``align + full``.
     tokens: the number that these stages read, together.
     model: its folder; of the dense model the name that the user gave.
     results: results.json of its evaluation.
     adaptation: the folder of the last stage that retrained, or of the last stage.
     timed: the model that bench.json names. Speed depends on the layout alone, so one model of each layout is timed.
-    control: the dense model after the same training, where that was asked for.
     """
 
     name: str
@@ -61,7 +58,6 @@ class SweepPoint(Record):
     adaptation: str | None
     stages: list[StageState]
     timed: str | None = None
-    control: str | None = None
 
     @property
     def methods(self) -> list[str]:
@@ -90,8 +86,8 @@ class SweepDocument(Record):
     model: the dense one.
     command: the command that made it, as a user types it.
     margin: the accuracy that may be lost, in points (hundredths).
-    stages: those of the whole sweep: sensitivities and benchmarks.
-    sensitivities, benches: their files.
+    stages: those of the whole sweep, the benchmarks.
+    benches: their files.
     """
 
     model: str
@@ -100,11 +96,14 @@ class SweepDocument(Record):
     margin: float
     points: list[SweepPoint]
     stages: list[StageState]
-    sensitivities: list[str]
     benches: list[str]
+
+    @property
+    def every_stage(self) -> list[StageState]:
+        return [stage for point in self.points for stage in point.stages] + self.stages
 
     @property
     def failed(self) -> list[StageState]:
         """Every stage that failed, once."""
-        every = [stage for point in self.points for stage in point.stages] + self.stages
-        return list({stage.key or stage.message: stage for stage in every if stage.status == "failed"}.values())
+        failed = [stage for stage in self.every_stage if stage.status == "failed"]
+        return list({stage.output or stage.message: stage for stage in failed}.values())

@@ -266,7 +266,6 @@ def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: 
         timed[layout] = models[layout]
         points.append(_point(name, models[layout], f"{place}/results.json"))
     write_document(folder / "bench.json", bench_document(timed, {"ladder": 1.25, "spd": 1.4}, batches=(1, 4)))
-    write_document(folder / "sensitivity.json", sensitivity_document())
     document = SweepDocument(
         model="models/dense",
         command="ladderize sweep sweep.yaml",
@@ -274,7 +273,6 @@ def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: 
         margin=2.0,
         points=points,
         stages=[],
-        sensitivities=["sensitivity.json"],
         benches=["bench.json"],
     )
     write_document(folder / "sweep.json", document.to_dict())

@@ -23,8 +23,7 @@ def spec(place, **changes):
     content = {
         "model": str(place / "dense"),
         "no_verify": True,
-        "sensitivity": {"data": str(place / "ids.npy"), "samples": 4},
-        "layouts": [{"ladder": ["2:", "all"]}, {"name": "half", "mode": "spd", "fraction": 0.5, "sync_tp_size": 2}],
+        "layouts": [{"ladder": ["2:", "all"]}, {"name": "half", "spd": "1:3", "sync_tp_size": 2}],
         "adapt": [
             "none",
             {
@@ -45,10 +44,10 @@ def spec(place, **changes):
 
 
 def retraining(place, *, bench=None, **changes):
-    """A small sweep of one layout that is retrained, on two processes."""
-    adapt = {**spec(place)["adapt"][1], "processes": 2, **changes}
+    """A small sweep of one layout that is retrained, on two ranks."""
+    adapt = {**spec(place)["adapt"][1], "tp_size": 2, **changes}
     del adapt["layouts"]
-    return spec(place, sensitivity=None, layouts=[{"ladder": "all"}], adapt=[adapt], bench=bench)
+    return spec(place, layouts=[{"ladder": "all"}], adapt=[adapt], bench=bench)
 
 
 def write(path: Path, content) -> Path:
@@ -82,6 +81,10 @@ def set_gpus(monkeypatch, *names: str) -> None:
 def planner(folder: Path, content) -> Planner:
     asked = read_sweep(write(folder / "s.yaml", content))
     return Planner.of(asked, StageBuilder.of(asked, Inputs(folder / "cache")), folder / "out")
+
+
+def plan_of(folder: Path, content, status=lambda stage: "waiting"):
+    return planner(folder, content).plan(status)
 
 
 def read(folder: Path) -> dict:

@@ -18,11 +18,9 @@ from ladderize.blocks import open_checkpoint, read_windows
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import layer_changes, read_sensitivity
 from ladderize.errors import UserError
-from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import EvalResults
 from ladderize.layout import Layout
 from ladderize.plan.measure import LayoutMeasurer, layout_key
-from ladderize.sweep.stages import check_sensitivity, parsed_options, sensitivity_words
 from tests import warm
 from tests.helpers import SHAPE, fresh_rng, invoke, invoke_well, listing, one_sentence, save_llama
 
@@ -205,14 +203,6 @@ def test_a_report_says_it(model, ids, tmp_path):
     invoke_well("report", tmp_path / "s.json", "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "dense, aligned;" in page
-
-
-def test_a_sweep_passes_it_on():
-    words = sensitivity_words("dense", "out", {"data": "a.txt", "align": True, "align_samples": 8}, "layers", None)
-    options = parsed_options(words).fill(SensitivityOptions)
-    assert (options.align, options.align_samples) == (True, 8)
-    with pytest.raises(UserError, match="sensitivity: --align-samples has no effect without --align"):
-        check_sensitivity({"data": "a.txt", "align_samples": 8}, "sensitivity")
 
 
 # ---- layouts that plan measures ----

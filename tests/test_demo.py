@@ -110,7 +110,7 @@ def test_an_earlier_demo_goes_on_with_what_it_has(tmp_path):
     for quick in (True, False):
         spec = read_sweep(write_inputs(demo_folder(tmp_path), quick=quick))
         assert spec.model == str(tmp_path / "dense")
-        assert {layout.sync_tp_size for layout in spec.layouts} <= {None, 2}
+        assert {layout.recipe.sync_tp_size for layout in spec.layouts} <= {None, 2}
         assert [(choice.options.tp_size, choice.options.emulate_tp) for choice in spec.bench] == [(1, 2), (2, None)]
         if quick:
             (tmp_path / "dense" / "mine").touch()

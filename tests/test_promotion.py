@@ -1,13 +1,12 @@
 """``promote`` of a sweep.yaml: which layouts go on, by what was measured of them, and what becomes of the others."""
 
 import json
-import math
 import shutil
 
 import pytest
 
 from ladderize.sweep import run
-from ladderize.sweep.promotion import Entrant, promoted, ranking
+from ladderize.sweep.plan import Entrant, not_promoted, ranking
 from tests.helpers import fresh_rng, invoke
 from tests.sweeps import planner, ran, read, spec, sweep, write
 
@@ -21,7 +20,11 @@ def entrants_of(rng, count):
 
 
 def better(one, other):
-    return one.matches(other) and not other.matches(one)
+    return matches(one, other) and not matches(other, one)
+
+
+def matches(one, other):
+    return one.accuracy >= other.accuracy and one.speed >= other.speed
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 25])
@@ -41,7 +44,7 @@ def test_the_ranking_is_front_by_front(count):
 @pytest.mark.parametrize("dense", [None, Entrant("dense", 2.0, 2.0)])
 def test_everybody_who_is_left_behind_is_told_why(dense):
     entrants = entrants_of(fresh_rng(), 12)
-    reasons = promoted(entrants, dense, 4)
+    reasons = not_promoted(entrants, dense, 4)
     assert reasons.count(None) == 4
     for one, reason in zip(entrants, reasons, strict=True):
         if reason is not None and "Pareto front" in reason:
@@ -50,19 +53,14 @@ def test_everybody_who_is_left_behind_is_told_why(dense):
             name = reason.partition(" is at least as fast and as good")[0]
             named = next(other for other in (*entrants, dense) if other is not None and other.name == name)
             assert named is not one
-            assert named.matches(one)
+            assert matches(named, one)
 
 
 def test_what_dense_beats_comes_after_what_it_does_not():
     slow, fast = Entrant("slow", 0.6, 0.9), Entrant("fast", 0.2, 1.5)
-    assert promoted([slow, fast], None, 1)[0] is None
-    assert promoted([slow, fast], Entrant("dense", 0.7, 1.0), 1) == ["dense is at least as fast and as good", None]
-    assert promoted([slow, fast], Entrant("dense", 0.7, 1.0), 2) == [None, None]  # a place is a place
-
-
-def test_a_model_that_broke_down_is_not_promoted():
-    sound, broken = Entrant("sound", -5.0, 1.0), Entrant("broken", math.nan, 2.0)
-    assert promoted([broken, sound], Entrant("dense", math.nan, 1.0), 2) == ["its accuracy is not a number", None]
+    assert not_promoted([slow, fast], None, 1)[0] is None
+    assert not_promoted([slow, fast], Entrant("dense", 0.7, 1.0), 1) == ["dense is at least as fast and as good", None]
+    assert not_promoted([slow, fast], Entrant("dense", 0.7, 1.0), 2) == [None, None]  # a place is a place
 
 
 # ---- a sweep ----
@@ -75,7 +73,7 @@ def tournament(place, **changes):
     same = {"data": str(place / "ids.npy"), "seq_len": 16, "write": "last"}
     align = {**same, "method": "align", "samples": 8, "heldout": 4}
     full = {**same, "method": "full", "max_steps": 2, "batch_size": 2, "promote": 1}
-    return spec(place, **{"layouts": LAYOUTS, "sensitivity": None, "adapt": [[align, full]], **changes})
+    return spec(place, **{"layouts": LAYOUTS, "adapt": [[align, full]], **changes})
 
 
 def measured(out, point, bench):
@@ -116,7 +114,7 @@ def check_promoted(out, outcome):
     assert [point["adapted"] for point in (*aligned, *trained)] == ["align"] * 3 + ["align + full"] * 3
     timings = next(iter(document["benches"]), None)
     entrants = [measured(out, point, timings) for point in aligned]
-    reasons = promoted(entrants, measured(out, dense, timings), 1)
+    reasons = not_promoted(entrants, measured(out, dense, timings), 1)
     assert reasons.count(None) == 1
     for point, reason in zip(trained, reasons, strict=True):
         last = point["stages"][-1]
@@ -152,17 +150,17 @@ def test_without_times_blocking_sync_points_decide(place, played):
 def test_what_is_lost_takes_no_part(place, tmp_path):
     """A layout whose evaluation failed is not waited for; a benchmark that failed decides nothing."""
     made = planner(tmp_path, tournament(place))
-    first = made.plan()
-    waiting = [point for point in first.points if point.hold is not None]
-    assert [point.hold.status for point in waiting] == ["waiting"] * 3
-    lost = {first.points[1].evaluating.key}
-    second = made.plan(lost=lost)
+
+    def plan(*lost):
+        return made.plan(lambda stage: "failed" if stage in lost else "waiting")
+
+    first = plan()
+    assert [point.hold.status for point in first.points if point.hold] == ["waiting"] * 3
+    second = plan(first.points[1].evaluating)
     assert [point.hold.status for point in second.points if point.hold] == ["skipped", "waiting", "waiting"]
-    everything = {point.evaluating.key for point in first.points if point.evaluating is not None}
-    assert not made.plan(lost=everything).waiting
-    (bench,) = first.benches
-    third = made.plan(lost={bench.key})
-    assert {point.hold.message for point in third.points if point.hold} == {"the benchmark that decides it failed"}
+    assert not plan(*(point.evaluating for point in first.points)).waiting
+    third = plan(*first.benches)
+    assert {point.hold.message for point in third.points if point.hold} == {"the stage bench that decides it failed"}
     assert not third.waiting
 
 
@@ -180,7 +178,7 @@ def test_the_others_go_on_where_an_evaluation_fails(place, played, monkeypatch):
     found = {point["name"]: point for point in document["points"]}
     last = {name: point["stages"][-1] for name, point in found.items()}
     assert last["two, align 8 windows + full"]["status"] == "skipped"
-    assert last["two, align 8 windows + full"]["message"] == "the evaluation that decides it failed"
+    assert last["two, align 8 windows + full"]["message"] == "the stage eval that decides it failed"
     others = [point for name, point in found.items() if name.endswith("full") and not name.startswith("two")]
     assert sorted(point["stages"][-1]["status"] for point in others) == ["done", "not promoted"]
 

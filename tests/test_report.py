@@ -259,7 +259,7 @@ def test_the_page_of_a_sweep(sweep):
     assert [row["y"] for row in recovery] == sorted(row["y"] for row in recovery)
     speed = rows_of(page, "speed")  # one model of a layout is drawn with its times
     assert ({row["name"] for row in speed}, {row["batch"] for row in speed}) == ({"ladder", "spd"}, {1, 4})
-    plots = {"tradeoff", "tasks", "speed", "time-prefill", "time-decode", "sensitivity", "recovery", "heldout"}
+    plots = {"tradeoff", "tasks", "speed", "time-prefill", "time-decode", "recovery", "heldout"}
     assert {plot.name for plot in page.plots} == plots
 
 
@@ -306,7 +306,7 @@ def test_points_that_two_sweeps_share_are_shown_once(sweep):
 
 
 def test_a_sweep_that_is_not_complete_says_so(sweep):
-    failed = {"stage": "convert", "key": "k", "output": "stages/x", "status": "failed", "message": "no <disk> left"}
+    failed = {"stage": "convert", "output": "stages/x", "status": "failed", "message": "no <disk> left"}
     change(sweep / "sweep.json", lambda d: d["points"][4].update(results=None, model=None, stages=[failed]))
     edit_json(sweep / "sweep.json", complete=False)
     page = page_of(sweep)
@@ -319,7 +319,7 @@ def test_a_sweep_that_is_not_complete_says_so(sweep):
 @pytest.mark.parametrize("name", ["../outside.json", "/etc/hostname", "a\0b", "stages/none/results.json"])
 def test_a_sweep_stays_in_its_folder(sweep, name):
     write_document(sweep.parent / "outside.json", sensitivity_document())
-    edit_json(sweep / "sweep.json", sensitivities=[name])
+    edit_json(sweep / "sweep.json", benches=[name])
     message = refused(sweep, out=sweep)
     assert ("outside of its folder" in message) == (not name.startswith("stages"))
     assert printable(name) in message

@@ -8,12 +8,10 @@ import pytest
 
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.files.documents import write_json
 from ladderize.layout import Layout
 from ladderize.sweep import run
-from ladderize.sweep.stages import finished_stage, make_stage
-from tests.helpers import ROOT, invoke, one_sentence, save_llama
-from tests.sweeps import ran, read, spec, stages_of, sweep, write
+from tests.helpers import ROOT, invoke, save_llama
+from tests.sweeps import ran, read, set_gpus, spec, stages_of, sweep, write
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +35,15 @@ def test_a_sweep_measures_every_point(place, swept):
     assert adapted["timed"] == half["model"]
     assert adapted["tokens"] > 0
     assert (out / adapted["adaptation"] / "metrics.jsonl").is_file()
-    divergences = {}
     for point in document["points"]:
         results = json.loads((out / point["results"]).read_text())
         assert [entry["ladderize"]["model"] for entry in results["models"]] == [point["model"]]
         predictions = results["models"][0]["ladderize"].get("predictions")
         assert (predictions is None) == (point is dense)
         assert point is dense or (predictions["reference"] == str(place / "dense") and predictions["mean_kl"] > 0)
-        divergences |= {predictions["mean_kl"]: point["name"]} if point is not dense else {}
     (bench,) = document["benches"]
     rows = json.loads((out / bench).read_text())["rows"]
     assert [row["model"] for row in rows] == [point["timed"] for point in (dense, first, second, half)]
-    (sensitivity,) = document["sensitivities"]
-    assert json.loads((out / sensitivity).read_text())["mode"] == "sweep"
     for stage in stages_of(document).values():
         assert (out / stage["output"] / "stage.json").is_file()
         log = (out / stage["output"] / "log.txt").read_text()
@@ -68,12 +62,8 @@ def test_the_same_sweep_runs_nothing(place, swept):
     assert all(stage["reused"] for stage in stages_of(document).values())
 
 
-def test_the_example_is_the_file_of_examples(tmp_path):
-    assert invoke("sweep", tmp_path / "s.yaml", "--write-example").code == 0
-    written = (tmp_path / "s.yaml").read_text()
-    assert written == (ROOT / "examples" / "sweep.yaml").read_text()
-    assert invoke("sweep", "--write-example").stdout == written
-    assert "exists" in one_sentence(invoke("sweep", tmp_path / "s.yaml", "--write-example"))
+def test_the_example_is_the_file_of_examples():
+    assert invoke("sweep", "--write-example").stdout == (ROOT / "examples" / "sweep.yaml").read_text()
 
 
 # ---- failures ----
@@ -82,7 +72,7 @@ def test_the_example_is_the_file_of_examples(tmp_path):
 def test_a_failing_stage_stops_only_what_needs_it(place, tmp_path):
     """Training that changes nothing makes nothing better, and writes nothing."""
     adapt = {**spec(place)["adapt"][1], "lr": 1e-30, "layouts": None, "write": "best", "heldout": 4}
-    content = spec(place, sensitivity=None, layouts=[{"ladder": "all"}], adapt=["none", adapt])
+    content = spec(place, layouts=[{"ladder": "all"}], adapt=["none", adapt])
     out = tmp_path / "out"
     outcome, document = sweep(tmp_path, content, code=1)
     assert "1 stage failed" in outcome.stderr.splitlines()[-1]
@@ -98,20 +88,9 @@ def test_a_failing_stage_stops_only_what_needs_it(place, tmp_path):
     assert ran(sweep(tmp_path, content, code=1)[0]) == []  # only the failed one was tried again
 
 
-def test_layouts_that_no_sensitivity_chooses(place, tmp_path):
-    content = spec(place, adapt=None, bench=None)
-    content["layouts"] = [{"spd": "auto", "sync_tp_size": 2, "max_ppl_increase": 1e-12}, {"ladder": "all"}]
-    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
-    document = read(tmp_path / "out")
-    if outcome.code:  # else a random model happens to have a block that costs nothing
-        assert "selects no block" in outcome.stderr.splitlines()[-1]
-        assert document["points"][1]["stages"][0]["status"] == "failed"
-    assert document["points"][2]["results"]
-
-
 def test_a_model_that_changes_meanwhile_ends_the_sweep(place, tmp_path, monkeypatch):
     save_llama(tmp_path / "dense")
-    content = spec(place, sensitivity=None, adapt=None, bench=None, layouts=[{"ladder": "all"}])
+    content = spec(place, adapt=None, bench=None, layouts=[{"ladder": "all"}])
     content["model"] = str(tmp_path / "dense")
 
     def changing(stage, root):
@@ -125,27 +104,16 @@ def test_a_model_that_changes_meanwhile_ends_the_sweep(place, tmp_path, monkeypa
     assert not list((tmp_path / "out").glob("stages/*/stage.json"))
 
 
-def test_a_sensitivity_that_fails_skips_what_it_would_choose(place, tmp_path):
-    sensitivity = {"data": str(place / "ids.npy"), "seq_len": 2000}  # longer than the model's positions
-    content = spec(place, sensitivity=sensitivity, bench=None)
-    outcome, document = sweep(tmp_path, content, code=1)
-    assert [stage["status"] for stage in document["stages"]] == ["failed"]
-    dense, first, second, *half = document["points"]
-    assert all(point["results"] for point in (dense, first, second))
-    assert [[stage["status"] for stage in point["stages"]] for point in half] == [["skipped"], ["skipped"]]
-    assert all(point["attention_sync"] == [] and point["model"] is None for point in half)
-    rows = outcome.stdout.splitlines()
-    assert any(line.startswith("half") for line in rows)
-
-
-def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path):
-    """An adapter is merged, in the middle too; what a chain and a single stage share runs once."""
+def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path, monkeypatch):
+    """An adapter is merged, in the middle too; what a chain and a single stage share runs once, on all devices."""
+    set_gpus(monkeypatch, "0", "1")
     same = {"data": str(place / "ids.npy"), "seq_len": 16, "write": "last"}
-    align = {**same, "method": "align", "samples": 8, "heldout": 4, "processes": 2}
-    lora = {**same, "method": "lora", "max_steps": 3, "batch_size": 2, "lora_rank": 2}
-    blocks = {**same, "method": "blocks", "samples": 10, "heldout": 4}
+    align = {**same, "method": "align", "samples": 8, "heldout": 4}
+    lora = {**same, "method": "lora", "max_steps": 3, "batch_size": 2, "lora_rank": 2, "device": "cpu"}
+    blocks = {**same, "method": "blocks", "samples": 10, "heldout": 4, "device": "cpu"}
     adapt = [align, lora, [align, lora, blocks]]
-    content = spec(place, sensitivity=None, bench=None, layouts=[{"ladder": "1:3"}], adapt=adapt)
+    content = spec(place, bench=None, layouts=[{"ladder": "1:3"}], adapt=adapt)
+    content["eval"]["device"] = "cpu"
     out = tmp_path / "out"
     _, single, merged, chain = sweep(tmp_path, content)[1]["points"]
     assert [stage["stage"] for stage in chain["stages"]] == ["convert", "adapt", "adapt", "adapt", "eval"]
@@ -154,7 +122,6 @@ def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path):
     assert (single["adapted"], single["tokens"]) == ("align", 8 * 16)
     assert (chain["adapted"], chain["tokens"]) == ("align + lora + blocks", 8 * 16 + 96 + 10 * 16)
     assert (merged["adapted"], merged["tokens"]) == ("lora", 96)
-    assert (out / single["adaptation"] / "alignment.json").is_file()
     assert (out / merged["adaptation"] / "adapter_config.json").is_file()
     assert (out / chain["model"] / "distillation.json").is_file()
     assert chain["adaptation"] == f"{chain['stages'][2]['output']}/adapter"  # of the last stage that retrained
@@ -170,11 +137,3 @@ def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path):
     assert fingerprints["model"] == fingerprint(read_checkpoint(out / single["model"]))
     results = json.loads((out / chain["results"]).read_text())
     assert [entry["ladderize"]["model"] for entry in results["models"]] == [chain["model"]]
-
-
-def test_a_benchmark_by_hand_in_which_a_model_failed_is_not_finished(tmp_path):
-    stage = make_stage("bench", "bench", {}, lambda output: (("bench",),))
-    (tmp_path / stage.output).mkdir(parents=True)
-    for failed, finished in (({}, True), ({"m": "a logit is 9 off"}, False)):
-        write_json(tmp_path / stage.output / "bench.json", {"complete": True, "failed": failed})
-        assert (finished_stage(stage, tmp_path) is not None) == finished

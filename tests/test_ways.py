@@ -72,7 +72,7 @@ def test_the_way_through_adapt(llama, tmp_path):
 
 
 def test_the_way_through_sweep(place, tmp_path):
-    content = spec(place, sensitivity=None, adapt=None, bench=None, layouts=[{"ladder": "all"}])
+    content = spec(place, adapt=None, bench=None, layouts=[{"ladder": "all"}])
     ran = files_at_work("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
     way = files_on_the_way("sweep")
     assert sorted(way) == sorted(name for name in ran if name.startswith("sweep/"))

@@ -56,12 +56,10 @@ def convert(given: GivenOptions) -> None:
 
     own = given.fill(ConvertArguments)
     src, out, recipe, dry_run = own.src, own.out, own.recipe, own.dry_run
-    if recipe is not None and (clash := [name for name in given.names if name in names_of(Recipe)]):
-        raise UsageError(f"--recipe and {flag(clash[0])} cannot be combined; give one of them")
+    asked = asked_recipe(given)
     console = Console(own.as_json)
     if not out.strip():
         raise UsageError("OUT is empty; name the folder to write")
-    asked = read_recipe(recipe) if recipe is not None else given.fill(Recipe)
     try:
         report = convert_checkpoint(
             src,
@@ -116,6 +114,16 @@ def convert(given: GivenOptions) -> None:
     console.result(f"{'would write' if dry_run else 'wrote'} {out}")
     if not dry_run:
         _show_next(console, src, out, report)
+
+
+def asked_recipe(given: GivenOptions) -> Recipe:
+    """Return the recipe of --recipe, or of the other options. Raises UsageError for both."""
+    recipe = given.fill(ConvertArguments).recipe
+    if recipe is None:
+        return given.fill(Recipe)
+    if clash := [name for name in given.names if name in names_of(Recipe)]:
+        raise UsageError(f"--recipe and {flag(clash[0])} cannot be combined; give one of them")
+    return read_recipe(recipe)
 
 
 def _show_next(console: Console, src: str, out: str, report: "ConversionReport") -> None:

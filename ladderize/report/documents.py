@@ -154,7 +154,7 @@ def _add_stages(sweep: FoundDocument[SweepDocument], found: FoundDocuments) -> N
 
     document = sweep.document
     results = [point.results for point in document.points if point.results is not None]
-    for name in (*results, *document.sensitivities, *document.benches):
+    for name in (*results, *document.benches):
         if not place(name).is_file():
             raise UserError(f"{sweep.path} names {name}, which is not there; run `ladderize sweep` again")
         _add_file(place(name), found)

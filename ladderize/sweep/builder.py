@@ -2,23 +2,22 @@
 
 import importlib.metadata
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.data_specs import SourceSpec, parse_specs
+from ladderize.adapt.data_specs import parse_specs
 from ladderize.checkpoint.opening import check_model
-from ladderize.convert.recipe import Recipe
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import split_name
 from ladderize.files.work import run_digest
+from ladderize.layout import Layout
 from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.threads import cores, processor
 from ladderize.sweep.stages import (
-    MODEL_FOLDER,
     PREDICTIONS,
     SHARDS,
     Given,
@@ -26,13 +25,11 @@ from ladderize.sweep.stages import (
     StageLaunch,
     adapt_words,
     bench_words,
-    computing,
     convert_words,
     eval_words,
     make_stage,
-    sensitivity_words,
 )
-from ladderize.sweep.sweep_file import AdaptStage, BenchChoice, SweepSpec
+from ladderize.sweep.sweep_file import AdaptStage, BenchChoice, LayoutChoice, SweepSpec
 
 CACHE = "inputs.json"  # in the sweep's folder: the hashes of files that have not changed since
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
@@ -58,39 +55,36 @@ class Inputs:
     def model(self, name: str, revision: str | None = None) -> str:
         """Return the hash of a checkpoint: its weights, config and tokenizer. Raises UserError unless it is sound."""
         folder = check_model(name, revision)
-        files = sorted(path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES and path.is_file())
-        return _digest({path.name: self.file(path) for path in files})
+        return self._files(folder, (path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES))
 
-    def data(self, spec: str) -> str:
-        """Return the hash of a file of ``--perplexity`` or ``sensitivity --data``. Raises UserError if it is not
+    def _files(self, folder: Path, paths: Iterable[Path]) -> str:
+        """Return the hash of the content of files, and of their places in a folder."""
+        return run_digest({str(path.relative_to(folder)): self.file(path) for path in paths if path.is_file()})
+
+    def data(self, name: str) -> tuple[str, str | None]:
+        """Return the hash of a file of ids or text, and the array in it that is meant. Raises UserError if it is not
         there."""
-        path, array = split_name(spec)
+        path, array = split_name(name)
         if not path.exists():
             raise UserError(f"{path} does not exist")
-        return _digest({"file": self.file(path), "array": array})
+        if path.is_dir():
+            return self._files(path, (entry for entry in path.rglob("*") if entry.suffix != ".pyc")), None
+        return self.file(path), array
 
-    def source(self, spec: SourceSpec) -> str:
-        """Return the hash of one source of training data. A dataset on the hub is identified by its name alone."""
-        if spec.is_streamed:
-            return _digest({"hub": spec.text, "weight": spec.weight})
-        return _digest({"weight": spec.weight, "files": [self.data(name) for name in spec.files()]})
-
-    def folder(self, path: Path) -> str:
-        """Return the hash of all files in a folder of tasks. Raises UserError if it is no folder."""
-        if not path.is_dir():
-            raise UserError(f"{path} is not a folder")
-        files = sorted(entry for entry in path.rglob("*") if entry.is_file() and "__pycache__" not in entry.parts)
-        return _digest({str(entry.relative_to(path)): self.file(entry) for entry in files})
+    def sources(self, names: str | list[str]) -> list[Any]:
+        """Return what identifies sources of training data. A dataset on the hub is identified by its name alone."""
+        specs = parse_specs(names if isinstance(names, list) else [names])
+        return [
+            (spec.weight, spec.text if spec.is_streamed else [self.data(name) for name in spec.files()])
+            for spec in specs
+        ]
 
     def file(self, path: Path) -> str:
         """Return the sha256 of a file's content. Raises UserError if the file changes meanwhile."""
         path = path.resolve()
-        signature = _signature(path)
-        known = self.remembered.get(str(path))
+        known, signature = self.remembered.get(str(path)), _signature(path)
         if not isinstance(known, dict) or known.get("signature") != signature or "sha256" not in known:
             known = {"signature": signature, "sha256": file_sha256(str(path))}
-            if _signature(path) != signature:
-                raise UserError(f"{path} changes while it is read; wait until whatever writes it is done")
         self.remembered[str(path)] = self.seen[str(path)] = known
         return str(known["sha256"])
 
@@ -101,24 +95,19 @@ class Inputs:
     def check_unchanged(self) -> None:
         """Raise UserError for a file that has changed since this run began."""
         for name, before in self.seen.items():
-            path = Path(name)
-            is_same = path.exists() and (
-                _signature(path) == before["signature"] or file_sha256(name) == before["sha256"]
-            )
-            if not is_same:
+            if _signature(Path(name)) != before["signature"]:
                 raise UserError(
                     f"{name} changed while the sweep ran, so what was measured meanwhile may be of either; run the same"
                     " command again: it keeps the stages that were complete before, and that do not depend on it"
                 )
 
 
-def _signature(path: Path) -> list[int]:
+def _signature(path: Path) -> list[int] | None:
+    """Return size, time and place of a file; None where it is not there."""
+    if not path.exists():
+        return None
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev]
-
-
-def _digest(value: Any) -> str:
-    return run_digest({"value": value})
 
 
 @dataclass(frozen=True)
@@ -139,126 +128,111 @@ class StageBuilder:
     @classmethod
     def of(cls, spec: SweepSpec, inputs: Inputs) -> "StageBuilder":
         """Return a builder for the dense model. Raises UserError unless the model is sound."""
-        folder = check_model(spec.model, spec.revision)
-        model = spec.model if spec.revision is None else str(folder)
+        model = spec.model if spec.revision is None else str(check_model(spec.model, spec.revision))
         return cls(spec, inputs, model, inputs.model(spec.model, spec.revision), len(visible_gpus()))
 
-    def sensitivity(self, mode: str, sync_tp_size: int | None) -> Stage:
-        options = {key: value for key, value in (self.spec.sensitivity or {}).items() if key != "mode"}
-        title = f"sensitivity to {f'spd, sync_tp_size {sync_tp_size}' if sync_tp_size is not None else 'ladder'}"
+    def launch(self, options: Given, method: str = "") -> StageLaunch:
+        """Return the start of a command: on as many GPUs as there are and divide the batch. One group of tensor
+        parallel ranks is started by the command itself.
+
+        method: of adapt; those in SHARDS share a batch.
+        """
+        copy = int(options.get("tp_size", 1))  # processes for each copy of the model
+        batch = options.get("batch_size") if method in SHARDS else None
+        gpus = 1 if options.get("device") == "cpu" else self.gpus
+        fit = [n for n in range(copy, gpus + 1, copy) if batch is None or int(batch) % (n // copy) == 0]
+        processes = max(fit, default=copy)
+        if processes == copy > 1:
+            return StageLaunch()
+        return StageLaunch(processes, fsdp=method in SHARDS and copy == 1 and processes > 1)
+
+    def conversion(self, choice: LayoutChoice, layout: Layout, words: str) -> Stage:
+        """Return the stage that makes a layout.
+
+        words: the layout in words.
+        """
+        head_map, spec = choice.recipe.head_map, self.spec
         identity = {
             "model": self.digest,
-            "mode": mode,
-            "sync_tp_size": sync_tp_size,
-            "options": {**computing("sensitivity", options), "data": self.inputs.data(options["data"])},
+            "layout": layout.to_config(),
+            "head_map": None if head_map is None else self.inputs.data(head_map),
         }
-        return make_stage(
-            "sensitivity",
-            title,
-            identity,
-            lambda output: (sensitivity_words(self.model, output, options, mode, sync_tp_size),),
-            launch=StageLaunch.of(options, "sensitivity", self.gpus),
-        )
-
-    def conversion(self, recipe: Recipe, text: str) -> Stage:
-        options, spec = recipe.to_dict(), self.spec
-        content = {"head_map": self.inputs.data(recipe.head_map)} if recipe.head_map is not None else {}
         return make_stage(
             "convert",
-            f"convert: {text}",
-            {"model": self.digest, "recipe": {**options, **content}},
-            lambda output: (convert_words(spec.model, output, options, spec.revision, spec.verify),),
+            f"convert: {words}",
+            identity,
+            lambda output: (convert_words(spec.model, output, choice.options, spec.revision, spec.verify),),
         )
 
-    def adaptation(self, asked: AdaptStage, before: Stage | None, name: str) -> Stage:
+    def adaptation(self, stage: AdaptStage, before: Stage, name: str) -> Stage:
         """Return the stage of one step of adaptation.
 
-        before: the stage that writes the model to adapt; None: the dense model.
+        before: the stage that writes the model to adapt.
         name: the title's words.
         """
-        model = f"{before.output}/{MODEL_FOLDER}" if before is not None else self.model
-        content = {
-            key: [self.inputs.source(spec) for spec in parse_specs(texts if isinstance(texts, list) else [texts])]
-            for key, texts in asked.options.items()
-            if key in ("data", "eval_data")
-        }
+        options, launch = stage.options, self.launch(stage.options, stage.method)
+        content = {key: self.inputs.sources(options[key]) for key in ("data", "eval_data") if key in options}
         identity: dict[str, Any] = {
-            "model": before.key if before is not None else self.digest,
+            "model": before.key,
             "teacher": self.digest,
-            "method": asked.method,
-            "options": {**computing("adapt", asked.options), **content},
+            "method": stage.method,
+            "options": {**options, **content},
         }
-        launch = StageLaunch.of(asked.options, asked.method, self.gpus)
-        sharing = launch.processes // int(asked.options.get("tp_size", 1))
-        if sharing > 1 and asked.method in SHARDS and "batch_size" not in asked.options:
-            identity["processes"] = sharing  # the default batch then depends on it
+        if stage.method in SHARDS and "batch_size" not in options:  # the default depends on how many share it
+            identity["processes"] = launch.processes
         return make_stage(
             "adapt",
             f"adapt: {name}",
             identity,
-            lambda output: adapt_words(model, output, asked.method, self.model, asked.options, self.spec.verify),
-            (before.key,) if before is not None else (),
+            lambda output: adapt_words(before.model, output, stage.method, self.model, options, self.spec.verify),
+            (before,),
             launch,
         )
 
-    def evaluation(self, model: str, name: str, made_by: Stage | None, reference: Stage | None) -> Stage:
+    def evaluation(self, name: str, made_by: Stage | None, reference: Stage | None) -> Stage:
         """Return the stage that evaluates a model.
 
         made_by: the stage that writes the model; None: the dense model.
         reference: the dense model's evaluation.
         """
-        options = self.spec.evaluation or {}
-        content: dict[str, Any] = {}
-        has_text = "perplexity" in options  # predictions are those of its text
-        if has_text:
-            content["perplexity"] = self.inputs.data(options["perplexity"])
-        if "include_path" in options:
-            content["include_path"] = self.inputs.folder(Path(options["include_path"]))
+        assert self.spec.evaluation is not None
+        options = self.spec.evaluation
+        content = {key: self.inputs.data(options[key]) for key in ("perplexity", "include_path") if key in options}
         packages = EVAL_PACKAGES if "tasks" in options else EVAL_PACKAGES[:2]
-        identity: dict[str, Any] = {
-            "model": made_by.key if made_by is not None else self.digest,
-            "options": {**computing("eval", options), **content},
+        identity = {
+            "model": made_by.key if made_by is not None else [self.digest, self.model],  # the report joins by its name
+            "reference": self.digest,
+            "options": {**options, **content},
             "versions": {package: importlib.metadata.version(package) for package in packages},
         }
-        if made_by is None:
-            identity["name"] = model  # results.json holds it, and the report joins by it
+        needs = (made_by,) if made_by is not None else ()
         own: Given = {}
-        if has_text and made_by is not None and reference is not None:
-            identity["reference"] = self.digest
-            own = {"reference": f"{reference.output}/{PREDICTIONS}"}
-        needs = [stage.key for stage in (made_by, reference if own else None) if stage is not None]
+        if "perplexity" in options and reference is not None:  # predictions are those of its text
+            needs, own = (*needs, reference), {"reference": f"{reference.output}/{PREDICTIONS}"}
 
         def commands(output: str) -> tuple[tuple[str, ...], ...]:
-            keep = {"keep_predictions": f"{output}/{PREDICTIONS}"} if has_text and made_by is None else {}
-            return (eval_words(model, output, options, {**keep, **own}),)
+            keep = {"keep_predictions": f"{output}/{PREDICTIONS}"} if "perplexity" in options and not needs else {}
+            return (eval_words(made_by.model if made_by is not None else self.model, output, options, {**keep, **own}),)
 
-        launch = StageLaunch.of(options, "eval", self.gpus)
-        return make_stage("eval", f"eval: {name}", identity, commands, tuple(needs), launch)
+        return make_stage("eval", f"eval: {name}", identity, commands, needs, self.launch(options))
 
     def benchmark(self, setting: BenchChoice, converted: Sequence[Stage]) -> Stage:
         """Return the stage that times all models of one setting, interleaved in one group of processes."""
-        models = [self.model, *(f"{stage.output}/{MODEL_FOLDER}" for stage in converted)]
+        models = [self.model, *(stage.model for stage in converted)]
         identity = {
-            "model": self.digest,
-            "name": self.model,
+            "model": [self.digest, self.model],
             "models": [stage.key for stage in converted],
-            "options": setting.options.to_dict(),
-            "link": setting.link,
-            "dtype": setting.given.get("dtype", "auto"),
+            "options": setting.given,
             "machine": machine(),
             "torch": importlib.metadata.version("torch"),
         }
-        title = ", ".join(
-            f"{key} {','.join(map(str, value)) if isinstance(value, list) else value}"
-            for key, value in setting.given.items()
-            if value is not True
-        )
+        title = ", ".join(f"{key} {str(value).strip('[]')}" for key, value in setting.given.items())
         return make_stage(
             "bench",
             f"bench: {title or 'one process'}",
             identity,
             lambda output: (bench_words(models, output, setting.given),),
-            tuple(stage.key for stage in converted),
+            tuple(converted),
         )
 
 

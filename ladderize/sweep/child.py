@@ -1,10 +1,10 @@
 """The process of a stage, in which its commands run as function calls."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -13,15 +13,13 @@ from types import FrameType
 
 from ladderize.commands.builder import run_words
 from ladderize.console import sentence
-from ladderize.errors import LadderizeError, UserError
-from ladderize.files.temporaries import lock_folder
+from ladderize.errors import LadderizeError
 from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place, environment_with
 from ladderize.ranks.server import start_context
 from ladderize.runtime.launch import Report, end_with_parent, how_it_ended, run_processes
 from ladderize.sweep.stages import COMMANDS, LOG, Stage, StageLaunch, Words
 
 STOP_SECONDS = 120.0  # after Ctrl-C, to save what can be saved
-LOCK_SECONDS = 30.0  # for the process of a killed sweep to leave the folder, which it does within a moment
 
 
 def run_stage(stage: Stage, root: Path) -> str | None:
@@ -67,17 +65,24 @@ def _work(stage: Stage, root: Path, environment: Mapping[str, str], pipe: Connec
     error = None
     try:
         os.chdir(root)
-        lock = _lock(Path(stage.output))
+        lock = os.open(stage.output, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the process of a sweep that was killed a moment ago
         _write_to(Path(stage.output) / LOG)
         print(f"==== {stage.title} ====", flush=True)
         for launch, words in stage.runs:
             print(f"$ {launch.command(words)}", flush=True)
-            run_command(launch, words)
-        if lock is not None:
-            os.close(lock)
-    except BaseException as caught:
+            _run_command(launch, words)
+        os.close(lock)
+    except KeyboardInterrupt:
+        error = "interrupted"
+    except (LadderizeError, OSError) as caught:
         traceback.print_exc()  # to the log
-        error = _words(caught, stage)
+        error = sentence(caught)[:4000]  # a pipe holds it until the sweep reads
+    except BaseException as caught:
+        traceback.print_exc()
+        kind = type(caught).__name__
+        error = f"unexpected error: {kind}: {sentence(caught)[:300]} (the traceback is in {stage.output}/{LOG})"
     sys.stdout.flush()
     with contextlib.suppress(OSError):
         pipe.send(error)
@@ -87,7 +92,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def run_command(launch: StageLaunch, words: Words) -> None:
+def _run_command(launch: StageLaunch, words: Words) -> None:
     """Run a command of ladderize in this process, or in several with torchrun's variables."""
     if launch.processes == 1:
         run_words(COMMANDS[words[0]], words)
@@ -106,35 +111,9 @@ def _run_as_rank(place: Place, report: Report, words: Words, folder: Path) -> No
     run_words(COMMANDS[words[0]], words)
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock the stage's folder, which the process of a sweep that was killed a moment ago may still use.
-
-    Raises UserError if it does not leave within LOCK_SECONDS.
-    """
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            return lock_folder(folder)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"{folder} is in use by a process of an earlier sweep; end that, and run again"
-                ) from None
-            time.sleep(0.1)
-
-
 def _write_to(path: Path) -> None:
     """Redirect all output of this process, also by C++ and by child processes, to a log."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in (1, 2):
         os.dup2(log, number)
     os.close(log)
-
-
-def _words(error: BaseException, stage: Stage) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    if isinstance(error, LadderizeError | OSError):
-        return sentence(error)[:4000]  # a pipe holds it until the sweep reads
-    log = f"{stage.output}/{LOG}"
-    return f"unexpected error: {type(error).__name__}: {sentence(error)[:300]} (the traceback is in {log})"

@@ -1,6 +1,5 @@
 """The command ``sweep``."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,7 @@ class SweepArguments:
         "Print the command of each stage, and what must be done before: for Slurm or make. Nothing is run.", False
     )
     prune: bool = option("Remove outputs that FILE no longer asks for.", False)
-    write_example: bool = option("Write an example to FILE, or print it.", False)
+    write_example: bool = option("Print an example of FILE.", False)
     as_json: bool = option(AS_JSON, False)
 
 
@@ -34,7 +33,7 @@ def sweep_command(given: GivenOptions) -> None:
     arguments = given.fill(SweepArguments)
     file, out, console = arguments.file, arguments.out, Console(arguments.as_json)
     if arguments.write_example:
-        _write_example(file, console)
+        console.result(EXAMPLE.read_text(encoding="utf-8").rstrip("\n"))
         return
     if file is None:
         raise UsageError("name the sweep's YAML file; --write-example writes one to start from")
@@ -47,37 +46,22 @@ def sweep_command(given: GivenOptions) -> None:
         from ladderize.sweep.stages import LOG
     if arguments.dry_run or arguments.print_commands:
         plan, root = plan_sweep(file, out, console=console)
-        console.document(plan_document(plan, root))
+        document = plan_document(plan, root)
+        console.document(document)
         if arguments.print_commands:
             console.result(plan_script(plan, root))
         else:
-            show_stages(plan, root, console)
+            show_stages(document, console)
         return
     _, root = find_folder(file, out)  # before hours in which the file may change
-    document = run_sweep(file, out, prune=arguments.prune, console=console)
-    console.document(document.to_dict())
+    swept = run_sweep(file, out, prune=arguments.prune, console=console)
+    console.document(swept.to_dict())
     show_models(root, console)
     console.result(f"\nwrote {root / SWEEP_JSON}")
     show_next(console, ("see the trade-off", command_line("report", root, "--out", "report.html")))
-    if failed := document.failed:
+    if failed := swept.failed:
         log = f" (log {root / failed[0].output / LOG})" if failed[0].output else ""
         raise UserError(
             f"{len(failed)} stage{'s' if len(failed) > 1 else ''} failed, the first with: {failed[0].message}{log};"
             " mend it and run the same command again"
         )
-
-
-def _write_example(file: Path | None, console: Console) -> None:
-    if file is None:
-        console.result(EXAMPLE.read_text(encoding="utf-8").rstrip("\n"))
-        return
-    if file.exists():
-        raise UserError(f"{file} exists; name another file for the example")
-    shutil.copyfile(EXAMPLE, file)
-    console.note(f"wrote {file}")
-    show_next(
-        console,
-        ("make the model that it names", command_line("demo", "--quick", "--out", "demo")),
-        ("see what it takes", command_line("sweep", file, "--dry-run")),
-        ("run it", command_line("sweep", file)),
-    )

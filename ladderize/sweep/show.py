@@ -2,14 +2,13 @@
 
 import shlex
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ladderize.console import Console, human_seconds, printable
 from ladderize.sweep.plan import SweepPlan
-from ladderize.sweep.stages import Stage, finished_stage
+from ladderize.sweep.stages import MARKER, Stage, is_finished
 from ladderize.sweep_document import StageState
 
 if TYPE_CHECKING:
@@ -31,53 +30,53 @@ STYLES = {
 
 def plan_document(plan: SweepPlan, root: Path) -> dict[str, Any]:
     """Return the JSON of ``--dry-run``. ``unplanned`` has the points whose stages depend on future measurements."""
-    outputs = {stage.key: stage.output for stage in plan.stages}
     stages = [
         {
             "stage": stage.kind,
             "title": stage.title,
             "output": stage.output,
             "command": stage.command,
-            "kept": finished_stage(stage, root) is not None,
+            "kept": is_finished(stage, root),
             "processes": stage.launch.processes,
-            "needs": [outputs[key] for key in stage.needs],
+            "needs": [needed.output for needed in stage.needs],
         }
         for stage in plan.stages
     ]
-    return {
-        "out": str(root),
-        "stages": stages,
-        "unplanned": [point.name for point in plan.waiting],
-        "notes": plan.notes,
-    }
+    return {"out": str(root), "stages": stages, "unplanned": [point.name for point in plan.waiting]}
 
 
-def show_stages(plan: SweepPlan, root: Path, console: Console) -> None:
-    """Print a row for each stage."""
-    rows = []
-    for stage in plan.stages:
-        state = "kept" if finished_stage(stage, root) is not None else "to run"
-        words = f"{stage.launch.processes} processes{', sharded' if stage.launch.fsdp else ''}"
-        rows.append({"stage": stage.title, "": state, "on": words if stage.launch.processes > 1 else ""})
-    rows += [{"stage": point.name, "": "planned when what decides it is measured", "on": ""} for point in plan.waiting]
-    for note in plan.notes:
-        console.note(f"Note: {note}")
-    console.table(rows)
-    console.result(f"\n{sum(row[''] == 'kept' for row in rows)} of {len(plan.stages)} stages are kept")
+def show_stages(document: Mapping[str, Any], console: Console) -> None:
+    """Print a row for each stage.
+
+    document: of ``plan_document``.
+    """
+    rows = [
+        {
+            "stage": stage["title"],
+            "": "kept" if stage["kept"] else "to run",
+            "on": f"{stage['processes']} processes" if stage["processes"] > 1 else "",
+        }
+        for stage in document["stages"]
+    ]
+    unplanned = [
+        {"stage": name, "": "planned when what decides it is measured", "on": ""} for name in document["unplanned"]
+    ]
+    console.table([*rows, *unplanned])
+    console.result(f"\n{sum(row[''] == 'kept' for row in rows)} of {len(rows)} stages are kept")
 
 
 def plan_script(plan: SweepPlan, root: Path) -> str:
-    """Return a shell script with the commands of all stages to run, each with the numbers of the stages before it."""
+    """Return a shell script with the commands of all stages to run, each with the numbers of the stages before it. Each
+    ends with the marker of a complete output."""
     numbers = {stage.key: number for number, stage in enumerate(plan.stages, 1)}
     lines = [f"cd {shlex.quote(str(root))}"]
     for stage in plan.stages:
-        needs = ", ".join(map(str, sorted(numbers[key] for key in stage.needs)))
-        is_kept = finished_stage(stage, root) is not None
-        when = "kept" if is_kept else f"after {needs}" if needs else "at any time"
+        needs = ", ".join(map(str, sorted(numbers[needed.key] for needed in stage.needs)))
+        when = "kept" if is_finished(stage, root) else f"after {needs}" if needs else "at any time"
         alone = "; alone on its machine" if stage.kind == "bench" else ""
         lines.append(f"\n# {numbers[stage.key]}. {stage.title}: {when}{alone}")
-        if not is_kept:
-            lines.append(f"mkdir -p {stage.output} && {stage.command}")
+        if not is_finished(stage, root):
+            lines.append(f"mkdir -p {stage.output} && {stage.command} && echo '{{}}' > {stage.output}/{MARKER}")
     lines += [f"\n# {point.name}: to be printed when what decides it is measured" for point in plan.waiting]
     return "\n".join(lines)
 
@@ -93,7 +92,7 @@ class Board:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.said: dict[str, str] = {}
+        self.shown: dict[str, str] = {}
         self.live: Live | None = None
 
     def __enter__(self) -> "Board":
@@ -116,26 +115,17 @@ class Board:
         """
         if self.live is not None:
             self.live.update(_table(plan, states), refresh=True)
-        for note in plan.notes:
-            if note not in self.said:
-                self.note(f"Note: {note}")
-            self.said[note] = ""
+            return
         for stage in plan.stages:
             state = states[stage.key]
-            if self.live is None and self.said.get(stage.key, "waiting") != state.status and not state.reused:
+            if self.shown.get(stage.key, "waiting") != state.status and not state.reused:
                 more = f" in {human_seconds(state.seconds or 0)}" if state.status == "done" else ""
                 self.console.note(f"{stage.title}: {state.status}{more}{f': {state.message}' if state.message else ''}")
-            self.said[stage.key] = state.status
-
-    def note(self, text: str) -> None:
-        """Print a remark beside the table."""
-        if self.live is not None:
-            self.live.console.print(printable(text), markup=False, highlight=False)
-        else:
-            self.console.note(text)
+            self.shown[stage.key] = state.status
 
 
 def _table(plan: SweepPlan, states: Mapping[str, StageState]) -> "Table":
+    """Return a row for each point, with a cell for each of its stages of one kind, and for each stage of all."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -148,20 +138,16 @@ def _table(plan: SweepPlan, states: Mapping[str, StageState]) -> "Table":
         if stage is None:
             return Text("-", style="dim")
         state = states[stage.key]
-        words: str = state.status
-        if state.status == "running":
-            words = f"running since {time.strftime('%H:%M')}"
-        elif state.status == "done":
-            words = "kept" if state.reused else f"done {human_seconds(state.seconds or 0)}"
-        return Text(words, style=STYLES[state.status])
+        done = "kept" if state.reused else f"done {human_seconds(state.seconds or 0)}"
+        return Text(done if state.status == "done" else state.status, style=STYLES[state.status])
 
     for point in plan.points:
         left = [stage for stage in point.adapting if states[stage.key].status != "done"]
-        cells = [cell(point.group.converting), cell(next(iter([*left, *point.adapting[-1:]]), None))]
+        adapting = cell(next(iter([*left, *point.adapting[-1:]]), None))
         if point.hold is not None and not left:
-            cells[1] = Text(point.hold.status, style=STYLES[point.hold.status])
-        table.add_row(Text(printable(point.name)), *cells, cell(point.evaluating))
-    for stage in (*plan.sensitivities, *plan.benches):
+            adapting = Text(point.hold.status, style=STYLES[point.hold.status])
+        table.add_row(Text(printable(point.name)), cell(point.planned.converting), adapting, cell(point.evaluating))
+    for stage in plan.benches:
         table.add_row(Text(printable(stage.title)), "", "", cell(stage))
     return table
 
