@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from ladderize.sweep import run
-from ladderize.sweep.plan import Entrant, not_promoted, ranking
+from ladderize.sweep.plan import Entrant, promoted, ranking
 from tests.helpers import fresh_rng, invoke
 from tests.sweeps import planner, ran, read, spec, sweep, write
 
@@ -16,7 +16,7 @@ from tests.sweeps import planner, ran, read, spec, sweep, write
 def entrants_of(rng, count):
     """Small numbers: many ties."""
     pairs = rng.integers(0, 5, (count, 2)).tolist()
-    return [Entrant(f"layout {n}", float(a), float(s)) for n, (a, s) in enumerate(pairs)]
+    return [Entrant(float(accuracy), float(speed)) for accuracy, speed in pairs]
 
 
 def better(one, other):
@@ -41,30 +41,16 @@ def test_the_ranking_is_front_by_front(count):
     assert {id(one) for one in ranking(entrants)} == {id(one) for one in entrants}
 
 
-@pytest.mark.parametrize("dense", [None, Entrant("dense", 2.0, 2.0)])
-def test_everybody_who_is_left_behind_is_told_why(dense):
-    entrants = entrants_of(fresh_rng(), 12)
-    reasons = not_promoted(entrants, dense, 4)
-    assert reasons.count(None) == 4
-    for one, reason in zip(entrants, reasons, strict=True):
-        if reason is not None and "Pareto front" in reason:
-            assert not any(better(other, one) for other in (*entrants, *([dense] if dense else [])))
-        elif reason is not None:
-            name = reason.partition(" is at least as fast and as good")[0]
-            named = next(other for other in (*entrants, dense) if other is not None and other.name == name)
-            assert named is not one
-            assert matches(named, one)
-
-
 def test_what_dense_beats_comes_after_what_it_does_not():
-    slow, fast = Entrant("slow", 0.6, 0.9), Entrant("fast", 0.2, 1.5)
-    assert not_promoted([slow, fast], None, 1)[0] is None
-    assert not_promoted([slow, fast], Entrant("dense", 0.7, 1.0), 1) == ["dense is at least as fast and as good", None]
-    assert not_promoted([slow, fast], Entrant("dense", 0.7, 1.0), 2) == [None, None]  # a place is a place
+    slow, fast = Entrant(0.6, 0.9), Entrant(0.2, 1.5)
+    assert promoted([slow, fast], None, 1) == [True, False]
+    assert promoted([slow, fast], Entrant(0.7, 1.0), 1) == [False, True]
+    assert promoted([slow, fast], Entrant(0.7, 1.0), 2) == [True, True]  # a place is a place
 
 
 # ---- a sweep ----
 
+LATE = "it is not among the 1 best"
 LAYOUTS = [{"name": "two", "ladder": "2:"}, {"name": "all", "ladder": "all"}, {"spd": "all", "sync_tp_size": 2}]
 
 
@@ -83,7 +69,7 @@ def measured(out, point, bench):
     if bench is not None:
         rows = json.loads((out / bench).read_text())["rows"]
         speed = next(row["speedup_end_to_end"] for row in rows if row["model"] == point["timed"])
-    return Entrant(point["name"], -results["models"][0]["ladderize"]["perplexity"]["perplexity"], speed)
+    return Entrant(-results["models"][0]["ladderize"]["perplexity"]["perplexity"], speed)
 
 
 @pytest.fixture(scope="module")
@@ -113,24 +99,22 @@ def check_promoted(out, outcome):
     aligned, trained = points[::2], points[1::2]
     assert [point["adapted"] for point in (*aligned, *trained)] == ["align"] * 3 + ["align + full"] * 3
     timings = next(iter(document["benches"]), None)
-    entrants = [measured(out, point, timings) for point in aligned]
-    reasons = not_promoted(entrants, measured(out, dense, timings), 1)
-    assert reasons.count(None) == 1
-    for point, reason in zip(trained, reasons, strict=True):
+    best = promoted([measured(out, point, timings) for point in aligned], measured(out, dense, timings), 1)
+    assert best.count(True) == 1
+    for point, is_best in zip(trained, best, strict=True):
         last = point["stages"][-1]
-        if reason is None:
+        if is_best:
             assert point["results"] is not None
         else:
-            assert (last["stage"], last["status"], last["message"]) == ("adapt", "not promoted", reason)
+            assert (last["stage"], last["status"], last["message"]) == ("adapt", "not promoted", LATE)
             assert (point["results"], point["model"]) == (None, None)
-            assert reason in outcome.stdout
-    return reasons
+    assert LATE in outcome.stdout
 
 
 def test_only_the_best_go_on(place, swept):
     folder, dry, outcome = swept
     assert len(dry["unplanned"]) == 3
-    reasons = check_promoted(folder / "out", outcome)
+    check_promoted(folder / "out", outcome)
     stages = [line.split(":")[0] for line in ran(outcome)]
     assert stages.count("adapt") == 4
     assert stages.index("bench") < len(stages) - 1  # times decide, too
@@ -138,7 +122,7 @@ def test_only_the_best_go_on(place, swept):
     assert dry_run(folder, tournament(place))["unplanned"] == []
     page = invoke("report", folder / "out", "--out", folder / "page.html")
     assert page.code == 0, page.stderr
-    assert next(reason for reason in reasons if reason is not None) in (folder / "page.html").read_text()
+    assert LATE in (folder / "page.html").read_text()
 
 
 def test_without_times_blocking_sync_points_decide(place, played):

@@ -1,35 +1,31 @@
-"""Accuracy: differences to the dense model task by task, what adaptation wins back by the tokens that it reads, and
-retrainings while they ran."""
+"""Accuracy: differences to the dense model task by task, what adaptation wins back by the tokens that it reads,
+retrainings while they ran, and the sensitivity of each layer."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from ladderize.convert.sensitivity_file import LADDER, SPD, SPD_LADDER, SensitivityDocument, dense_line
 from ladderize.eval.compare import metric_name
 from ladderize.eval.comparison import TaskComparison
-from ladderize.report.documents import RetrainingRun
+from ladderize.report.documents import FoundDocuments, RetrainingRun
 from ladderize.report.join import ReportContent
 from ladderize.report.models import ReportModel, WithInterval, points_text
 from ladderize.report.plot import (
     BY_ACCURACY,
     BY_PERPLEXITY,
+    SIGNED_LABEL,
     Measure,
+    PlotPanel,
     ReportPlot,
-    TableCell,
+    Spec,
     dots,
-    estimate_cell,
     family_colour,
     family_legend,
-    is_wide,
-    make_table,
-    number_cell,
-    percent_cell,
-)
-from ladderize.report.vega import (
-    SIGNED_LABEL,
-    PlotPanel,
-    Spec,
     intervals,
+    is_wide,
     level,
     lines,
     looks,
@@ -40,8 +36,10 @@ from ladderize.report.vega import (
 )
 from ladderize.sweep_document import AS_CONVERTED, THEN
 
-MOST_DRAWN = 12  # models in the plot of tasks: its table has all
 TOKENS_AXIS: Spec = {"format": "~s", "labelExpr": "datum.value === 0 ? '0' : datum.label", "tickCount": 5}
+KIND_LOOKS = {LADDER: ("ladder", "circle"), SPD: ("spd", "square"), SPD_LADDER: ("both", "diamond")}
+WIDE_RANGE = 20  # times the middle value: where the highest is above, the scale is logarithmic away from 0
+POWERS = [10.0**exponent for exponent in range(-3, 7)]
 RUN_COLOURS = ("ladder", "spd", "both", "baseline", "dense")
 RUN_SHAPES = ("circle", "square", "diamond", "triangle-up")  # with the colours, different for the first twenty runs
 
@@ -56,21 +54,16 @@ def task_plots(content: ReportContent) -> list[ReportPlot]:
     drawn = [(one, task) for one, task in compared if task.main and task.verdict is not None]
     if not drawn:
         return []
-    best_first = sorted((one for one in content.models if one.comparison), key=lambda one: -(one.accuracy or 0.0))
-    names = {one.name for one in best_first[:MOST_DRAWN]}
-    rows = [_task_row(one, task) for one, task in drawn if one.name in names]
+    rows = [_task_row(one, task) for one, task in drawn]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    left_out = f" Drawn are the {MOST_DRAWN} most accurate; the table has all." * (len(best_first) > MOST_DRAWN)
     return [
         ReportPlot(
             name="tasks",
             title="Differences task by task",
             caption="Points from dense on the same questions; bars are 95 % intervals of paired differences. Left of 0"
-            f" is worse. The dashed line is the margin.{left_out}",
-            summary=f"Differences of {len(names)} models to dense in {len(tasks)} tasks, in points, with 95 %"
-            " intervals.",
+            " is worse. The dashed line is the margin.",
+            summary=f"Differences to dense in {len(tasks)} tasks, in points, with 95 % intervals.",
             panels=[_task_panel(task, [row for row in rows if row["task"] == task], content.margin) for task in tasks],
-            table=make_table("Differences task by task: the data", (_task_cells(*one) for one in compared)),
             legend=family_legend(rows),
         )
     ]
@@ -78,13 +71,15 @@ def task_plots(content: ReportContent) -> list[ReportPlot]:
 
 def _task_row(one: ReportModel, task: TaskComparison) -> dict[str, Any]:
     points = WithInterval(task.difference, task.low, task.high).scaled(100)
+    has_flips = task.right_to_wrong is not None
+    flips = f"; {task.right_to_wrong} right to wrong, {task.wrong_to_right} wrong to right" if has_flips else ""
     return {
         "task": task.task,
         "metric": metric_name(task.metric, task.filter),
         "name": one.name,
         "family": one.family,
         **points.fields("x"),
-        "words": f"{one.description}; {task.task}: {points_text(points)} points",
+        "words": f"{one.title}; {task.task}: {points_text(points)} points{flips}",
     }
 
 
@@ -93,21 +88,6 @@ def _task_panel(task: str, rows: list[dict[str, Any]], margin: float) -> PlotPan
     x = quantitative("x", title, axis={"labelExpr": SIGNED_LABEL, "tickCount": 5})
     levels = [level("x", 0), level("x", -margin, dashed=True)]
     return PlotPanel(dots(f"{task}: points from dense", rows, x, levels), task)
-
-
-def _task_cells(one: ReportModel, task: TaskComparison) -> dict[str, str | TableCell]:
-    in_points = task.verdict is not None
-    digits, factor = (1, 100) if in_points else (4, 1)
-    difference = WithInterval(task.difference, task.low, task.high).scaled(factor)
-    return {
-        "model": one.name,
-        "task": task.task,
-        "metric": metric_name(task.metric, task.filter),
-        "value": percent_cell(task.value) if in_points else number_cell(task.value, "{:.4f}"),
-        "difference (95 %)": estimate_cell(difference, lambda value: value.text(digits, sign=True)),
-        "right to wrong": number_cell(task.right_to_wrong, "{:.0f}"),
-        "wrong to right": number_cell(task.wrong_to_right, "{:.0f}"),
-    }
 
 
 # ---- recovery: adapted models by their tokens, and retrainings by their validations ----
@@ -133,25 +113,12 @@ def _models_plot(content: ReportContent) -> list[ReportPlot]:
             "family": one.family,
             "tokens": one.tokens or 0,
             **value.fields("y"),
-            "words": f"{one.description}; {measure.words(value)}",
+            "words": f"{one.title}; {measure.title} {measure.text(value)}",
         }
         for one, value in known
         for end in _last_ways([other for other, _ in known if other.modes == one.modes])
         if _begins(str(one.adapted), end)
     ]
-    table = make_table(
-        "Recovery: the data",
-        (
-            {
-                "model": one.name,
-                "layout": one.layout_words,
-                "method": str(one.adapted),
-                "tokens": number_cell(one.tokens or 0, "{:,.0f}"),
-                measure.title: estimate_cell(value, measure.text),
-            }
-            for one, value in known
-        ),
-    )
     return [
         ReportPlot(
             name="recovery",
@@ -161,7 +128,6 @@ def _models_plot(content: ReportContent) -> list[ReportPlot]:
             " 95 % intervals.",
             summary=f"{measure.title.capitalize()} of {len(known)} models against the tokens that they read.",
             panels=[PlotPanel(_models_spec(rows, measure, content.margin))],
-            table=table,
             legend=family_legend(rows),
         )
     ]
@@ -219,15 +185,6 @@ def _retraining_plot(found: Sequence[RetrainingRun]) -> list[ReportPlot]:
     title = f"Held-out {quality} while retraining"
     names = dict.fromkeys(run.name for run in runs)
     table = {name: (RUN_COLOURS[i % len(RUN_COLOURS)], RUN_SHAPES[i % len(RUN_SHAPES)]) for i, name in enumerate(names)}
-    cells = (
-        {
-            "training": row["name"],
-            "step": number_cell(row["step"], "{:.0f}"),
-            "tokens": number_cell(row["tokens"], "{:,.0f}"),
-            f"held-out {quality}": number_cell(row["y"], "{:.4f}"),
-        }
-        for row in rows
-    )
     scale: Spec = {"type": "log", "nice": False} if is_wide([row["y"] for row in rows]) else {"zero": False}
     y = quantitative(
         "y", f"held-out {quality}{', nats' * has_teacher}", scale=scale, axis={"format": "~g", "tickCount": 6}
@@ -243,7 +200,69 @@ def _retraining_plot(found: Sequence[RetrainingRun]) -> list[ReportPlot]:
             caption=f"Of text that was held out, by the tokens that were read.{dashed}",
             summary=f"Held-out {quality} of {len(runs)} trainings, by tokens read.",
             panels=[PlotPanel(spec, picture_title=f"{title}.{dashed}")],
-            table=make_table(f"Held-out {quality}: the data", cells),
             legend=[(name, *look) for name, look in table.items()],
         )
     ]
+
+
+# ---- sensitivity ----
+
+
+def sensitivity_plots(found: FoundDocuments) -> list[ReportPlot]:
+    """Return one plot for each file."""
+    return [
+        _plot(one.document, "sensitivity" if number == 1 else f"sensitivity-{number}")
+        for number, one in enumerate(found.sensitivities, 1)
+    ]
+
+
+def _plot(document: SensitivityDocument, name: str) -> ReportPlot:
+    ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
+    aligned = ", aligned" if document.aligned is not None else ""
+    windows = f"{document.data.samples} x {document.data.seq_len} tokens"
+    return ReportPlot(
+        name=name,
+        title="Sensitivity of each layer",
+        caption=f"{Path(document.model).name}{ranks}{aligned}; {windows}, {document.interval:.0%} bootstrap intervals:"
+        f" {dense_line(document)}. Dashed lines: tau1 {document.tau1:g}, tau2 {document.tau2:g}, the ends of the"
+        " classes.",
+        summary=f"The cost of {document.num_layers} layers as {', '.join(document.kinds)}, each with its interval.",
+        panels=[_panel(document)],
+        legend=[(kind, *KIND_LOOKS[kind]) for kind in document.kinds],
+    )
+
+
+def _panel(document: SensitivityDocument) -> PlotPanel:
+    """Return a panel of each layer's sensitivity by kind, with its interval. Its scale is logarithmic where a few
+    layers dwarf the others."""
+    rows: list[dict[str, Any]] = [
+        {
+            "layer": cost.layer,
+            "kind": cost.kind,
+            "y": cost.sensitivity,
+            "y1": cost.low,
+            "y2": cost.high,
+            "words": f"layer {cost.layer} as {cost.kind}: {cost.sensitivity:.4g} ({cost.low:.4g} to {cost.high:.4g}),"
+            f" {cost.sensitivity_class}",
+        }
+        for cost in document.costs
+    ]
+    lowest, highest = min(cost.low for cost in document.costs), max(cost.high for cost in document.costs)
+    y = quantitative("y", "increase of perplexity")
+    threshold = max(statistics.median(abs(cost.sensitivity) for cost in document.costs), document.tau1, 1e-3)
+    if highest > WIDE_RANGE * threshold:
+        powers = [power for power in POWERS if power >= threshold]
+        ticks = [*(-power for power in reversed(powers) if -power >= lowest), 0, *(p for p in powers if p <= highest)]
+        y["scale"] = {"type": "symlog", "constant": threshold, "nice": False, "padding": 8}
+        y["axis"] = {"values": ticks, "format": "~g", "labelOverlap": True}
+    x: Spec = {"field": "layer", "type": "ordinal", "title": "layer", "axis": {"labelAngle": 0, "labelOverlap": True}}
+    look = looks("kind", {kind: KIND_LOOKS[kind] for kind in document.kinds})
+    encoding = {"x": x, "y": y, "xOffset": {"field": "kind", "type": "nominal", "sort": document.kinds}}
+    layers = [
+        level("y", 0),
+        *(level("y", tau, dashed=True) for tau in (document.tau1, document.tau2) if tau <= 2 * highest),
+        intervals("y", {**encoding, "color": look["color"]}, width=2),
+        marks({**encoding, **look}, 50),
+    ]
+    spec = make_spec("Sensitivity of each layer", 280, rows, layers)
+    return PlotPanel(spec, picture_title="Increase of the perplexity by each layer")

@@ -33,11 +33,10 @@ def find_answer(content: ReportContent) -> Answer:
     shown = [one for one in others if one.verdict(content.margin) == "shown"]
     compared = [one for one in others if one.difference is not None]
     nearest = None if shown else _nearest(others)
-    fastest = _fastest(shown or ([nearest] if nearest is not None else others), content)
-    best, timing = fastest[0] if fastest else (shown[0] if shown else nearest, None)
+    best, timing = _fastest(shown or ([nearest] if nearest is not None else others), content)
     is_faster = timing is not None and timing.is_faster
-    advice = [] if timing is not None else [f"`{MEASURE_SPEED}` measures the speed."]
-    if best is not None and shown:
+    sentences = []
+    if shown and best is not None:
         headline = f"{best.title} is at most {margin} less accurate than dense"
         if timing is None:
             headline += ", as the 95 % interval shows. Its speed was not measured."
@@ -48,29 +47,34 @@ def find_answer(content: ReportContent) -> Answer:
     elif compared:
         headline = f"No layout is shown to be within {margin} of dense."
         if needed := max(one.samples_needed(content.margin) or 0 for one in compared):
-            advice.insert(0, f"About {needed:,} samples would show it of a model that is as good as dense.")
+            sentences = [f"About {needed:,} samples would show it of a model that is as good as dense."]
     else:
         headline = "The accuracy was not measured."
-        advice.insert(0, f"`{MEASURE_ACCURACY}` measures it; give results.json to this report.")
+        sentences = [f"`{MEASURE_ACCURACY}` measures it; give results.json to this report."]
     if nearest is not None:
         headline += f" The nearest to it is {nearest.title}: {_distance(nearest)}."
-    details = _details(best, timing, fastest) if best is not None and timing is not None else []
+    if best is not None and timing is not None:
+        sentences.insert(0, _numbers(best, timing))
+    if timing is None:
+        sentences.append(f"`{MEASURE_SPEED}` measures the speed.")
     recommended = best if shown and (is_faster or timing is None) else None
     setting = timing.setting if timing is not None else None
-    return Answer(headline, [*details, *advice, *_doubts(content, recommended)], recommended, setting)
+    return Answer(headline, [*sentences, *_doubts(content, recommended)], recommended, setting)
 
 
-def _fastest(models: list[ReportModel], content: ReportContent) -> list[tuple[ReportModel, Timing]]:
-    """Return the fastest model of each setting, settings with a shown speed-up first.
+def _fastest(models: list[ReportModel], content: ReportContent) -> tuple[ReportModel | None, Timing | None]:
+    """Return the fastest model and its time; None for what is not there.
 
-    A model that is shown to be faster goes before others. Of equally fast ones the most accurate is taken.
+    A model that is shown to be faster goes before others, and an earlier setting before a later one. Of equally fast
+    models the most accurate is taken.
     """
-    found = []
-    for setting in content.real_settings:
-        timed = [(one, timing) for one in models if (timing := one.timing(setting)) is not None]
-        if timed:
-            found.append(max(timed, key=lambda pair: (pair[1].is_faster, pair[1].whole.value, pair[0].accuracy or 0.0)))
-    return sorted(found, key=lambda pair: not pair[1].is_faster)
+    for needs_proof in (True, False):
+        for setting in content.real_settings:
+            timed = [(one, timing) for one in models if (timing := one.timing(setting)) is not None]
+            known = [pair for pair in timed if pair[1].is_faster or not needs_proof]
+            if known:
+                return max(known, key=lambda pair: (pair[1].whole.value, pair[0].accuracy or 0.0))
+    return (models[0] if models else None), None
 
 
 def _nearest(others: list[ReportModel]) -> ReportModel | None:
@@ -94,18 +98,13 @@ def _distance(one: ReportModel) -> str:
     return ", ".join(parts)
 
 
-def _details(best: ReportModel, timing: Timing, fastest: list[tuple[ReportModel, Timing]]) -> list[str]:
-    """Return sentences on accuracy and speed of the headline's model, and on the settings with a shown speed-up."""
+def _numbers(best: ReportModel, timing: Timing) -> str:
+    """Return a sentence on accuracy and speed of the headline's model."""
     accuracy = f"{points_text(best.difference)} points from dense; " if best.difference is not None else ""
     interval = "" if timing.whole.low is not None else ", no interval: too few rounds"
     is_emulated = timing.setting.kind == "emulated"
     note = " This speed-up is emulated, not measured on a whole group." if is_emulated else ""
-    slow = [f"{one.setting.words}: {speedup_text(one.whole)}" for _, one in fastest if not one.is_faster]
-    where = f" Not in {'; '.join(slow[:3])}{' and more below' * (len(slow) > 3)}." if slow else ""
-    return [
-        f"{best.name}: {accuracy}end to end {speedup_text(timing.whole)}{interval}, {timing.setting.words}.{note}",
-        f"A speed-up is shown in {len(fastest) - len(slow)} of {len(fastest)} settings.{where}",
-    ]
+    return f"{best.name}: {accuracy}end to end {speedup_text(timing.whole)}{interval}, {timing.setting.words}.{note}"
 
 
 def _doubts(content: ReportContent, best: ReportModel | None) -> list[str]:
@@ -116,18 +115,12 @@ def _doubts(content: ReportContent, best: ReportModel | None) -> list[str]:
             f"That {best.name} is better than dense may come of the text it was trained on: train the dense model on it"
             " too, and compare the two."
         )
-    if content.reference is not None and content.reference.family != "dense":
-        sentences.append(f"Here dense is {content.reference.title}, the first model: none is dense.")
     for sweep in content.found.sweeps:
         points = [point for point in sweep.document.points if point.not_promoted is None]
         if failed := sum(point.failure is not None for point in points):
             sentences.append(f"{failed} of {len(points)} models failed; the table says why.")
         if not sweep.document.complete:
-            evaluated = sum(point.results is not None for point in points)
-            sentences.append(
-                f"The sweep is not complete: {evaluated} of {len(points)} models are evaluated."
-                f" `{sweep.document.command}` goes on with it."
-            )
+            sentences.append(f"The sweep is not complete. `{sweep.document.command}` goes on with it.")
     benches = [bench.document for bench in content.found.benches]
     if not all(bench.complete for bench in benches):
         sentences.append("A benchmark was interrupted: its rows are those measured so far.")

@@ -13,7 +13,7 @@ from ladderize.eval.options import CompareOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel
 from ladderize.eval.table import mean_accuracy, short_names
 from ladderize.report.documents import FoundDocument, FoundDocuments
-from ladderize.report.models import KIND_ORDER, ReportModel, Setting, Timing, WithInterval, model_key, new_model
+from ladderize.report.models import ReportModel, Setting, Timing, WithInterval, model_key, new_model
 from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow
 
 NORMAL_95 = 1.959964  # half the width of a 95 % interval of the normal distribution, in standard errors
@@ -74,8 +74,7 @@ def join_documents(found: FoundDocuments, margin: float | None = None) -> Report
 
 
 def _preference(setting: Setting) -> tuple[object, ...]:
-    kind = KIND_ORDER.index(setting.kind)
-    first = (bool(setting.note), kind, -setting.tp_size, setting.source, setting.batch_size)
+    first = (bool(setting.note), setting.kind == "emulated", -setting.tp_size, setting.source, setting.batch_size)
     return (*first, setting.medium, setting.prompt_len, setting.output_len)
 
 

@@ -13,9 +13,7 @@ from ladderize.sweep_document import AS_CONVERTED, SweepPoint
 
 # measured: real ranks; emulated: one real rank of a group that is not there
 TimingKind = Literal["measured", "emulated"]
-KIND_ORDER: tuple[TimingKind, ...] = ("measured", "emulated")
 PHASE_WORDS = {"end_to_end": "end to end", "prefill": "prefill", "decode": "decode"}
-FAMILIES = ("dense", "ladder", "spd", "spd + ladder", "baseline")
 MINUS = "\u2212"
 
 
@@ -183,7 +181,7 @@ class ReportModel:
 
     @property
     def family(self) -> str:
-        """One of FAMILIES."""
+        """The kind of its layout: dense, ladder, spd, spd + ladder; or baseline."""
         if self.is_baseline:
             return "baseline"
         modes = {*self.attention_sync, *self.mlp_sync} - {BLOCKING}
@@ -206,11 +204,6 @@ class ReportModel:
         if self.adapted in (None, AS_CONVERTED):
             return ""
         return f"{self.adapted}, {self.tokens:,} tokens" if self.tokens else str(self.adapted)
-
-    @property
-    def description(self) -> str:
-        """Name, layout and adaptation."""
-        return self.title + (f"; adapted ({self.adaptation})" if self.adaptation else "")
 
     def verdict(self, margin: float) -> str:
         """Return the verdict of the interval on a margin in points; empty where nothing was compared."""

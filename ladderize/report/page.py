@@ -6,7 +6,7 @@ All text of documents is escaped.
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,68 +14,43 @@ from typing import Any
 from urllib.parse import quote
 
 import ladderize
-from ladderize.console import SILENT, Console, human_bytes, printable
+from ladderize.console import SILENT, Console, printable
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.options import check_margin
-from ladderize.eval.table import margin_text
 from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
-from ladderize.report.accuracy_plots import recovery_plots, task_plots
-from ladderize.report.answer import MEASURE_ACCURACY, MEASURE_SPEED, Answer, find_answer
-from ladderize.report.documents import FoundDocuments, find_documents
+from ladderize.report.accuracy_plots import recovery_plots, sensitivity_plots, task_plots
+from ladderize.report.answer import Answer, find_answer
+from ladderize.report.documents import find_documents
 from ladderize.report.join import ReportContent, join_documents
-from ladderize.report.models import ReportModel, Setting, perplexity_text, points_text, speedup_text
-from ladderize.report.plot import (
-    ReportPlot,
-    ReportTable,
-    TableCell,
-    estimate_cell,
-    make_table,
-    number_cell,
-    percent_cell,
-)
-from ladderize.report.sensitivity_plots import sensitivity_plots
+from ladderize.report.plot import PALETTE, ReportPlot, save_pictures, svg_picture
 from ladderize.report.speed_plots import speed_plots, time_plots
+from ladderize.report.tables import ReportTable, models_table, setup_facts
 from ladderize.report.tradeoff_plot import tradeoff_plots
-from ladderize.report.vega import PALETTE, save_pictures, svg_picture
 
 TEMPLATES = Path(__file__).parent / "templates"
-MEASURE_SENSITIVITY = "ladderize sensitivity DENSE --data FILE --sync-tp-size N --out sensitivity.json"
-RETRAIN = "ladderize adapt MODEL OUT --distill-from DENSE --data FILE --max-tokens N"
-
-
-@dataclass(frozen=True)
-class PageSection:
-    """A section of plots.
-
-    missing: a sentence for a section without plots, with the command that makes their data.
-    """
-
-    name: str
-    title: str
-    plots: list[ReportPlot]
-    missing: str
 
 
 @dataclass(frozen=True)
 class ReportPage:
-    """All that the templates show."""
+    """All that the templates show.
+
+    sections: the title and the plots of each.
+    """
 
     title: str
     answer: Answer
-    tradeoff: PageSection
     models: ReportTable
-    models_intro: str
-    sections: list[PageSection]
+    sections: dict[str, list[ReportPlot]]
     setup: list[tuple[str, dict[str, str]]]
     remarks: list[str]
     version: str = ladderize.__version__
 
     @property
     def plots(self) -> list[ReportPlot]:
-        return [plot for section in (self.tradeoff, *self.sections) for plot in section.plots]
+        return [plot for plots in self.sections.values() for plot in plots]
 
 
 @dataclass(frozen=True)
@@ -171,105 +146,24 @@ def check_libraries() -> None:
 
 
 def build_page(content: ReportContent) -> ReportPage:
-    """Return the page with its sections. A section without data has a sentence with the command that makes it."""
+    """Return the page, without the sections of what was not measured."""
     answer, reference = find_answer(content), content.reference
-    setting = answer.setting or next(iter(content.real_settings), None)
-    lacking = MEASURE_ACCURACY if content.real_settings else MEASURE_SPEED
-    neither = f"There is no model with both a score and a time. `{lacking}` measures what is missing."
-    untimed = f"Nothing was timed. `{MEASURE_SPEED}` does it."
-    unknown = f"The sensitivity of the layers was not measured. `{MEASURE_SENSITIVITY}` does it."
-    untasked = f"No task was evaluated. `{MEASURE_ACCURACY}` does it."
-    unadapted = f"Nothing was adapted here. `{RETRAIN}` wins accuracy back."
+    sections = {
+        "The trade-off": tradeoff_plots(content, answer.setting),
+        "Task by task": task_plots(content),
+        "Speed": speed_plots(content),
+        "Where the time goes": time_plots(content),
+        "Sensitivity": sensitivity_plots(content.found),
+        "Recovery": recovery_plots(content),
+    }
     return ReportPage(
         title=f"Accuracy against speed{f': {reference.name}' if reference is not None else ''}",
         answer=answer,
-        tradeoff=PageSection("tradeoff", "The trade-off", tradeoff_plots(content, answer.setting), neither),
-        models=models_table(content, setting),
-        models_intro="Select a heading to sort by it." + (f" Times: {setting.words}." if setting is not None else ""),
-        sections=[
-            PageSection("tasks", "Task by task", task_plots(content), untasked),
-            PageSection("speed", "Speed", speed_plots(content), untimed),
-            PageSection("time", "Where the time goes", time_plots(content), untimed),
-            PageSection("sensitivity", "Sensitivity", sensitivity_plots(content.found), unknown),
-            PageSection("recovery", "Recovery", recovery_plots(content), unadapted),
-        ],
-        setup=_setup(content.found),
+        models=models_table(content, answer.setting or next(iter(content.real_settings), None)),
+        sections={title: plots for title, plots in sections.items() if plots},
+        setup=setup_facts(content.found),
         remarks=content.remarks,
     )
-
-
-def models_table(content: ReportContent, setting: Setting | None) -> ReportTable:
-    """Return the table with a row for each model, without empty columns.
-
-    setting: the setting of the times.
-    """
-    rows = [_model_row(one, setting, content.margin) for one in content.models]
-    filled = {name for row in rows for name, cell in row.items() if cell not in ("", TableCell(""))}
-    shared: dict[str, list[str]] = {}
-    for one in content.models:
-        if one.timed_as is not None:
-            shared.setdefault(one.timed_as.name, []).append(one.name)
-    words = "; ".join(f"{', '.join(names)} those of {timed}" for timed, names in shared.items())
-    note = f"* Times of another model with the same layout, on which alone speed depends: {words}." if words else ""
-    return make_table("All models", [{name: row[name] for name in row if name in filled} for row in rows], note)
-
-
-def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict[str, str | TableCell]:
-    timing = one.timing(setting) if setting is not None else None
-    row = timing.row if timing is not None else None
-    kind = setting.kind if setting is not None else ""
-    predictions = one.comparison.predictions if one.comparison is not None else None
-    needed = one.samples_needed(margin)
-    verdict = {"worse": "no: shown to be worse"}.get(one.verdict(margin), one.verdict(margin))
-    star = " *" * (one.timed_as is not None)
-    whole = timing.whole if timing is not None else None
-    return {
-        "model": one.name,
-        "layout": one.layout_words,
-        "adapted": one.adaptation,
-        "points from dense (95 %)": estimate_cell(one.difference, points_text),
-        f"within {margin_text(margin)}": verdict + (f": {needed:,} samples needed" if needed else ""),
-        f"speed-up (95 %), {kind}": estimate_cell(whole, lambda value: speedup_text(value) + star),
-        "perplexity (95 %)": estimate_cell(one.perplexity, perplexity_text),
-        "accuracy": percent_cell(one.accuracy),
-        "KL to dense, nats": estimate_cell(one.divergence, lambda kl: f"{kl.value:.4f}"),
-        "same top token": percent_cell(predictions.same_top_share if predictions is not None else None),
-        f"prefill ms, {kind}": number_cell(row.prefill_ms if row is not None else None, "{:.2f}"),
-        f"decode ms, {kind}": number_cell(row.decode_ms_per_token if row is not None else None, "{:.2f}"),
-        "peak memory": number_cell(row.peak_memory_bytes if row is not None else None, human_bytes),
-        "not promoted": one.not_promoted or "",
-        "failed": one.failure or "",
-    }
-
-
-def _setup(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
-    """Return the names of documents, and the facts of their making. Documents with the same facts are one entry."""
-    together: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for path, facts in _facts(found):
-        texts = {name: ", ".join(fact) if isinstance(fact, list) else str(fact) for name, fact in facts.items() if fact}
-        together.setdefault(tuple(texts.items()), []).append(f"{path.parent.name}/{path.name}")
-    return [
-        (", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3), dict(facts))
-        for facts, names in together.items()
-    ]
-
-
-def _facts(found: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
-    """Yield the facts of each document's making: machine, versions, options."""
-    for results in found.results:
-        options, model = results.document.options, results.document.models[0].model
-        versions = {"torch": model.torch_version, "transformers": model.transformers_version}
-        asked = {"tasks": options.tasks, "samples for each task": options.limit, "perplexity on": options.perplexity}
-        facts = {"device": model.device, "dtype": model.dtype, **versions, **asked}
-        yield results.path, {"ladderize": results.version, **facts}
-    for bench in found.benches:
-        document = bench.document
-        machine = {
-            name.replace("_", " "): fact for name, fact in vars(document.environment).items() if name != "settings"
-        }
-        link = f"emulated link {document.link.name}" if document.link is not None else document.backend
-        rounds = f"{document.options.repeat}, after {document.options.warmup} to warm up"
-        yield bench.path, {"ladderize": bench.version, **machine, "communication": link, "rounds": rounds}
 
 
 # ---- rendering ----

@@ -9,20 +9,24 @@ from ladderize.report.models import PHASE_WORDS, ReportModel, Setting, Timing, W
 from ladderize.report.plot import (
     MODEL_ROWS,
     PlotChoice,
+    PlotPanel,
     ReportPlot,
+    Spec,
     dots,
-    estimate_cell,
     family_colour,
     family_legend,
+    intervals,
     kind_shape,
-    make_table,
-    number_cell,
+    level,
+    lines,
+    make_spec,
+    marks,
+    nominal,
+    quantitative,
     row_height,
 )
-from ladderize.report.vega import PlotPanel, Spec, intervals, level, lines, make_spec, marks, nominal, quantitative
+from ladderize.runtime.bench.document import BenchRow
 
-MOST_PANELS = {"speed": 8, "time": 6}  # the tables have all settings
-MOST_LINES = 8  # models in a panel of lines; more could not be told apart
 PARTS = {
     "compute": "compute",
     "hidden": "compute with communication beneath it",
@@ -57,36 +61,16 @@ def speed_plots(content: ReportContent) -> list[ReportPlot]:
     if not groups:
         return []
     timings = _timings(content, content.settings)
-    drawn = groups[: MOST_PANELS["speed"]]
-    more = f" Drawn are {len(drawn)} of {len(groups)} groups; the table has all." if len(groups) > len(drawn) else ""
     words = " Random weights: only the times mean something." if any(one.note for one in content.settings) else ""
-    table = make_table(
-        "Speed: the data",
-        (
-            {
-                "model": one.name,
-                "setting": timing.setting.words,
-                **{
-                    f"{words} (95 %)": estimate_cell(timing.speedup(name), speedup_text)
-                    for name, words in PHASE_WORDS.items()
-                },
-                "prefill ms": number_cell(timing.row.prefill_ms, "{:.3f}"),
-                "decode ms": number_cell(timing.row.decode_ms_per_token, "{:.3f}"),
-                "tokens/s": number_cell(timing.row.output_tokens_per_s, "{:.1f}"),
-            }
-            for one, timing in timings
-        ),
-    )
     return [
         ReportPlot(
             name="speed",
             title="Speed-up by batch size and link",
             caption="Speed-up over the first model of each benchmark; bars are 95 % intervals; the line at 1\u00d7 is"
             " no gain. Circles are measured; diamonds are emulated: one real rank of a group that is not"
-            f" there.{words}{more}",
+            f" there.{words}",
             summary=f"Speed-ups of {len({id(one) for one, _ in timings})} models in {len(content.settings)} settings.",
-            panels=[_speed_panel(content, settings) for settings in drawn],
-            table=table,
+            panels=[_speed_panel(content, settings) for settings in groups],
             legend=family_legend([{"family": one.family, "kind": timing.setting.kind} for one, timing in timings]),
             choices=[PlotChoice("phase", "Time of", list(PHASE_WORDS.items()))],
         )
@@ -102,7 +86,8 @@ def _speed_panel(content: ReportContent, settings: list[Setting]) -> PlotPanel:
             "phase": phase,
             "batch": timing.setting.batch_size,
             **timing.speedup(phase).fields("x"),
-            "words": f"{one.title}; {words} {speedup_text(timing.speedup(phase))}; {timing.setting.words}",
+            "words": f"{one.title}; {words} {speedup_text(timing.speedup(phase))}; {timing.setting.words}"
+            f"{_pass_words(timing.row, phase)}",
         }
         for one, timing in _timings(content, settings)
         if not timing.is_first
@@ -114,10 +99,14 @@ def _speed_panel(content: ReportContent, settings: list[Setting]) -> PlotPanel:
     return PlotPanel(dots(f"Speed-ups: {title}", rows, SPEEDUP, [level("x", 1)], **CHOSEN), title)
 
 
+def _pass_words(row: BenchRow, phase: str) -> str:
+    if phase == "decode":
+        return f"; {row.decode_ms_per_token:.3f} ms, {row.output_tokens_per_s:.1f} tokens/s"
+    return f"; {row.prefill_ms:.3f} ms" if phase == "prefill" else ""
+
+
 def _speed_lines(rows: list[dict[str, Any]], title: str) -> Spec:
     """Draw several batch sizes: a line for each model, with its name at the end."""
-    names = list(dict.fromkeys(row["name"] for row in rows))[:MOST_LINES]
-    rows = [row for row in rows if row["name"] in names]
     batches = sorted({row["batch"] for row in rows})
     scale = {"type": "log", "base": 2, "nice": False, "padding": 14}
     x = quantitative("batch", "batch size", scale=scale, axis={"values": batches, "format": "d"})
@@ -162,31 +151,14 @@ def _time_parts(timing: Timing, phase: str) -> tuple[float, float | None, WithIn
 
 def _time_plot(timings: list[tuple[ReportModel, Timing]], phase: str, title: str) -> ReportPlot:
     settings = list(dict.fromkeys(timing.setting for _, timing in timings))
-    drawn = settings[: MOST_PANELS["time"]]
-    more = f" Drawn are {len(drawn)} of {len(settings)} settings; the table has all." if drawn != settings else ""
-    parts = [(one, timing.setting, *_time_parts(timing, phase)) for one, timing in timings]
-    table = make_table(
-        f"{title}: the data",
-        (
-            {
-                "model": one.name,
-                "setting": setting.words,
-                "compute ms": number_cell(compute, "{:.3f}"),
-                "hidden ms": number_cell(hidden, "{:.3f}"),
-                "waited ms (95 %)": estimate_cell(waited, lambda value: value.text(3)),
-            }
-            for one, setting, compute, hidden, waited in parts
-        ),
-    )
     return ReportPlot(
         name=f"time-{phase}",
         title=title,
         caption="Compute is the time without communication. Waiting is what communication adds; where the rounds do"
-        " not tell it from nothing, its interval in the table holds 0. Hidden is the communication alone minus the"
-        f" waiting, for layouts that overlap.{more}",
-        summary=f"Stacked bars of {title.lower()} in {len(drawn)} settings: compute, hidden and waited milliseconds.",
-        panels=[_time_panel([pair for pair in timings if pair[1].setting == setting], phase) for setting in drawn],
-        table=table,
+        " not tell it from nothing, its interval in the data holds 0. Hidden is the communication alone minus the"
+        " waiting, for layouts that overlap.",
+        summary=f"Stacked bars of {title.lower()}: compute, hidden and waited milliseconds.",
+        panels=[_time_panel([pair for pair in timings if pair[1].setting == setting], phase) for setting in settings],
         legend=[(words, part, "square") for part, words in PARTS.items()],
     )
 
@@ -197,7 +169,8 @@ def _time_panel(timings: list[tuple[ReportModel, Timing]], phase: str) -> PlotPa
         compute, hidden, waited = _time_parts(timing, phase)
         values = (compute - (hidden or 0.0), hidden or 0.0, max(0.0, waited.value))
         for order, (part, value) in enumerate(zip(PARTS, values, strict=True)):
-            words = f"{one.title}: {PARTS[part]} {value:.3f} ms; {setting.words}"
+            shown = waited.text(3) if part == "waited" else f"{value:.3f}"
+            words = f"{one.title}: {PARTS[part]} {shown} ms; {setting.words}"
             if value > 0:
                 rows.append({"name": one.name, "part": part, "order": order, "ms": value, "words": words})
     bars: Spec = {
@@ -205,7 +178,7 @@ def _time_panel(timings: list[tuple[ReportModel, Timing]], phase: str) -> PlotPa
         "encoding": {
             "y": MODEL_ROWS,
             "x": quantitative("ms", "ms", aggregate="sum", axis={"tickCount": 5}),
-            "color": nominal("part", {part: part for part in PARTS}, colours=True),
+            "color": nominal("part", {part: part for part in PARTS}),
             "order": {"field": "order", "type": "quantitative"},
             "description": {"field": "words"},
         },

@@ -11,17 +11,22 @@ from ladderize.report.models import PHASE_WORDS, Setting, WithInterval, speedup_
 from ladderize.report.plot import (
     BY_ACCURACY,
     BY_PERPLEXITY,
+    SIGNED_LABEL,
     Measure,
     PlotChoice,
+    PlotPanel,
     ReportPlot,
-    TableCell,
+    Spec,
     family_colour,
     family_legend,
+    intervals,
     is_wide,
     kind_shape,
-    make_table,
+    level,
+    lines,
+    make_spec,
+    quantitative,
 )
-from ladderize.report.vega import SIGNED_LABEL, PlotPanel, Spec, intervals, level, lines, make_spec, quantitative
 
 CLOSE_ACROSS, CLOSE_UP = 0.25, 0.06  # shares of the axes: names of marks that are closer would overlap
 WIDE_SPAN = 12  # points; beyond, the scale is logarithmic away from 0, so that small losses stay apart
@@ -76,8 +81,8 @@ def _rows(content: ReportContent, measure: Measure, number: int, setting: Settin
             **score.fields("y"),
             "front": on_front,
             "label": side,
-            "words": f"{one.description}; {PHASE_WORDS[phase]} {speedup_text(speed)}, {setting.kind};"
-            f" {measure.words(score)}{'; on the Pareto front' if on_front else ''}",
+            "words": f"{one.title}; {PHASE_WORDS[phase]} {speedup_text(speed)}, {setting.words};"
+            f" {measure.title} {measure.text(score)}{'; on the Pareto front' if on_front else ''}",
         }
         for (one, speed, score), on_front, side in zip(placed, front, sides, strict=True)
     ]
@@ -137,20 +142,6 @@ def _plot(content: ReportContent, measure: Measure, rows: list[dict[str, Any]]) 
         f" {quality} on the vertical one; at first {at_first}, end to end."
     )
     margin = f"The dashed line is the margin, {margin_text(content.margin)}. " if measure.is_more_better else ""
-    table = make_table(
-        f"Speed-up against {quality}: the data",
-        (
-            {
-                "model": row["name"],
-                "setting": row["place"],
-                "time of": PHASE_WORDS[row["phase"]],
-                "speed-up (95 %)": TableCell(speedup_text(WithInterval(row["x"], row["x1"], row["x2"])), row["x"]),
-                measure.title: TableCell(measure.text(WithInterval(row["y"], row["y1"], row["y2"])), row["y"]),
-                "Pareto front": "yes" if row["front"] else "no",
-            }
-            for row in rows
-        ),
-    )
     return ReportPlot(
         name="tradeoff" if measure.is_more_better else "tradeoff-perplexity",
         title=f"Speed-up against {quality}",
@@ -160,7 +151,6 @@ def _plot(content: ReportContent, measure: Measure, rows: list[dict[str, Any]]) 
         f" {at_first}.",
         summary=summary,
         panels=[PlotPanel(_spec(content, measure, rows, summary), picture_title=at_first)],
-        table=table,
         legend=family_legend(rows),
         choices=[*choices, PlotChoice("phase", "Time of", list(PHASE_WORDS.items()))],
         interactive=True,

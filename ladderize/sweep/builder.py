@@ -22,7 +22,6 @@ from ladderize.sweep.stages import (
     SHARDS,
     Given,
     Stage,
-    StageLaunch,
     adapt_words,
     bench_words,
     convert_words,
@@ -52,9 +51,9 @@ class Inputs:
     def __post_init__(self) -> None:
         self.remembered = read_own(self.cache).get("files", {})
 
-    def model(self, name: str, revision: str | None = None) -> str:
+    def model(self, name: str) -> str:
         """Return the hash of a checkpoint: its weights, config and tokenizer. Raises UserError unless it is sound."""
-        folder = check_model(name, revision)
+        folder = check_model(name)
         return self._files(folder, (path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES))
 
     def _files(self, folder: Path, paths: Iterable[Path]) -> str:
@@ -114,37 +113,31 @@ def _signature(path: Path) -> list[int] | None:
 class StageBuilder:
     """A builder of stages.
 
-    model: the dense model as stages name it.
     digest: the hash of its content.
     gpus: the number of GPUs.
     """
 
     spec: SweepSpec
     inputs: Inputs
-    model: str
     digest: str
     gpus: int
 
     @classmethod
     def of(cls, spec: SweepSpec, inputs: Inputs) -> "StageBuilder":
         """Return a builder for the dense model. Raises UserError unless the model is sound."""
-        model = spec.model if spec.revision is None else str(check_model(spec.model, spec.revision))
-        return cls(spec, inputs, model, inputs.model(spec.model, spec.revision), len(visible_gpus()))
+        return cls(spec, inputs, inputs.model(spec.model), len(visible_gpus()))
 
-    def launch(self, options: Given, method: str = "") -> StageLaunch:
-        """Return the start of a command: on as many GPUs as there are and divide the batch. One group of tensor
-        parallel ranks is started by the command itself.
+    def processes(self, options: Given, is_shared: bool = False) -> int:
+        """Return the number of processes of a command: as many as there are GPUs and divide the batch. One group of
+        tensor parallel ranks is started by the command itself.
 
-        method: of adapt; those in SHARDS share a batch.
+        is_shared: the processes share a batch.
         """
         copy = int(options.get("tp_size", 1))  # processes for each copy of the model
-        batch = options.get("batch_size") if method in SHARDS else None
+        batch = options.get("batch_size") if is_shared else None
         gpus = 1 if options.get("device") == "cpu" else self.gpus
-        fit = [n for n in range(copy, gpus + 1, copy) if batch is None or int(batch) % (n // copy) == 0]
-        processes = max(fit, default=copy)
-        if processes == copy > 1:
-            return StageLaunch()
-        return StageLaunch(processes, fsdp=method in SHARDS and copy == 1 and processes > 1)
+        fit = [n for n in range(2 * copy, gpus + 1, copy) if batch is None or int(batch) % (n // copy) == 0]
+        return max(fit, default=1)
 
     def conversion(self, choice: LayoutChoice, layout: Layout, words: str) -> Stage:
         """Return the stage that makes a layout.
@@ -161,7 +154,7 @@ class StageBuilder:
             "convert",
             f"convert: {words}",
             identity,
-            lambda output: (convert_words(spec.model, output, choice.options, spec.revision, spec.verify),),
+            lambda output: (convert_words(spec.model, output, choice.options, spec.verify),),
         )
 
     def adaptation(self, stage: AdaptStage, before: Stage, name: str) -> Stage:
@@ -170,7 +163,8 @@ class StageBuilder:
         before: the stage that writes the model to adapt.
         name: the title's words.
         """
-        options, launch = stage.options, self.launch(stage.options, stage.method)
+        options, is_sharded = stage.options, stage.method in SHARDS
+        processes = self.processes(options, is_sharded)
         content = {key: self.inputs.sources(options[key]) for key in ("data", "eval_data") if key in options}
         identity: dict[str, Any] = {
             "model": before.key,
@@ -178,15 +172,16 @@ class StageBuilder:
             "method": stage.method,
             "options": {**options, **content},
         }
-        if stage.method in SHARDS and "batch_size" not in options:  # the default depends on how many share it
-            identity["processes"] = launch.processes
+        if is_sharded and "batch_size" not in options:  # the default depends on how many share it
+            identity["processes"] = processes
         return make_stage(
             "adapt",
             f"adapt: {name}",
             identity,
-            lambda output: adapt_words(before.model, output, stage.method, self.model, options, self.spec.verify),
+            lambda output: adapt_words(before.model, output, stage.method, self.spec.model, options, self.spec.verify),
             (before,),
-            launch,
+            processes,
+            fsdp=is_sharded and processes > 1 and int(options.get("tp_size", 1)) == 1,
         )
 
     def evaluation(self, name: str, made_by: Stage | None, reference: Stage | None) -> Stage:
@@ -200,7 +195,9 @@ class StageBuilder:
         content = {key: self.inputs.data(options[key]) for key in ("perplexity", "include_path") if key in options}
         packages = EVAL_PACKAGES if "tasks" in options else EVAL_PACKAGES[:2]
         identity = {
-            "model": made_by.key if made_by is not None else [self.digest, self.model],  # the report joins by its name
+            "model": made_by.key
+            if made_by is not None
+            else [self.digest, self.spec.model],  # the report joins by its name
             "reference": self.digest,
             "options": {**options, **content},
             "versions": {package: importlib.metadata.version(package) for package in packages},
@@ -212,15 +209,17 @@ class StageBuilder:
 
         def commands(output: str) -> tuple[tuple[str, ...], ...]:
             keep = {"keep_predictions": f"{output}/{PREDICTIONS}"} if "perplexity" in options and not needs else {}
-            return (eval_words(made_by.model if made_by is not None else self.model, output, options, {**keep, **own}),)
+            return (
+                eval_words(made_by.model if made_by is not None else self.spec.model, output, options, {**keep, **own}),
+            )
 
-        return make_stage("eval", f"eval: {name}", identity, commands, needs, self.launch(options))
+        return make_stage("eval", f"eval: {name}", identity, commands, needs, self.processes(options))
 
     def benchmark(self, setting: BenchChoice, converted: Sequence[Stage]) -> Stage:
         """Return the stage that times all models of one setting, interleaved in one group of processes."""
-        models = [self.model, *(stage.model for stage in converted)]
+        models = [self.spec.model, *(stage.model for stage in converted)]
         identity = {
-            "model": [self.digest, self.model],
+            "model": [self.digest, self.spec.model],
             "models": [stage.key for stage in converted],
             "options": setting.given,
             "machine": machine(),

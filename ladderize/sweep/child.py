@@ -17,7 +17,7 @@ from ladderize.errors import LadderizeError
 from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place, environment_with
 from ladderize.ranks.server import start_context
 from ladderize.runtime.launch import Report, end_with_parent, how_it_ended, run_processes
-from ladderize.sweep.stages import COMMANDS, LOG, Stage, StageLaunch, Words
+from ladderize.sweep.stages import COMMANDS, LOG, Stage, Words
 
 STOP_SECONDS = 120.0  # after Ctrl-C, to save what can be saved
 
@@ -70,9 +70,9 @@ def _work(stage: Stage, root: Path, environment: Mapping[str, str], pipe: Connec
             fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the process of a sweep that was killed a moment ago
         _write_to(Path(stage.output) / LOG)
         print(f"==== {stage.title} ====", flush=True)
-        for launch, words in stage.runs:
-            print(f"$ {launch.command(words)}", flush=True)
-            _run_command(launch, words)
+        for words in stage.commands:
+            print(f"$ {stage.typed(words)}", flush=True)
+            _run_command(stage, words)
         os.close(lock)
     except KeyboardInterrupt:
         error = "interrupted"
@@ -92,17 +92,17 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _run_command(launch: StageLaunch, words: Words) -> None:
+def _run_command(stage: Stage, words: Words) -> None:
     """Run a command of ladderize in this process, or in several with torchrun's variables."""
-    if launch.processes == 1:
+    if not stage.is_shared(words):
         run_words(COMMANDS[words[0]], words)
         return
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = {MASTER_ADDR: "127.0.0.1", MASTER_PORT: str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
-    places = [Place(rank, launch.processes, rank, launch.processes) for rank in range(launch.processes)]
-    with environment_with({**meeting, **launch.variables}):
+    places = [Place(rank, stage.processes, rank, stage.processes) for rank in range(stage.processes)]
+    with environment_with({**meeting, **stage.variables}):
         run_processes(_run_as_rank, (words, Path.cwd()), places, stoppable=True)
 
 

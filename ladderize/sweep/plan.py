@@ -36,7 +36,7 @@ class SweepLayout:
     """One layout.
 
     name: of its entry in the file.
-    label: a name that no other layout has.
+    label: its name or its words; the layouts of a grid have both.
     converting: the stage that makes it; None: the dense model.
     """
 
@@ -125,7 +125,7 @@ class Planner:
     def of(cls, spec: SweepSpec, builder: StageBuilder, root: Path) -> "Planner":
         """Return a planner. Raises UserError for a model that is not dense, and for layouts that do not fit it or a
         benchmark."""
-        config = read_config(check_model(spec.model, spec.revision))
+        config = read_config(check_model(spec.model))
         dense = Layout.from_config(config)
         if not dense.is_dense:
             raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
@@ -133,7 +133,7 @@ class Planner:
         for setting in spec.bench:
             dtype = setting.given.get("dtype", "auto")
             with errors_begin_with(setting.where):
-                plan_bench(ModelChoice(models=(builder.model,), dtype=dtype), setting.options, setting.link)
+                plan_bench(ModelChoice(models=(spec.model,), dtype=dtype), setting.options, setting.link)
             for one in layouts:
                 if setting.times(one.name):
                     with errors_begin_with(f"{setting.where} cannot time {one.label}"):
@@ -154,10 +154,9 @@ class Planner:
         timing_all = (bench for bench, made in zip(benches, self.spec.bench, strict=True) if not made.layouts)
         bench = next(timing_all, None)
         points = [point for way in self.spec.adapt for point in self._points(way, dense, bench, status)]
-        adapted = {point.planned.label for point in points}
-        points += [self._point(one, (), dense.evaluating) for one in self.layouts if one.label not in adapted]
-        places = [one.label for one in self.layouts]
-        points.sort(key=lambda point: places.index(point.planned.label))  # which keeps the order of a layout's points
+        adapted = [point.planned for point in points]
+        points += [self._point(one, (), dense.evaluating) for one in self.layouts if one not in adapted]
+        points.sort(key=lambda point: self.layouts.index(point.planned))  # which keeps the order of a layout's points
         return SweepPlan(_distinct([dense, *points]), benches)
 
     def _points(self, way: AdaptChoice, dense: Point, bench: Stage | None, status: StatusOf) -> Iterator[Point]:
@@ -204,7 +203,7 @@ class Planner:
     def timed(self, point: Point) -> str:
         """Return the model that has a point's times, since speed depends on the layout alone."""
         converting = point.planned.converting
-        return self.builder.model if converting is None else converting.model
+        return self.spec.model if converting is None else converting.model
 
     # ---- promotion ----
 
@@ -221,11 +220,9 @@ class Planner:
         if WAITING in (*holds, of_dense):
             return [hold or WAITING for hold in holds]
         entrants = [self._entrant(point, bench) for point, hold in zip(before, holds, strict=True) if hold is None]
-        reasons = iter(not_promoted(entrants, self._entrant(dense, bench) if of_dense is None else None, count))
-        for place, hold in enumerate(holds):
-            reason = next(reasons) if hold is None else None
-            holds[place] = hold if reason is None else Hold("not promoted", reason)
-        return holds
+        goes_on = iter(promoted(entrants, self._entrant(dense, bench) if of_dense is None else None, count))
+        late = Hold("not promoted", f"it is not among the {count} best")
+        return [hold if hold is not None or next(goes_on) else late for hold in holds]
 
     def _entrant(self, point: Point, bench: Stage | None) -> "Entrant":
         """Return the measurements of a layout: the mean over its tasks, or without tasks minus the perplexity.
@@ -240,18 +237,17 @@ class Planner:
             accuracy = -entry.model.perplexity.perplexity if entry.model.perplexity is not None else 0.0
         if bench is None:
             layout = point.planned.layout
-            return Entrant(point.name, accuracy, -(layout.attention_sync + layout.mlp_sync).count(BLOCKING))
+            return Entrant(accuracy, -(layout.attention_sync + layout.mlp_sync).count(BLOCKING))
         times = self.root / bench.result
         rows = BenchDocument.from_dict(read_document(times, "benchmark"), times).rows
         speeds = (row.speedup_end_to_end for row in rows if row.is_model and row.model == self.timed(point))
-        return Entrant(point.name, accuracy, next(speeds, 0.0))  # 0: it failed the benchmark's check
+        return Entrant(accuracy, next(speeds, 0.0))  # 0: it failed the benchmark's check
 
 
 def _layouts(spec: SweepSpec, builder: StageBuilder, config: Mapping[str, Any], dense: Layout) -> Iterator[SweepLayout]:
     """Yield the layouts of the file, with the stages that make them. Raises UserError, which names the entry, for one
     that the model cannot have."""
     names = [choice.name for choice in spec.layouts]
-    labels: Counter[str] = Counter()
     for choice in spec.layouts:
         with errors_begin_with(choice.where):
             layout = choice.recipe.resolve(dense)[0].layout(dense)
@@ -259,8 +255,6 @@ def _layouts(spec: SweepSpec, builder: StageBuilder, config: Mapping[str, Any], 
         words = str(layout).partition(" layers: ")[2]
         name = choice.name
         label = words if name is None else name if names.count(name) == 1 else f"{name}: {words}"
-        labels[label] += 1
-        label += f" #{labels[label]}" * (labels[label] > 1)
         yield SweepLayout(name, label, layout, builder.conversion(choice, layout, words))
 
 
@@ -304,7 +298,6 @@ class Entrant:
     accuracy, speed: more is better.
     """
 
-    name: str
     accuracy: float
     speed: float
 
@@ -323,18 +316,11 @@ def ranking(entrants: Sequence[Entrant]) -> list[Entrant]:
     return ranked
 
 
-def not_promoted(entrants: Sequence[Entrant], dense: Entrant | None, count: int) -> list[str | None]:
-    """Return None for each of the ``count`` best, and the reason for each other one.
+def promoted(entrants: Sequence[Entrant], dense: Entrant | None, count: int) -> list[bool]:
+    """Return True for each of the ``count`` best.
 
     dense: is ranked but takes no place: a layout that is neither faster nor better than dense comes after the others.
     """
     known = [one for one in (dense, *entrants) if one is not None]
     best = [id(one) for one in ranking(known) if one is not dense][:count]
-
-    def reason(loser: Entrant) -> str:
-        for one in known:
-            if one is not loser and one.accuracy >= loser.accuracy and one.speed >= loser.speed:
-                return f"{one.name} is at least as fast and as good"
-        return f"it is on the Pareto front, but not among the {count} best of it"
-
-    return [None if id(one) in best else reason(one) for one in entrants]
+    return [id(one) in best for one in entrants]

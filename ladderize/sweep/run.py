@@ -3,8 +3,6 @@ again."""
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from ladderize.convert.retraining import ALIGNMENT, DISTILLATION
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import resolved
-from ladderize.files.temporaries import lock_folder, replacement
+from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.environment import already_started
 from ladderize.sweep.builder import CACHE, Inputs, StageBuilder
 from ladderize.sweep.child import run_stage
@@ -36,7 +34,7 @@ from ladderize.sweep.stages import (
 from ladderize.sweep.sweep_file import SweepSpec, read_sweep
 from ladderize.sweep_document import AS_CONVERTED, THEN, StageState, Status, SweepDocument, SweepPoint
 
-SWEEP_JSON, SWEEP_YAML = "sweep.json", "sweep.yaml"
+SWEEP_JSON = "sweep.json"
 OVER = ("done", "not promoted")  # of stages
 
 
@@ -55,33 +53,36 @@ def run_sweep(
     """
     if already_started():
         raise UserError("a sweep starts the processes of its stages itself; run it without torchrun or srun")
-    spec, root = find_folder(file, out)
-    command = command_line("sweep", file, *(["--out", out] if out is not None else []))
-    with _locked(root):
-        run = SweepRun(_planner(spec, root, console), command)
-        run.plan()  # raises for data that are not there
+    run, root = _new_run(file, out, console)
+    run.plan()  # raises for data that are not there
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = lock_folder(root)
+    except BlockingIOError:
+        raise UserError(f"another sweep runs in {root}; wait for it, or choose another --out") from None
+    try:
         run.planner.builder.inputs.save()
-        with replacement(root / SWEEP_YAML) as kept:
-            kept.write(spec.text)
-        try:
-            with Board(console) as board:
-                document = _run_all(run, board)
-        except (KeyboardInterrupt, UserError) as error:
-            run.write(run.plan())
-            if isinstance(error, KeyboardInterrupt):
-                console.note(f"stopped; complete stages are kept in {root}, and the same command goes on from there")
-            raise
+        with Board(console) as board:
+            document = _run_all(run, board)
         if prune and document.complete:
             remove_others(root, {stage.output for stage in document.every_stage})
         elif prune:
             console.warn("no outputs were removed: the sweep is not complete, so which it asks for is not known")
-    return document
+        return document
+    except (KeyboardInterrupt, UserError) as error:
+        run.write(run.plan())
+        if isinstance(error, KeyboardInterrupt):
+            console.note(f"stopped; complete stages are kept in {root}, and the same command goes on from there")
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Console = SILENT) -> tuple[SweepPlan, Path]:
     """Return the plan of ``run_sweep``, and the sweep's folder. Nothing is written."""
-    spec, root = find_folder(file, out)
-    return SweepRun(_planner(spec, root, console), "").plan(), root
+    run, root = _new_run(file, out, console)
+    return run.plan(), root
 
 
 def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepSpec, Path]:
@@ -99,28 +100,12 @@ def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepS
     return spec, root
 
 
-def _planner(spec: SweepSpec, root: Path, console: Console) -> Planner:
+def _new_run(file: str | Path, out: str | Path | None, console: Console) -> tuple["SweepRun", Path]:
+    """Return a sweep about to begin, and its folder."""
+    spec, root = find_folder(file, out)
     with console.stage("reading the model and the data"):
-        return Planner.of(spec, StageBuilder.of(spec, Inputs(root / CACHE)), root)
-
-
-@contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Lock the folder against other sweeps. A new folder that stays empty is removed. Raises UserError if it is
-    locked."""
-    is_new = not root.exists()
-    root.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = lock_folder(root)
-    except BlockingIOError:
-        raise UserError(f"another sweep runs in {root}; wait for it, or choose another --out") from None
-    try:
-        yield
-    finally:
-        if is_new and not any(root.iterdir()):
-            root.rmdir()
-        if lock is not None:
-            os.close(lock)
+        planner = Planner.of(spec, StageBuilder.of(spec, Inputs(root / CACHE)), root)
+    return SweepRun(planner, command_line("sweep", file, *(["--out", out] if out is not None else []))), root
 
 
 # ---- running ----
@@ -213,7 +198,7 @@ def sweep_document(plan: SweepPlan, run: SweepRun) -> SweepDocument:
     benches = [run.state(stage) for stage in plan.benches]
     every = [*benches, *(stage for point in points for stage in point.stages)]
     return SweepDocument(
-        model=run.planner.builder.model,
+        model=run.planner.spec.model,
         command=run.command,
         complete=all(stage.status in OVER for stage in every),
         margin=run.planner.spec.margin,
@@ -230,7 +215,7 @@ def _point(point: Point, run: SweepRun) -> SweepPoint:
     if point.hold is not None:
         stages.append(StageState("adapt", "", point.hold.status, message=point.hold.message))
     is_made = made_by is not None and run.status(made_by) == "done"
-    model = run.planner.builder.model if planned.converting is None else None
+    model = run.planner.spec.model if planned.converting is None else None
     adapted = list(zip((stage.method for stage in point.asked), point.adapting, strict=False)) if is_made else []
     read = [_tokens(run.planner.root / made.output, method) for method, made in adapted]
     trained = [f"{made.output}/{trained_folder(method)}" for method, made in adapted if method in SHARDS]

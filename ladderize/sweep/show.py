@@ -6,23 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ladderize.console import Console, human_seconds, printable
+from ladderize.console import Console, human_seconds, table
 from ladderize.sweep.plan import SweepPlan
 from ladderize.sweep.stages import MARKER, Stage, is_finished
 from ladderize.sweep_document import StageState
 
 if TYPE_CHECKING:
     from rich.live import Live
-    from rich.table import Table
-
-STYLES = {
-    "waiting": "dim",
-    "running": "bold yellow",
-    "done": "green",
-    "failed": "bold red",
-    "skipped": "magenta",
-    "not promoted": "dim",
-}
 
 
 # ---- the plan ----
@@ -37,7 +27,7 @@ def plan_document(plan: SweepPlan, root: Path) -> dict[str, Any]:
             "output": stage.output,
             "command": stage.command,
             "kept": is_finished(stage, root),
-            "processes": stage.launch.processes,
+            "processes": stage.processes,
             "needs": [needed.output for needed in stage.needs],
         }
         for stage in plan.stages
@@ -114,7 +104,10 @@ class Board:
         states: by the stages' keys.
         """
         if self.live is not None:
-            self.live.update(_table(plan, states), refresh=True)
+            from rich.text import Text
+
+            rows = table(_table_rows(plan, states))
+            self.live.update(Text(rows, no_wrap=True, overflow="ellipsis"), refresh=True)
             return
         for stage in plan.stages:
             state = states[stage.key]
@@ -124,32 +117,25 @@ class Board:
             self.shown[stage.key] = state.status
 
 
-def _table(plan: SweepPlan, states: Mapping[str, StageState]) -> "Table":
-    """Return a row for each point, with a cell for each of its stages of one kind, and for each stage of all."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def _table_rows(plan: SweepPlan, states: Mapping[str, StageState]) -> list[dict[str, str]]:
+    """Return a row for each point, with a column for each kind of stage, and for each benchmark."""
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("", "convert", "adapt", "eval"):
-        table.add_column(column, no_wrap=bool(column))
-
-    def cell(stage: Stage | None) -> Text:
+    def words(stage: Stage | None) -> str:
         if stage is None:
-            return Text("-", style="dim")
+            return "-"
         state = states[stage.key]
         done = "kept" if state.reused else f"done {human_seconds(state.seconds or 0)}"
-        return Text(done if state.status == "done" else state.status, style=STYLES[state.status])
+        return done if state.status == "done" else state.status
 
+    rows = []
     for point in plan.points:
         left = [stage for stage in point.adapting if states[stage.key].status != "done"]
-        adapting = cell(next(iter([*left, *point.adapting[-1:]]), None))
+        adapting = words(next(iter([*left, *point.adapting[-1:]]), None))
         if point.hold is not None and not left:
-            adapting = Text(point.hold.status, style=STYLES[point.hold.status])
-        table.add_row(Text(printable(point.name)), cell(point.planned.converting), adapting, cell(point.evaluating))
-    for stage in plan.benches:
-        table.add_row(Text(printable(stage.title)), "", "", cell(stage))
-    return table
+            adapting = point.hold.status
+        converting, evaluating = words(point.planned.converting), words(point.evaluating)
+        rows.append({"": point.name, "convert": converting, "adapt": adapting, "measure": evaluating})
+    return rows + [{"": one.title, "convert": "", "adapt": "", "measure": words(one)} for one in plan.benches]
 
 
 # ---- at the end ----
@@ -160,15 +146,16 @@ def show_models(root: Path, console: Console) -> None:
     from ladderize.report.answer import find_answer
     from ladderize.report.documents import find_documents
     from ladderize.report.join import join_documents
-    from ladderize.report.page import models_table
+    from ladderize.report.tables import models_table
 
     content = join_documents(find_documents([root]))
     answer = find_answer(content)
-    table = models_table(content, answer.setting or next(iter(content.real_settings), None))
-    rows = [dict(zip(table.columns, (cell.text for cell in row), strict=True)) for row in table.rows]
+    models = models_table(content, answer.setting or next(iter(content.real_settings), None))
+    rows = [dict(zip(models.columns, (cell.text for cell in row), strict=True)) for row in models.rows]
     console.result("")
-    console.table(rows, right=[name for name, is_number in zip(table.columns, table.numeric, strict=True) if is_number])
-    if table.note:
-        console.prose(table.note)
+    numbers = [name for name, is_number in zip(models.columns, models.numeric, strict=True) if is_number]
+    console.table(rows, right=numbers)
+    if models.note:
+        console.prose(models.note)
     console.result("")
     console.prose(answer.headline)

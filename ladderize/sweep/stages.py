@@ -98,9 +98,8 @@ def parsed_options(words: Words) -> GivenOptions:
     return parsed(COMMANDS[words[0]], words[1:])
 
 
-def convert_words(model: str, output: str, options: Given, revision: str | None = None, verify: bool = True) -> Words:
-    own = {"revision": revision, "no_verify": not verify}
-    return words_of("convert", [model, f"{output}/{MODEL_FOLDER}"], own, options)
+def convert_words(model: str, output: str, options: Given, verify: bool) -> Words:
+    return words_of("convert", [model, f"{output}/{MODEL_FOLDER}"], {"no_verify": not verify}, options)
 
 
 def adapt_words(model: str, output: str, method: Method, dense: str, options: Given, verify: bool) -> tuple[Words, ...]:
@@ -159,34 +158,6 @@ def bench_options(options: Given) -> tuple[BenchOptions, str | None]:
 
 
 @dataclass(frozen=True)
-class StageLaunch:
-    """The way in which a command is started.
-
-    processes: the number that share the work.
-    fsdp: True if they shard weights, gradients and the optimizer.
-    """
-
-    processes: int = 1
-    fsdp: bool = False
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment variables that accelerate launch sets for FSDP2."""
-        wrapped = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}  # else the whole model is gathered at once
-        return {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **wrapped} if self.fsdp else {}
-
-    def command(self, words: Words) -> str:
-        """Return the command line as a user types it."""
-        if self.processes == 1:
-            return command_line(*words)
-        torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(self.processes), "-m", "ladderize"]
-        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *torchrun, *words])
-
-
-IN_ONE = StageLaunch()
-
-
-@dataclass(frozen=True)
 class Stage:
     """A command whose output is kept.
 
@@ -194,7 +165,8 @@ class Stage:
     key: the hash of all that decides its output.
     commands: the command lines that it runs in the sweep's folder.
     needs: the stages whose output it reads.
-    launch: of the first command. Later ones run in one process.
+    processes: the number that share the work of the first command.
+    fsdp: True if they shard weights, gradients and the optimizer.
     """
 
     kind: str
@@ -202,7 +174,8 @@ class Stage:
     key: str
     commands: tuple[Words, ...]
     needs: tuple["Stage", ...] = ()
-    launch: StageLaunch = IN_ONE
+    processes: int = 1
+    fsdp: bool = False
 
     @property
     def output(self) -> str:
@@ -220,14 +193,26 @@ class Stage:
         return f"{self.output}/{KINDS[self.kind].result}"
 
     @property
-    def runs(self) -> list[tuple[StageLaunch, Words]]:
-        """Its commands, each with the way in which it is started."""
-        return [(self.launch if number == 0 else IN_ONE, words) for number, words in enumerate(self.commands)]
+    def variables(self) -> dict[str, str]:
+        """The environment variables that accelerate launch sets for FSDP2."""
+        wrapped = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}  # else the whole model is gathered at once
+        return {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **wrapped} if self.fsdp else {}
+
+    def is_shared(self, words: Words) -> bool:
+        """Return True for a command that several processes share; an adapter is merged in one."""
+        return self.processes > 1 and words == self.commands[0]
+
+    def typed(self, words: Words) -> str:
+        """Return one of its commands as a user types it."""
+        if not self.is_shared(words):
+            return command_line(*words)
+        torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(self.processes), "-m", "ladderize"]
+        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *torchrun, *words])
 
     @property
     def command(self) -> str:
         """The commands as a user types them."""
-        return " && ".join(launch.command(words) for launch, words in self.runs)
+        return " && ".join(map(self.typed, self.commands))
 
 
 def make_stage(
@@ -236,7 +221,8 @@ def make_stage(
     identity: Given,
     commands: Callable[[str], tuple[Words, ...]],
     needs: tuple[Stage, ...] = (),
-    launch: StageLaunch = IN_ONE,
+    processes: int = 1,
+    fsdp: bool = False,
 ) -> Stage:
     """Return a stage with its hash as key.
 
@@ -244,7 +230,7 @@ def make_stage(
     commands: called with the folder for its output; returns its command lines.
     """
     key = run_digest({"stage": kind, "version": KINDS[kind].version, **identity})[:KEY_DIGITS]
-    return Stage(kind, title, key, commands(f"{STAGES}/{kind}-{key}"), needs, launch)
+    return Stage(kind, title, key, commands(f"{STAGES}/{kind}-{key}"), needs, processes, fsdp)
 
 
 # ---- its folder ----

@@ -28,7 +28,7 @@ from ladderize.sweep.stages import (
 from ladderize.sweep_document import AS_CONVERTED
 
 MARGIN = 1.0  # points of accuracy, where the file says nothing
-KEYS = ("model", "revision", "out", "data", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
+KEYS = ("model", "out", "data", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
 PATH_KEYS = ("data", "eval_data", "perplexity", "include_path", "head_map", "recipe", "sensitivity")
 # keys whose lists are no grids
 LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines")}
@@ -97,11 +97,9 @@ class SweepSpec:
 
     evaluation: options of ``ladderize eval``; None where there is no such section.
     margin: the accuracy that may be lost, in points.
-    text: the file as it was read.
     """
 
     model: str
-    revision: str | None
     out: str | None
     layouts: tuple[LayoutChoice, ...]
     adapt: tuple[AdaptChoice, ...]
@@ -109,7 +107,6 @@ class SweepSpec:
     bench: tuple[BenchChoice, ...]
     margin: float
     verify: bool
-    text: str
 
 
 # ---- reading ----
@@ -117,10 +114,10 @@ class SweepSpec:
 
 def read_sweep(path: Path) -> SweepSpec:
     """Return the content of a sweep.yaml. Raises UserError, with the place, for an error in it."""
-    return sweep_spec(read_yaml(path), str(path), path.read_text(encoding="utf-8"))
+    return sweep_spec(read_yaml(path), str(path))
 
 
-def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
+def sweep_spec(document: object, where: str) -> SweepSpec:
     """Return the checked content of a sweep.yaml. Raises UserError for an error in it.
 
     where: the begin of every message.
@@ -153,7 +150,6 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
     model = read_value(str, given["model"], f"{where}: model")
     return SweepSpec(
         model=str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model,
-        revision=read_value(str | None, given.get("revision"), f"{where}: revision"),
         out=read_value(str | None, given.get("out"), f"{where}: out"),
         layouts=layouts,
         adapt=adapt,
@@ -161,7 +157,6 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
         bench=tuple(_benches(_entries(given, "bench", where), where, names)),
         margin=margin,
         verify=not read_value(bool, given.get("no_verify", False), f"{where}: no_verify"),
-        text=text,
     )
 
 
@@ -225,7 +220,7 @@ def _layouts(entries: list[Any], where: str) -> Iterator[LayoutChoice]:
         for options in grid(absolute(mapping(entry, at))):
             name = read_value(str | None, options.pop("name", None), f"{at}: name")
             with errors_begin_with(at):
-                recipe = asked_recipe(parsed_options(convert_words("SRC", "OUT", options)))
+                recipe = asked_recipe(parsed_options(convert_words("SRC", "OUT", options, True)))
                 if not recipe.names_layers:
                     raise UserError("names no layers; give ladder, spd or a recipe (dense is always a point)")
             yield LayoutChoice(at, name, options, recipe)
