@@ -1,19 +1,50 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in two calls of at most 9 minutes each: correctness first, then times; and with the argument
-# vllm the five engines of gpu_vllm.py, which take a minute or more each to compile and capture.
-# Needs torch, transformers, accelerate, peft, typer, rich and PyYAML; no network, no lm-eval. JSON goes to ${OUT:-benchmarks/results}.
+# What needs a GPU, in parts of at most 8 minutes each: gpu.sh tests | train | runtime | shard | vllm | real
+#   tests    the model, the runtime and training against the oracle and the CPU
+#   train    SPD's recovery, retraining and Domino: correctness, then times and memory
+#   runtime  an 8B model: transformers' forward pass, and the runtime at TP1
+#   shard    one rank's part of a 70B at emulated TP8
+#   vllm     layouts in vLLM, one rank's part
+#   real     `bench --tp-size N` over all GPUs of this machine
+# Needs torch, transformers, accelerate, peft, typer, rich and PyYAML; no network, no lm-eval. JSON goes to
+# ${OUT:-benchmarks/results} as it is measured.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-benchmarks/results}
 mkdir -p "$out"
 export PYTHONPATH=. HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 python3 -c 'import torch, transformers; assert torch.cuda.is_available(), "no GPU here"; print(torch.cuda.get_device_name(), torch.__version__, transformers.__version__)'
-if [ "${1:-}" = vllm ]; then
-  exec timeout 530 python3 benchmarks/gpu_vllm.py --num-layers 16 --out "$out/vllm_cuda.json"
-fi
-timeout 110 python3 -m pytest -q tests/test_gpu.py || echo "GPU TESTS FAILED (the times below are worth little)"
-timeout 60 python3 benchmarks/model.py --device cuda --dtype bfloat16 --shape 8b --out "$out/model_cuda.json" || echo "model.py FAILED"
-timeout 75 python3 benchmarks/gpu_spd.py --out "$out/spd_cuda.json" || echo "gpu_spd.py FAILED"
-timeout 75 python3 benchmarks/gpu_adapt.py --out "$out/adapt_cuda.json" || echo "gpu_adapt.py FAILED"
-timeout 90 python3 benchmarks/gpu_domino.py --out "$out/domino_cuda.json" || echo "gpu_domino.py FAILED"
-timeout 125 python3 benchmarks/gpu_runtime.py --out "$out/runtime_cuda.json"
+
+failed=0
+limited() { # limited SECONDS COMMAND...: says what became of it, and goes on
+  local code=0
+  timeout "$@" || code=$?
+  case $code in
+    0) ;;
+    124) echo "STOPPED after $1 s: ${*:2}"; failed=1 ;;
+    *) echo "FAILED ($code): ${*:2}"; failed=1 ;;
+  esac
+}
+
+case "${1:-}" in
+  tests) limited 470 python3 -m pytest -q -n 4 tests/test_gpu.py ;;
+  train)
+    limited 120 python3 benchmarks/gpu_spd.py --out "$out/spd_cuda.json"
+    limited 150 python3 benchmarks/gpu_adapt.py --out "$out/adapt_cuda.json"
+    limited 200 python3 benchmarks/gpu_domino.py --out "$out/domino_cuda.json" ;;
+  runtime)
+    limited 100 python3 benchmarks/model.py --device cuda --dtype bfloat16 --shape 8b --out "$out/model_cuda.json"
+    limited 370 python3 benchmarks/gpu_runtime.py whole --out "$out/runtime_whole_cuda.json" ;;
+  shard) limited 470 python3 benchmarks/gpu_runtime.py shard --out "$out/runtime_shard_cuda.json" ;;
+  vllm) limited 470 python3 benchmarks/gpu_vllm.py --num-layers 16 --out "$out/vllm_cuda.json" ;;
+  real)
+    gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+    if [ "$gpus" -lt 2 ]; then
+      echo "real: one GPU here, nothing to sum"
+    else
+      limited 470 python3 -m ladderize bench --random-weights 8b --layout dense,ladder,spd+ladder --tp-size "$gpus" \
+        --dtype bfloat16 --json --out "$out/real_cuda.json"
+    fi ;;
+  *) sed -n 2,8p "$0"; exit 2 ;;
+esac
+exit $failed

@@ -11,6 +11,7 @@ made here, so that no ``datasets`` is needed.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -84,6 +85,8 @@ def open_loop(model: Path, options: RetrainOptions, rows: Any, work: Path) -> It
     with TrainingFolder(work, {}) as folder:
         yield task, Loop(trained, rows, list(rows[:2]), task.training, folder, SILENT, task.stored)
     reset_accelerate()
+    del trained
+    gc.collect()  # a trained model is part of cycles, and its memory would count as the next one's
 
 
 def losses(loop: Loop, count: int, first: int = 0) -> list[float]:

@@ -1,6 +1,6 @@
 """The runtime on one GPU: an 8B at TP1 against the memory's bandwidth, and one shard of a 70B at emulated TP8.
 
-    python benchmarks/gpu_runtime.py [--out FILE] [--model 8b --shard 70b]
+    python benchmarks/gpu_runtime.py whole|shard [--out FILE] [--model 8b --shard 70b]
 
 The delay of the emulated all-reduces is set, for each batch size, so that dense against no-communication decodes as
 published by the authors of Ladder Residual for TP8 with NVLink (ladder_70b_nvlink_phases.csv: 1024 + 512 tokens, fp16,
@@ -10,6 +10,7 @@ H100). What is then compared is the share of the exposed communication that each
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import statistics
@@ -48,11 +49,61 @@ def bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -
     return document
 
 
+def whole(args: argparse.Namespace) -> tuple[BenchDocument, str]:
+    """Return the document of the whole model at TP1, and a line on it."""
+    rate = bandwidth()
+    choice = ModelChoice(random_weights=args.model, layout="dense,ladder,spd+ladder", sync_tp_size=8, dtype="bfloat16")
+    options = {"prompt_len": 128, "output_len": args.output_len, "warmup": 1, "repeat": 5}
+    document = bench(choice, BenchOptions(device="cuda", **options))
+    dense, ladder, both = document.rows
+    limit = dense.weight_bytes / rate * 1e3
+    return document, (
+        f"{args.model} bf16, TP1, batch 1: {dense.decode_ms_per_token:.3f} ms per token,"
+        f" {limit / dense.decode_ms_per_token:.1%} of the bandwidth limit ({rate / 1e12:.2f} TB/s); ladder"
+        f" {ladder.decode_ms_per_token / dense.decode_ms_per_token:.4f}x of dense, spd 8 + ladder"
+        f" {both.decode_ms_per_token / dense.decode_ms_per_token:.4f}x"
+    )
+
+
+def shard(args: argparse.Namespace, batch: int) -> tuple[BenchDocument, str]:
+    """Return the document of one rank's part at emulated TP8, and a line on it."""
+    dense_s, ladder_s, free_s = PUBLISHED[batch]
+    options = BenchOptions(
+        device="cuda",
+        emulate_tp=8,
+        batch_sizes=(batch,),
+        prompt_len=args.prompt_len,
+        output_len=args.output_len,
+        warmup=1,
+        repeat=2,
+        replicate_vocab=True,
+    )
+    choice = ModelChoice(random_weights=args.shard, layout="dense", dtype="bfloat16")
+    guess = 0.025
+    first = bench(choice, options, f"{guess * 1e3},1e6").rows[0].communication["decode"]
+    wanted = first.no_communication_ms * (dense_s / free_s - 1)
+    delay = max(0.0, guess + (wanted - first.exposed_ms) / first.all_reduces)
+    choice = dataclasses.replace(choice, layout="dense,ladder,spd,spd+ladder")
+    document = bench(choice, dataclasses.replace(options, repeat=3), f"{delay * 1e3:.3f},1e6")
+    dense = document.rows[0]
+    free = dense.communication["decode"].no_communication_ms
+    exposed = dense.decode_ms_per_token - free
+    shares = {row.model: (dense.decode_ms_per_token - row.decode_ms_per_token) / exposed for row in document.rows[1:]}
+    return document, (
+        f"{args.shard} shard, emulated TP8, batch {batch}, {delay * 1e3:.1f} us: dense {dense.decode_ms_per_token:.3f}"
+        f" ms, without communication {free:.3f}; recovered: "
+        + ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+        + f" (ladder published: {(dense_s - ladder_s) / (dense_s - free_s):.2f})"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=("whole", "shard"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", default="8b")
     parser.add_argument("--shard", default="70b")
+    parser.add_argument("--batch-sizes", default="1,4,16")
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=65)
     args = parser.parse_args()
@@ -61,68 +112,21 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "published_decode_s": PUBLISHED,
+        "summary": [],
     }
-    lines = []
-
-    def save() -> None:
-        """After every measurement: whoever stops this script for time keeps what there is."""
-        if args.out:
+    measurements = {
+        "whole": {"whole": whole},
+        "shard": {
+            f"shard_batch_{size}": functools.partial(shard, batch=int(size)) for size in args.batch_sizes.split(",")
+        },
+    }
+    for name, measure in measurements[args.part].items():
+        document, line = measure(args)
+        print(line, flush=True)
+        record[name] = document.to_dict()
+        record["summary"].append(line)
+        if args.out:  # after every measurement: whoever stops this script for time keeps what there is
             args.out.write_text(json.dumps(record, indent=1) + "\n")
-
-    rate = bandwidth()
-    for compiled in (False, True):
-        whole = bench(
-            ModelChoice(random_weights=args.model, layout="dense,ladder,spd+ladder", sync_tp_size=8, dtype="bfloat16"),
-            BenchOptions(
-                device="cuda", prompt_len=128, output_len=args.output_len, warmup=1, repeat=5, compile=compiled
-            ),
-        )
-        record["whole_compiled" if compiled else "whole"] = whole.to_dict()
-        save()
-        dense, ladder, both = whole.rows
-        limit = dense.weight_bytes / rate * 1e3
-        lines.append(
-            f"{args.model} bf16, TP1, batch 1{', compiled' if compiled else ''}: {dense.decode_ms_per_token:.3f} ms"
-            f" per token, {limit / dense.decode_ms_per_token:.1%} of the bandwidth limit ({rate / 1e12:.2f} TB/s);"
-            f" ladder {ladder.decode_ms_per_token / dense.decode_ms_per_token:.4f}x of dense, spd 8 + ladder"
-            f" {both.decode_ms_per_token / dense.decode_ms_per_token:.4f}x"
-        )
-    for batch, (dense_s, ladder_s, free_s) in PUBLISHED.items():
-        options = BenchOptions(
-            device="cuda",
-            emulate_tp=8,
-            batch_sizes=(batch,),
-            prompt_len=args.prompt_len,
-            output_len=args.output_len,
-            warmup=1,
-            repeat=2,
-            replicate_vocab=True,
-            compile=True,
-        )
-        shard = ModelChoice(random_weights=args.shard, layout="dense", dtype="bfloat16")
-        guess = 0.025
-        first = bench(shard, options, f"{guess * 1e3},1e6").rows[0].communication["decode"]
-        wanted = first.no_communication_ms * (dense_s / free_s - 1)
-        delay = max(0.0, guess + (wanted - first.exposed_ms) / first.all_reduces)
-        shard = dataclasses.replace(shard, layout="dense,ladder,spd,spd+ladder")
-        document = bench(shard, dataclasses.replace(options, repeat=3), f"{delay * 1e3:.3f},1e6")
-        record[f"shard_batch_{batch}"] = document.to_dict()
-        save()
-        dense = document.rows[0]
-        free = dense.communication["decode"].no_communication_ms
-        exposed = dense.decode_ms_per_token - free
-        shares = {
-            row.model: (dense.decode_ms_per_token - row.decode_ms_per_token) / exposed for row in document.rows[1:]
-        }
-        lines.append(
-            f"{args.shard} shard, emulated TP8, batch {batch}, {delay * 1e3:.1f} us: dense"
-            f" {dense.decode_ms_per_token:.3f} ms, without communication {free:.3f}; recovered: "
-            + ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
-            + f" (ladder published: {(dense_s - ladder_s) / (dense_s - free_s):.2f})"
-        )
-    record["summary"] = lines
-    print("\n".join(lines))
-    save()
 
 
 if __name__ == "__main__":

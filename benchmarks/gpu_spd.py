@@ -76,7 +76,7 @@ def agrees_with_the_cpu(folder: Path, device: torch.device) -> tuple[float, floa
     }
     config |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16}
     checkpoint = open_checkpoint(random_checkpoint(folder, config, torch.float32, device))
-    ids = torch.randint(0, 1024, (4, 64), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 1024, (20, 64), generator=torch.Generator().manual_seed(1))
     layouts = [change.layout for change in layer_changes("sweep", 3, RANKS)]
     cpu, gpu = (ConvertedLayouts(Blocks(checkpoint, torch.float32, where), layouts)(ids) for where in (CPU, device))
     places = (("reference", CPU), ("device", device))
@@ -89,7 +89,7 @@ def aligned(blocks: Blocks, ids: torch.Tensor, folder: Path) -> list[torch.Tenso
     """The weights of every layer, aligned for the layout that is ladder and spd."""
     layers = range(blocks.num_layers)
     layout = Layout.from_layers(blocks.num_layers, ladder=layers, spd=layers, sync_tp_size=RANKS)
-    job = job_of(blocks, StudentBlocks(layout, tuple(layers), blocks.weights), Windows(ids[:3], ids[3:]), folder)
+    job = job_of(blocks, StudentBlocks(layout, tuple(layers), blocks.weights), Windows(ids[:16], ids[16:]), folder)
     align(job, AlignSettings(ridge=1e-2))
     return [tensor for layer in layers for tensor in job.files.weights(layer).values()]
 

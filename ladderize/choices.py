@@ -180,9 +180,6 @@ LOWER_TAU = Option(
 )
 UPPER_TAU = Option("Sensitivity above which a block is extremely sensitive.", signed=True)
 REPLICATE_VOCAB = Option("Keep the whole embedding and LM head on every rank. This saves their all-reduces.")
-COMPILE = Option(
-    "Compile the parts between two all-reduces with torch.compile. Not for CPUs, whose own kernels are faster."
-)
 OVERWRITE = Option("Replace OUT if it is a checkpoint.")
 NO_VERIFY = Option("Skip loading the output in plain transformers.", flags="--no-verify")
 SEED_OF_ROUNDS = Option("Seed of prompts and of the order in each round.", min=0, max=MAX_SEED)

@@ -46,9 +46,11 @@ class Counting(Observed):
         return Handle(finish)
 
 
-def make_generator(folder, batch, columns, group=ALONE, collectives=None, *, pack=True, replicate_vocab=False, **more):
+def make_generator(
+    folder, batch, columns, group=ALONE, collectives=None, *, pack=True, replicate_vocab=False, dtype="auto", **more
+):
     collectives = collectives or Collectives()
-    spec = checkpoint_spec(str(folder), tp_size=collectives.ranks)
+    spec = checkpoint_spec(str(folder), tp_size=collectives.ranks, dtype=dtype)
     weights = WeightCache(group.device, pack=pack, replicate_vocab=replicate_vocab)
     generator = open_generator(spec, collectives, weights, group, batch, columns, **more)
     return Generator(generator.model, generator.rope, generator.cache)  # eager, also on a GPU

@@ -13,7 +13,8 @@ import torch
 
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.cpu_operations import CpuOperations, choose_operations
+from ladderize.runtime.choose_operations import choose_operations
+from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.decode import rope_table
 from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm
@@ -337,7 +338,6 @@ def test_chosen():
     assert isinstance(choose_operations(ALONE, torch.bfloat16), CpuOperations)
     assert type(choose_operations(ALONE, torch.float16)) is Operations
     assert choose_operations(ALONE, torch.float16).note == ""
-    assert choose_operations(ALONE, torch.float32, compile=True).name == "torch.compile"
 
 
 @pytest.mark.parametrize(

@@ -125,20 +125,6 @@ def test_replicated_vocabulary(cases, results):
         assert result["all_reduces"] == sum(mode != "dropped" for mode in modes)
 
 
-def test_compiled_sub_modules(tmp_path):
-    """--compile changes how the sub-modules run, and nothing of what they compute; also with norms of heads, and a
-    window in one layer."""
-    model = make_model("same layer", model_type="qwen3", max_position_embeddings=128)
-    model.save_pretrained(tmp_path / "m")
-    ids = random_ids(2, 9)
-    exact, _ = Oracle(model.state_dict(), model.config)(ids)
-    with torch.inference_mode():
-        generator = make_generator(tmp_path / "m", 2, 16, pack=False, compile=True)
-        found = generator.model.logits(generator.read(ids[:, :-1]))
-        torch.testing.assert_close(found, exact[:, :-1], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(generator.decode_one_token(ids[:, -1]), exact[:, -1], rtol=1e-4, atol=1e-4)
-
-
 def test_the_step_that_cuda_graphs_capture(tmp_path):
     """Positions and padding from buffers, a fixed number of columns in view: the same logits as the step that knows
     them."""

@@ -59,7 +59,7 @@ INSTEAD_IN_TRAINING = {"schedule": "; give --schedules", "prompt_len": "; give -
         MEASUREMENT: "train schedules schedule domino_chunks domino_columns batch_size seq_len prompt_len output_len"
         " warmup repeat seed no_check",
         OUTPUT: "out profile json",
-        ADVANCED: "replicate_vocab compile",
+        ADVANCED: "replicate_vocab",
     },
 )
 def bench(given: GivenOptions) -> None:

@@ -48,7 +48,7 @@ class GenerateArguments:
         MODELS: "revision",
         MEMORY: "tp_size backend dtype device threads",
         OUTPUT: "json",
-        ADVANCED: "replicate_vocab compile",
+        ADVANCED: "replicate_vocab",
     },
     configurable=False,
 )
@@ -57,7 +57,7 @@ def generate(given: GivenOptions) -> None:
     arguments = given.fill(GenerateArguments)
     _check_mode(arguments)
     if arguments.engine == "vllm":
-        given.refuse({"backend", "device", "threads", "compile", "replicate_vocab"}, "with --engine vllm")
+        given.refuse({"backend", "device", "threads", "replicate_vocab"}, "with --engine vllm")
     temperature = float(arguments.out is not None) if arguments.temperature is None else arguments.temperature
     sampling = given.fill(Sampling, temperature=temperature)
     console = Console(arguments.as_json)

@@ -6,11 +6,10 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from ladderize.ranks.group import Ranks
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
-from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address, agreed_kernels
-from ladderize.runtime.operations import CompiledOperations, Operations, attend
+from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address
+from ladderize.runtime.operations import Operations, attend
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
 
@@ -97,21 +96,6 @@ class CpuOperations(Operations):
         if failed:
             raise IndexError(f"the KV cache has no {length} columns")
         return out
-
-
-def choose_operations(group: Ranks, dtype: torch.dtype, *, compile: bool = False) -> Operations:
-    """Return the operations of a rank. All ranks call it.
-
-    On CPUs they are the compiled kernels, where all ranks have them; if not, the result's note says why.
-
-    compile: use torch.compile instead.
-    """
-    if compile:
-        return CompiledOperations()
-    if group.device.type != "cpu" or dtype not in TYPES:
-        return Operations()
-    kernels = agreed_kernels(group)
-    return Operations(f"slower than it could be: {kernels}") if isinstance(kernels, str) else CpuOperations(kernels)
 
 
 def _layer(keys: Tensor, values: Tensor) -> Cache:

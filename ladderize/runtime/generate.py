@@ -219,11 +219,9 @@ def open_batch(
     row = max(spec.config["hidden_size"] * longest, spec.config["vocab_size"])
     collectives, backend = choose(options.backend, group, max_bytes=4 * row * rows)
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
-        weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
+        weights = WeightCache(group.device, pack=True, replicate_vocab=options.replicate_vocab)
         columns = longest + options.max_new_tokens
-        generator = open_generator(
-            spec, collectives, weights, group, rows, columns, compile=options.compile, advance=advance
-        )
+        generator = open_generator(spec, collectives, weights, group, rows, columns, advance=advance)
     if note := generator.model.operations.note:
         console.warn(note)
     return generator, backend

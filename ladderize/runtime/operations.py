@@ -1,8 +1,5 @@
 """The operations between a layer's products, by PyTorch: on every device, with gradients where they are wanted."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,32 +73,10 @@ class Operations:
         return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
 
 
-class CompiledOperations(Operations):
-    """Operations through torch.compile."""
-
-    name = "torch.compile"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = compiled(self.project)  # type: ignore[method-assign]
-        self.mlp = compiled(self.mlp)  # type: ignore[method-assign]
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function through torch.compile, compiled anew for each shape. A failure to compile is an error, not a
-    slower run."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(function, dynamic=False)
-
-
 def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
     """Apply rope: multiply neighbouring pairs of x [batch, tokens, heads, head_dim], as complex numbers, by
     ``rope_factors`` (RoFormer, arXiv 2104.09864)."""
     pairs = x.unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
-        (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(rope_factors).unbind(-1)
-        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
     return torch.view_as_real(torch.view_as_complex(pairs) * rope_factors).flatten(-2)
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ladderize.choices import (
     BACKEND,
-    COMPILE,
     DEVICE,
     DTYPE,
     REPLICATE_VOCAB,
@@ -80,7 +79,6 @@ class GenerateOptions:
     threads: int | None = option(THREADS)
     revision: str | None = option(REVISION)
     replicate_vocab: bool = option(REPLICATE_VOCAB, False)
-    compile: bool = option(COMPILE, False)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -15,8 +15,8 @@ from ladderize.families.registry import known_family
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.choose_operations import choose_operations
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.cpu_operations import choose_operations
 from ladderize.runtime.decode import Generator, rope_table
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import Weights
@@ -148,7 +148,6 @@ def open_generator(
     batch: int,
     columns: int,
     *,
-    compile: bool = False,
     model_class: type[TPLlama] = TPLlama,
     cache: KVCache | None = None,
     advance: Callable[[int], None] = lambda count: None,
@@ -158,7 +157,7 @@ def open_generator(
     cache: is used again if it fits.
     """
     shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
-    operations = choose_operations(group, spec.torch_dtype, compile=compile)
+    operations = choose_operations(group, spec.torch_dtype)
     model = model_class(shape, spec.layout, own, collectives, operations)
     if cache is None or not cache.fits(shape, batch, columns, spec.torch_dtype):
         cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device)

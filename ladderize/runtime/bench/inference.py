@@ -44,9 +44,9 @@ from ladderize.runtime.bench.rounds import (
     sent_sums,
 )
 from ladderize.runtime.bench.run import RuntimeRun
+from ladderize.runtime.choose_operations import choose_operations
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum
-from ladderize.runtime.cpu_operations import choose_operations
 from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
@@ -87,9 +87,7 @@ def measure_inference(group: Ranks, plan: BenchPlan[BenchOptions], console: Cons
     """
     options = plan.options
     check_bench_memory(sum(needed_bytes(plan.specs, options, group.device)), group)
-    if options.compile:
-        torch._dynamo.reset()
-    operations = choose_operations(group, plan.specs[0].torch_dtype, compile=options.compile)
+    operations = choose_operations(group, plan.specs[0].torch_dtype)
     if operations.note:
         console.warn(operations.note)
     run = InferenceRun(group, plan, console, operations.name)
@@ -118,9 +116,7 @@ class InferenceRun(RuntimeRun[BenchOptions]):
     def weight_cache(self, *, replicate_vocab: bool) -> WeightCache:
         """Return an empty cache of weights."""
         options, columns = self.options, self.options.prefill_schedule.columns
-        return WeightCache(
-            self.group.device, pack=not options.compile, replicate_vocab=replicate_vocab, columns=columns
-        )
+        return WeightCache(self.group.device, pack=True, replicate_vocab=replicate_vocab, columns=columns)
 
     def check(self) -> None:
         """Compare checkpoints with transformers, and leave those that fail out. All ranks call it."""
@@ -151,7 +147,7 @@ class InferenceRun(RuntimeRun[BenchOptions]):
                 timed: list[TimedGenerator] = []
                 for collectives in (self.collectives, self.silence):
                     model_class = ParallelLlama if name == PARALLEL else TPLlama
-                    how: dict[str, Any] = {"compile": options.compile, "model_class": model_class, "cache": cache}
+                    how: dict[str, Any] = {"model_class": model_class, "cache": cache}
                     generator = open_generator(spec, collectives, self.weights, self.group, batch, columns, **how)
                     cache = generator.cache
                     generator.schedule = options.prefill_schedule if kind == MODEL_ROW else SEQUENTIAL

@@ -8,7 +8,6 @@ from typing import get_args
 from ladderize.checkpoint.config import MOST_LAYERS
 from ladderize.choices import (
     BACKEND,
-    COMPILE,
     DEVICE,
     REPLICATE_VOCAB,
     REVISION,
@@ -148,7 +147,6 @@ class BenchOptions(GroupOptions):
         parse=distinct_names,
     )
     replicate_vocab: bool = option(REPLICATE_VOCAB, False)
-    compile: bool = option(COMPILE, False)
     schedule: ScheduleName = option(
         "Of prefill: sequential, or domino, which computes one part of the batch while another's sum is sent.",
         "sequential",

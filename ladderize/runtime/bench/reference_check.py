@@ -165,7 +165,7 @@ def check_models(
             # one row by itself: domino cuts it along its tokens
             for rows in (TEXTS, *([1] if schedule.is_domino else [])):
                 columns = len(reference.ids[0])
-                generator = open_generator(spec, collectives, weights, group, rows, columns, compile=options.compile)
+                generator = open_generator(spec, collectives, weights, group, rows, columns)
                 generator.schedule = schedule
                 generators.append(generator)
             outcome = check_against_reference(generators, reference, spec, group)

@@ -1,0 +1,64 @@
+"""The operations between a layer's products by the kernels of gpu_kernels.py: on a GPU, without gradients."""
+
+import torch
+from torch import Tensor
+
+from ladderize.runtime import gpu_kernels
+from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
+from ladderize.runtime.operations import Operations, attend
+from ladderize.runtime.shards import Shape
+from ladderize.runtime.step import Step
+
+
+class GpuOperations(Operations):
+    """Operations by our own GPU kernels. Results are those of ``Operations``, up to rounding.
+
+    programs: as many as the GPU is busy with.
+    """
+
+    name = "triton"
+
+    def __init__(self, programs: int) -> None:
+        super().__init__()
+        self.programs = programs
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> "GpuOperations":
+        """Return the operations for a GPU, with two programs for each of its multiprocessors."""
+        return cls(2 * torch.cuda.get_device_properties(device).multi_processor_count)
+
+    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        return gpu_kernels.rms_norm(x, norm.weight, norm.eps)
+
+    def mlp(self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:  # type: ignore[override]
+        norm = weights.norm
+        if carry is None:
+            return gpu_kernels.gated(weights.gate_up[0](self.norm(norm, x)))
+        inner = []
+        for gate_up, own in zip(weights.gate_up, carry, strict=True):
+            _, normed = gpu_kernels.add_rms_norm(x, own, norm.weight, norm.eps)
+            inner.append(gpu_kernels.gated(gate_up(normed)))
+        return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
+
+    def attention(
+        self, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, index: int, shape: Shape
+    ) -> Tensor:
+        if cache.memory() is None:
+            return super().attention(weights, x, step, cache, index, shape)
+        decoder, tokens, norms = shape.decoder, x.shape[1], weights.head_norms
+        query = gpu_kernels.rotate_and_store(
+            weights.qkv(self.norm(weights.norm, x)),
+            step.rope_factors if decoder.rope[index] else None,
+            *((None, 0.0) if norms is None else (norms.weight, norms.eps)),
+            cache.keys[index],
+            cache.values[index],
+            step.columns,
+            shape.own_heads,
+        )
+        keys, values = cache.read(index, step.length or tokens)  # a prompt's own are the first
+        mask, causal = step.seen(decoder.windows[index])
+        scale = shape.head_dim**-0.5 if decoder.attention_scale is None else decoder.attention_scale
+        if tokens == 1 and step.length:
+            return gpu_kernels.attend_one(query, keys, values, mask, scale, self.programs)
+        return attend(query, keys, values, mask, causal, scale=scale)

@@ -1,0 +1,70 @@
+"""The kernels for GPUs in Triton's interpreter, by the tests of those for CPUs: `make test-triton`.
+
+A GPU runs them for real: tests/test_gpu.py.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":  # Triton must have seen it when it was imported
+    pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
+
+from ladderize.runtime import gpu_kernels
+from ladderize.runtime.gpu_kernels import attend_one
+from ladderize.runtime.gpu_operations import GpuOperations
+from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.operations import Operations
+from ladderize.runtime.step import additive
+from tests.groups import make_generator
+from tests.helpers import FAMILIES, make_model, random_ids
+from tests.test_cpu_operations import (  # noqa: F401
+    some,
+    test_mlp,
+    test_norm,
+    test_one_token,
+    test_parts_of_a_prompt,
+    test_prompts,
+    test_what_is_no_number_stays_visible,
+)
+
+
+class Interpreted(GpuOperations):
+    """On a CPU, with what it has on a GPU: a cache in the model's dtype, and additive masks."""
+
+    def attention(self, weights, x, step, cache, index, shape):
+        own = cache if cache.memory() is None else KVCache(cache.keys.to(x.dtype), cache.values.to(x.dtype))
+        mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, x.dtype)
+        near = {window: additive(seen, x.dtype) for window, seen in step.near.items()}
+        output = super().attention(weights, x, replace(step, mask=mask, near=near), own, index, shape)
+        if own is not cache:
+            cache.keys.copy_(own.keys)
+            cache.values.copy_(own.values)
+        return output
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    def in_float32(query, keys, values, *more):
+        """The interpreter's product takes bfloat16 for integers."""
+        return attend_one(query.float(), keys.float(), values.float(), *more).to(query.dtype)
+
+    monkeypatch.setattr(gpu_kernels, "attend_one", in_float32)
+    return Interpreted(some(1, 7, 1000))
+
+
+@pytest.mark.parametrize(("name", "family"), [("spd all 4", "llama"), *(("mixed", family) for family in FAMILIES)])
+def test_models(tmp_path, name, family):
+    """Prompts of different lengths and decode steps, of every layout and family."""
+    make_model(name, model_type=family, head_dim=16, max_position_embeddings=128).save_pretrained(tmp_path)
+    prompts = [random_ids(some(3, 20)).tolist(), random_ids(some(5, 12)).tolist()]
+    ids, found = random_ids(2, 6), []
+    with torch.inference_mode():
+        for operations in (Operations(), Interpreted(8)):
+            generator = make_generator(tmp_path, 2, 96)
+            generator.model.operations = operations
+            steps = [generator.prefill(prompts), *map(generator.decode_one_token, ids.unbind(1))]
+            found.append(torch.stack(steps))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
