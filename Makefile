@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 
-.PHONY: demo test pytest test-vllm test-transformers lint format install install-dev clean
+.PHONY: demo test pytest test-vllm test-triton test-transformers lint format install install-dev clean
 
 demo: install
 	$(BIN)/ladderize demo
@@ -19,6 +19,10 @@ pytest: install-dev
 
 test-vllm: $(VENV_VLLM)/.installed
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/vllm
+
+# The kernels for GPUs, on a CPU by Triton's interpreter. vLLM's environment has Triton.
+test-triton: $(VENV_VLLM)/.installed
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n 2 tests/test_gpu_operations.py
 
 # transformers' own tests of models, from its source distribution: needs a network
 test-transformers: install-dev

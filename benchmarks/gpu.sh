@@ -27,7 +27,9 @@ limited() { # limited SECONDS COMMAND...: says what became of it, and goes on
 }
 
 case "${1:-}" in
-  tests) limited 470 python3 -m pytest -q -n 4 tests/test_gpu.py ;;
+  tests)
+    limited 380 python3 -m pytest -q -n 6 -k "not takes_its_time" tests/test_gpu.py
+    limited 60 python3 -m pytest -q -k takes_its_time tests/test_gpu.py ;;  # with the GPU to itself
   train)
     limited 120 python3 benchmarks/gpu_spd.py --out "$out/spd_cuda.json"
     limited 150 python3 benchmarks/gpu_adapt.py --out "$out/adapt_cuda.json"

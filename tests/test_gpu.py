@@ -85,6 +85,9 @@ def test_runtime_equals_the_oracle(tmp_path, name, graphs):
             torch.testing.assert_close(step, exact[:, position], rtol=1e-3, atol=1e-3)
         prompts = [ids[0].tolist(), ids[1, :7].tolist()]
         rows = generated(generator, prompts, 20, Sampling())
+        for _ in range(2):  # through a graph of the prompts, too
+            assert generated(generator, prompts, 20, Sampling()) == rows
+        assert len(generator._prefills) == graphs
     for prompt, tokens in zip(prompts, rows, strict=True):
         assert len(tokens) == 20
         with torch.no_grad():

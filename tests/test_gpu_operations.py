@@ -12,10 +12,10 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":  # Triton must have seen it when it was imported
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
-from ladderize.runtime import gpu_kernels
-from ladderize.runtime.gpu_kernels import attend_one
 from ladderize.runtime.gpu_operations import GpuOperations
 from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.native import triton_kernels
+from ladderize.runtime.native.triton_kernels import attend_one
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.step import additive
 from tests.groups import make_generator
@@ -51,7 +51,7 @@ def compiled(monkeypatch):
         """The interpreter's product takes bfloat16 for integers."""
         return attend_one(query.float(), keys.float(), values.float(), *more).to(query.dtype)
 
-    monkeypatch.setattr(gpu_kernels, "attend_one", in_float32)
+    monkeypatch.setattr(triton_kernels, "attend_one", in_float32)
     return Interpreted(some(1, 7, 1000))
 
 

@@ -3,6 +3,7 @@
 Prompts of different lengths share a batch padded on the left. Attention never sees a padded column.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,9 @@ from ladderize.runtime.step import Step
 BUCKET = 256
 # So many graphs are captured ahead, for 8192 tokens: each holds logits of its own, and most texts end long before.
 GRAPHS_AHEAD = 32
+# Up to so many tokens a prefill is captured, too, and of so many shapes: the host starts kernels more slowly than a GPU
+# runs those of a few thousand tokens. Longer ones keep the GPU busy.
+PREFILL_TOKENS, PREFILL_GRAPHS = 1 << 12, 8
 
 
 def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
@@ -42,14 +46,15 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     if (
         not sampling.top_k and sampling.top_p >= 1
     ):  # every token is kept: no need to sort a whole vocabulary for each of them
-        cumulative = scaled.softmax(-1).cumsum(-1)
-        place = torch.searchsorted(cumulative, draw.unsqueeze(-1) * cumulative[:, -1:], right=True)
+        # in float64: a GPU's running sum of a long row differs from rank to rank, but so little that no draw tells
+        cumulative = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
+        place = torch.searchsorted(cumulative, draw.double().unsqueeze(-1) * cumulative[:, -1:], right=True)
         return place.clamp(max=logits.shape[-1] - 1).squeeze(-1)
     scaled, order = scaled.sort(stable=True, dim=-1, descending=True)
     if sampling.top_k:
         scaled[:, sampling.top_k :] = -torch.inf
     probabilities = scaled.softmax(-1)
-    cumulative = probabilities.cumsum(-1)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     # nucleus: the fewest tokens whose probability reaches top_p, and never less than one (Holtzman et al., arXiv
     # 1904.09751)
     kept = cumulative - probabilities < sampling.top_p
@@ -152,6 +157,8 @@ class Generator:
     padding: Tensor | None = None  # [batch] columns of padding on the left, None where there are none
     schedule: Schedule = SEQUENTIAL  # of reading prompts; a decode step is always one part
     _captured: "dict[int, CapturedStep]" = field(default_factory=dict)
+    _prefills: "dict[tuple[int, bool], CapturedPrefill]" = field(default_factory=dict)  # by tokens, and if padded
+    _seen: Counter[tuple[int, bool]] = field(default_factory=Counter)
     _pool: Any = None
 
     @property
@@ -162,10 +169,14 @@ class Generator:
         """Read the prompts, one for each row of the cache; return the logits after the last token of each, [batch,
         vocab]."""
         longest = max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]).to(self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         padding = None if int(lengths.min()) == longest else (longest - lengths).to(self.device)
-        return self.model.logits(self.read(ids.to(self.device), padding)[:, -1:])[:, 0]
+        captured = self._prefills.get((longest, padding is not None))
+        if captured is not None:
+            self.position, self.padding = longest, padding
+            return captured.replay(ids, padding)
+        return self.model.logits(self.read(ids, padding)[:, -1:])[:, 0]
 
     def read(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
         """Begin anew with ids [batch, tokens]; return the normed hidden states of all of them, [batch, tokens,
@@ -176,19 +187,9 @@ class Generator:
         if tokens > self.cache.columns:
             raise UserError(f"a prompt of {tokens} tokens does not fit a cache of {self.cache.columns}")
         self.position, self.padding = tokens, padding
-        columns = torch.arange(tokens, device=self.device)
-        if padding is None:
-            mask, positions = None, columns[None]
-        else:
+        if padding is not None:
             check_mask(ids.shape[0], tokens, self.device)
-            real = columns[None] >= padding[:, None]
-            # a column of padding sees itself alone: a row of the mask that allows nothing would make NaN
-            mask = (columns[:, None] >= columns) & real[:, None, :] | torch.eye(
-                tokens, dtype=torch.bool, device=self.device
-            )
-            mask, positions = mask[:, None], (columns[None] - padding[:, None]).clamp(min=0)
-        step = Step(_rope_factors(self.rope, positions), 0, 0, mask, causal=mask is None)
-        return self.model.forward(ids, step, self.cache, self.schedule)
+        return self.model.forward(ids, prompt_step(self.rope, tokens, padding), self.cache, self.schedule)
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
         """Append one token to each row, [batch]; return the logits of the next, [batch, vocab]."""
@@ -206,21 +207,33 @@ class Generator:
             step = Step(_rope_factors(self.rope, positions), position, self.position, mask)
         return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
 
-    def prepare(self, tokens: int, steps: int) -> None:
-        """Capture the graphs that ``steps`` decode steps after ``tokens`` tokens replay.
+    def prepare(self, lengths: Sequence[int], steps: int) -> None:
+        """Capture the graphs that ``steps`` decode steps after prompts of these lengths replay.
 
-        Capturing one takes as long as several steps, and would make a token between them late.
+        Capturing one takes as long as several steps, and would make a token between them late. A prefill is captured
+        when its shape comes for the second time.
         """
-        if self.graphs:
-            last = min(tokens + steps, self.cache.columns)
-            lengths = sorted({view_length(used, self.cache) for used in range(tokens + 1, last + 1)})
-            for length in lengths[:GRAPHS_AHEAD]:
-                self._graph(length)
+        if not self.graphs:
+            return
+        tokens = max(lengths)
+        last = min(tokens + steps, self.cache.columns)
+        views = sorted({view_length(used, self.cache) for used in range(tokens + 1, last + 1)})
+        for length in views[:GRAPHS_AHEAD]:
+            self._graph(length)
+        shape = tokens, min(lengths) < tokens
+        small = len(lengths) * tokens <= PREFILL_TOKENS and tokens <= self.cache.columns
+        if small and len(self._prefills) < PREFILL_GRAPHS and shape not in self._prefills:
+            if self._seen[shape]:
+                self._prefills[shape] = CapturedPrefill(self, *shape, self._shared_pool())
+            self._seen[shape] += 1
+
+    def _shared_pool(self) -> Any:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return self._pool
 
     def _graph(self, length: int) -> "CapturedStep":
         if length not in self._captured:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._captured[length] = CapturedStep(self, length, self._pool)
+            self._captured[length] = CapturedStep(self, length, self._shared_pool())
         return self._captured[length]
 
     def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling, sound: Tensor | None = None) -> Tensor:
@@ -285,12 +298,51 @@ class CapturedStep(FixedStep):
         return self.logits
 
 
+class CapturedPrefill:
+    """A prefill of one shape as a CUDA graph, which holds no generator for the reason that ``FixedStep`` gives."""
+
+    def __init__(self, generator: Generator, tokens: int, padded: bool, pool: Any) -> None:
+        model, rope, cache, schedule = generator.model, generator.rope, generator.cache, generator.schedule
+        rows, device = cache.keys.shape[1], generator.device
+        self.ids = torch.zeros(rows, tokens, dtype=torch.long, device=device)
+        self.padding = torch.zeros(rows, dtype=torch.long, device=device) if padded else None
+
+        def run() -> Tensor:
+            step = prompt_step(rope, tokens, self.padding)
+            return model.logits(model.forward(self.ids, step, cache, schedule)[:, -1:])[:, 0]
+
+        self.graph, self.logits = capture(run, device, pool=pool)
+
+    def replay(self, ids: Tensor, padding: Tensor | None) -> Tensor:
+        self.ids.copy_(ids)
+        if self.padding is not None and padding is not None:
+            self.padding.copy_(padding)
+        self.graph.replay()
+        return self.logits
+
+
 def captured_step(run: Callable[[], Tensor], cache: KVCache, pool: Any) -> tuple[Any, Tensor]:
     """Return the graph of a step and its output. The step writes column 0 of the cache, which is restored."""
     kept = cache.keys[..., :1, :].clone(), cache.values[..., :1, :].clone()
     made = capture(run, cache.keys.device, pool=pool)
     cache.keys[..., :1, :], cache.values[..., :1, :] = kept
     return made
+
+
+def prompt_step(rope: Tensor, tokens: int, padding: Tensor | None) -> Step:
+    """Return the step of prompts that fill ``tokens`` columns.
+
+    padding: [batch] columns of it on the left; None: there is none.
+    """
+    columns = torch.arange(tokens, device=rope.device)
+    if padding is None:
+        return Step(_rope_factors(rope, columns[None]), 0, 0, causal=True)
+    real = columns[None] >= padding[:, None]
+    # a column of padding sees itself alone: a row of the mask that allows nothing would make NaN
+    itself = torch.eye(tokens, dtype=torch.bool, device=rope.device)
+    mask = (columns[:, None] >= columns) & real[:, None, :] | itself
+    positions = (columns[None] - padding[:, None]).clamp(min=0)
+    return Step(_rope_factors(rope, positions), 0, 0, mask[:, None])
 
 
 def _rope_factors(rope: Tensor, positions: Tensor) -> Tensor:
@@ -317,7 +369,7 @@ def generate_tokens(
     # a host that waits for every token keeps a GPU idle; a CPU has nothing to gain
     chunk = 8 if generator.device.type == "cuda" else 1
     ended = [False] * len(prompts)
-    generator.prepare(max(map(len, prompts)), max_new_tokens - 1)
+    generator.prepare([len(prompt) for prompt in prompts], max_new_tokens - 1)
     logits = generator.prefill(prompts)
     sound = are_sound(logits)
     new = sample(logits, sampling, draws[:, 0])[:, None]

@@ -1,11 +1,11 @@
-"""The operations between a layer's products by the kernels of gpu_kernels.py: on a GPU, without gradients."""
+"""The operations between a layer's products by the kernels of native/triton_kernels.py: on a GPU, without gradients."""
 
 import torch
 from torch import Tensor
 
-from ladderize.runtime import gpu_kernels
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
+from ladderize.runtime.native import triton_kernels
 from ladderize.runtime.operations import Operations, attend
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
@@ -29,16 +29,16 @@ class GpuOperations(Operations):
         return cls(2 * torch.cuda.get_device_properties(device).multi_processor_count)
 
     def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        return gpu_kernels.rms_norm(x, norm.weight, norm.eps)
+        return triton_kernels.rms_norm(x, norm.weight, norm.eps)
 
     def mlp(self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:  # type: ignore[override]
         norm = weights.norm
         if carry is None:
-            return gpu_kernels.gated(weights.gate_up[0](self.norm(norm, x)))
+            return triton_kernels.swiglu(weights.gate_up[0](self.norm(norm, x)))
         inner = []
         for gate_up, own in zip(weights.gate_up, carry, strict=True):
-            _, normed = gpu_kernels.add_rms_norm(x, own, norm.weight, norm.eps)
-            inner.append(gpu_kernels.gated(gate_up(normed)))
+            _, normed = triton_kernels.add_rms_norm(x, own, norm.weight, norm.eps)
+            inner.append(triton_kernels.swiglu(gate_up(normed)))
         return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
 
     def attention(
@@ -47,10 +47,11 @@ class GpuOperations(Operations):
         if cache.memory() is None:
             return super().attention(weights, x, step, cache, index, shape)
         decoder, tokens, norms = shape.decoder, x.shape[1], weights.head_norms
-        query = gpu_kernels.rotate_and_store(
+        query = triton_kernels.rotate_and_store(
             weights.qkv(self.norm(weights.norm, x)),
             step.rope_factors if decoder.rope[index] else None,
-            *((None, 0.0) if norms is None else (norms.weight, norms.eps)),
+            None if norms is None else norms.weight,
+            0.0 if norms is None else norms.eps,
             cache.keys[index],
             cache.values[index],
             step.columns,
@@ -60,5 +61,5 @@ class GpuOperations(Operations):
         mask, causal = step.seen(decoder.windows[index])
         scale = shape.head_dim**-0.5 if decoder.attention_scale is None else decoder.attention_scale
         if tokens == 1 and step.length:
-            return gpu_kernels.attend_one(query, keys, values, mask, scale, self.programs)
+            return triton_kernels.attend_one(query, keys, values, mask, scale, self.programs)
         return attend(query, keys, values, mask, causal, scale=scale)

@@ -156,6 +156,8 @@ def open_generator(
 
     cache: is used again if it fits.
     """
+    # cuDNN's attention plans anew for each length of a prompt, which takes hundreds of milliseconds
+    torch.backends.cuda.enable_cudnn_sdp(False)
     shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
     operations = choose_operations(group, spec.torch_dtype)
     model = model_class(shape, spec.layout, own, collectives, operations)

@@ -31,6 +31,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ladderize.runtime.collectives import emulated
+
 DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
 MEMORY_BYTES = 80 << 30
 aten = torch.ops.aten
@@ -254,6 +256,9 @@ class SimulatedGpu:
         memory = Memory(self, backing.untyped_storage(), fill)
         self.checker._handle_memory_allocation(memory.pointer)
         return SimTensor(backing, memory)
+
+    def _idle(self, nanoseconds: int) -> None:
+        self.launch("ladderize_spin_kernel", lambda: None, set(), set())
 
     def free(self, memory: Memory) -> None:
         """What the allocator may do from now on: give it to the next who asks, on the stream that it was allocated
@@ -561,10 +566,11 @@ class SimulatedGpu:
             "mem_get_info": lambda *device: (MEMORY_BYTES - self.peak, MEMORY_BYTES),
             "get_device_name": lambda *device: "simulated",
             "get_device_properties": lambda *device: SimpleNamespace(name="simulated", total_memory=MEMORY_BYTES),
-            "_compile_kernel": lambda source, name: Kernel(self, source, name),
         }
         for name, value in replaced.items():
             self.stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        idle = mock.patch.object(emulated, "idle_on_gpu", return_value=self._idle)  # it touches no memory
+        self.stack.enter_context(idle)
         self.stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 28, 3)))
         self.stack.enter_context(mock.patch.object(torch, "Generator", HostGenerator))
         for function, stands_for in ((dist.all_reduce, self.all_reduce), (dist.all_gather_single, self.all_gather)):
@@ -611,17 +617,6 @@ class WithIndex(TorchFunctionMode):
 
 def _with_index(value: Any) -> Any:
     return DEVICE if (isinstance(value, (str, torch.device)) and str(value) == "cuda") else value
-
-
-class Kernel:
-    """Source that NVRTC would compile; it touches no memory."""
-
-    def __init__(self, gpu: SimulatedGpu, source: str, name: str) -> None:
-        assert f"__global__ void {name}(" in source
-        self.gpu, self.name = gpu, name
-
-    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: list[float]) -> None:
-        self.gpu.launch(self.name, lambda: None, set(), set())
 
 
 class HostGenerator(torch.Generator):

@@ -222,6 +222,31 @@ def test_graphs(folders, name):
         assert not gpu.recorded
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_graphs_of_prompts(folders, name):
+    """A shape that comes again is replayed, with other ids and other padding, and decoding goes on from it."""
+    cases = [[random_ids(1, length)[0].tolist() for length in (9, other)] for other in (9, 4, 9, 6, 9, 2)]
+    token = random_ids(2)
+
+    def logits(generator):
+        found = []
+        for prompts in cases:
+            generator.prepare([len(prompt) for prompt in prompts], 2)
+            found.append(generator.prefill(prompts).clone())
+            found.append(generator.decode_one_token(token.to(generator.device)).clone())
+        return found
+
+    with torch.inference_mode():
+        expected = logits(opened(folders[name], torch.device("cpu"), Alike(RANKS), 2, 20))
+        with SimulatedGpu(seed(), RANKS) as gpu:
+            generator = opened(folders[name], DEVICE, collectives("one-shot", gpu), 2, 20)
+            generator.graphs = True
+            found = logits(generator)
+            assert_alike(found, expected)
+            assert (gpu.captures, gpu.replays) == (3, 10)  # of a step, and of prompts without and with padding
+        assert not gpu.problems, gpu.problems[0]
+
+
 def test_no_graph_is_captured_between_tokens(folders):
     """All that a generation replays is there before its first token, also for the view that only its end needs."""
     prompts = [random_ids(1, length)[0].tolist() for length in (BUCKET - 3, BUCKET - 9)]

@@ -115,7 +115,7 @@ class InferenceRun(RuntimeRun[BenchOptions]):
 
     def weight_cache(self, *, replicate_vocab: bool) -> WeightCache:
         """Return an empty cache of weights."""
-        options, columns = self.options, self.options.prefill_schedule.columns
+        columns = self.options.prefill_schedule.columns
         return WeightCache(self.group.device, pack=True, replicate_vocab=replicate_vocab, columns=columns)
 
     def check(self) -> None:
@@ -231,7 +231,7 @@ class TimedGenerator(Timed):
         self.own_bytes = generator.model.weights.resident_bytes + generator.cache.nbytes
 
     def prepare(self) -> None:
-        self.generator.prepare(len(self.prompts[0]), self.decode_steps)
+        self.generator.prepare([len(prompt) for prompt in self.prompts], self.decode_steps)
 
     def run(self, passes: int | None = None) -> Iterator[int]:
         generator, steps = self.generator, min(self.decode_steps, passes or self.decode_steps)

@@ -2,10 +2,12 @@
 
 import functools
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ladderize.errors import UserError
 from ladderize.runtime.collectives.base import Collectives, Handle, side_by_side
 from ladderize.runtime.collectives.gpu import OnStream
 from ladderize.runtime.collectives.links import Link
@@ -38,18 +40,6 @@ class Emulated(Collectives):
         return self.all_reduce_async(side_by_side(x, self.ranks)).wait()
 
 
-# The kernel reads the GPU's clock of nanoseconds, whose rate does not change with the cores' clock under a power limit.
-SPIN_KERNEL = """
-extern "C" __global__ void ladderize_spin_kernel(double nanoseconds) {
-    unsigned long long begin, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-    do {
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    } while (now - begin < nanoseconds);
-}
-"""
-
-
 class EmulatedOnGpu(OnStream):
     """Emulated collectives on a GPU: a kernel that idles on a communication stream. CUDA graphs can capture it."""
 
@@ -58,13 +48,22 @@ class EmulatedOnGpu(OnStream):
     def __init__(self, ranks: int, link: Link, device: torch.device) -> None:
         super().__init__(ranks, device)
         self.link = link
-        self.spin = torch.cuda._compile_kernel(SPIN_KERNEL, "ladderize_spin_kernel")
+        self.idle = idle_on_gpu()
 
     def reduce(self, x: Tensor, total: Tensor) -> None:
-        self.spin(grid=(1, 1, 1), block=(1, 1, 1), args=[self.link.seconds(x.nbytes) * 1e9])
+        self.idle(round(self.link.seconds(x.nbytes) * 1e9))
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self.all_reduce_async(side_by_side(x, self.ranks)).wait()
+
+
+def idle_on_gpu() -> Callable[[int], None]:
+    """Return a function that keeps the current stream busy for some nanoseconds. Raises UserError without Triton."""
+    try:
+        from ladderize.runtime.native.triton_kernels import idle
+    except ImportError:
+        raise UserError("emulated ranks on a GPU need Triton, which is not installed") from None
+    return idle
 
 
 def emulate(ranks: int, link: Link, device: torch.device) -> Collectives:

@@ -1,1 +1,4 @@
-"""The operations of a CPU between two products, in C++ that is compiled where it runs. May import: ranks."""
+"""The operations between two products: for CPUs in C++ that is compiled where it runs, for GPUs in Triton.
+
+May import: ranks.
+"""

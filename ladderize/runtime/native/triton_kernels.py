@@ -8,11 +8,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 # Columns of the cache that one program reads at a time, and at least for itself.
-COLUMNS = 64
+TILE_COLUMNS = 64
 # A program of decode attention has this many rows for the queries of a KV head: the fewest of the tensor cores.
-QUERIES = 16
+TILE_QUERIES = 16
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def _launch_norm(x: Tensor, added: Tensor | None, sums: Tensor | None, weight: T
 
 
 @triton.jit
-def _gated(gate_up, out, inner, BLOCK: tl.constexpr):
+def _swiglu(gate_up, out, inner, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     gate = tl.load(gate_up + row * 2 * inner + column, mask=inside, other=0.0)
@@ -65,23 +66,42 @@ def _gated(gate_up, out, inner, BLOCK: tl.constexpr):
     tl.store(out + row * inner + column, (wide * tl.sigmoid(wide) * up).to(gate.dtype), mask=inside)
 
 
-def gated(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up, [..., inner], of both side by side, [..., 2 * inner]."""
     gate_up = gate_up.contiguous()
     inner = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], inner)
     block = min(1024, triton.next_power_of_2(inner))
-    _gated[(out.numel() // inner, triton.cdiv(inner, block))](gate_up, out, inner, block)
+    _swiglu[(out.numel() // inner, triton.cdiv(inner, block))](gate_up, out, inner, block)
     return out
 
 
 @triton.jit
 def _rotate_and_store(
-    qkv, norms, rope, columns, query, keys, values, tokens, first, rope_row, columns_row, eps,
-    cache_row, cache_head, cache_column,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ALL: tl.constexpr, HALF: tl.constexpr,
-    NORMED: tl.constexpr, ROTATED: tl.constexpr, INDEXED: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    norms,
+    rope,
+    columns,
+    query,
+    keys,
+    values,
+    tokens,
+    first,
+    rope_row,
+    columns_row,
+    eps,
+    cache_row,
+    cache_head,
+    cache_column,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ALL: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+    ROTATED: tl.constexpr,
+    INDEXED: tl.constexpr,
+):
     """All heads of one token."""
     place = tl.program_id(0).to(tl.int64)
     row, token = place // tokens, place % tokens
@@ -149,22 +169,54 @@ def rotate_and_store(
     first, indices = (columns, None) if isinstance(columns, int) else (0, columns.contiguous())
     together, half = triton.next_power_of_2(heads + 2 * kv_heads), triton.next_power_of_2(max(1, dim // 2))
     _rotate_and_store[(batch * tokens,)](
-        qkv, norms, turns, indices, query, keys, values, tokens, first,
+        qkv,
+        norms,
+        turns,
+        indices,
+        query,
+        keys,
+        values,
+        tokens,
+        first,
         tokens * dim if turns is not None and turns.shape[0] > 1 else 0,
         tokens if indices is not None and indices.ndim == 2 else 0,
-        eps, *keys.stride()[:3],
-        heads, kv_heads, dim, together, half, norms is not None, turns is not None, indices is not None,
+        eps,
+        *keys.stride()[:3],
+        heads,
+        kv_heads,
+        dim,
+        together,
+        half,
+        norms is not None,
+        turns is not None,
+        indices is not None,
         num_warps=_warps(together * half),
-    )  # fmt: skip
+    )
     return query
 
 
 @triton.jit
 def _attend_split(
-    query, keys, values, mask, parts, logs, length, columns, scale, mask_row, cache_row, cache_head, cache_column,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
-    QUERIES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    query,
+    keys,
+    values,
+    mask,
+    parts,
+    logs,
+    length,
+    columns,
+    scale,
+    mask_row,
+    cache_row,
+    cache_head,
+    cache_column,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """One KV head of one row, and ``columns`` columns of it: a softmax of its own (FlashDecoding)."""
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
@@ -229,19 +281,46 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
     batch, heads, _, dim = query.shape
     kv_heads, length = keys.shape[1:3]
     wanted = max(1, programs // (batch * kv_heads))
-    columns = max(COLUMNS, triton.cdiv(triton.cdiv(length, wanted), COLUMNS) * COLUMNS)
+    columns = max(TILE_COLUMNS, triton.cdiv(triton.cdiv(length, wanted), TILE_COLUMNS) * TILE_COLUMNS)
     splits, wide = triton.cdiv(length, columns), max(16, triton.next_power_of_2(dim))
     parts = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=query.device)
     logs = torch.empty(batch, heads, splits, dtype=torch.float32, device=query.device)
     _attend_split[(batch, kv_heads, splits)](
-        query, keys, values, mask, parts, logs, length, columns, scale,
-        mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0, *keys.stride()[:3],
-        heads // kv_heads, dim, wide, mask is not None,
-        max(QUERIES, triton.next_power_of_2(heads // kv_heads)), COLUMNS,
-    )  # fmt: skip
+        query,
+        keys,
+        values,
+        mask,
+        parts,
+        logs,
+        length,
+        columns,
+        scale,
+        mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0,
+        *keys.stride()[:3],
+        heads // kv_heads,
+        dim,
+        wide,
+        mask is not None,
+        max(TILE_QUERIES, triton.next_power_of_2(heads // kv_heads)),
+        TILE_COLUMNS,
+    )
     out = torch.empty(batch, 1, heads * dim, dtype=query.dtype, device=query.device)
     _join_splits[(batch * heads,)](parts, logs, out, splits, dim, wide, triton.next_power_of_2(splits))
     return out
+
+
+@triton.jit(do_not_specialize=["nanoseconds"])
+def ladderize_spin_kernel(nanoseconds):
+    """Idle by the GPU's own clock, which does not slow down with its cores. A trace knows it for communication."""
+    begin = globaltimer()
+    now = begin
+    while now - begin < nanoseconds:
+        now = globaltimer()
+
+
+def idle(nanoseconds: int) -> None:
+    """Keep the current stream busy for so long."""
+    ladderize_spin_kernel[(1,)](nanoseconds, num_warps=1)
 
 
 def _warps(block: int) -> int:
