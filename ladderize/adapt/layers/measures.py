@@ -17,7 +17,7 @@ from ladderize.ranks.group import Ranks
 
 
 @dataclass(frozen=True)
-class Variant:
+class Contender:
     """A model to measure: ``blocks`` in ``layout``.
 
     weights: returns those of a layer; None: the checkpoint's.
@@ -43,7 +43,7 @@ class HeldoutMeasures:
     divergence: dict[str, float]
 
 
-def heldout_measures(variants: Mapping[str, Variant], ids: torch.Tensor, ranks: Ranks) -> HeldoutMeasures:
+def heldout_measures(variants: Mapping[str, Contender], ids: torch.Tensor, ranks: Ranks) -> HeldoutMeasures:
     """Return the perplexity of held-out windows under variants of a model, and their divergence from the first, dense
     one.
 

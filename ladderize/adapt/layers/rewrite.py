@@ -13,7 +13,7 @@ import torch
 from ladderize.adapt.data.sources import source_sha256
 from ladderize.adapt.layers.head_grouping import permuted_weights
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerFolder, LayerWeights, StudentBlocks
-from ladderize.adapt.layers.measures import Variant, heldout_measures, loaded
+from ladderize.adapt.layers.measures import Contender, heldout_measures, loaded
 from ladderize.adapt.layers.options import WindowOptions
 from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.adapt.teacher import check_improved, check_pair, check_related, target_text
@@ -331,9 +331,9 @@ def rewrite(
         result = method.document.RESULT
         with console.stage("measuring held-out perplexities"):
             variants = {
-                "dense": Variant(teacher, Layout.dense(layout.num_layers)),
-                "before": Variant(own, layout),
-                result: Variant(own, layout, rewritten),
+                "dense": Contender(teacher, Layout.dense(layout.num_layers)),
+                "before": Contender(own, layout),
+                result: Contender(own, layout, rewritten),
             }
             measured = heldout_measures(variants, windows.heldout, ranks)
         if not ranks.is_main:

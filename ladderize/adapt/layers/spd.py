@@ -19,7 +19,7 @@ from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
 from ladderize.adapt.layers.head_grouping import group_heads, permuted_weights
 from ladderize.adapt.layers.layer_files import LayerFolder, StudentBlocks
-from ladderize.adapt.layers.measures import Variant, heldout_measures, loaded
+from ladderize.adapt.layers.measures import Contender, heldout_measures, loaded
 from ladderize.adapt.layers.options import AlignSettings, DistillSettings, SpdOptions, default_tokens, layers_to_align
 from ladderize.adapt.layers.rewrite import CheckpointRun, LayerJob, WindowData, measured_note
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
@@ -157,10 +157,10 @@ def spd(
         def repaired(layer: int) -> Mapping[str, torch.Tensor]:
             return loaded(work.files, layer, teacher) if layer in layers else permuted_weights(teacher, orders, layer)
 
-        steps = {"dense": Variant(teacher, dense), "sync points dropped": Variant(teacher, layout)}
+        steps = {"dense": Contender(teacher, dense), "sync points dropped": Contender(teacher, layout)}
         if head_map is not None:
-            steps["+ head grouping"] = Variant(teacher, layout, partial(permuted_weights, teacher, orders))
-        steps["+ alignment" if aligns else "+ distillation"] = Variant(teacher, layout, repaired)
+            steps["+ head grouping"] = Contender(teacher, layout, partial(permuted_weights, teacher, orders))
+        steps["+ alignment" if aligns else "+ distillation"] = Contender(teacher, layout, repaired)
         with console.stage("measuring held-out perplexities"):
             measured = heldout_measures(steps, windows.heldout, ranks)
         if not ranks.is_main:
