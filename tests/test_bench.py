@@ -92,7 +92,7 @@ def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatc
         assert ladder["overlap"][phase]["share"] > 2 * dense["overlap"][phase]["share"]
     assert listing(tmp_path / "traces") == ["0-dense-batch1-rank0.json", "1-ladder-batch1-rank0.json"]
     events = json.loads((tmp_path / "traces" / "1-ladder-batch1-rank0.json").read_text())["traceEvents"]
-    assert any(event.get("tid") == "communication" for event in events)
+    assert sum(event["name"] == "all-reduce: wait" for event in events if event.get("ph") == "X") > 4
     for backend in (Early, Late):
         monkeypatch.setattr(bench_run, "emulate", lambda ranks, link, device, backend=backend: backend(ranks, link))
         outcome = bench(*arguments, text=text)
@@ -271,7 +271,6 @@ def test_the_right_model_passes_the_check(checked_model, tmp_path):
         (wrong_rope_beyond_64_positions, ""),
         (a_window_on_the_kv_cache, EMULATED),
         (a_rank_of_dropped_points_left_out, ""),
-        (one_weight_is_off, ""),
         (one_weight_is_off, EMULATED),
         (parts_in_a_wrong_order, f"{EMULATED} --schedule domino --batch-size 2"),
     ],
@@ -329,32 +328,6 @@ def test_without_the_check_results_say_so(checked_model, monkeypatch):
     outcome = bench(checked_model, "--no-check")
     assert outcome.code == 0, outcome.stderr
     assert "Not checked against a reference" in outcome.stdout
-
-
-@pytest.mark.parametrize(("dtype", "stops"), [("float32", True), ("bfloat16", False)])
-def test_a_different_token_needs_a_margin_below_the_tolerance(dtype, stops):
-    """The reference prefers another token by a hundredth of its logits' deviation: what bfloat16's rounding explains,
-    and float32's does not."""
-    model = spec.checkpoint_spec(str(MODEL), tp_size=1, dtype=dtype)
-    reference = reference_check.compute_reference(model, "cpu", 8)
-    torch.set_num_threads(1)
-    logits = reference.logits.copy()
-    ranked = np.sort(logits[0], -1)
-    place = int((ranked[:, -1] - ranked[:, -2]).argmin())  # where two tokens are all but as good
-    best, second = np.argsort(logits[0, place])[::-1][:2]
-    logits[0, place, [best, second]] = logits[0, place, best] + np.array([-0.005, 0.005]) * logits.std()
-    changed = dataclasses.replace(reference, logits=logits)
-    weights = spec.WeightCache(torch.device("cpu"), pack=False)
-    generator = spec.open_generator(model, Collectives(), weights, ALONE, 2, len(reference.ids[0]))
-    with torch.inference_mode():
-        right, found = (
-            reference_check.check_against_reference([generator], one, model, ALONE) for one in (reference, changed)
-        )
-        assert right.equal_greedy_tokens <= right.greedy_tokens
-        if stops:
-            assert "off the fp32 reference" in found
-        else:
-            assert found.tolerance > 0
 
 
 def test_rounding_adds_up_from_layer_to_layer(tmp_path):
@@ -452,12 +425,6 @@ def test_the_models_that_pass_are_timed(two_models, tmp_path, wrong, right):
     assert f"<li>bench.json: {last.removeprefix('Error: ')}</li>" in page.read_text()
 
 
-def test_where_all_models_fail_nothing_is_timed(two_models, tmp_path):
-    message = one_sentence(bench(*two_models("a", "b"), "--out", tmp_path / "bench.json"))
-    assert message.endswith("this is not the model that was converted, so nothing was timed")
-    assert not (tmp_path / "bench.json").exists()
-
-
 # ---- what is doubtful, and what fails late ----
 
 
@@ -530,7 +497,6 @@ def test_first_words_come_before_torch():
         return line.rstrip()
 
     assert first(MODEL, "--batch-size", "1,x").startswith("False Error: --batch-size '1,x'")
-    assert first(MODEL, "--layout", "dense").startswith("False Error: --layout goes with --random-weights")
     assert first("/no/such/model") == "False loading torch"
 
 

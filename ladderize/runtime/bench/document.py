@@ -43,7 +43,7 @@ class Environment(Record):
     settings: environment variables that change times.
     """
 
-    LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "cuda", "nccl", "link", "vllm")
+    LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "cuda", "nccl", "vllm")
 
     device: str
     processor: str
@@ -60,7 +60,6 @@ class Environment(Record):
     gpu_memory_bytes: int | None = None
     cuda: str | None = None
     nccl: str | None = None
-    link: str | None = None
     vllm: str | None = None
 
 
@@ -76,15 +75,12 @@ def environment(group: "Ranks", *, settings: tuple[str, ...] = (), **more: Any) 
 
     noted = ("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings)
     if group.device.type == "cuda":
-        properties, devices = torch.cuda.get_device_properties(group.device), torch.cuda.device_count()
         more |= {
-            "gpus": group.gather(properties.name),
-            "gpu_memory_bytes": properties.total_memory,
+            "gpus": group.gather(torch.cuda.get_device_name(group.device)),
+            "gpu_memory_bytes": torch.cuda.get_device_properties(group.device).total_memory,
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
-        if 1 < group.size <= devices:
-            more["link"] = "peer to peer" if torch.cuda.can_device_access_peer(0, 1) else "through the host"
     return Environment(
         device=group.device.type,
         processor=processor(),
