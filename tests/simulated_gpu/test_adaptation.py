@@ -23,10 +23,9 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.training.batch import Batch
 from tests.helpers import random_ids
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
-from tests.simulated_gpu.models import LAYERS, LAYOUTS, hf_training, seed
+from tests.simulated_gpu.models import LAYERS, hf_training, seed
 
 HOST = torch.device("cpu")
-CONVERTED = [name for name in LAYOUTS if name != "dense"]
 WINDOWS, TOKENS = 8, 16
 
 
@@ -62,12 +61,11 @@ def assert_same_weights(found, expected, tolerance):
             assert (own[name] - tensor).norm() <= tolerance * tensor.norm(), name
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-def test_blocks(folders, tmp_path, name):
+def test_blocks(folders, tmp_path):
     data = windows()
 
     def distilled(device):
-        job = replace(job_of(folders[name], device, tmp_path), windows=data)
+        job = replace(job_of(folders["both"], device, tmp_path), windows=data)
         distill(job, DistillSettings(epochs=2, batch_size=2, lr=1e-3))
         return job.files
 
@@ -97,12 +95,11 @@ def test_head_grouping(folders, criterion):
             assert getattr(own, name) == pytest.approx(getattr(theirs, name), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-def test_align(folders, tmp_path, name):
+def test_align(folders, tmp_path):
     data = windows()
 
     def aligned(device):
-        job = replace(job_of(folders[name], device, tmp_path), windows=data)
+        job = replace(job_of(folders["both"], device, tmp_path), windows=data)
         align(job, AlignSettings(random_share=0.5))
         return job.files
 
@@ -115,8 +112,7 @@ def test_align(folders, tmp_path, name):
     assert_same_weights(found, expected, 1e-2)
 
 
-@pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("mode", ["layers", "sweep"])
+@pytest.mark.parametrize(("mode", "aligned"), [("layers", False), ("sweep", True)])
 def test_sensitivity(folders, tmp_path, mode, aligned):
     np.save(tmp_path / "ids.npy", random_ids(2 * WINDOWS, TOKENS).numpy())
     options = SensitivityOptions(str(tmp_path / "ids.npy"), mode, 2, samples=3, batch_size=2, align=aligned)
@@ -131,8 +127,7 @@ def test_sensitivity(folders, tmp_path, mode, aligned):
         assert one.nats == pytest.approx(other.nats, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-def test_a_step_of_the_hugging_face_model(folders, monkeypatch, name):
+def test_a_step_of_the_hugging_face_model(folders, monkeypatch):
     """Full retraining beside the dense teacher, with packed rows and the error of sub-modules."""
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # transformers' own threads do not see the simulated GPU
     ids, targets = random_ids(3, 12), random_ids(3, 12)
@@ -142,7 +137,7 @@ def test_a_step_of_the_hugging_face_model(folders, monkeypatch, name):
     rows = {"input_ids": ids, "position_ids": positions, "targets": targets}
 
     def stepped(device):
-        with hf_training(folders[name], folders["dense"], device, everything=False) as training:
+        with hf_training(folders["both"], folders["dense"], device, everything=False) as training:
             losses = training.losses(Batch.of(rows, device))
             training.accelerator.backward(losses.sum() / ids.numel())
             gradients = {key: parameter.grad.cpu().clone() for key, parameter in training.named.items()}

@@ -22,14 +22,11 @@ SAMPLED = ("--num-samples", 5, "--max-new-tokens", 5, "--seed", 3, "--out", f"{O
 COMMANDS = {
     "adapt full": ("adapt", MODEL, OUT, "--method", "full", "--hidden-weight", 1, "--no-verify", *STEPS),
     "adapt lora": ("adapt", MODEL, OUT, "--method", "lora", *STEPS),
-    "adapt blocks": ("adapt", MODEL, OUT, "--method", "blocks", "--no-verify", *TEACHER),
     "adapt align": ("adapt", MODEL, OUT, "--method", "align", "--no-verify", *TEACHER),
-    "spd": ("spd", DENSE, OUT, "--data", DATA, "--sync-tp-size", 2, "--spd-fraction", 0.5, "--no-verify"),
     "sensitivity": ("sensitivity", DENSE, "--sync-tp-size", 2, *SCORED),
     "eval": ("eval", MODEL, DENSE, "--perplexity", DATA),
     "generate": ("generate", MODEL, "--from-bos", *SAMPLED),
     "bench": ("bench", MODEL, *TIMED, "--schedule", "domino", "--baselines", "no-comm,sequential"),
-    "bench random": ("bench", "--random-weights", f"{DENSE}/config.json", "--layout", "dense,ladder", *TIMED),
     "bench training": ("bench", MODEL, "--train", *EMULATED, "--batch-size", 2, "--seq-len", 16),
 }
 # what depends on the machine, or on when it was
