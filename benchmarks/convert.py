@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-VARIANTS = ("link", "link, verified", "copy", "cp -r", "to bfloat16", "re-shard", "from_pretrained + save_pretrained")
+VARIANTS = ("link", "link, verified", "copy", "cp -r", "to bfloat16", "from_pretrained + save_pretrained")
 
 CHILD = """
 import json, os, resource, sys, time
@@ -36,11 +36,7 @@ elif variant.startswith("from_pretrained"):
 else:
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.recipe import Recipe
-    recipes = {
-        "to bfloat16": Recipe(ladder="all", dtype="bfloat16"),
-        "re-shard": Recipe(ladder="all", max_shard_size="500MB"),
-    }
-    recipe = recipes.get(variant, Recipe(ladder="all"))
+    recipe = Recipe(ladder="all", dtype="bfloat16" if variant == "to bfloat16" else None)
     convert_checkpoint(source, out, recipe, copy=variant == "copy", verify="verified" in variant)
 if variant == "cp -r" or variant.startswith("from_pretrained"):
     for name in sorted(os.listdir(out)):

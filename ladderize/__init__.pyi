@@ -21,8 +21,8 @@ from ladderize.console import SILENT as SILENT
 from ladderize.console import Console as Console
 from ladderize.convert.inspection import InspectionReport as InspectionReport
 from ladderize.convert.inspection import inspect_checkpoint as inspect_checkpoint
+from ladderize.convert.pipeline import ConversionReport as ConversionReport
 from ladderize.convert.pipeline import convert_checkpoint as convert_checkpoint
-from ladderize.convert.plan import ConversionReport as ConversionReport
 from ladderize.convert.recipe import Recipe as Recipe
 from ladderize.convert.recipe import read_recipe as read_recipe
 from ladderize.convert.sensitivity_file import SensitivityDocument as SensitivityDocument

@@ -10,6 +10,7 @@ A layer has two sync points, after attention and after the MLP, where the partia
 A layout is nothing but the list of these modes, plus the number of virtual ranks that dropped ones were made for.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ MLP_MODES = (BLOCKING, OVERLAPPED)
 ONE_OVERLAPPED = "attention overlapped", "entering MLP overlapped"  # names of layers with one overlapped sync point
 CONFIG_KEYS = ("attention_sync", "mlp_sync", "sync_tp_size")
 DEFAULT_RANKS = 8  # the GPUs of the usual machine
+RANGE = re.compile(r"all|(?P<one>-?\d+)|(?P<start>-?\d+)?:(?P<stop>-?\d+)?", re.ASCII)
 
 
 class LayoutError(LadderizeError, ValueError):
@@ -38,44 +40,26 @@ def parse_ranges(text: str, num_layers: int, *, option: str = "layers") -> list[
 
     Ranges are half-open as in Python, but not clipped: one that lies outside, or is empty, raises LayoutError.
     """
+
+    def index(text: str) -> int:
+        return int(text) + num_layers if text.startswith("-") else int(text)
+
     layers: set[int] = set()
-    for part in str(text).split(","):
-        layers.update(_parse_range(part.strip(), num_layers, option))
-    return sorted(layers)
-
-
-def _parse_range(part: str, num_layers: int, option: str) -> range:
-    def bound(value: str, default: int) -> int:
-        if not value.strip():
-            return default
-        try:
-            number = int(value)
-        except ValueError:
+    for part in str(text).replace(" ", "").split(","):
+        match = RANGE.fullmatch(part)
+        if match is None:
             raise RangeSyntaxError(
-                f"{option}: {part!r} is not a range of layers; write for example 16:32, :8, -16:, 5 or all"
-            ) from None
-        return number + num_layers if number < 0 else number
-
-    if part == "all":
-        return range(num_layers)
-    first, colon, last = part.partition(":")
-    if ":" in last:
-        raise RangeSyntaxError(f"{option}: {part!r} has a step; ranges are start:stop, half-open")
-    if not part:
-        raise RangeSyntaxError(f"{option}: an empty range; write for example 16:32, :8, -16:, 5 or all")
-    start = bound(first, 0)
-    stop = bound(last, num_layers) if colon else start + 1
-    both_given = first.strip() and last.strip() and first.strip().startswith("-") == last.strip().startswith("-")
-    what = f"{'reversed' if start > stop else 'empty'}: it begins at layer {start} and ends before layer {stop}"
-    if both_given and start >= stop:
-        raise RangeSyntaxError(f"{option}: {part} is {what}")  # for every model
-    if not 0 <= start < num_layers or stop > num_layers:
-        raise LayoutError(
-            f"{option}: {part} is out of range for a model of {num_layers} layers (0 to {num_layers - 1})"
-        )
-    if start >= stop:
-        raise LayoutError(f"{option}: {part} is {what} in a model of {num_layers} layers")
-    return range(start, stop)
+                f"{option}: {part!r} is not a range of layers, half-open and without steps; write for example 16:32,"
+                " :8, -16:, 5 or all"
+            )
+        start = index(match["one"] or match["start"] or "0")
+        stop = start + 1 if match["one"] else index(match["stop"]) if match["stop"] else num_layers
+        if not 0 <= start < stop <= num_layers:
+            raise LayoutError(
+                f"{option}: {part} is empty or out of range for a model of {num_layers} layers (0 to {num_layers - 1})"
+            )
+        layers.update(range(start, stop))
+    return sorted(layers)
 
 
 def format_ranges(layers: Iterable[int]) -> str:

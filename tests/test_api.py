@@ -102,7 +102,10 @@ def test_a_layout_of_another_model_is_refused(dense, tmp_path, layout):
     ("given", "message"),
     [
         ({"attention_sync": ("blocking",) * 4}, "go together"),
-        ({"attention_sync": ("blocking",) * 4, "mlp_sync": ("blocking",) * 4, "ladder": "all"}, "do not go with"),
+        (
+            {"attention_sync": ("blocking",) * 4, "mlp_sync": ("blocking",) * 4, "ladder": "all"},
+            "they go together, without ladder and spd",
+        ),
         ({"attention_sync": ("dropped",) * 4, "mlp_sync": ("blocking",) * 4}, "sync_tp_size"),
         ({"attention_sync": ("magic",) * 4, "mlp_sync": ("blocking",) * 4}, "'magic'"),
     ],

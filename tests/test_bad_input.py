@@ -223,10 +223,10 @@ def test_index_that_leads_astray(tmp_path, entry, message):
     [
         (["--ladder", "2:9"], 1, "out of range for a model of 4 layers"),
         (["--ladder", "-5:"], 1, "out of range"),
-        (["--ladder", "3:1"], 2, "is reversed"),
-        (["--ladder", "2:2"], 2, "is empty"),
-        (["--ladder", ""], 2, "an empty range"),
-        (["--ladder", "0:4:2"], 2, "has a step"),
+        (["--ladder", "3:1"], 1, "3:1 is empty or out of range"),
+        (["--ladder", "2:2"], 1, "is empty"),
+        (["--ladder", ""], 2, "is not a range of layers"),
+        (["--ladder", "0:4:2"], 2, "without steps"),
         (["--ladder", "two"], 2, "is not a range"),
         (["--spd", "all", "--sync-tp-size", "3"], 1, "3 does not divide the 8 attention heads; this model takes 1, 2"),
         (["--spd", "all"], 2, "needs --sync-tp-size"),
@@ -234,7 +234,6 @@ def test_index_that_leads_astray(tmp_path, entry, message):
         (["--ladder", "2:", "--sync-tp-size", "4"], 2, "no effect without --spd"),
         (["--dense", "--ladder", "2:"], 2, "does not go with"),
         (["--ladder", "2:", "--dtype", "int8"], 2, "'int8' is not one of"),
-        (["--ladder", "2:", "--max-shard-size", "big"], 2, "is not a size"),
         ([], 1, "nothing to convert"),
         (["--ladder", "2:", "--revision", "main"], 1, "has no revisions"),
     ],
@@ -259,7 +258,7 @@ def test_options_unknown_to_typer(llama, tmp_path):
         ("lader: 2:4", "unknown key 'lader'; did you mean ladder?"),
         ("zzz: 1", "known keys are"),
         ("ladder: 2.5", "write ranges"),
-        ("ladder: 3:1", "is reversed"),
+        ("ladder: 3:1", "is empty or out of range"),
         ("", "holds no recipe"),
         ("- 1", "holds no recipe"),
         ("ladder: [", "not valid YAML"),
@@ -341,7 +340,7 @@ def test_empty_names(llama, tmp_path, monkeypatch):
     assert "OUT is empty" in one_sentence(convert(llama, ""))
     assert "name of the checkpoint is empty" in one_sentence(convert("", tmp_path / "out"))
     assert "name of the checkpoint is empty" in one_sentence(invoke("inspect", " "))
-    assert "is a folder, not a recipe" in one_sentence(convert(llama, tmp_path / "out", "--recipe", ""))
+    assert "is a folder, not a regular file" in one_sentence(convert(llama, tmp_path / "out", "--recipe", ""))
     assert listing(tmp_path) == ["src"]
 
 
@@ -404,49 +403,6 @@ def test_inspect_bad_input(llama, tmp_path):
 
 
 PLAN = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "2", "--prompt-len", "9", "--output-len", "9")
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}, None),
-        ({"model_type": "gemma", "sliding_window": 4096, "hidden_act": "gelu", "rope_parameters": {}}, None),
-        ({"model_type": "mixtral", "num_local_experts": 8}, "it is a mixture of experts (num_local_experts)"),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "it has attention over a latent cache (kv_lora_rank)"),
-        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "it has a text model inside another"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "it is no causal language model"),
-        ({"model_type": "qwen3_5", "layer_types": ["linear_attention"]}, "layers of another kind (linear_attention)"),
-        ({"model_type": "arcee"}, "its MLP has no gate"),
-    ],
-)
-def test_a_decoder_that_is_not_converted_is_predicted_by_its_sizes(llama, tmp_path, changes, problem):
-    """As a Llama of these sizes, with a remark; what its sizes do not describe is refused. convert refuses all."""
-    commands = [("inspect", llama), ("plan", llama, *PLAN), ("plan", "--shape", llama, "--dtype", "float32", *PLAN)]
-
-    def documents():
-        outcomes = [invoke(*command, "--json") for command in commands]
-        assert not any(outcome.code for outcome in outcomes), outcomes
-        return [json.loads(outcome.stdout) for outcome in outcomes]
-
-    before = documents()
-    edit_json(llama / "config.json", **{"architectures": ["XForCausalLM"], **changes})
-    if problem is not None:
-        for command in commands:
-            assert problem in one_sentence(invoke(*command))
-    else:
-        remarks = []
-        for own, known in zip(documents(), before, strict=True):
-            remarks.append(own.pop("remark"))
-            assert own | {"model_type": "llama"} == known | {"model_type": "llama"}
-        assert set(remarks) == {remarks[0]}
-        assert "`ladderize convert` refuses this family" in remarks[0]
-        text = invoke(*commands[1])
-        assert remarks[0] in text.stderr
-        assert "ladderize bench" not in text.stdout
-        chosen = invoke(*commands[2], "--min-speedup", "1.1", "--sensitivity", "x.json")
-        assert "no layout is chosen for a family that is not converted" in one_sentence(chosen)
-    refused = f"this is a {changes['model_type']}, which ladderize does not convert"
-    assert refused in one_sentence(convert(llama, tmp_path / "out"))
 
 
 def test_a_ladderized_source_with_a_broken_layout(llama, tmp_path):

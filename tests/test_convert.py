@@ -7,10 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -24,7 +22,6 @@ from ladderize.layout import Layout, LayoutError
 from ladderize.runtime.shards import check_runnable
 from tests.helpers import (
     BIASES,
-    SHAPE,
     STORIES,
     all_tensors,
     edit_json,
@@ -104,35 +101,21 @@ def test_another_file_system_gets_copies(llama):
         shutil.rmtree(out, ignore_errors=True)
 
 
-@pytest.mark.parametrize(
-    ("shards", "size", "dtype"),
-    [
-        *((shards, None, dtype) for shards in (1, 3) for dtype in ("bfloat16", "float16")),
-        *((2, size, dtype) for size, dtype in (("20kB", None), ("30KB", "bfloat16"), ("1GB", None), ("1", None))),
-    ],
-)
-def test_weights_are_rewritten(tmp_path, shards, size, dtype):
-    """As another dtype, and into files of at most that size."""
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_rewritten(tmp_path, shards, dtype):
     source = save_llama(tmp_path / "src", shards=shards)
-    recipe = Recipe(ladder="2:", dtype=dtype, max_shard_size=size)
-    report = convert_checkpoint(source, tmp_path / "out", recipe, verify=False)
+    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:", dtype=dtype), verify=False)
     assert report.weights == {"rewritten": len(report.weight_files)}
     expected, found = all_tensors(source), all_tensors(tmp_path / "out")
     assert set(found) == set(expected)
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor.to(getattr(torch, dtype)) if dtype else tensor)
-    if size is not None:
-        limit = {"20kB": 20_000, "30KB": 30_000, "1GB": 10**9, "1": 1}[size]
-        for name in report.weight_files:
-            tensors = load_file(tmp_path / "out" / name)
-            assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= limit
-    if size == "1GB":
-        assert report.weight_files == ["model.safetensors"]
-    if len(report.weight_files) > 1:
+        assert torch.equal(found[name], tensor.to(getattr(torch, dtype)))
+    if shards > 1:
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-        assert size is None or index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
         assert set(index["weight_map"].values()) == set(report.weight_files)
-    assert load(tmp_path / "out").dtype == getattr(torch, dtype or "float32")
+    assert load(tmp_path / "out").dtype == getattr(torch, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 1e5), ("bfloat16", -3.4e38)])
@@ -144,28 +127,17 @@ def test_values_too_large_for_the_dtype(llama, tmp_path, dtype, value):
     assert listing(tmp_path) == ["src"]
 
 
-def test_bfloat16_has_the_bits_of_torch(llama, tmp_path):
-    """For any bits but those of values that would overflow. Of NaN only that it stays one: torch's own bits depend on
-    the processor."""
-    name = "model.embed_tokens.weight"
-    ends = [0, 1, 0x8000, 0x8001, 0x18000, 0x7FFFFF, 0x7F7F7FFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
-    bits = fresh_rng().integers(0, 1 << 32, (SHAPE["vocab_size"], SHAPE["hidden_size"]), dtype=np.uint32)
-    bits.flat[: 2 * len(ends)] = [*ends, *(1 << 31 | end for end in ends)]
-    bits[(bits & 0x7FFFFFFF >= 0x7F7F8000) & (bits & 0x7FFFFFFF < 0x7F800000)] = 0
-    tensors = edit_tensors(llama, lambda tensors: tensors.update({name: torch.from_numpy(bits.view(np.float32))}))
-    convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="bfloat16"), verify=False)
-    found, expected = all_tensors(tmp_path / "out")[name], tensors[name].to(torch.bfloat16)
-    numbers = ~expected.isnan()
-    assert torch.equal(found.isnan(), ~numbers)
-    assert torch.equal(found[numbers].view(torch.int16), expected[numbers].view(torch.int16))
-
-
 def test_mixed_dtypes_stay_aligned(llama, tmp_path):
     """A 2-byte tensor with an odd number of elements before 4-byte ones must not shift them off their boundary."""
     name = "model.embed_tokens.weight"
-    tensors = edit_tensors(llama, lambda tensors: tensors.update({name: tensors[name].half()}))
-    report = convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", max_shard_size="1GB"), verify=False)
-    assert "float16 and float32" in report.remarks[0]
+    norm = "model.norm.weight"  # its file is written anew, since it gets this name
+    tensors = edit_tensors(
+        llama, lambda found: found.update({name: found[name].half(), "norm.weight": found.pop(norm)})
+    )
+    tensors[norm] = tensors.pop("norm.weight")
+    report = convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:"), verify=False)
+    assert report.weights == {"rewritten": 1}
+    assert "float16 and float32" in " ".join(report.remarks)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(
         torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
@@ -343,11 +315,6 @@ def test_the_record_is_a_recipe(llama, tmp_path):
     convert_checkpoint(
         llama, tmp_path / "a", Recipe(ladder="1:", spd="0", sync_tp_size=2, dtype="bfloat16"), verify=False
     )
-    record = yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())
-    assert (
-        record["source"]["files"]["config.json"]["sha256"]
-        == hashlib.sha256((llama / "config.json").read_bytes()).hexdigest()
-    )
     outcome = invoke("convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
     assert outcome.code == 0, outcome.stderr
     for name in ("config.json", "model.safetensors"):
@@ -361,8 +328,8 @@ def test_the_record_is_a_recipe(llama, tmp_path):
         ("ladder: 1:30\nspd: 4\nsync_tp_size: 8", Recipe(ladder="1:30", spd="4", sync_tp_size=8)),
         ("spd: [4, '8:12', 010]\nsync_tp_size: 2", Recipe(spd="4,8:12,10", sync_tp_size=2)),
         (
-            "ladder: '-16:'\nmax_shard_size: 5GB\ndtype: float16",
-            Recipe(ladder="-16:", max_shard_size="5GB", dtype="float16"),
+            "ladder: '-16:'\ndtype: float16",
+            Recipe(ladder="-16:", dtype="float16"),
         ),
         ("dense: true", Recipe(dense=True)),
     ],
@@ -401,8 +368,6 @@ def test_a_hub_snapshot(llama, tmp_path, monkeypatch):
     assert report.weights == {"linked": 1}
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     assert card_of(tmp_path / "out")[0]["base_model"] == "org/tiny"
-    record = yaml.safe_load((tmp_path / "out" / "ladderize.yaml").read_text())
-    assert len(record["source"]["files"]["model.safetensors"]["sha256"]) == 64
     shutil.rmtree(tmp_path / "hub")
     load(tmp_path / "out")
 

@@ -169,7 +169,6 @@ def test_only_touched_files_are_rewritten(tmp_path):
     report = convert_checkpoint(source, tmp_path / "out", SPD, changes=Changes(head_map=head_map))
     assert report.weights == {"rewritten": len(touched), "linked": len(files - touched)}
     assert set(report.weight_files_rewritten) == touched
-    assert report.weights_rewritten is True
     for file in files:
         assert (tmp_path / "out" / file).samefile(source / file) == (file not in touched)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -214,17 +213,15 @@ def test_spd_with_a_map_is_spd_of_permuted_weights(tmp_path, extra):
     assert not torch.allclose(result, before, rtol=1e-3, atol=1e-3)  # where syncs are dropped, the order matters
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size"), [("bfloat16", "20kB"), ("float16", None), (None, "20kB"), ("bfloat16", "1GB")]
-)
-def test_with_another_dtype_and_other_shards(tmp_path, dtype, size):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_with_another_dtype(tmp_path, dtype):
     source = save_llama(tmp_path / "src", shards=2, **BIASES)
     head_map = map_for(source)
-    recipe = Recipe(spd="all", sync_tp_size=4, dtype=dtype, max_shard_size=size)
+    recipe = Recipe(spd="all", sync_tp_size=4, dtype=dtype)
     convert_checkpoint(source, tmp_path / "out", recipe, changes=Changes(head_map=head_map), verify=False)
     found = all_tensors(tmp_path / "out")
     for name, tensor in permuted(all_tensors(source), head_map).items():
-        assert torch.equal(found[name], tensor.to(getattr(torch, dtype)) if dtype else tensor), name
+        assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
 
 
 def test_a_dtype_that_some_files_have_already_links_those(tmp_path):
@@ -278,33 +275,18 @@ def test_nothing_dropped_takes_any_map(llama, tmp_path, options):
     [
         ({"fingerprint": "0" * 64}, "the head map was computed for another model"),
         ({"sync_tp_size": 2}, "is for sync_tp_size 2, but the layout has 4"),
-        ({"layers": [{"layer": 4, "heads": list(range(8))}]}, "names layer 4, but the model has 4 layers"),
-        ({"layers": [{"layer": -1, "heads": list(range(8))}]}, "names layer -1"),
-        (
-            {"layers": [{"layer": 1, "heads": [0] * 8}]},
-            "does not fit layer 1: its order is not a permutation of the heads 0 to 7",
-        ),
-        ({"layers": [{"layer": 1, "heads": [0, 2, 1, 3, 4, 5, 6, 7]}]}, "splits KV groups"),
-        ({"layers": [{"layer": 1, "heads": list(range(8))}] * 2}, "layer 1 appears twice"),
-        ({"layers": [{"layer": True, "heads": list(range(8))}]}, "layers[0]: layer is True, but must be of type int"),
-        ({"layers": [{"heads": []}]}, "layers[0] has no layer"),
-        (
-            {"layers": [{"layer": 1, "heads": [*range(7), True]}]},
-            "layers[0]: heads[7] is True, but must",
-        ),
-        ({"layers": [{"layer": 1, "heads": "01234567"}]}, "heads is '01234567', but must be a list"),
-        ({"layers": [{"layer": 1}]}, "layers[0] has no heads"),
-        ({"layers": {"1": []}}, "layers is {'1': []}, but must be a list"),
-        ({"layers": [[]]}, "layers[0] is [], but must be an object"),
-        ({"layers": None}, "layers is None, but must be a list"),
-        (
-            {"layers": [{"layer": 1, "heads": list(range(8)), "criterion": "error"}]},
-            "layer 1 has no freedom",
-        ),
+        ({"orders": {"4": list(range(8))}}, "names layer 4, but the model has 4 layers"),
+        ({"orders": {"-1": list(range(8))}}, "names layer -1"),
+        ({"orders": {"1": [0] * 8}}, "does not fit layer 1: its order is not a permutation of the heads 0 to 7"),
+        ({"orders": {"1": [0, 2, 1, 3, 4, 5, 6, 7]}}, "splits KV groups"),
+        ({"orders": {"one": list(range(8))}}, "orders has the key 'one', which is not an integer"),
+        ({"orders": {"1": [*range(7), True]}}, "orders.1[7] is True, but must"),
+        ({"orders": {"1": "01234567"}}, "orders.1 is '01234567', but must be a list"),
+        ({"orders": None}, "orders is None, but must be an object"),
+        ({"report": {"1": {"criterion": "error"}}}, "report.1 has no freedom"),
         ({"sync_tp_size": True}, "sync_tp_size is True"),
         ({"sync_tp_size": 0}, "sync_tp_size is 0"),
         ({"fingerprint": 5}, "fingerprint is 5"),
-        ({"fingerprint": ""}, "fingerprint is ''"),
     ],
 )
 def test_head_maps_that_do_not_fit(llama, tmp_path, changes, message):
@@ -340,10 +322,6 @@ def test_other_ways_to_name_no_head_map(llama, tmp_path):
     assert "nothing to convert" in convert("--head-map", path)
     (tmp_path / "r.yaml").write_text("ladder: all\nhead_map: 5\n")
     assert "head_map is 5, but must be of type str" in convert("--recipe", tmp_path / "r.yaml")
-    with pytest.raises(UserError, match="and another is given"):
-        convert_checkpoint(
-            llama, tmp_path / "out", Recipe(ladder="all", head_map=str(path)), changes=Changes(head_map=map_for(llama))
-        )
     assert listing(tmp_path) == ["map.json", "r.yaml", "src"]
 
 
@@ -372,10 +350,9 @@ def test_fingerprints(tmp_path):
     """The same model in other shards and another layout has the same one; another value, dtype or seed has another."""
     mine = lambda folder: fingerprint(read_checkpoint(folder))  # noqa: E731
     source = save_llama(tmp_path / "src")
-    convert_checkpoint(
-        source, tmp_path / "sharded", Recipe(spd="all", sync_tp_size=2, max_shard_size="20kB"), verify=False
-    )
-    assert mine(tmp_path / "sharded") == mine(source)
+    load(source).save_pretrained(tmp_path / "sharded", max_shard_size="20kB")
+    convert_checkpoint(tmp_path / "sharded", tmp_path / "spd", Recipe(spd="all", sync_tp_size=2), verify=False)
+    assert mine(tmp_path / "spd") == mine(source)
     convert_checkpoint(source, tmp_path / "half", Recipe(ladder="all", dtype="bfloat16"), verify=False)
     assert mine(tmp_path / "half") != mine(source)
     assert mine(save_llama(tmp_path / "other", seed=1)) != mine(source)
@@ -476,15 +453,6 @@ def test_a_replacement_too_large_for_the_stored_dtype(tmp_path):
         convert_checkpoint(source, tmp_path / "out", SPD, changes=Changes(replace=replace))
 
 
-def test_extra_files_have_plain_names(llama, tmp_path):
-    for name in ("../x.json", "a/b.json", "config.json", "x.txt", ".x.json", "model.safetensors.index.json"):
-        with pytest.raises(ValueError, match="is not the plain name"):
-            convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(extra_files={name: "{}"}))
-    with pytest.raises(ValueError, match="has its own recipe"):
-        convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(record={"recipe": {}}), verify=False)
-    assert listing(tmp_path) == ["src"]
-
-
 def test_a_map_beside_the_source_gives_way_to_the_one_applied(llama, tmp_path):
     (llama / "head_map.json").write_text("{}")
     edit_json(llama / "generation_config.json", mine=1)
@@ -494,12 +462,3 @@ def test_a_map_beside_the_source_gives_way_to_the_one_applied(llama, tmp_path):
     )
     assert read_head_map(tmp_path / "out" / "head_map.json").orders == head_map.orders
     assert (report.extra_files, report.carried_over) == (["head_map.json"], ["generation_config.json"])
-
-
-def test_another_head_map_is_another_conversion(tmp_path):
-    source = save_llama(tmp_path / "dense")
-    first, second = (save_map(map_for(source), tmp_path / f"{name}.json") for name in "ab")
-    wanted = ("convert", source, tmp_path / "out", "--spd", "all", "--sync-tp-size", 4, "--no-verify", "--head-map")
-    invoke_well(*wanted, first)
-    assert "complete" in invoke_well(*wanted, first).stderr
-    assert "is not empty" in one_sentence(invoke(*wanted, second))

@@ -1,14 +1,13 @@
 """A run that is killed after its output appeared: the same command finds the output, tidies up, and exits 0."""
 
 import json
-import shutil
 import signal
 import sys
 
 import pytest
 
 from tests import warm
-from tests.helpers import invoke, listing, one_sentence, save_llama, training_command
+from tests.helpers import invoke, listing, one_sentence, training_command
 from tests.test_convert import fingerprint
 
 # Runs ladderize, and is killed when it calls the function that argv names.
@@ -26,9 +25,6 @@ main()
 """
 BEFORE_TIDYING = "ladderize.files.work:WorkFolder.remove"
 COMPLETE = "is complete: this command wrote it in an earlier run"
-
-
-BEFORE_THE_END = "ladderize.console:Console.document"
 
 
 def kill(moment, *arguments):
@@ -54,34 +50,3 @@ def test_killed_after_the_output_appeared(place, tmp_path, name):
         assert listing(tmp_path) == ["out"]
     assert json.loads(invoke(*arguments, "--json").stdout)["out"] == str(out)
     assert "is not empty" in one_sentence(invoke(*arguments, "--seed", 1))  # another command
-
-
-def test_killed_before_it_says_so(place, tmp_path):
-    """A conversion has no work left when the output is there, and may be killed all the same."""
-    out = tmp_path / "out"
-    arguments = ["convert", place / "dense", out, "--ladder", "1:", "--no-verify"]
-    kill(BEFORE_THE_END, *arguments)
-    before = fingerprint(out)
-    outcome = invoke(*arguments)
-    assert outcome.code == 0, outcome.stderr
-    assert fingerprint(out) == before
-    assert listing(tmp_path) == ["out"]
-    assert COMPLETE in outcome.stderr
-    assert "1 there already" in outcome.stdout
-    assert f"wrote {out}" in outcome.stdout
-    assert json.loads(invoke(*arguments, "--json").stdout)["out"] == str(out)
-
-
-def test_another_conversion_does_not_count_as_this_one(place, tmp_path):
-    shutil.copytree(place / "dense", tmp_path / "src")
-    arguments = ["convert", tmp_path / "src", tmp_path / "out", "--no-verify", "--ladder"]
-    assert invoke(*arguments, "1:").code == 0
-    assert "is not empty" in one_sentence(invoke(*arguments, "2:"))
-    assert invoke(*arguments, "1:").code == 0
-    (tmp_path / "src" / "tokenizer.json").write_text("{}")
-    assert "is not empty" in one_sentence(invoke(*arguments, "1:"))
-    (tmp_path / "src" / "tokenizer.json").unlink()
-    other = save_llama(tmp_path / "other", seed=1)
-    shutil.copyfile(other / "model.safetensors", tmp_path / "src" / "new")
-    (tmp_path / "src" / "new").replace(tmp_path / "src" / "model.safetensors")
-    assert "is not empty" in one_sentence(invoke(*arguments, "1:"))

@@ -24,13 +24,13 @@ def test_ranges(text, layers):
     assert parse_ranges(format_ranges(layers), 8) == layers
 
 
-@pytest.mark.parametrize("text", ["", "1:2:3", "a", "1:b", "5:2", "3:3", "1,,2", "0x1", "1.5"])
+@pytest.mark.parametrize("text", ["", "1:2:3", "a", "1:b", "1,,2", "-", "1:-", "0x1", "1.5"])
 def test_ranges_wrong_for_every_model(text):
     with pytest.raises(RangeSyntaxError):
         parse_ranges(text, 8)
 
 
-@pytest.mark.parametrize("text", ["6:9", "8", "-9", "-9:", "0:100"])
+@pytest.mark.parametrize("text", ["6:9", "8", "-9", "-9:", "0:100", "5:2", "3:3"])
 def test_ranges_are_never_clipped(text):
     with pytest.raises(LayoutError, match="out of range for a model of 8 layers"):
         parse_ranges(text, 8)

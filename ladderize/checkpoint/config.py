@@ -8,7 +8,7 @@ from ladderize.checkpoint.quantised import QUANTISATION_KEYS, plain_view, quanti
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
 from ladderize.errors import UserError
 from ladderize.families.base import positive
-from ladderize.families.registry import complete_config, family_of, find_family, known_family, unlike_a_llama
+from ladderize.families.registry import complete_config, family_of, known_family
 from ladderize.files.records import shown
 
 MOST, MOST_LAYERS, MOST_HEADS = 2**31, 10_000, 65_536  # no real model has more, which would only exhaust memory
@@ -48,29 +48,6 @@ def check_largest(config: Mapping[str, Any]) -> None:
         value = config.get(key)
         if type(value) is int and value > most:
             raise UserError(f"config.json: {key} is {shown(value)}, but must be a positive integer of at most {most:,}")
-
-
-def check_decoder(config: Mapping[str, Any]) -> str | None:
-    """Raise UserError unless this is the config of a dense, unquantised decoder whose sizes alone tell times and
-    messages.
-
-    Such a decoder is like a Llama: attention with heads, then an MLP with a gate, and an all-reduce after each. Returns
-    a remark for a family that is not supported, else None.
-    """
-    model_type = config.get("model_type")
-    if model_type is None or find_family(config) is not None:
-        check_config(config)
-        return None
-    if (problem := next(unlike_a_llama(config), None)) is not None:
-        raise UserError(
-            f"this is a {model_type}, which ladderize does not convert, and its times cannot be told from its sizes:"
-            f" {problem}; name a dense decoder whose layers are like a Llama's"
-        )
-    check_sizes(config)
-    return (
-        f"{model_type}: taken for a Llama of the same sizes (attention, then an MLP with a gate; an all-reduce behind"
-        " each); `ladderize convert` refuses this family"
-    )
 
 
 def check_sizes(config: Mapping[str, Any], model: str = "this checkpoint") -> None:

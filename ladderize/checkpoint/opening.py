@@ -65,10 +65,6 @@ def open_sound_checkpoint(model: str | Path, revision: str | None = None) -> Che
     """
     folder, is_local = resolve_json(str(model), revision)
     read_config(folder)
-    if (folder / "adapter_config.json").exists():
-        raise UserError(
-            f"{model} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then take the result"
-        )
     checkpoint = read_checkpoint(folder if is_local else fetch_weights(str(model), revision))
     for name in OTHER_JSON:
         if (checkpoint.folder / name).exists():
@@ -91,6 +87,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Of a supported family, the names are a Llama's, and ``tie_word_embeddings`` is what the weights say.
     """
     config, config_remarks = taken_config(read_stated_config(folder))
+    if (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"{folder} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then take the result"
+        )
     tensors, tensor_remarks = read_tensors(folder)
     warning = second_weights(folder)
     checkpoint = Checkpoint(

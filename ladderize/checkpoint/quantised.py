@@ -124,23 +124,6 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in QUANTISATION_KEYS}
 
 
-def dense_targets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a dense model: where ``quantization_config`` names a class of ours, the dense class.
-
-    In the other direction nothing needs to change: modules keep their names, and a class also matches by its parents.
-    """
-    stated = {key: config[key] for key in QUANTISATION_KEYS if key in config}
-    return {**config, **{key: _renamed(value) for key, value in stated.items()}}
-
-
-def _renamed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _renamed(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_renamed(item) for item in value]
-    return value.removeprefix("Ladderized") if isinstance(value, str) else value
-
-
 def quantisation_of(config: Mapping[str, Any], folder: Path | None = None) -> Quantisation | None:
     """Return the quantisation that a config, or modelopt's own file in ``folder``, states; None where weights are
     floats.

@@ -5,9 +5,8 @@ dtype, head order or values.
 """
 
 import json
-import re
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from ladderize.checkpoint.reading import (
 )
 from ladderize.checkpoint.tensors import bytes_of, encode_header, read_tensor
 from ladderize.console import SILENT, Console, human_bytes, sentence
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.temporaries import fsync
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 READ_AT_ONCE = 16 << 20  # bytes
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 class Move(NamedTuple):
@@ -100,23 +98,14 @@ class Content:
     texts: Mapping[str, str]
 
 
-def parse_size(text: str, *, option: str = "--max-shard-size") -> int:
-    """Return the bytes of ``5GB``, ``500MB``, ``2GiB`` or a plain number; raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
-    if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
-        raise UsageError(f"{option}: {text!r} is not a size; write for example 5GB or 500MB")
-    return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
-
-
 def plan_shards(
     checkpoint: Checkpoint,
     *,
     dtype: str | None = None,
-    max_bytes: int | None = None,
     moves: Mapping[str, Move] | None = None,
     replace: Mapping[str, TensorInfo] | None = None,
 ) -> list[Shard]:
-    """Return the weight files of an output. Without ``max_bytes`` every tensor stays in its file.
+    """Return the weight files of an output, with every tensor in the file that it was in.
 
     dtype: store all as float32, float16 or bfloat16.
     moves: permutations, by tensor.
@@ -126,28 +115,17 @@ def plan_shards(
     """
     moves, replace = moves or {}, replace or {}
     _check_replacements(checkpoint, replace)
-    groups: dict[str, list[Entry]] = defaultdict(list)
-    changed, filled = set(), 0
+    files: dict[str, list[Entry]] = {name: [] for name in checkpoint.weight_files}
+    changed = set()
     for name, old in checkpoint.tensors.items():
         move = moves.get(name) if name not in replace else None
         entry = Entry(name, STORED_NAMES[dtype] if dtype else old.dtype, replace.get(name, old), move)
-        if max_bytes is None:
-            group = old.file
-            if not old.is_stored or entry != Entry(old.name, old.dtype, old):
-                changed.add(group)
-        else:
-            new = not groups or filled + entry.nbytes > max_bytes
-            filled = entry.nbytes + (0 if new else filled)
-            group = str(len(groups) + new)
-            changed.add(group)
-        groups[group].append(entry)
-    names = {group: group for group in groups}
-    if max_bytes is not None:
-        names = {group: f"model-{int(group):05d}-of-{len(groups):05d}.safetensors" for group in groups}
-        names = names if len(groups) > 1 else {"1": WEIGHTS}
+        if not old.is_stored or entry != Entry(old.name, old.dtype, old):
+            changed.add(old.file)
+        files[old.file].append(entry)
     return [  # wide elements first, so that every tensor begins at a multiple of its element size
-        Shard(name, tuple(sorted(groups[group], key=lambda entry: -DTYPE_BYTES[entry.dtype])), group in changed)
-        for group, name in sorted(names.items(), key=lambda pair: pair[1])
+        Shard(file, tuple(sorted(entries, key=lambda entry: -DTYPE_BYTES[entry.dtype])), file in changed)
+        for file, entries in files.items()
     ]
 
 

@@ -11,13 +11,12 @@ from ladderize.commands.builder import LAYOUT, MODELS, OUTPUT, GivenOptions, com
 from ladderize.commands.shared import FILE, align_command, command_line, retrain_command, show_next
 from ladderize.console import Console, human_bytes
 from ladderize.convert.recipe import Recipe, read_recipe
-from ladderize.convert.retraining import read_retrainings
 from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import BLOCKING, RangeSyntaxError, format_ranges
 
 if TYPE_CHECKING:
-    from ladderize.convert.plan import ConversionReport
+    from ladderize.convert.pipeline import ConversionReport
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class ConvertArguments:
     panels={
         LAYOUT: "ladder spd sync_tp_size dense recipe",
         "Choosing layers by sensitivity (auto)": "sensitivity spd_fraction ladder_fraction max_ppl_increase",
-        "Weights": "head_map dtype max_shard_size copy",
+        "Weights": "head_map dtype copy",
         OUTPUT: "dry_run overwrite no_verify json",
         MODELS: "revision",
     },
@@ -89,8 +88,7 @@ def convert(given: GivenOptions) -> None:
         console.table(shown, right=["block", "sensitivity"])
         console.result(f"\nselected {selection.rule}")
         console.prose(
-            f"estimate {selection.estimated_ppl_increase:+.4g} perplexity: the sum over the selected blocks, a"
-            " first-order estimate",
+            f"estimate {selection.estimated_ppl_increase:+.4g} perplexity: the sum over the selected blocks",
             indent=9,
         )
         if selection.sensitivity.aligned is not None:
@@ -127,6 +125,8 @@ def asked_recipe(given: GivenOptions) -> Recipe:
 
 
 def _show_next(console: Console, src: str, out: str, report: "ConversionReport") -> None:
+    from ladderize.convert.inspection import read_retrainings
+
     written = Path(report.out)
     quantisation = quantisation_of(read_config(written), written)
     engine = ("--backend", "vllm") if quantisation is not None and quantisation.not_run is not None else ()
@@ -146,5 +146,4 @@ def _weights_in_words(report: "ConversionReport") -> str:
     if report.weights is not None:
         return " and ".join(f"{count} {how}" for how, count in report.weights.items())
     rewritten = len(report.weight_files_rewritten)
-    counts = {"to be rewritten": rewritten, "to be taken over as they are": len(report.weight_files) - rewritten}
-    return " and ".join(f"{count} {how}" for how, count in counts.items() if count)
+    return f"{rewritten} to be rewritten, {len(report.weight_files) - rewritten} to be taken over as they are"

@@ -39,8 +39,6 @@ def inspect(given: GivenOptions) -> None:
         console.prose(f"quantised   {report.quantisation}", indent=12)
     for retraining in report.retrainings:
         console.prose(f"retrained   {retraining.summary()}", indent=12)
-    if report.remark is not None:
-        console.prose(f"remark      {report.remark}", indent=12)
     console.result(f"\nper token, on each of {report.tp_size} ranks:")
     dense, this = report.dense.to_dict(), report.this.to_dict()
     rows = [

@@ -98,7 +98,7 @@ def _show_next(console: Console, choice: PlanModel, options: PlanOptions, result
         own |= _layout_words(choice)
     target += [str(word) for option, value in own.items() if value is not None for word in (option, value)]
     steps = [("measure it there", command_line("bench", *target, *_bench_words(options)))]
-    if result.remark is not None or result.model.weights == FP8:  # bench takes neither other families nor FP8
+    if result.model.weights == FP8:  # which bench does not take
         steps = []
     if result.rows[0].basis != "calibrated":
         sizes = ",".join(map(str, options.tp_sizes))

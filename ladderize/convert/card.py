@@ -14,7 +14,7 @@ from ladderize.convert.plan import Plan
 from ladderize.families.registry import family_of
 from ladderize.files.parsing import MAX_YAML_BYTES, parse_yaml
 from ladderize.files.regular import read_bytes
-from ladderize.layout import format_ranges, usual_ranks
+from ladderize.layout import Layout, format_ranges, usual_ranks
 
 MARK = "<!-- written by ladderize convert -->"  # distinguishes our cards from those that people write
 TAGS = {"ladder": "ladder-residual", "spd": "sync-point-drop"}
@@ -53,74 +53,78 @@ def make_card(plan: Plan) -> str:
     front = {**front, "library_name": "transformers", "tags": [*tags, *(tag for tag in ours if tag not in tags)]}
     if plan.hub_id:
         front["base_model"] = plan.hub_id
-    paragraphs = list(_dense_paragraphs(plan) if plan.after.is_dense else _paragraphs(plan))
+    header = yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()
+    paragraphs = [f"---\n{header}\n---", MARK, f"# {printable(plan.out.name)}"]
+    name, again = (
+        family_of(plan.source.config).class_prefix,
+        "" if plan.before.is_dense else f" (which was: {plan.before})",
+    )
+    made_of = f"made of {code_span(plan.source_name)}{again} with ladderize {__version__}"
+    if plan.after.is_dense:
+        paragraphs.append(f"A dense {name}, {made_of}. Every sync point is blocking; any tool for a {name} reads it.")
+    else:
+        paragraphs += [f"A {name} of another layout, {made_of}.", _layout(plan.after)]
+    paragraphs += _changes(plan)
+    if not plan.after.is_dense:
+        paragraphs += [_accuracy(plan), _usage(plan)]
     if source:
         paragraphs.append("The source's own card is in [README.source.md](README.source.md).")
-    header = yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()
-    return "\n\n".join([f"---\n{header}\n---", MARK, f"# {printable(plan.out.name)}", *paragraphs]) + "\n"
+    return "\n\n".join(paragraphs) + "\n"
 
 
-def _dense_paragraphs(plan: Plan) -> Iterator[str]:
-    name = family_of(plan.source.config).class_prefix
-    again = f" (which was: {plan.before})" if not plan.before.is_dense else ""
-    yield (
-        f"A dense {name}, made of {code_span(plan.source_name)}{again} with ladderize {__version__}. "
-        f"Every sync point is blocking; any tool for a {name} reads it."
+def _layout(layout: Layout) -> str:
+    blocking, overlapped, dropped = (layout.count(mode) for mode in ("blocking", "overlapped", "dropped"))
+    return (
+        f"**Layout.** {layout}: of {2 * layout.num_layers} sync points per token, {blocking} are blocking,"
+        f" {overlapped} overlapped\n(Ladder Residual, arXiv 2501.06589) and {dropped} dropped (Sync-Point Drop, arXiv"
+        " 2502.20727)."
     )
-    yield from _changes(plan)
 
 
 def _changes(plan: Plan) -> Iterator[str]:
     """Yield paragraphs on weights that differ from the source's (apart from their dtype), the quantisation, and
     warnings."""
-    sentences = []
     if permuted := plan.changes.permuted_layers:
-        sentences.append(
-            f"The attention heads of layers {format_ranges(permuted)} are in another order, which makes no"
+        yield (
+            f"**Heads.** The attention heads of layers {format_ranges(permuted)} are in another order, which makes no"
             " difference to a dense model."
         )
     if replaced := len(plan.changes.replace):
-        sentences.append(f"{replaced} tensors have other values than the source's; `ladderize.yaml` names them.")
-    if sentences:
-        yield f"**Weights.** {' '.join(sentences)}"
+        yield f"**Weights.** {replaced} tensors have other values than the source's; `ladderize.yaml` names them."
     if plan.quantisation is not None:
-        problem = plan.quantisation.problem_in_transformers
-        runs = "" if problem is None else f" On the machine that wrote this, {problem}."
-        yield f"**Quantisation.** {plan.quantisation.words}, as in the source.{runs}"
+        yield f"**Quantisation.** {plan.quantisation.words}, as in the source."
     if plan.changes.note:
         yield plan.changes.note
     for warning in plan.warnings:
         yield f"**Warning.** {warning[:1].upper()}{warning[1:]}."
 
 
-def _paragraphs(plan: Plan) -> Iterator[str]:
-    name, layout = plan.out.name, plan.after
-    blocking, overlapped, dropped = (layout.count(mode) for mode in ("blocking", "overlapped", "dropped"))
-    accuracy = (
-        ", and nothing here was retrained by it. Measure this checkpoint\nbeside its source (`ladderize eval`) and"
-        " adapt it"
-    )
-    if plan.changes.replace:
-        accuracy = ". Measure this checkpoint beside its source (`ladderize eval`)"
-    ending = "."
+def _accuracy(plan: Plan) -> str:
+    changes = "**Accuracy.** A conversion changes what the model computes"
     if plan.quantisation is not None:
         engine = "" if plan.quantisation.not_run is None else " --backend vllm"
-        accuracy = f". Measure this checkpoint\nbeside its source (`ladderize eval{engine}`)"
-        ending = f". Where it is worse than it may be,\n{QUANTISE_LAST}."
+        return (
+            f"{changes}. Measure this checkpoint\nbeside its source (`ladderize eval{engine}`) before you rely on it."
+            f" Where it is worse than it may be,\n{QUANTISE_LAST}."
+        )
+    if plan.changes.replace:
+        return f"{changes}. Measure this checkpoint beside its source (`ladderize eval`) before you rely on it."
+    return (
+        f"{changes}, and nothing here was retrained by it. Measure this checkpoint\nbeside its source (`ladderize"
+        " eval`) and adapt it before you rely on it."
+    )
+
+
+def _usage(plan: Plan) -> str:
+    name, layout = plan.out.name, plan.after
     limits = "Without the plugin vLLM computes the same (with\n`--trust-remote-code`), but nothing is overlapped."
     if layout.sync_tp_size is not None:
         limits = (
             f"The number of ranks must divide {layout.sync_tp_size}, for which\nits sync points were dropped. Engines"
             " without the plugin refuse this checkpoint."
         )
-    yield f"Converted from {code_span(plan.source_name)} with ladderize {__version__}."
-    yield f"""**Layout.** {layout}: of {2 * layout.num_layers} sync points per token, {blocking} are blocking, \
-{overlapped} overlapped
-(Ladder Residual, arXiv 2501.06589) and {dropped} dropped (Sync-Point Drop, arXiv 2502.20727)."""
-    yield from _changes(plan)
-    yield f"""**Accuracy.** A conversion changes what the model computes{accuracy} before you rely on it{ending}
-
-**Loading.** Without ladderize, the model class in this folder is run. The tokenizer needs the same argument, because
+    return f"""**Loading.** Without ladderize, the model class in this folder is run. The tokenizer needs the same \
+argument, because
 transformers reads the model's config first; without it, transformers asks before it goes on:
 
 ```python

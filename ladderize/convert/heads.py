@@ -97,25 +97,8 @@ class GroupingReport(Record):
 
 
 @dataclass(frozen=True)
-class LayerHeads(Record):
-    """The entry of a layer in head_map.json. The keys of its ``GroupingReport``, if it has one, stand beside these."""
-
-    layer: int
-    heads: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class HeadMapFile(Record):
-    """The content of head_map.json, without the figures in its layers."""
-
-    fingerprint: str
-    sync_tp_size: int
-    layers: list[LayerHeads]
-
-
-@dataclass(frozen=True)
-class HeadMap:
-    """The head orders of some layers, for one model and one number of virtual ranks.
+class HeadMap(Record):
+    """The head orders of some layers, for one model and one number of virtual ranks: the content of head_map.json.
 
     orders: layer -> order.
     fingerprint: of the model that it was computed for.
@@ -149,35 +132,17 @@ class HeadMap:
         named too."""
         names = [f"self_attn.{projection}_proj.{kind}" for projection in "qkvo" for kind in ("weight", "bias")]
         found = {
-            (i, name): move_of(name, order, kv_head_count(config)) for i, order in self.orders.items() for name in names
+            f"model.layers.{layer}.{name}": move_of(name, order, kv_head_count(config))
+            for layer, order in self.orders.items()
+            for name in names
         }
-        return {f"model.layers.{i}.{name}": move for (i, name), move in found.items() if move is not None}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of head_map.json; ``read_head_map`` reads it back."""
-        figures = {layer: report.to_dict() for layer, report in self.report.items()}
-        layers = [LayerHeads(layer, self.orders[layer]) for layer in sorted(self.orders)]
-        content = HeadMapFile(self.fingerprint, self.sync_tp_size, layers).to_dict()
-        return content | {"layers": [entry | figures.get(entry["layer"], {}) for entry in content["layers"]]}
+        return {name: move for name, move in found.items() if move is not None}
 
 
 def read_head_map(path: Path) -> HeadMap:
     """Return the head map in a head_map.json. Raises UserError for a malformed one; ``HeadMap.check`` says if it fits a
     model."""
-    content = read_document(path, "head map")
-    found = HeadMapFile.from_dict(content, path)
-    if not found.fingerprint:
-        raise UserError(f"{path}: fingerprint is '', but must be the text that identifies a model")
+    found = HeadMap.from_dict(read_document(path, "head map"), path)
     if found.sync_tp_size < 1:
         raise UserError(f"{path}: sync_tp_size is {found.sync_tp_size}, but must be a positive integer")
-    orders: dict[int, tuple[int, ...]] = {}
-    for entry in found.layers:
-        if entry.layer in orders:
-            raise UserError(f"{path}: layer {entry.layer} appears twice")
-        orders[entry.layer] = entry.heads
-    report = {
-        entry["layer"]: GroupingReport.from_dict(entry, f"{path}: layer {entry['layer']}")
-        for entry in content["layers"]
-        if "criterion" in entry  # a map made by hand has orders alone
-    }
-    return HeadMap(found.sync_tp_size, orders, found.fingerprint, report)
+    return found

@@ -1,17 +1,98 @@
-"""A checkpoint's layout and its communication, from config and headers alone."""
+"""A checkpoint's layout, its communication and its history, from config, headers and documents alone."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ladderize.checkpoint.config import check_decoder, check_quantised, kv_head_count, parameter_count
+from ladderize.checkpoint.config import check_config, check_quantised, kv_head_count, parameter_count
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.quantised import plain_config, quantisation_of
 from ladderize.checkpoint.reading import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES, resolve_json
-from ladderize.convert.retraining import Retraining, read_retrainings
 from ladderize.errors import UserError
+from ladderize.files.documents import read_json
 from ladderize.files.records import Record
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split, runnable_sizes, usual_ranks
+from ladderize.layout import (
+    BLOCKING,
+    DROPPED,
+    OVERLAPPED,
+    Layout,
+    check_split,
+    format_ranges,
+    runnable_sizes,
+    usual_ranks,
+)
+
+# ---- its history: documents that adapt and spd write beside the weights, and that conversions carry along ----
+
+SPD_DOCUMENT, ALIGNMENT, DISTILLATION = "spd.json", "alignment.json", "distillation.json"
+# In their usual order. adaptation.json states its method.
+METHODS = {SPD_DOCUMENT: "spd", ALIGNMENT: "align", DISTILLATION: "blocks", "adaptation.json": None}
+
+
+@dataclass(frozen=True)
+class Retraining(Record):
+    """One retraining of a checkpoint's weights.
+
+    model: the retrained one.
+    left_by_alignment: the held-out divergence from the dense model, in nats per token; None unless an alignment came
+    last.
+    """
+
+    method: str
+    model: str
+    teacher: str | None
+    layout: str
+    layers: list[int]
+    data: list[str]
+    left_by_alignment: float | None
+
+    def summary(self) -> str:
+        """Return the retraining in words."""
+        taught = f", taught by {self.teacher}" if self.teacher else ""
+        return f"{self.method}: layers {format_ranges(self.layers)} of {self.model}, on {', '.join(self.data)}{taught}"
+
+
+def read_retrainings(folder: Path) -> list[Retraining]:
+    """Return the retrainings of the weights in a checkpoint's folder, in order; empty where there were none.
+
+    A file of such a name that is not ladderize's is ignored.
+    Raises UserError for one of ours that is damaged.
+    """
+    found = []
+    for name in METHODS:
+        path = folder / name
+        content = read_json(path, advice="restore it, or remove it") if path.is_file() else {}
+        if not {"ladderize_version", "model"} <= content.keys():
+            continue  # another tool's, or an adapter's that names only its base
+        try:
+            retraining = Retraining.from_dict(_told(name, content), path)
+        except (KeyError, TypeError, AttributeError):
+            raise UserError(f"{path} is damaged; restore it, or remove it") from None
+        if retraining.layers:
+            found.append(retraining)
+    return found
+
+
+def _told(name: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a ``Retraining`` from the content of the document ``name``."""
+    entries, aligned = content["layers"] if "layers" in content else content["blocks"], name == ALIGNMENT
+    if name == SPD_DOCUMENT:
+        entries = [entry for entry in entries if entry.get("alignment") or entry.get("distillation")]
+        aligned = not any(entry.get("distillation") for entry in entries)
+    divergences = list((content.get("heldout_divergence") or content.get("divergence") or {}).values())
+    taught_by_itself = content["model"] if name == SPD_DOCUMENT else None
+    return {
+        "method": METHODS[name] or content["method"],
+        "model": content["model"],
+        "teacher": content.get("teacher", content.get("distill_from", taught_by_itself)),
+        "layout": content["layout"],
+        "layers": [entry.get("layer", entry.get("block")) if isinstance(entry, dict) else entry for entry in entries],
+        "data": content["data"] if isinstance(content["data"], list) else [content["data"]["file"]],
+        "left_by_alignment": divergences[-1] if aligned and divergences else None,
+    }
+
+
+# ---- what it communicates ----
 
 
 @dataclass(frozen=True)
@@ -30,6 +111,19 @@ class TokenCommunication(Record):
     sent_bytes: int
     exposed_sent_bytes: int
 
+    @classmethod
+    def of(cls, layout: Layout, message: int, tp_size: int) -> "TokenCommunication":
+        """Return the all-reduces and bytes of one token on one of ``tp_size`` ranks.
+
+        The vocabulary's collectives are not counted: they are the same for every layout.
+
+        message: bytes of a hidden state.
+        """
+        ring = 2 * (tp_size - 1) * message // tp_size
+        blocking, overlapped = layout.count(BLOCKING), layout.count(OVERLAPPED)
+        sent = blocking + overlapped
+        return cls(blocking, overlapped, layout.count(DROPPED), sent * message, sent * ring, blocking * ring)
+
 
 @dataclass(frozen=True)
 class InspectionReport(Record):
@@ -38,14 +132,12 @@ class InspectionReport(Record):
     tp_sizes: all that can run it.
     tp_size: the ranks that bytes are counted for.
     dense, this: the communication of the dense model and of this layout.
-    retrainings: in order.
     layers: rows of ``Layout.table``.
-    remark: says of a family that is not converted how it is read.
     quantisation: the stored format of weights that are not floats; dtype is then that of the norms.
     refusal: the reason for which a conversion would refuse the tensors.
     """
 
-    LEFT_OUT: ClassVar = ("remark", "quantisation", "refusal")
+    LEFT_OUT: ClassVar = ("quantisation", "refusal")
 
     model: str
     model_type: str
@@ -63,27 +155,8 @@ class InspectionReport(Record):
     dense: TokenCommunication
     this: TokenCommunication
     retrainings: list[Retraining]
-    remark: str | None = None
     quantisation: str | None = None
     refusal: str | None = None
-
-
-def communication_per_token(layout: Layout, hidden_size: int, dtype_bytes: int, tp_size: int) -> TokenCommunication:
-    """Return the all-reduces and bytes of one token on one of ``tp_size`` ranks.
-
-    The vocabulary's collectives are not counted: they are the same for every layout.
-    """
-    message = hidden_size * dtype_bytes
-    ring = 2 * (tp_size - 1) * message // tp_size
-    blocking, overlapped = layout.count(BLOCKING), layout.count(OVERLAPPED)
-    return TokenCommunication(
-        blocking=blocking,
-        overlapped=overlapped,
-        dropped=layout.count(DROPPED),
-        reduced_bytes=(blocking + overlapped) * message,
-        sent_bytes=(blocking + overlapped) * ring,
-        exposed_sent_bytes=blocking * ring,
-    )
 
 
 def inspect_checkpoint(
@@ -96,16 +169,14 @@ def inspect_checkpoint(
     tp_size: None: the layout's sync_tp_size, else 8, or the largest size below it that the model can be split into.
     Raises UserError or LayoutError, also for a ``tp_size`` that the model cannot be split into.
     """
-    model = str(model)
-    folder, is_local = resolve_json(model, revision)
+    folder, is_local = resolve_json(str(model), revision)
     config = read_config(folder)
-    quantisation = quantisation_of(config, folder)
-    remark = check_decoder(plain_config(config))
-    layout = Layout.from_config(config)
+    check_config(plain_config(config))
+    quantisation, layout = quantisation_of(config, folder), Layout.from_config(config)
     layout.check_model(config)
-    ranks = tp_size or usual_ranks(config, layout)
+    ranks, sizes = tp_size or usual_ranks(config, layout), runnable_sizes(config, layout)
     check_split(config, ranks, name="--tp-size")
-    if layout.sync_tp_size is not None and layout.sync_tp_size % ranks:
+    if ranks not in sizes:
         raise UserError(
             f"--tp-size {ranks} does not divide sync_tp_size {layout.sync_tp_size}, so it cannot run this layout"
         )
@@ -113,18 +184,17 @@ def inspect_checkpoint(
     parameters, refusal = parameter_count(config), None
     if is_local:
         checkpoint = read_checkpoint(folder)
-        tensors = checkpoint.tensors
-        if remark is None:
-            try:
-                check_quantised(checkpoint)
-            except UserError as error:
-                refusal = str(error)
-        dtype = FLOAT_DTYPES.get(tensors["model.norm.weight"].dtype, dtype) if "model.norm.weight" in tensors else dtype
+        try:
+            check_quantised(checkpoint)
+        except UserError as error:
+            refusal = str(error)
+        norm = checkpoint.tensors.get("model.norm.weight")
+        dtype = FLOAT_DTYPES.get(norm.dtype, dtype) if norm is not None else dtype
         if quantisation is None:
-            parameters = sum(tensor.numel for tensor in tensors.values())
-    sizes = (config["hidden_size"], DTYPE_BYTES[STORED_NAMES.get(dtype, "F32")], ranks)
+            parameters = sum(tensor.numel for tensor in checkpoint.tensors.values())
+    message = config["hidden_size"] * DTYPE_BYTES[STORED_NAMES.get(dtype, "F32")]
     return InspectionReport(
-        model=model,
+        model=str(model),
         model_type=config["model_type"],
         layout=str(layout),
         **layout.to_config(),
@@ -133,12 +203,11 @@ def inspect_checkpoint(
         dtype=dtype,
         num_attention_heads=config["num_attention_heads"],
         num_key_value_heads=kv_head_count(config),
-        tp_sizes=runnable_sizes(config, layout),
+        tp_sizes=sizes,
         tp_size=ranks,
-        dense=communication_per_token(Layout.dense(layout.num_layers), *sizes),
-        this=communication_per_token(layout, *sizes),
+        dense=TokenCommunication.of(Layout.dense(layout.num_layers), message, ranks),
+        this=TokenCommunication.of(layout, message, ranks),
         retrainings=read_retrainings(folder),
-        remark=remark,
         quantisation=quantisation.words if quantisation is not None else None,
         refusal=refusal,
     )

@@ -1,13 +1,11 @@
-"""The plan of a conversion, decided and checked before anything is written, and its report."""
+"""The plan of a conversion, decided and checked before anything is written."""
 
-import dataclasses
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from ladderize.checkpoint.config import check_config, check_quantised, parameter_count
+from ladderize.checkpoint.config import check_config, check_quantised
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.quantised import (
     STATIC_SCALES,
@@ -27,32 +25,42 @@ from ladderize.checkpoint.reading import (
     resolve_json,
 )
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.checkpoint.writing import Shard, parse_size, plan_shards
+from ladderize.checkpoint.writing import Shard, plan_shards
 from ladderize.console import to_json
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
-from ladderize.convert.recipe import Recipe
-from ladderize.convert.retraining import layout_warning, read_retrainings
-from ladderize.convert.selection import Selection
-from ladderize.convert.verify import Verification
+from ladderize.convert.inspection import read_retrainings
+from ladderize.convert.recipe import Recipe, Selection
 from ladderize.errors import UserError
 from ladderize.families.registry import family_of, is_authors, is_ladderized
 from ladderize.files import output
-from ladderize.files.records import Record
 from ladderize.files.regular import check_regular
 from ladderize.layout import Layout
+
+RECORD = "ladderize.yaml"
+CARDS = ("README.md", "README.source.md")
+MADE_HERE = {"config.json", RECORD, *CARDS, INDEX}
+CLOSED = ("original", "__pycache__")  # and hidden folders: nothing in them is carried over
+# Other weights than the converted ones, their indices, and code.
+FOREIGN = (*OTHER_WEIGHTS, ".safetensors", ".npz", ".index.json", ".py", ".pyc", ".so", ".dll")
 
 
 @dataclass(frozen=True)
 class Changes:
-    """The changes besides the layout, with what is recorded about them; by default there are none."""
+    """The changes besides the layout, with what is recorded about them; by default there are none.
 
-    head_map: HeadMap | None = None  # instead of the recipe's: the order that heads are stored in
-    # Tensors from other files (TensorInfo.file, absolute), with heads already in their new order. They are stored in
-    # the dtype of those that they replace.
+    head_map: the order that heads are stored in, instead of the recipe's.
+    replace: tensors from other files (``TensorInfo.file`` is absolute), with heads already in their new order. They are
+    stored in the dtype of those that they replace.
+    record: more keys of ladderize.yaml.
+    extra_files: name -> text; they win over the source's.
+    note: a paragraph for the model card.
+    """
+
+    head_map: HeadMap | None = None
     replace: Mapping[str, TensorInfo] = field(default_factory=dict)
-    record: Mapping[str, Any] = field(default_factory=dict)  # more keys of ladderize.yaml
-    extra_files: Mapping[str, str] = field(default_factory=dict)  # name -> JSON text; they win over the source's
-    note: str = ""  # a paragraph for the model card
+    record: Mapping[str, Any] = field(default_factory=dict)
+    extra_files: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def permuted_layers(self) -> list[int]:
@@ -60,18 +68,13 @@ class Changes:
         return self.head_map.permuted_layers if self.head_map is not None else []
 
 
-CARDS = ("README.md", "README.source.md")
-MADE_HERE = {"config.json", "ladderize.yaml", *CARDS, INDEX}
-CLOSED = ("original", "__pycache__")  # and hidden folders: nothing in them is carried over
-# Other weights than the converted ones, their indices, and code.
-FOREIGN = (*OTHER_WEIGHTS, ".safetensors", ".npz", ".index.json", ".py", ".pyc", ".so", ".dll")
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything that a conversion will do.
 
-    recipe: as it will be recorded, with layers instead of ``auto``.
+    recipe: makes this output of the dense model; the layout may have come with the source.
+    changes: with the head map of the recipe.
+    carried: names of files that are copied from the source.
     """
 
     source: Checkpoint
@@ -82,25 +85,17 @@ class Plan:
     before: Layout
     after: Layout
     shards: list[Shard]
-    changes: Changes  # with the head map of the recipe
+    changes: Changes
     selection: Selection | None
-    carried: list[Path]  # relative to the source
+    carried: list[str]
     left_behind: list[str]
     remarks: list[str]
     warnings: list[str]
-    quantisation: Quantisation | None = None
+    quantisation: Quantisation | None
 
     @property
     def weight_bytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
-
-    @property
-    def weight_files(self) -> list[str]:
-        return [shard.file for shard in self.shards]
-
-    @property
-    def rewritten(self) -> list[Shard]:
-        return [shard for shard in self.shards if shard.rewritten]
 
 
 def make_plan(
@@ -113,78 +108,77 @@ def make_plan(
     changes: Changes,
 ) -> Plan:
     """Return the plan of a conversion, from the validated headers of the source; raises UserError or LayoutError."""
-    folder, local = resolve_json(src, revision)
+    folder, is_local = resolve_json(src, revision)
     out = output.check_target(out, folder, overwrite=overwrite)
     config = read_config(folder)
     check_config(plain_config(config))
-    quantisation = quantisation_of(config, folder)
-    before = Layout.from_config(config)
+    before, quantisation = Layout.from_config(config), quantisation_of(config, folder)
     if isinstance(recipe, Layout):
         recipe.check_layers(before.num_layers)
         recipe = Recipe.from_layout(recipe)
     recipe, selection = recipe.resolve(before)
     after = recipe.layout(before)
     after.check_model(config)
-    converted = is_ladderized(config) or is_authors(config)
-    if not converted and after.is_dense and not recipe.dense and not changes.replace:
+    if not (is_ladderized(config) or is_authors(config) or recipe.dense or changes.replace) and after.is_dense:
         raise UserError(
             f"nothing to convert: {src} is a dense {family_of(config).class_prefix}; name layers with --ladder or"
             " --spd, or give a --recipe"
         )
-    if recipe.head_map is not None:
-        if changes.head_map is not None:
-            raise UserError(f"the recipe names the head map {recipe.head_map}, and another is given; give one of them")
-        changes = dataclasses.replace(changes, head_map=read_head_map(Path(recipe.head_map)))
-    head_map = changes.head_map
-    if head_map is not None:
-        head_map.check(config)
-        if after.sync_tp_size not in (None, head_map.sync_tp_size):
-            raise UserError(
-                f"the head map is for sync_tp_size {head_map.sync_tp_size}, but the layout has {after.sync_tp_size}"
-            )
-        recipe = dataclasses.replace(recipe, head_map=HEAD_MAP)
-        written = {HEAD_MAP: to_json(head_map.to_dict()) + "\n"}
-        changes = dataclasses.replace(changes, extra_files={**changes.extra_files, **written})
+    changes = with_head_map(changes, recipe, config, after)
     if quantisation is not None:
         check_unchanged(recipe, changes)
-    check_extra_files(changes.extra_files)
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{src} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then convert the result"
-        )
-    source = read_checkpoint(folder if local else fetch_weights(src, revision))
+    source = read_checkpoint(folder if is_local else fetch_weights(src, revision))
+    check_fingerprint(source, src, changes.head_map, selection)
     remarks = [*source.remarks, *check_quantised(source)]
     if quantisation is not None:
         check_ranks(source, quantisation, after.sync_tp_size or 1)
     if not has_tokenizer(source.folder):
         remarks.append(f"{src} holds no tokenizer, so neither does OUT; eval of tasks, adapt and generate need one")
-    warnings = [*source.warnings, layout_warning(read_retrainings(source.folder), before, after)]
-    warnings += [STATIC_SCALES] if has_measured_scales(source.tensors) and before != after else []
-    check_fingerprint(source, src, head_map, selection)
-    limit = parse_size(recipe.max_shard_size) if recipe.max_shard_size else None
-    moves = head_map.moves(config) if head_map is not None else None
-    shards = plan_shards(source, dtype=recipe.dtype, max_bytes=limit, moves=moves, replace=changes.replace)
+    warnings = [*source.warnings, *layout_warnings(source, before, after)]
+    shards = plan_shards(
+        source,
+        dtype=recipe.dtype,
+        moves=changes.head_map.moves(config) if changes.head_map is not None else None,
+        replace=changes.replace,
+    )
     carried, left_behind = sort_files(source)
-    for path in (source.folder / name for name in (*map(Path, source.weight_files), *carried)):
+    for path in (source.folder / name for name in (*source.weight_files, *carried)):
         if out in path.resolve().parents:
             raise UserError(f"{path} is a link into OUT {out}, which would be replaced; choose another OUT")
     return Plan(
         source=source,
         source_name=src,
-        hub_id=None if local else src,
+        hub_id=None if is_local else src,
         out=out,
-        recipe=recipe,
+        recipe=replace(Recipe.from_layout(after), dtype=recipe.dtype, head_map=HEAD_MAP if changes.head_map else None),
         before=before,
         after=after,
         shards=shards,
         changes=changes,
         selection=selection,
-        carried=[path for path in carried if str(path) not in changes.extra_files],
+        carried=[name for name in carried if name not in changes.extra_files],
         left_behind=left_behind,
         remarks=remarks,
-        warnings=[warning for warning in warnings if warning is not None],
+        warnings=warnings,
         quantisation=quantisation,
     )
+
+
+def with_head_map(changes: Changes, recipe: Recipe, config: Mapping[str, Any], after: Layout) -> Changes:
+    """Return the changes with the recipe's head map, which is written beside the weights; raises UserError where it
+    does not fit."""
+    head_map = changes.head_map
+    if head_map is None and recipe.head_map is not None:
+        head_map = read_head_map(Path(recipe.head_map))
+    if head_map is None:
+        return changes
+    head_map.check(config)
+    if after.sync_tp_size not in (None, head_map.sync_tp_size):
+        raise UserError(
+            f"the head map is for sync_tp_size {head_map.sync_tp_size}, but the layout has {after.sync_tp_size}"
+        )
+    written = {HEAD_MAP: to_json(head_map.to_dict()) + "\n"}
+    return replace(changes, head_map=head_map, extra_files={**changes.extra_files, **written})
 
 
 def check_unchanged(recipe: Recipe, changes: Changes) -> None:
@@ -202,48 +196,53 @@ def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None, s
     """Raise UserError unless head map and sensitivities were made for this very model."""
     made = [("the head map was computed for", head_map.fingerprint)] if head_map is not None else []
     if selection is not None:
-        measured = selection.sensitivity
-        made.append((f"{measured.file} was measured on", measured.fingerprint))
+        made.append((f"{selection.sensitivity.file} was measured on", selection.sensitivity.fingerprint))
     if made and (found := fingerprint(source)):
         for what, other in made:
             if other != found:
                 raise UserError(f"{what} another model than {name} (their fingerprints differ); make one for this one")
 
 
-def check_extra_files(files: Mapping[str, str]) -> None:
-    """Raise ValueError unless all names are plain names of JSON or JSON lines files that a conversion does not write
-    itself."""
-    for name in files:
-        if not re.fullmatch(r"[\w-][\w.-]*\.jsonl?", name) or name.endswith(FOREIGN) or name in MADE_HERE:
-            raise ValueError(f"{name!r} is not the plain name of a JSON file")
+def layout_warnings(source: Checkpoint, before: Layout, after: Layout) -> list[str]:
+    """Return warnings where weights were retrained, or scales measured, for another layout than this one."""
+    if after == before:
+        return []
+    found = [STATIC_SCALES] if has_measured_scales(source.tensors) else []
+    retrainings = read_retrainings(source.folder)
+    if retrainings and not (before.is_dense and retrainings[-1].layout == str(before)):  # dense ones may go on
+        result = "neither the dense model nor the retrained one" if after.is_dense else "not the retrained one"
+        found.append(
+            f"the weights were retrained ({retrainings[-1].method}) for another layout ({before}); with this one"
+            f" ({after}) the model is {result}: measure it, or convert the model that was not retrained"
+        )
+    return found
 
 
-def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
-    """Return the other files that are carried over byte for byte, and the names of those left behind.
+def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
+    """Return the other files that are carried over byte for byte, and those left behind, by their names in the source.
 
     Raises UserError for links and special files that cannot be carried over.
     """
-    carried: list[Path] = []
-    left_behind: list[str] = []
-    known = {*source.weight_files, *MADE_HERE}
+    carried: list[str] = []
+    left_behind: set[str] = set()
     for card in CARDS:
         check_stays(source.folder / card, source.folder)
     for path in sorted(source.folder.rglob("*")):
         relative = path.relative_to(source.folder)
-        if path.is_dir() or str(relative) in known:
+        if path.is_dir() or str(relative) in {*source.weight_files, *MADE_HERE}:
             continue
         closed = [i for i, part in enumerate(relative.parts[:-1]) if part in CLOSED or part.startswith(".")]
         if closed:
-            left_behind.append("/".join(relative.parts[: closed[0] + 1]) + "/")
+            left_behind.add("/".join(relative.parts[: closed[0] + 1]) + "/")
         elif path.name.lower().endswith(FOREIGN):
-            left_behind.append(str(relative))
+            left_behind.add(str(relative))
         elif not path.exists():
             raise UserError(f"{path} is a link to nothing, so it cannot be carried over; repair or remove it")
         else:
             check_regular(path)
             check_stays(path, source.folder)
-            carried.append(relative)
-    return carried, sorted(set(left_behind))
+            carried.append(str(relative))
+    return carried, sorted(left_behind)
 
 
 def check_stays(path: Path, folder: Path) -> None:
@@ -256,66 +255,3 @@ def check_stays(path: Path, folder: Path) -> None:
         raise UserError(
             f"{path} is a link that leads out of its folder, to {target}; replace it by a copy or remove it"
         )
-
-
-@dataclass(frozen=True)
-class ConversionReport(Record):
-    """The document of ``ladderize convert``.
-
-    extra_files: added ones.
-    checked: the result of the caller's own check of the output.
-    weights: how many files were linked, copied and rewritten; like ``verified`` only of a written output.
-    """
-
-    LEFT_OUT: ClassVar = ("checked", "verified", "weights")
-
-    source: str
-    out: str
-    layout: str
-    layout_before: str
-    attention_sync: list[str]
-    mlp_sync: list[str]
-    sync_tp_size: int | None
-    layers: list[dict[str, Any]]
-    parameters: int
-    weight_bytes: int
-    weight_files: list[str]
-    weights_rewritten: bool
-    weight_files_rewritten: list[str]
-    permuted_layers: list[int]
-    replaced_tensors: list[str]
-    selection: Selection | None
-    extra_files: list[str]
-    carried_over: list[str]
-    not_carried_over: list[str]
-    remarks: list[str]
-    warnings: list[str]
-    checked: Mapping[str, Any] | None = None
-    verified: Verification | None = None
-    written: bool = False
-    weights: dict[str, int] | None = None
-
-
-def report_of(plan: Plan) -> ConversionReport:
-    """Return the report of a plan before anything is written."""
-    return ConversionReport(
-        source=plan.source_name,
-        out=str(plan.out),
-        layout=str(plan.after),
-        layout_before=str(plan.before),
-        **plan.after.to_config(),
-        layers=plan.after.table(),
-        parameters=parameter_count(plan.source.config),
-        weight_bytes=plan.weight_bytes,
-        weight_files=plan.weight_files,
-        weights_rewritten=bool(plan.rewritten),
-        weight_files_rewritten=[shard.file for shard in plan.rewritten],
-        permuted_layers=plan.changes.permuted_layers,
-        replaced_tensors=sorted(plan.changes.replace),
-        selection=plan.selection,
-        extra_files=sorted(plan.changes.extra_files),
-        carried_over=[str(path) for path in plan.carried],
-        not_carried_over=plan.left_behind,
-        remarks=plan.remarks,
-        warnings=plan.warnings,
-    )

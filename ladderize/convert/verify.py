@@ -1,5 +1,6 @@
 """Proves that a written checkpoint loads in plain transformers, in a child process that cannot import ladderize."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -28,33 +29,25 @@ class Verification(Record):
     forward: str | None
 
 
-def what_is_verified(quantisation: Quantisation | None) -> str:
-    """Return a description of what ``verify`` will do."""
-    if quantisation is None or (problem := quantisation.not_run) is None:
-        return "loading the output in plain transformers"
-    return f"the model's class and tensors; the weights are not run, since {problem}"
-
-
 def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = None) -> Verification:
     """Load ``folder`` as a stranger would; raises UserError if that fails.
 
     Keys and shapes are compared on the meta device. Up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run, of
     quantised weights only in a format that runs here.
     """
-    runnable = quantisation is None or quantisation.not_run is None
-    mode = "run" if weight_bytes <= FORWARD_LIMIT and runnable else "meta"
-    script = Path(__file__).with_name("verify_child.py")
+    runs = weight_bytes <= FORWARD_LIMIT and (quantisation is None or quantisation.not_run is None)
+    script = f"{inspect.getsource(load_as_a_stranger)}\nload_as_a_stranger()"
+    words = ["run" if runs else "meta", "floats" if quantisation is None else "quantised"]
     with temporary_folder("verify") as modules:
-        environment = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "HF_MODULES_CACHE": str(modules),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        command = [sys.executable, str(script), str(folder), mode, "floats" if quantisation is None else "quantised"]
+        offline = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(modules), "TOKENIZERS_PARALLELISM": "false"}
         try:
             child = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+                [sys.executable, "-c", script, str(folder), *words],
+                env={**os.environ, **offline},
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise UserError(
@@ -64,3 +57,57 @@ def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = 
         last = (child.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"the output does not load in plain transformers, so nothing was written: {last}")
     return Verification.from_dict(json.loads(child.stdout.strip().splitlines()[-1]), "the verification's result")
+
+
+def load_as_a_stranger() -> None:
+    """Load a checkpoint and print a ``Verification`` as JSON; exit with a sentence where that fails.
+
+    The source of this function is run by the child. Its argv: the folder; "run" to run a forward pass too; "quantised"
+    if projections may lack a plain weight.
+    """
+    import json
+    import sys
+    from pathlib import Path
+    from typing import Any
+
+    folder, run = Path(sys.argv[1]), sys.argv[2] == "run"
+    sys.modules["ladderize"] = None  # type: ignore[assignment]  # an import of it now fails
+    sys.path.pop(0)  # the current folder
+
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    wanted = {name: list(value.shape) for name, value in model.state_dict().items()}
+    found: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    if config.tie_word_embeddings:
+        wanted.pop("lm_head.weight", None)
+    if sys.argv[3] == "quantised":
+        modules = {name.rpartition(".")[0] for name in found.keys() - wanted.keys()}
+        wanted = {name: shape for name, shape in wanted.items() if name.rpartition(".")[0] not in modules}
+    for name, shape in wanted.items():
+        if found.get(name) != shape:
+            sys.exit(f"the written checkpoint has {name} as {found.get(name)}, the model wants {shape}")
+    result = {"model_class": type(model).__name__, "tensors": len(found), "forward": None}
+    if run:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=True, dtype="auto", output_loading_info=True
+        )
+        model, info = loaded
+        if info["missing_keys"]:
+            sys.exit(f"the written checkpoint lacks {sorted(info['missing_keys'])}")
+        with torch.inference_mode():
+            logits = model(torch.arange(4)[None] % config.vocab_size).logits
+        if not torch.isfinite(logits).all():
+            sys.exit("a forward pass of the written checkpoint gives NaN or infinity; check the source's weights")
+        result["forward"] = "finite"
+    print(json.dumps(result))

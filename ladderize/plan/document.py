@@ -194,10 +194,9 @@ class PlanResult(Record):
     exact: rivals of the layouts that change no result.
     no_replicas: the reason why some replicas are not there, by ranks.
     choice: the chosen layout, if one was asked for.
-    remark: a note for a model of another family.
     """
 
-    LEFT_OUT: ClassVar = ("choice", "remark")
+    LEFT_OUT: ClassVar = ("choice",)
 
     model: PlanModel
     options: PlanOptions
@@ -210,7 +209,6 @@ class PlanResult(Record):
     vllm_links: dict[int, str] = field(default_factory=dict)
     no_replicas: dict[int, str] = field(default_factory=dict)
     choice: PlanChoice | None = None
-    remark: str | None = None
 
     def exact_of(self, ranks: int, batch: int) -> list[ExactStack]:
         """Return the rivals of one group at one batch size."""

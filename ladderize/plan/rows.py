@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.checkpoint.config import check_decoder, check_quantised, most_positions, parameter_count
+from ladderize.checkpoint.config import check_config, check_quantised, most_positions, parameter_count
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.quantised import Quantisation, plain_config, quantisation_of
 from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, resolve_json
@@ -77,7 +77,6 @@ class ModelToPlan:
 
     folder: of a checkpoint; None: a shape, whose layout is dense.
     dtype: to compute in.
-    remark: a note for a model of another family.
     """
 
     name: str
@@ -85,7 +84,6 @@ class ModelToPlan:
     config: dict[str, Any]
     layout: Layout
     dtype: str
-    remark: str | None = None
     weights: PlanWeights = "float"
 
 
@@ -116,18 +114,16 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
         dtype = str(config.get("dtype") or config.get("torch_dtype") or dtype).removeprefix("torch.")
     quantisation = quantisation_of(config, folder)
     config = plain_config(config)
-    remark = check_decoder(config)
-    if remark is None:
-        check_activation(config)
+    check_config(config)
+    check_activation(config)
     if choice.num_layers is not None:
         config = with_layers(config, choice.num_layers)
     layout = Layout.dense(config["num_hidden_layers"]) if folder is None else Layout.from_config(config)
     layout.check_model(config)
     if folder is not None and is_local:
         checkpoint = read_checkpoint(folder)
-        if remark is None:
-            check_quantised(checkpoint)
-            dtype = FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
+        check_quantised(checkpoint)
+        dtype = FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
     dtype = dtype if choice.dtype == "auto" else choice.dtype
     if dtype not in CAST_DTYPES:
         raise UserError(
@@ -138,7 +134,7 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
         raise UserError(
             f"{choice.name}: --prompt-len and --output-len make {tokens} tokens, over the model's {most} positions"
         )
-    return ModelToPlan(choice.name, folder, config, layout, dtype, remark, _weights(choice, quantisation))
+    return ModelToPlan(choice.name, folder, config, layout, dtype, _weights(choice, quantisation))
 
 
 def _weights(choice: PlanModel, quantisation: Quantisation | None) -> PlanWeights:

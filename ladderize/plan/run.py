@@ -55,8 +55,6 @@ def plan_layouts(
     """
     _check_outputs(choice, options, goal, out, recipe_out)
     model = read_model(choice, options)
-    if model.remark is not None:
-        console.note(model.remark)
     device = read_device(options.hardware)
     engine = _chosen_engine(options, device)
     interconnect = _chosen_link(options)
@@ -99,7 +97,6 @@ def plan_layouts(
         vllm_links={group.ranks: group.vllm_link.name for group in groups if group.vllm_link is not None},
         no_replicas=no_replicas,
         choice=chosen,
-        remark=model.remark,
     )
     if out is not None:
         write_json(out, result.to_dict())
@@ -197,8 +194,6 @@ def _choose(
     Raises UserError for costs of another model or of a number of virtual ranks that the group cannot run, and where
     nothing meets the goal.
     """
-    if model.remark is not None:
-        raise UserError(f"no layout is chosen for a family that is not converted. {model.remark}; leave the target out")
     if not model.layout.is_dense:
         raise UserError(
             f"{model.name} is not dense ({model.layout}); a layout is chosen for the dense model that it was made of"

@@ -10,7 +10,7 @@ from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.methods import ALIGN, Method
 from ladderize.commands.shared import command_line
 from ladderize.console import SILENT, Console
-from ladderize.convert.retraining import ALIGNMENT, DISTILLATION
+from ladderize.convert.inspection import ALIGNMENT, DISTILLATION
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import resolved

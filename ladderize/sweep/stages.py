@@ -52,7 +52,7 @@ KINDS = {
     "convert": StageKind(
         1,
         f"{MODEL_FOLDER}/config.json",
-        "src out dense dtype max_shard_size copy dry_run overwrite no_verify revision json",
+        "src out dense dtype copy dry_run overwrite no_verify revision json",
     ),
     "adapt": StageKind(
         4,

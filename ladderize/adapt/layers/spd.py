@@ -30,8 +30,7 @@ from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console
 from ladderize.convert.heads import HEAD_MAP, GroupingReport, HeadMap, read_head_map
 from ladderize.convert.plan import Changes
-from ladderize.convert.recipe import Recipe
-from ladderize.convert.selection import SelectedBlock, Selection
+from ladderize.convert.recipe import Recipe, SelectedBlock, Selection
 from ladderize.convert.sensitivity_file import CLASSES
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions

@@ -17,8 +17,8 @@ from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint, check_entries, torch_dtype
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors, read_tensor, write_tensors
 from ladderize.console import SILENT, Console, sentence
-from ladderize.convert.pipeline import convert_checkpoint
-from ladderize.convert.plan import Changes, ConversionReport, check_stays
+from ladderize.convert.pipeline import ConversionReport, convert_checkpoint
+from ladderize.convert.plan import Changes, check_stays
 from ladderize.convert.recipe import Recipe
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
@@ -80,6 +80,7 @@ def merge(
     record = {"merged_adapter": {"adapter": str(folder), "sha256": digest, "base_fingerprint": found}}
     for source in (folder, checkpoint.folder):
         output.check_target(out, source, overwrite=overwrite)
+    differences: dict[str, Any] = {}
     with output.scratch_folder(out) as scratch:
         with console.stage("merging"):
             compare = merge_tensors(folder, checkpoint, base, scratch / "merged.safetensors", console)
@@ -92,10 +93,10 @@ def merge(
             revision=revision,
             overwrite=overwrite,
             verify=verify,
-            check=compare,
+            check=lambda written: differences.update(compare(written)),
             console=console,
         )
-    return MergeReport(**vars(replace(report, checked=None)), adapter=str(folder), **(report.checked or {}))
+    return MergeReport(**vars(report), adapter=str(folder), **differences)
 
 
 def check_adapter(folder: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from ladderize.adapt.train.training_model import HFTraining, TrainingModel
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console, human_count
-from ladderize.convert.retraining import ALIGNMENT, read_retrainings
+from ladderize.convert.inspection import ALIGNMENT, read_retrainings
 from ladderize.errors import UsageError, UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own

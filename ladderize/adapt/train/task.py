@@ -14,7 +14,7 @@ from ladderize.adapt.train.student import trained_tensors
 from ladderize.blocks import compute_dtype, open_checkpoint, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.convert.retraining import read_retrainings
+from ladderize.convert.inspection import read_retrainings
 from ladderize.errors import UserError
 from ladderize.layout import Layout, parse_ranges
 from ladderize.modeling import tokenizer_hash
