@@ -340,7 +340,7 @@ def test_empty_names(llama, tmp_path, monkeypatch):
     assert "OUT is empty" in one_sentence(convert(llama, ""))
     assert "name of the checkpoint is empty" in one_sentence(convert("", tmp_path / "out"))
     assert "name of the checkpoint is empty" in one_sentence(invoke("inspect", " "))
-    assert "is a folder, not a regular file" in one_sentence(convert(llama, tmp_path / "out", "--recipe", ""))
+    assert "is not a regular file" in one_sentence(convert(llama, tmp_path / "out", "--recipe", ""))
     assert listing(tmp_path) == ["src"]
 
 

@@ -185,7 +185,7 @@ def test_the_command_line_counts_both(tmp_path):
     kept = len(report["weight_files"]) - rewritten
     assert rewritten
     assert kept
-    assert f"{rewritten} to be rewritten and {kept} to be taken over as they are" in dry.stdout
+    assert f"{rewritten} to be rewritten, {kept} to be taken over as they are" in dry.stdout
     assert "head_map.json" in dry.stdout
     assert f"{rewritten} rewritten" in done.stdout
     assert f"{kept} linked" in done.stdout
