@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from ladderize.convert.retraining import read_retrainings
+from ladderize.convert.inspection import read_retrainings
 
 from ladderize.adapt.train import run
 from ladderize.adapt.train.options import Budget, RetrainOptions
