@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from ladderize.convert.inspection import read_retrainings
 
 from ladderize.adapt.train import run
 from ladderize.adapt.train.options import Budget, RetrainOptions
+from ladderize.convert.inspection import read_retrainings
 from tests.helpers import all_tensors, invoke, invoke_well, listing, one_sentence
 from tests.train.commands import adapt, losses_of, same_weights, stopped_before_the_end, succeed
 
