@@ -138,13 +138,12 @@ def bench_document(
     ranks = {"emulate_tp": tp_size} if emulated else {"tp_size": tp_size}
     options = BenchOptions(**ranks, batch_sizes=batches, device="cpu")
     rows = [
-        _row(model_path(name), layout, speedups.get(name, 1.0), spread, batch, tp_size, emulated)
+        _row(model_path(name), layout, speedups.get(name, 1.0), spread, batch, tp_size)
         for batch in batches
         for name, layout in models.items()
     ]
     document = BenchDocument(
         complete=True,
-        emulated=emulated,
         options=options,
         link=Link("nccl_pcie", 20.0, 10.0) if emulated else None,
         backend="none" if emulated else "shm: all ranks are on this host",
@@ -157,9 +156,7 @@ def bench_document(
     return document.to_dict()
 
 
-def _row(
-    model: str, layout: Layout, speedup: float, spread: float, batch: int, tp_size: int, emulated: bool
-) -> BenchRow:
+def _row(model: str, layout: Layout, speedup: float, spread: float, batch: int, tp_size: int) -> BenchRow:
     interval = [speedup - spread, speedup + spread]
     prefill, decode = 40.0 / speedup, 5.0 / speedup
     part = PhaseCommunication(
@@ -181,14 +178,11 @@ def _row(
         sync_tp_size=layout.sync_tp_size,
         weights=f"/tmp/{model}",
         dtype="float32",
-        checked=True,
-        emulated=emulated,
         tp_size=tp_size,
         batch_size=batch,
         prefill_ms=prefill,
         decode_ms_per_token=decode,
         output_tokens_per_s=1e3 * batch / decode,
-        tokens_per_s_per_user=1e3 / decode,
         end_to_end_ms=prefill + 32 * decode,
         speedup_prefill=speedup,
         speedup_decode=speedup,

@@ -288,7 +288,7 @@ def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):
         (["--domino-chunks", 3], 1, "--domino-chunks 3 is more than there is to cut: 2 rows (--batch-size)"),
         (["--batch-size", 1, "--domino-chunks", 7], 1, "one row of 6 tokens (--seq-len)"),
         (["--domino-columns", 3], 1, "--domino-columns 3 does not divide the hidden size 32"),
-        (["--dtype", "float16"], 2, "--dtype float16 has too small a range for training"),
+        (["--dtype", "float16"], 1, "float16 has too small a range for training"),
         (["--seq-len", 65], 1, "--seq-len 65 is over the model's 64 positions"),
         (["--seq-len", 1], 2, "--seq-len"),
     ],

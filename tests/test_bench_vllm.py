@@ -175,7 +175,7 @@ def timed_rows(folder, batch=3, rounds=5):
             BenchRow(
                 **Variant(served.name, served.spec, timed).row_figures(2, batch),
                 **inference_figures(seconds, first, options.decode_steps, batch),
-                **{"kind": kind, "checked": False, "emulated": False, "weight_bytes": 7, "kv_cache_bytes": 7},
+                **{"kind": kind, "weight_bytes": 7, "kv_cache_bytes": 7},
                 architecture=served.architecture,
                 fused_norm=False,
             )
@@ -193,7 +193,6 @@ def test_the_document_comes_back_and_is_shown(tmp_path, capsys):
     document = BenchDocument(
         engine="vllm",
         complete=True,
-        emulated=False,
         options=options,
         backend="gloo over vb",
         messages="gloo",

@@ -158,7 +158,7 @@ def test_emulated_times_are_called_so(tmp_path):
 
 
 def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
-    change(files / "bench.json", lambda d: [row.update(weights="random", checked=False) for row in d["rows"]])
+    change(files / "bench.json", lambda d: [row.update(weights="random") for row in d["rows"]])
     page = page_of(files)
     assert "speed was not measured" in page.answer.headline
     assert "Random weights: only the times mean something." in next(p for p in page.plots if p.name == "speed").caption

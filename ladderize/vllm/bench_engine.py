@@ -95,8 +95,6 @@ class VllmRun(BenchRun[BenchOptions]):
                     **variant.row_figures(options.tp_size, batch),
                     **inference_figures(variant.timed.seconds, first, options.decode_steps, batch),
                     kind=variant.kind,
-                    checked=False,
-                    emulated=self.link is not None,
                     architecture=served.architecture,
                     fused_norm=engine.fused_norm,
                     weight_bytes=weight_bytes(served.shape(options.tp_size), engine.dtype.itemsize, packed=False),

@@ -154,8 +154,6 @@ class VariantRow(Record):
     dtype: str
     tp_size: int
     batch_size: int
-    checked: bool
-    emulated: bool
     weight_bytes: int
     peak_memory_bytes: int | None
 
@@ -195,7 +193,6 @@ class SpeedRow(VariantRow):
     prefill_ms: float
     decode_ms_per_token: float
     output_tokens_per_s: float
-    tokens_per_s_per_user: float
     end_to_end_ms: float
     speedup_prefill: float
     speedup_decode: float
@@ -208,11 +205,6 @@ class SpeedRow(VariantRow):
     def is_model(self) -> bool:
         """True for a model, False for a baseline."""
         return self.kind == MODEL_ROW
-
-    @property
-    def has_overlap(self) -> bool:
-        """True where the layout lets a sum run under compute."""
-        return self.is_model and super().has_overlap
 
 
 @dataclass(frozen=True)
@@ -241,7 +233,7 @@ class BenchRow(SpeedRow):
 
     def overlaps(self, part: str) -> bool:
         """Return True if the layout or, in the prefill, the schedule lets a sum run under compute."""
-        return self.has_overlap or (self.is_model and part == "prefill" and self.schedule == "domino")
+        return self.is_model and (self.has_overlap or (part == "prefill" and self.schedule == "domino"))
 
 
 @dataclass(frozen=True)
@@ -256,7 +248,6 @@ class TrainingRow(VariantRow):
     LEFT_OUT: ClassVar = ("overlap",)
 
     schedule: ScheduleName
-    seq_len: int
     step_ms: float
     forward_ms: float
     backward_ms: float
@@ -331,15 +322,13 @@ class TimedDocument(Record):
 
     complete: False until all is done, and for good where the rest failed.
     backend: the backend of the all-reduces.
-    emulated: True where all-reduces are delays.
-    link: the link of an emulated group.
+    link: the link of an emulated group, whose all-reduces are delays.
     alone_ms: time of each collective with nothing beside it, by name and size.
     failed: the reason why a variant has no row, by its name.
     checks: of the variants that passed, by name.
     """
 
     complete: bool
-    emulated: bool
     options: GroupOptions
     backend: str
     environment: Environment
@@ -348,6 +337,11 @@ class TimedDocument(Record):
     rows: Sequence[Any]
     failed: dict[str, str]
     checks: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def emulated(self) -> bool:
+        """True where all-reduces are delays."""
+        return self.link is not None
 
     @property
     def disproved(self) -> list[str]:
@@ -430,8 +424,7 @@ def inference_figures(seconds: Seconds, first: Seconds, decode_steps: int, batch
     """
     figures = timed_figures(seconds, first, {"prefill": 1, "decode": decode_steps}, END_TO_END)
     step = figures.pop("decode_ms")
-    rates = {"output_tokens_per_s": 1e3 * batch / step, "tokens_per_s_per_user": 1e3 / step}
-    return {**figures, "decode_ms_per_token": step, **rates}
+    return {**figures, "decode_ms_per_token": step, "output_tokens_per_s": 1e3 * batch / step}
 
 
 def speedup_interval(reference: Sequence[float], times: Sequence[float]) -> list[float]:

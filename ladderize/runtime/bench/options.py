@@ -206,8 +206,6 @@ def check_vllm_usage(choice: ModelChoice, options: BenchOptions) -> None:
 
 def check_training_usage(choice: ModelChoice, options: TrainingBenchOptions, link: str | None) -> None:
     """Raise UsageError for arguments of ``--train`` that do not go together or take no effect."""
-    if choice.dtype == "float16":
-        raise UsageError("--dtype float16 has too small a range for training; use bfloat16 or float32")
     if not options.schedules or set(options.schedules) - set(get_args(ScheduleName)):
         raise UsageError(f"--schedules {','.join(options.schedules)} must name {' or '.join(get_args(ScheduleName))}")
     _check_usage(choice, options)

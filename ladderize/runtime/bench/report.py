@@ -17,7 +17,6 @@ from ladderize.runtime.bench.document import (
     variant_name,
 )
 from ladderize.runtime.launch import run
-from ladderize.runtime.schedule import Schedule
 
 TITLES = {
     "prefill": "Prefill",
@@ -35,7 +34,7 @@ def run_and_show(
     """Call ``measure(ranks, plan, console)`` on every rank and return its document.
 
     Each document that rank 0 reports is written to ``out`` at once. The last one is shown at the end, also after an
-    error.
+    error. Raises UserError for a model or schedule that failed its check, and for an overlap that a trace disproves.
     """
     if out is not None:
         check_writable(out)
@@ -61,22 +60,18 @@ def run_and_show(
             show_bench(shown, console)
             if out is not None:
                 console.note(f"wrote {out}")
+    _check_sound(document)
     return document
 
 
-def check_sound(document: TimedDocument, promise: str) -> None:
-    """Raise UserError if a model or schedule failed its check, or nothing overlapped in the trace of a pass.
-
-    promise: the part of the run that should overlap.
-    """
+def _check_sound(document: TimedDocument) -> None:
+    """Raise UserError if a model or schedule failed its check, or nothing overlapped in the trace of a pass."""
     if document.failed:
         first, *others = document.failed.values()
         raise UserError(f"{first}, so it was not timed" + (f", and neither were {len(others)} more" if others else ""))
     if disproved := document.disproved:
-        raise UserError(
-            f"nothing overlapped in the trace of {' and '.join(disproved)}, although {promise} overlaps: its row is not"
-            " valid"
-        )
+        names = " and ".join(disproved)
+        raise UserError(f"nothing overlapped in the trace of {names}, although it should: its row is not valid")
 
 
 # ---- tables ----
@@ -111,16 +106,17 @@ def _heading(document: TimedDocument) -> str:
     words = f"{options.ranks} rank{'s' * (options.ranks > 1)}, {document.backend}"
     if options.emulate_tp is not None and link is not None:
         words = f"EMULATED: rank 0 of {options.ranks}, {link.name}"
-    if isinstance(document, TrainingBenchDocument):
-        schedules = [schedule_text(one) for one in document.options.timed_schedules if one.is_domino]
-        return "; ".join((words, f"{document.options.seq_len} tokens in each row", *schedules))
-    assert isinstance(document, BenchDocument)
-    if document.engine is not None:
-        words = f"vLLM {document.environment.vllm}, {words}"
-        words += "" if document.messages is None else f", messages in flight by {document.messages}"
-    schedule = document.options.prefill_schedule
-    domino = f", prefill by {schedule_text(schedule)}" if schedule.is_domino else ""
-    return f"{words}; prompt {document.options.prompt_len}, output {document.options.output_len}{domino}"
+    if isinstance(document, BenchDocument):
+        if document.engine is not None:
+            words = f"vLLM {document.environment.vllm}, {words}"
+            words += "" if document.messages is None else f", messages in flight by {document.messages}"
+        words += f"; prompt {document.options.prompt_len}, output {document.options.output_len}"
+    elif isinstance(document, TrainingBenchDocument):
+        words += f"; {document.options.seq_len} tokens in each row"
+    if any(row.schedule == "domino" for row in document.rows):
+        domino = options.scheduled("domino")
+        words += f"; domino by {domino.chunks} chunks, {domino.columns} columns"
+    return words
 
 
 def _line(document: TimedDocument, row: Any, label: str, part: str) -> dict[str, str]:
@@ -157,14 +153,6 @@ def labelled(rows: Sequence[Any]) -> list[tuple[Any, str]]:
     short = {row.model: Path(row.model).name for row in rows}
     unique = len(set(short.values())) == len(short)
     return [(row, short[row.model] if unique else row.model) for row in rows]
-
-
-def schedule_text(schedule: Schedule) -> str:
-    """Return ``domino (2 chunks)``, ``domino (4 chunks, 2 columns)`` or ``sequential``."""
-    if not schedule.is_domino:
-        return schedule.name
-    columns = f", {schedule.columns} columns" if schedule.columns > 1 else ""
-    return f"{schedule.name} ({schedule.chunks} chunks{columns})"
 
 
 def short_ms(milliseconds: float) -> str:
@@ -238,8 +226,9 @@ def _explained_checks(document: TimedDocument) -> Iterator[str]:
             f" float32 {check.logit_difference:.2g} (tolerance {check.tolerance:.2g}), root mean square"
             f" {check.rms_difference:.2g} ({check.rms_tolerance:.2g}); {equal} {check.greedy_tokens} tokens equal."
         )
-    if unchecked := sorted({row.model for row, _ in rows if row.is_model and not (row.is_random or row.checked)}):
-        yield f"Not checked against a reference: {', '.join(unchecked)}."
+    unchecked = {row.model for row, _ in rows if row.is_model and not row.is_random} - set(document.checks)
+    if unchecked:
+        yield f"Not checked against a reference: {', '.join(sorted(unchecked))}."
     if any(row.fused_norm is not None for row, _ in rows) and document.options.tp_size > 1:
         fused = dict.fromkeys(label for row, label in rows if row.fused_norm)
         yield (

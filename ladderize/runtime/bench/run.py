@@ -122,7 +122,6 @@ class BenchRun(ABC, Generic[SomeOptions]):
         """Return the document so far."""
         return self.document_class(
             complete=complete,
-            emulated=self.link is not None,
             options=self.options,
             backend=self.backend,
             environment=self.environment,

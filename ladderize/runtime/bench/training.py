@@ -26,7 +26,7 @@ from ladderize.runtime.bench.plan import (
     make_profile_folder,
     parsed_link,
 )
-from ladderize.runtime.bench.report import check_sound, run_and_show
+from ladderize.runtime.bench.report import run_and_show
 from ladderize.runtime.bench.rounds import Variant
 from ladderize.runtime.bench.run import RuntimeRun
 from ladderize.runtime.bench.training_step import (
@@ -64,7 +64,6 @@ def bench_training(
     check_device(options.device)
     plan = plan_training_bench(choice, options, link)
     document: TrainingBenchDocument = run_and_show(measure_training, plan, options.device, out, console)
-    check_sound(document, "the schedule")
     return document
 
 
@@ -170,9 +169,6 @@ class TrainingRun(RuntimeRun[TrainingBenchOptions]):
                 TrainingRow(
                     **variant.row_figures(options.ranks, batch),
                     **figures,
-                    checked=options.check,
-                    emulated=self.link is not None,
-                    seq_len=options.seq_len,
                     tokens_per_s=1e3 * batch * options.seq_len / figures["step_ms"],
                     no_communication_ms=silent_ms[id(variant)],
                     bound_ms=bound,
