@@ -193,21 +193,14 @@ def test_a_checkpoint_emulated_with_traces(tmp_path):
     assert spans["forward"]["ts"] + spans["forward"]["dur"] <= spans["backward"]["ts"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "backend"),
-    [
-        (["--schedules", "sequential", "--layout", "dense,ladder"], "one rank"),
-        (["--tp-size", 2, "--backend", "none", "--layout", "dense"], "none, as asked for"),
-    ],
-)
-def test_what_sends_nothing(shape, arguments, backend):
-    outcome = invoke("bench", "--random-weights", shape, *QUICK, *arguments, "--json")
+def test_one_rank_sends_nothing(shape):
+    one_rank = ["--schedules", "sequential", "--layout", "dense,ladder"]
+    outcome = invoke("bench", "--random-weights", shape, *QUICK, *one_rank, "--json")
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
-    assert len(document["rows"]) == 2
     assert set(document["alone_ms"].values()) <= {0.0}
     assert [row["communication"]["backward"]["alone_ms"] for row in document["rows"]] == [0.0, 0.0]
-    assert document["backend"].startswith(backend)
+    assert document["backend"].startswith("one rank")
 
 
 # ---- what must not be timed ----
@@ -297,12 +290,6 @@ def test_bad_arguments(shape, arguments, code, message):
     outcome = invoke("bench", "--random-weights", shape, *QUICK, "--tp-size", 2, *arguments)
     assert message in one_sentence(outcome)
     assert outcome.code == code
-
-
-def test_a_link_that_is_not_known_for_such_messages():
-    arguments = ["--emulate-tp", 16, "--link", "nccl_two_nodes_ib_ndr", "--num-layers", 1, "--layout", "dense"]
-    outcome = invoke("bench", "--random-weights", "70b", *QUICK, *arguments)
-    assert "was measured up to 512 bytes only" in one_sentence(outcome)
 
 
 def test_options_from_python():

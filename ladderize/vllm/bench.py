@@ -52,10 +52,9 @@ def bench_vllm(
     with temporary_folder("vllm") as work:
         plan = VllmPlan(served_models(specs, options, work), options, os.getpid())
         try:
-            document: BenchDocument = run_and_show(measure_vllm, plan, device, out, console)
+            return run_and_show(measure_vllm, plan, device, out, console)
         finally:
             remove_segments(os.getpid())  # vLLM's, whose names come from ``identify``
-    return document
 
 
 def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocument:

@@ -73,8 +73,7 @@ def bench(
     """
     check_device(options.device)
     plan = plan_bench(choice, options, link)
-    document: BenchDocument = run_and_show(measure_inference, plan, options.device, out, console)
-    return document
+    return run_and_show(measure_inference, plan, options.device, out, console)
 
 
 @torch.inference_mode()

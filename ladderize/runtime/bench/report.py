@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UserError
@@ -25,12 +25,13 @@ TITLES = {
     "forward": "Forward pass",
     "backward": "Backward pass",
 }
+SomeDocument = TypeVar("SomeDocument", bound=TimedDocument)
 NO_NUMBERS = ("model", "class", "schedule")  # the columns that are no numbers
 
 
 def run_and_show(
-    measure: Callable[..., TimedDocument], plan: Any, device: str, out: Path | None, console: Console
-) -> Any:
+    measure: Callable[..., SomeDocument], plan: Any, device: str, out: Path | None, console: Console
+) -> SomeDocument:
     """Call ``measure(ranks, plan, console)`` on every rank and return its document.
 
     Each document that rank 0 reports is written to ``out`` at once. The last one is shown at the end, also after an
@@ -38,9 +39,9 @@ def run_and_show(
     """
     if out is not None:
         check_writable(out)
-    newest: list[TimedDocument] = []
+    newest: list[SomeDocument] = []
 
-    def keep(document: TimedDocument) -> None:
+    def keep(document: SomeDocument) -> None:
         newest[:] = [document]
         if out is not None:
             write_json(out, document.to_dict())
@@ -49,7 +50,7 @@ def run_and_show(
     if options.tp_size > 1 and not already_started():
         console.note(f"starting {options.tp_size} ranks")
     try:
-        document = run(
+        document: SomeDocument = run(
             measure, plan, console, tp_size=options.tp_size, device=device, threads=options.threads, report=keep
         )
         if is_main_rank():

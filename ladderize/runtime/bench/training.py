@@ -63,8 +63,7 @@ def bench_training(
     """
     check_device(options.device)
     plan = plan_training_bench(choice, options, link)
-    document: TrainingBenchDocument = run_and_show(measure_training, plan, options.device, out, console)
-    return document
+    return run_and_show(measure_training, plan, options.device, out, console)
 
 
 def plan_training_bench(
@@ -146,11 +145,11 @@ class TrainingRun(RuntimeRun[TrainingBenchOptions]):
             name = variant_name(spec.name, schedule.name)
             messages = timed.recorded_messages(name)
             if wanted is not None:
-                found = check_outcome(outcome_of(timed.in_float32(), group), wanted, group)
-                if isinstance(found, str):
-                    self.failed[f"{name}, {rows} rows"] = f"{name}, {rows} rows: {found}"
+                agreement = check_outcome(outcome_of(timed.in_float32(), group), wanted, group)
+                if isinstance(agreement, str):
+                    self.failed[f"{name}, {rows} rows"] = f"{name}, {rows} rows: {agreement}"
                     continue
-                self.checks[f"{name}, {rows} rows"] = found
+                self.checks[f"{name}, {rows} rows"] = agreement
             overlapping = {"backward"}  # always, under the products of weights' gradients
             overlapping |= {"forward"} if schedule.is_domino or spec.layout.count(OVERLAPPED) else set()
             more: dict[str, Any] = {"schedule": schedule.name, "overlapping": overlapping, "messages": messages}
