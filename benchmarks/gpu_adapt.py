@@ -148,11 +148,18 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    results = {}
+    results: dict[str, Any] = {}
+    record = {
+        "schema_version": 1,
+        "environment": environment(Ranks(0, 1, torch.device(args.device))).to_dict(),
+        "options": {key: str(value) for key, value in vars(args).items()},
+        "results": results,
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         worst = agrees(folder / "small", args.device)
         print("largest relative difference of a loss:", ", ".join(f"{key} {value:.1e}" for key, value in worst.items()))
+        record["relative_loss_differences"] = worst
         assert max(worst.values()) < 1e-2, "the GPU, or what goes on from a state, computes something else"
         shape = {**read_shape("8b"), **SMALL} if args.shape == "tiny" else read_shape(args.shape)
         config = {**shape, "num_hidden_layers": args.layers, "max_position_embeddings": args.seq_len}
@@ -172,15 +179,8 @@ def main() -> None:
                 f"{label:30} {found['tokens_per_s']:10,.0f} tokens/s  peak {shown}, announced {announced / 1e9:.2f} GB",
                 flush=True,
             )
-    if args.out:
-        document = {
-            "schema_version": 1,
-            "environment": environment(Ranks(0, 1, torch.device(args.device))).to_dict(),
-            "options": {key: str(value) for key, value in vars(args).items()},
-            "relative_loss_differences": worst,
-            "results": results,
-        }
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+            if args.out:  # after every measurement: whoever stops this script for time keeps what there is
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Domino on one GPU: are the gradients those of a CPU, and how much of the communication does it hide?
 
     python benchmarks/gpu_domino.py [--out FILE] [--layers N]
+    python benchmarks/gpu_domino.py --device cpu --shapes config.json --tokens 64
 
 One rank of an emulated TP8 of Llama 7B and 13B with a few layers, in bfloat16, sequences of 512 and 1024 tokens. The
 paper (arXiv 2409.15241) reports for 8 GPUs of one node: 0.76 to 0.77 of the throughput without communication with
@@ -24,7 +25,7 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import TrainingBenchDocument
+from ladderize.runtime.bench.document import TrainingBenchDocument, environment
 from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions
 from ladderize.runtime.bench.training import bench_training
 from ladderize.runtime.bench.training_step import ModelStep, Outcome, outcome_of
@@ -38,9 +39,8 @@ from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.weights import build_weights
 
 SHAPES = Path(__file__).parent / "shapes"
-RANKS = 8
+ROWS = 16  # of a step with sequences of 1024 tokens: enough that the GPU, and not the host, is what takes the time
 MEGATRON, DOMINO = (0.76, 0.77), (0.95, 0.96)  # of no communication, arXiv 2409.15241
-TOKENS = 16384  # of a step: enough that the GPU, and not the host, is what takes the time
 SMALL = {
     "model_type": "llama",
     "vocab_size": 512,
@@ -104,35 +104,41 @@ def compare_with_cpu(device: torch.device) -> dict[str, float]:
     return found
 
 
-def emulated(shape: str, layers: int, seq_len: int, beta: float, **more: Any) -> TrainingBenchDocument:
+def emulated(args: argparse.Namespace, shape: str, seq_len: int, beta: float, **more: Any) -> TrainingBenchDocument:
     options = TrainingBenchOptions(
-        emulate_tp=RANKS, batch_sizes=(TOKENS // seq_len,), seq_len=seq_len, device="cuda", **more
+        emulate_tp=args.ranks,
+        batch_sizes=(ROWS * args.tokens // seq_len,),
+        seq_len=seq_len,
+        device=args.device,
+        **more,
     )
-    choice = ModelChoice(
-        random_weights=str(SHAPES / f"{shape}.json"), num_layers=layers, layout="dense", dtype="bfloat16"
-    )
+    choice = ModelChoice(random_weights=shape, num_layers=args.layers, layout="dense", dtype="bfloat16")
     document = bench_training(choice, options, f"20,{beta:.4f}", console=Console(quiet=True))
     gc.collect()
     torch.cuda.empty_cache()
     return document
 
 
-def measure(shape: str, layers: int, seq_len: int) -> tuple[TrainingBenchDocument, list[tuple[float, float]]]:
+def measure(
+    args: argparse.Namespace, shape: str, seq_len: int
+) -> tuple[TrainingBenchDocument, list[tuple[float, float]]]:
     wanted = 1 - sum(MEGATRON) / 2
 
     def waited(beta: float) -> float:
         options: dict[str, Any] = {"schedules": ("sequential",), "repeat": 3, "check": False}
-        return waited_share(emulated(shape, layers, seq_len, beta, **options).rows[0])
+        return waited_share(emulated(args, shape, seq_len, beta, **options).rows[0])
 
     beta, tried = fitting_beta(waited, wanted)
-    return emulated(shape, layers, seq_len, beta, repeat=7), tried
+    return emulated(args, shape, seq_len, beta, repeat=7), tried
 
 
-def trace(shape: str, layers: int) -> dict[str, Any]:
+def trace(args: argparse.Namespace, shape: str) -> dict[str, Any]:
     """What a trace shows of both passes; an error is kept as its sentence."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            document = emulated(shape, layers, 512, 100.0, repeat=1, warmup=1, check=False, profile=Path(folder))
+            document = emulated(
+                args, shape, args.tokens // 2, 100.0, repeat=1, warmup=1, check=False, profile=Path(folder)
+            )
         except UserError as error:
             return {"error": str(error)}
     return {
@@ -145,10 +151,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shapes", default=",".join(str(SHAPES / f"llama-{size}.json") for size in ("7b", "13b")))
+    parser.add_argument("--tokens", type=int, default=1024, help="of the longer sequences")
+    parser.add_argument("--ranks", type=int, default=8)
     args = parser.parse_args()
     record: dict[str, Any] = {
         "schema_version": 1,
-        "gpu": torch.cuda.get_device_name(),
+        "environment": environment(Ranks(0, 1, torch.device(args.device))).to_dict(),
         "torch": torch.__version__,
         "published": {"sequential": MEGATRON, "domino": DOMINO, "source": "arXiv 2409.15241"},
     }
@@ -158,21 +168,23 @@ def main() -> None:
         if args.out:
             args.out.write_text(json.dumps(record, indent=1) + "\n")
 
-    record["gradients_off_cpu"] = compare_with_cpu(torch.device("cuda", 0))
+    record["gradients_off_cpu"] = compare_with_cpu(torch.device(args.device))
     print(f"gradients of the GPU are within {max(record['gradients_off_cpu'].values()):.2g} of the CPU's")
     save()
-    record["trace"] = trace("llama-7b", args.layers)
+    shapes = args.shapes.split(",")
+    record["trace"] = trace(args, shapes[0])
     for schedule, passes in record["trace"].items():
         print(f"trace, {schedule}: {json.dumps(passes)}")
     save()
-    for shape in ("llama-7b", "llama-13b"):
-        for seq_len in (512, 1024):
-            document, tried = measure(shape, args.layers, seq_len)
-            record[f"{shape}, {seq_len}"] = {"tried": tried, "document": document.to_dict()}
+    for shape in shapes:
+        for seq_len in (args.tokens // 2, args.tokens):
+            document, tried = measure(args, shape, seq_len)
+            record[f"{Path(shape).stem}, {seq_len}"] = {"tried": tried, "document": document.to_dict()}
             save()
             link = document.link.name if document.link is not None else ""
             print(
-                f"\n{shape}, {args.layers} layers, sequences of {seq_len}, {TOKENS} tokens, emulated TP{RANKS}, {link}"
+                f"\n{Path(shape).stem}, {args.layers} layers, sequences of {seq_len}, {ROWS * args.tokens} tokens,"
+                f" emulated TP{args.ranks}, {link}"
             )
             show_rows(document.rows)
             plain, domino = document.rows

@@ -14,31 +14,34 @@ import functools
 import gc
 import json
 import statistics
+import time
 from pathlib import Path
 
 import torch
 
 from ladderize.console import Console
-from ladderize.runtime.bench.document import BenchDocument
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.inference import bench as timed
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.rounds import synchronize
 
 # Seconds of 511 decode steps at tp_size 8: batch -> dense, ladder, no communication
 # (github.com/mayank31398/ladder-residual-inference, branch pp, logs/final)
 PUBLISHED = {1: (6.709, 5.019, 4.659), 4: (7.814, 5.913, 5.513), 16: (8.836, 7.381, 6.566)}
 
 
-def bandwidth() -> float:
+def bandwidth(device: torch.device) -> float:
     """Bytes per second of reading a tensor that fits no cache."""
-    x = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").view(torch.int64)
+    x = torch.empty(4 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device).view(torch.int64)
     samples = []
     for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        x.sum()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(x.nbytes / (begin.elapsed_time(end) / 1e3))
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(5):
+            x.sum()
+        synchronize(device)
+        samples.append(5 * x.nbytes / (time.perf_counter() - begin))
     return statistics.median(samples[2:])
 
 
@@ -51,10 +54,10 @@ def bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -
 
 def whole(args: argparse.Namespace) -> tuple[BenchDocument, str]:
     """Return the document of the whole model at TP1, and a line on it."""
-    rate = bandwidth()
+    rate = bandwidth(torch.device(args.device))
     choice = ModelChoice(random_weights=args.model, layout="dense,ladder,spd+ladder", sync_tp_size=8, dtype="bfloat16")
-    options = {"prompt_len": 128, "output_len": args.output_len, "warmup": 1, "repeat": 5}
-    document = bench(choice, BenchOptions(device="cuda", **options))
+    options = {"prompt_len": args.prompt_len or 128, "output_len": args.output_len, "warmup": 1, "repeat": 5}
+    document = bench(choice, BenchOptions(device=args.device, **options))
     dense, ladder, both = document.rows
     limit = dense.weight_bytes / rate * 1e3
     return document, (
@@ -69,10 +72,10 @@ def shard(args: argparse.Namespace, batch: int) -> tuple[BenchDocument, str]:
     """Return the document of one rank's part at emulated TP8, and a line on it."""
     dense_s, ladder_s, free_s = PUBLISHED[batch]
     options = BenchOptions(
-        device="cuda",
+        device=args.device,
         emulate_tp=8,
         batch_sizes=(batch,),
-        prompt_len=args.prompt_len,
+        prompt_len=args.prompt_len or 1024,
         output_len=args.output_len,
         warmup=1,
         repeat=2,
@@ -102,15 +105,15 @@ def main() -> None:
     parser.add_argument("part", choices=("whole", "shard"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", default="8b")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--shard", default="70b")
     parser.add_argument("--batch-sizes", default="1,4,16")
-    parser.add_argument("--prompt-len", type=int, default=1024)
+    parser.add_argument("--prompt-len", type=int, help="default: 128 of the whole model, 1024 of a shard")
     parser.add_argument("--output-len", type=int, default=65)
     args = parser.parse_args()
     record = {
         "schema_version": 1,
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        "environment": environment(Ranks(0, 1, torch.device(args.device))).to_dict(),
         "published_decode_s": PUBLISHED,
         "summary": [],
     }

@@ -8,7 +8,6 @@ alignment and distillation of every block in bfloat16, each with its peak memory
 """
 
 import argparse
-import importlib.util
 import json
 import tempfile
 import time
@@ -110,6 +109,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     device, results = torch.device(args.device), {}
+    surroundings = environment(Ranks(0, 1, device)).to_dict()
+    said = {key: str(value) for key, value in vars(args).items()}
+
+    def save() -> None:
+        """After every measurement: whoever stops this script for time keeps what there is."""
+        if args.out:
+            record = {"schema_version": 1, "environment": surroundings, "arguments": said, **results}
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+
     config = {**read_shape(args.shape), "num_hidden_layers": args.layers}
     layers = range(args.layers)
     with tempfile.TemporaryDirectory() as folder:
@@ -124,16 +132,17 @@ def main() -> None:
             0, config["vocab_size"], (args.windows + 4, args.tokens), generator=torch.Generator().manual_seed(0)
         )
         windows = Windows(ids[: args.windows], ids[args.windows :])
+        results["float32"] = {"sensitivity": table, "aligned_weights": weights}
         sweep(blocks, ids[:2], results)
-        head_map = None
-        if importlib.util.find_spec("scipy") is not None:
-            head_map = measured(
-                "head grouping", lambda: group_heads(blocks, layers, RANKS, windows.train.numpy()), results, device
-            )
+        save()
+        heads = windows.train.numpy()
+        measured("head grouping", lambda: group_heads(blocks, layers, RANKS, heads), results, device)
+        save()
         every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
         student = StudentBlocks(every, tuple(layers), blocks.weights)
         alignment, distillation = (job_of(blocks, student, windows, Path(folder) / name) for name in ("align", "work"))
         measured("alignment", lambda: align(alignment, AlignSettings(ridge=1e-2)), results, device)
+        save()
         settings = DistillSettings(epochs=1, patience=1)
         measured("distillation, 1 epoch", lambda: distill(distillation, settings), results, device)
         results["losses"] = [
@@ -153,16 +162,7 @@ def main() -> None:
         ),
     }
     print(json.dumps(results["projected to 32 layers of the 8b shape, 128 windows"], indent=1))
-    if args.out:
-        surroundings = environment(Ranks(0, 1, device)).to_dict()
-        said = {
-            "arguments": {key: str(value) for key, value in vars(args).items()},
-            "heads_grouped": head_map is not None,
-        }
-        args.out.write_text(
-            json.dumps({"schema_version": 1, "environment": surroundings, **said, **results}, indent=1, default=str)
-            + "\n"
-        )
+    save()
 
 
 def sweep(blocks: Blocks, ids: torch.Tensor, results: dict) -> None:
