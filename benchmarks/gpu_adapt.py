@@ -85,8 +85,6 @@ def open_loop(model: Path, options: RetrainOptions, rows: Any, work: Path) -> It
     with TrainingFolder(work, {}) as folder:
         yield task, Loop(trained, rows, list(rows[:2]), task.training, folder, SILENT, task.stored)
     reset_accelerate()
-    del trained
-    gc.collect()  # a trained model is part of cycles, and its memory would count as the next one's
 
 
 def losses(loop: Loop, count: int, first: int = 0) -> list[float]:
@@ -121,6 +119,7 @@ def measure(folder: Path, model: str, rows: Rows, device: str, steps: int, **mor
     """Return tokens per second (median of steps, two of warm-up not counted) and memory of one configuration."""
     seq_len = len(rows[0]["input_ids"])
     options = options_for(folder, device, seq_len=seq_len, batch_size=4, micro_batch_size=2, lr=1e-5, **more)
+    gc.collect()  # the last model is part of cycles, and its memory would count as this one's
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

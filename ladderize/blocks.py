@@ -22,6 +22,7 @@ from ladderize.errors import UserError
 from ladderize.families.registry import complete_config, family_of
 from ladderize.layout import Layout
 from ladderize.modeling import dense_class, ladderized_class, load_tokenizer
+from ladderize.ranks.device import avoid_cudnn_attention
 
 # The numbers of logits in memory at once, in float32: with a vocabulary of 128,000, 2048 tokens would take a gigabyte.
 LOGITS_AT_ONCE = 1 << 26
@@ -91,6 +92,7 @@ class Blocks:
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        avoid_cudnn_attention()
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
         self.layout = Layout.from_config(checkpoint.config)
         self.family = family_of(checkpoint.config)

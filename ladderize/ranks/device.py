@@ -29,6 +29,17 @@ def check_device(device: str) -> None:
         raise UserError(f"--device {device} is nothing to compute on; give cpu, cuda or cuda:0")
 
 
+def avoid_cudnn_attention() -> None:
+    """Take cuDNN out of the kernels that PyTorch's attention chooses from; without effect on a CPU.
+
+    Its gradients may be NaN with a mask (pytorch/pytorch#196678), and it plans anew for each length of a text, which
+    takes hundreds of milliseconds.
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def visible_gpus() -> list[str]:
     """Return the GPUs that torch sees, each as ``CUDA_VISIBLE_DEVICES`` names it."""
     import torch

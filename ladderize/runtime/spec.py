@@ -14,6 +14,7 @@ from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
+from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.choose_operations import choose_operations
 from ladderize.runtime.collectives.base import Collectives
@@ -156,8 +157,7 @@ def open_generator(
 
     cache: is used again if it fits.
     """
-    # cuDNN's attention plans anew for each length of a prompt, which takes hundreds of milliseconds
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    avoid_cudnn_attention()
     shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
     operations = choose_operations(group, spec.torch_dtype)
     model = model_class(shape, spec.layout, own, collectives, operations)

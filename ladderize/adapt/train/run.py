@@ -36,6 +36,7 @@ from ladderize.files.regular import resolved
 from ladderize.files.work import ABOUT, RUN, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.modeling import load_tokenizer
+from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.environment import already_started, launched
 from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, join_ranks
 from ladderize.runtime.launch import check_group_size, run
@@ -152,6 +153,7 @@ def open_accelerator(options: RetrainOptions, logs: Path, precision: str | None 
     logs: the folder of trackers.
     precision: the mixed precision where the launcher was given none.
     """
+    avoid_cudnn_attention()
     accelerator = Accelerator(
         cpu=options.device == "cpu",
         mixed_precision=precision,
