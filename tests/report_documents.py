@@ -12,7 +12,7 @@ from ladderize.eval.comparison import (
     ComparisonDocument,
     PerplexityComparison,
     PooledComparison,
-    PredictionComparison,
+    Predictions,
     TaskComparison,
     Verdict,
 )
@@ -84,7 +84,7 @@ def comparison(reference: str, other: str, points: float, spread: float, margin:
         high=-points / 20 + 0.02,
         ratio=1.0,
     )
-    predictions = PredictionComparison(64, 6400, 0.01, 0.009, 0.011, 0.2, 0.97)
+    predictions = Predictions(reference, 0.01, 0.009, 0.011, 0.2, 0.97, 6400)
     document = ComparisonDocument(reference, other, margin, 0.95, tasks, overall, perplexity, predictions)
     return document.to_dict()
 

@@ -15,6 +15,7 @@ import pytest
 import ladderize
 from ladderize import CompareOptions, UserError
 from ladderize.eval.answers import read_answered
+from ladderize.eval.comparison import Predictions
 from tests.evaluations import Written
 from tests.helpers import ROOT, invoke, one_sentence
 
@@ -149,11 +150,8 @@ def test_perplexity_is_paired_by_window(tmp_path):
     nll = tokens * np.random.gamma(20, 0.1, 60)
     dense = Written(tmp_path, "dense").perplexity(nll, tokens)
     other = Written(tmp_path, "other").perplexity(nll * 1.02, tokens)
-    other.model["predictions"] = {
-        "reference": "models/dense", "mean_kl": 0.05, "p99_kl": 0.7, "same_top_share": 0.9, "tokens": int(tokens.sum()),
-        "window_kl": (0.05 * tokens).tolist(),
-    }  # fmt: skip
-    other.model["predictions"]["window_kl"][0] *= 1.001  # all equal ones have no interval
+    measured = Predictions("models/dense", 0.05, 0.04, 0.06, 0.7, 0.9, int(tokens.sum()))
+    other.model["predictions"] = measured.to_dict()
     document = compare_files(dense, other)
     found = document.perplexity
     assert found.ratio == pytest.approx(math.exp(0.02 * nll.sum() / tokens.sum()))
@@ -162,8 +160,7 @@ def test_perplexity_is_paired_by_window(tmp_path):
     parts = [math.exp(n.sum() / tokens.sum()) * (n - n.sum() / tokens.sum() * tokens) for n in (nll, nll * 1.02)]
     stderr = math.sqrt(60 / 59 * ((parts[1] - parts[0]) ** 2).sum()) / tokens.sum()
     assert found.stderr == pytest.approx(stderr, rel=0.1)
-    assert document.predictions.mean_kl == 0.05
-    assert document.predictions.low == pytest.approx(0.05, rel=1e-3)
+    assert document.predictions == measured
     other.model["predictions"]["reference"] = "another"
     assert compare_files(dense, other).predictions is None
 
@@ -194,9 +191,9 @@ def fewer(other: Written) -> None:
 
 REFUSALS: dict[str, tuple[Any, str]] = {
     "limit": (fewer, "not the same number of samples of alpha (--limit): 300 in"),
-    "document": (with_samples("doc_hash", "z"), "not the same documents of alpha: 1 of 300 differ"),
-    "prompt": (with_samples("prompt_hash", "z"), "not the same prompts of alpha: 1 of 300 differ"),
-    "target": (with_samples("target_hash", "z"), "not the same targets of alpha: 1 of 300 differ"),
+    "document": (with_samples("doc_hash", "z"), "documents, targets or prompts of 1 of 300 differ"),
+    "prompt": (with_samples("prompt_hash", "z"), "documents, targets or prompts of 1 of 300 differ"),
+    "target": (with_samples("target_hash", "z"), "documents, targets or prompts of 1 of 300 differ"),
     "doc_id": (with_samples("doc_id", 999), "only one of"),
     "version": (lambda o: o.harness["versions"].update(beta=2.0), "not the same version of beta: 1.0 in"),
     "bos": (lambda o: o.model.update(add_bos_token=False), "not the same BOS token in front of texts: True in"),

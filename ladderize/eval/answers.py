@@ -13,7 +13,7 @@ from ladderize.files.documents import read_document, read_json
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import inside, read_lines, resolved
 
-HASHES = {"doc_hash": "documents", "target_hash": "targets", "prompt_hash": "prompts"}  # key -> what it is of
+HASHES = ("doc_hash", "target_hash", "prompt_hash")
 MAX_VALUE = 1e100  # the largest value of a metric: sums of squares stay finite
 RESULTS_NAME = "results.json"
 DATED = re.compile(r"results_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")  # lm-eval's

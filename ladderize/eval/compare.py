@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.answers import HASHES, AnsweredModel, finite_number, read_models
+from ladderize.eval.answers import AnsweredModel, finite_number, read_models
 from ladderize.eval.comparison import (
     CONFIDENCE,
     ComparisonDocument,
     Comparisons,
     PerplexityComparison,
     PooledComparison,
-    PredictionComparison,
     TaskComparison,
     bootstrapped,
     estimate_mean,
@@ -83,6 +82,7 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, options: Comp
         left_out.append(f"perplexity: {reason}")
     if not tasks and reason != "":
         raise UserError(f"nothing was measured alike of both {reference.where} and {other.where}; {ADVICE}")
+    predictions = other.model.predictions if other.model is not None and reason == "" else None
     return ComparisonDocument(
         reference=reference.name,
         other=other.name,
@@ -91,7 +91,7 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, options: Comp
         tasks=compared,
         overall=pool(reference, [one for one in compared if one.main], differences, options),
         perplexity=compare_perplexity(both) if reason == "" else None,
-        predictions=compare_predictions(both) if reason == "" else None,
+        predictions=predictions if predictions is not None and predictions.reference == reference.name else None,
         left_out=left_out,
         remarks=evaluation_remarks(both),
     )
@@ -119,13 +119,12 @@ def check_same_questions(both: Pair, task: str) -> None:
         check_same(f"number of samples of {task} (--limit)", both, len(ours), len(theirs))
         if odd := ours.keys() ^ theirs.keys():
             raise UserError(f"not the same samples of {task}: only one of {between} has doc_id {min(odd)}; {ADVICE}")
-        for place, what in enumerate(HASHES.values()):
-            if changed := [doc for doc in ours if ours[doc].hashes[place] != theirs[doc].hashes[place]]:
-                raise UserError(
-                    f"not the same {what} of {task}: {len(changed):,} of {len(ours):,} differ between {between} (the"
-                    f" first has doc_id {changed[0]}); few-shot examples and the chat template must be the same, too;"
-                    f" {ADVICE}"
-                )
+        if changed := [doc for doc in ours if ours[doc].hashes != theirs[doc].hashes]:
+            raise UserError(
+                f"not the same questions of {task}: documents, targets or prompts of {len(changed):,} of {len(ours):,}"
+                f" differ between {between} (the first has doc_id {changed[0]}); few-shot examples and the chat"
+                f" template must be the same, too; {ADVICE}"
+            )
 
 
 def different_text(both: Pair) -> str | None:
@@ -343,30 +342,4 @@ def compare_perplexity(both: Pair) -> PerplexityComparison:
         low=estimate.low,
         high=estimate.high,
         ratio=value / reference_value,
-    )
-
-
-def compare_predictions(both: Pair) -> PredictionComparison | None:
-    """Return the mean KL divergence that ``eval`` measured, with an interval; None where there is none against this
-    reference.
-
-    Raises UserError where it does not fit the windows.
-    """
-    reference, other = both
-    measured = other.model.predictions if other.model is not None else None
-    if measured is None or measured.reference != reference.name:
-        return None
-    _, tokens = _windows(other)
-    sums = np.asarray(measured.window_kl, dtype=float)
-    if len(sums) != len(tokens) or not (np.abs(sums) <= MAX_NATS * tokens).all():
-        raise UserError(f"{other.where} has sums of KL that do not fit its windows; evaluate the model again")
-    estimate = bootstrapped(lambda kl, tokens, axis=-1: kl.sum(axis) / tokens.sum(axis), sums, tokens)
-    return PredictionComparison(
-        windows=len(tokens),
-        tokens=measured.tokens,
-        mean_kl=measured.mean_kl,
-        low=estimate.low,
-        high=estimate.high,
-        p99_kl=measured.p99_kl,
-        same_top_share=measured.same_top_share,
     )

@@ -114,21 +114,22 @@ class PerplexityComparison(Record):
 
 
 @dataclass(frozen=True)
-class PredictionComparison(Record):
-    """The distance of the other model's predictions from the reference's.
+class Predictions(Record):
+    """The distance of a model's predictions from the reference's, over the scored tokens of the perplexity's windows.
 
-    mean_kl, p99_kl: mean and 99th percentile of KL(reference || other) in nats per token.
-    low, high: the ends of the mean's interval over windows.
-    same_top_share: the share of tokens with the same most likely next token.
+    reference: its name.
+    mean_kl, p99_kl: mean and 99th percentile of KL(reference || model) in nats per token, over the whole vocabulary.
+    low, high: the ends of the mean's interval over windows; None for a single window.
+    same_top_share: of tokens where both models hold the same next token most likely.
     """
 
-    windows: int
-    tokens: int
+    reference: str
     mean_kl: float
     low: float | None
     high: float | None
     p99_kl: float
     same_top_share: float
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class ComparisonDocument(Record):
     tasks: list[TaskComparison]
     overall: PooledComparison | None
     perplexity: PerplexityComparison | None
-    predictions: PredictionComparison | None
+    predictions: Predictions | None
     left_out: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 

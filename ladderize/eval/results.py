@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.comparison import ComparisonDocument
+from ladderize.eval.comparison import ComparisonDocument, Predictions
 from ladderize.eval.options import EvalBackend, EvalOptions
 from ladderize.files.records import Record, read_value
 
@@ -72,24 +72,6 @@ def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray], seconds: f
         seq_len=max(map(len, windows)),
         tokens_per_s=float(counts.sum() / seconds),
     )
-
-
-@dataclass(frozen=True)
-class Predictions(Record):
-    """The distance of a model's predictions from the reference's, over the scored tokens of the perplexity's windows.
-
-    reference: its name.
-    mean_kl, p99_kl: mean and 99th percentile of KL(reference || model) in nats per token, over the whole vocabulary.
-    same_top_share: of tokens where both models hold the same next token most likely.
-    window_kl: the summed KL of each window, beside ``Perplexity.window_tokens``.
-    """
-
-    reference: str
-    mean_kl: float
-    p99_kl: float
-    same_top_share: float
-    tokens: int
-    window_kl: list[float]
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from ladderize.console import SILENT, Console, human_bytes
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.answers import read_models
 from ladderize.eval.compare import compare_models
-from ladderize.eval.comparison import ComparisonDocument
+from ladderize.eval.comparison import ComparisonDocument, Predictions
 from ladderize.eval.model import EvalModel, HFModel, OpenModel
 from ladderize.eval.options import CompareOptions, EvalOptions
-from ladderize.eval.results import EvalResults, Perplexity, Predictions, perplexity_from_nlls
+from ladderize.eval.results import EvalResults, Perplexity, perplexity_from_nlls
 from ladderize.eval.tasks import open_output, open_tasks, run_tasks
 from ladderize.eval.text import KeptPredictions, ids_sha256, predictions_of, prepare_folder, read_about, write_about
 from ladderize.files.regular import resolved
@@ -182,16 +182,22 @@ class Baseline:
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
         )
-        keep = reference = None
-        if self.about is not None and self._is_comparable(about):
-            reference = self.folder
-        elif self.about is None and self._can_keep(model, about):
-            keep = self.folder
+        kept = self.about
+        if kept is not None:
+            reason, deed = kept.difference(about), f"compared with those of {kept.model}"
+        else:
+            # one answer for all ranks: free disk space may differ a moment later
+            reason, deed = self.ranks.broadcast(self._cannot_keep(model, about)), "kept"
+        if reason is not None:
+            sentence = f"the predictions of {model.name} are not {deed}: {reason}"
+            if self.strict:
+                raise UserError(sentence)
+            self.console.warn(sentence)
+        folder = self.folder if reason is None else None
         start = time.perf_counter()
         with self.console.progress("perplexity", len(windows)) as advance:
-            scores = model.score(
-                windows, batch_size=options.batch_size, keep=keep, reference=reference, advance=advance
-            )
+            folders = {"keep": folder} if kept is None else {"reference": folder}
+            scores = model.score(windows, batch_size=options.batch_size, advance=advance, **folders)
         nlls = np.array([score.nll for score in scores])
         perplexity = replace(
             perplexity_from_nlls(nlls, windows, time.perf_counter() - start),
@@ -200,38 +206,26 @@ class Baseline:
             window_nll=nlls.tolist(),
             window_tokens=about.window_tokens,
         )
-        if keep is not None:
+        if kept is not None:
+            return perplexity, None if folder is None else predictions_of(scores, kept.model)
+        self.folder = folder
+        if folder is not None:
             if self.ranks.is_main:
-                write_about(keep, about)
+                write_about(folder, about)
             self.ranks.barrier()  # no rank goes on before it is written
             self.about = about
-        return perplexity, predictions_of(scores, self.about.model) if reference and self.about else None
+        return perplexity, None
 
-    def _can_keep(self, model: EvalModel, about: KeptPredictions) -> bool:
-        if self.folder is None:
-            return False
+    def _cannot_keep(self, model: EvalModel, about: KeptPredictions) -> str | None:
+        """Return why the predictions cannot be kept; None where they can, or nobody wants them."""
+        if self.folder is None or model.no_predictions is not None:
+            return model.no_predictions if self.folder is not None else None
         itemsize = getattr(torch, model.described.dtype).itemsize
         needed = (sum(about.window_tokens) + about.vocab_size) * about.hidden_size * itemsize
-        # One answer for all ranks: free disk space may differ a moment later.
-        reason = self.ranks.broadcast(model.no_predictions or disk_shortage(self.folder, needed))
-        if reason is not None:
-            self._refuse(f"the predictions of {model.name} are not kept: {reason}")
-            self.folder = None
-        return reason is None
-
-    def _is_comparable(self, about: KeptPredictions) -> bool:
-        assert self.about is not None
-        reason = self.about.difference(about)
-        if reason is not None:
-            self._refuse(
-                f"the predictions of {about.model} are not compared with those of {self.about.model}: {reason}"
-            )
-        return reason is None
-
-    def _refuse(self, sentence: str) -> None:
-        if self.strict:
-            raise UserError(sentence)
-        self.console.warn(sentence)
+        free = disk_usage(self.folder).free
+        if needed <= free:
+            return None
+        return f"they take {human_bytes(needed)}, and {self.folder} has {human_bytes(free)} free"
 
 
 @contextlib.contextmanager
@@ -264,14 +258,6 @@ def open_baseline(
                 "predictions are not compared on several machines; name a folder that all share with --keep-predictions"
             )
         yield Baseline(None, None, False, ranks, console)
-
-
-def disk_shortage(folder: Path, needed: int) -> str | None:
-    """Return a message if ``needed`` bytes are more than the disk of ``folder`` has free; else None."""
-    free = disk_usage(folder).free
-    if needed <= free:
-        return None
-    return f"the reference's predictions take {human_bytes(needed)}, and {folder} has {human_bytes(free)} free"
 
 
 def text_windows(model: EvalModel, options: EvalOptions) -> list[np.ndarray]:

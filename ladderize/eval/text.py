@@ -7,6 +7,7 @@ nothing. Logits are ``states @ weight.T + bias``, in the dtype that both have.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from torch import Tensor
 from ladderize.blocks import check_finite
 from ladderize.console import sentence
 from ladderize.errors import UserError
-from ladderize.eval.results import Predictions
+from ladderize.eval.comparison import Predictions, bootstrapped
 from ladderize.families.registry import decoder_of, find_family
 from ladderize.files.documents import check_writable, read_document, write_json
 from ladderize.files.records import Record
@@ -241,15 +242,11 @@ def score_window(
     return WindowScore(total, torch.cat(kl).numpy(), torch.cat(same).numpy())
 
 
-def window_batches(windows: list[np.ndarray], chosen: range, batch_size: int) -> Iterator[range]:
-    """Yield ranges of at most ``batch_size`` consecutive windows of equal length."""
-    start = chosen.start
-    while start < chosen.stop:
-        stop = start + 1
-        while stop < chosen.stop and stop - start < batch_size and len(windows[stop]) == len(windows[start]):
-            stop += 1
-        yield range(start, stop)
-        start = stop
+def window_batches(windows: list[np.ndarray], chosen: range, batch_size: int) -> Iterator[list[int]]:
+    """Yield the numbers of at most ``batch_size`` consecutive windows of equal length."""
+    for _, alike in itertools.groupby(chosen, key=lambda index: len(windows[index])):
+        while batch := [*itertools.islice(alike, batch_size)]:
+            yield batch
 
 
 def ids_sha256(windows: list[np.ndarray]) -> str:
@@ -267,11 +264,15 @@ def predictions_of(scores: list[WindowScore], reference: str) -> Predictions:
     """
     tokens = np.concatenate([score.kl for score in scores]).astype(np.float64)
     check_finite(tokens.sum(), "the divergence from the reference's predictions")
+    sums = np.array([score.kl.sum(dtype=np.float64) for score in scores])
+    counts = np.array([len(score.kl) for score in scores], dtype=float)
+    estimate = bootstrapped(lambda kl, count, axis=-1: kl.sum(axis) / count.sum(axis), sums, counts)
     return Predictions(
         reference=reference,
         mean_kl=float(tokens.mean()),
+        low=estimate.low,
+        high=estimate.high,
         p99_kl=float(np.quantile(tokens, 0.99)),
         same_top_share=float(np.concatenate([score.same_top for score in scores]).mean()),
         tokens=len(tokens),
-        window_kl=[float(score.kl.sum(dtype=np.float64)) for score in scores],
     )
