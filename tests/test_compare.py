@@ -4,8 +4,6 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +189,7 @@ def fewer(other: Written) -> None:
 
 REFUSALS: dict[str, tuple[Any, str]] = {
     "limit": (fewer, "not the same number of samples of alpha (--limit): 300 in"),
-    "document": (with_samples("doc_hash", "z"), "documents, targets or prompts of 1 of 300 differ"),
     "prompt": (with_samples("prompt_hash", "z"), "documents, targets or prompts of 1 of 300 differ"),
-    "target": (with_samples("target_hash", "z"), "documents, targets or prompts of 1 of 300 differ"),
     "doc_id": (with_samples("doc_id", 999), "only one of"),
     "version": (lambda o: o.harness["versions"].update(beta=2.0), "not the same version of beta: 1.0 in"),
     "bos": (lambda o: o.model.update(add_bos_token=False), "not the same BOS token in front of texts: True in"),
@@ -282,28 +278,25 @@ def link_outside(path: Path) -> None:
     file.symlink_to("/etc/passwd")
 
 
+A_SAMPLE = {
+    "filter": "none",
+    "doc_id": 3,
+    "metrics": [],
+    **dict.fromkeys(("doc_hash", "prompt_hash", "target_hash"), ""),
+}
 BROKEN: dict[str, tuple[Any, str]] = {
-    "not JSON": (lambda path: path.write_text("{"), "is not valid JSON"),
     "foreign": (lambda path: path.write_text('{"a": 1}'), "it should be a results.json of ladderize eval"),
-    "of a list": (lambda path: path.write_text("[]"), "holds a list where an object is expected"),
-    "other schema": (lambda path: rewrite(path, lambda c: c.update(schema_version=9)), "schema_version 9"),
     "cut off": (break_samples('{"doc_id": 5, "do'), "alpha.jsonl, line 301: "),
     "no sample": (break_samples('{"a": 1}\n'), "line 301: no sample of lm-eval: its filter is not a str"),
-    "a number": (break_samples("5\n"), "line 301: no sample of lm-eval"),
     "no file": (lambda path: (path.with_suffix(".samples") / "beta.jsonl").unlink(), "beta.jsonl is not there"),
+    "twice": (break_samples(json.dumps(A_SAMPLE) + "\n"), "there are two answers to doc_id 3"),
     "no samples": (
         lambda path: rewrite(path, lambda c: c["models"][0].pop("samples")),
         "keeps no samples of alpha for models/other",
     ),
     "path": (point_outside, "names samples of alpha outside of its folder"),
-    "absolute": (
-        lambda path: rewrite(path, lambda c: c["models"][0]["samples"].update(alpha="/etc/passwd")),
-        "outside of its folder",
-    ),
     "link": (link_outside, "outside of its folder"),
-    "empty": (lambda path: (path.with_suffix(".samples") / "beta.jsonl").write_text(""), "beta.jsonl holds no samples"),
     "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
-    "no model": (lambda path: rewrite(path, lambda c: c.update(models=[])), "holds no model"),
     "results": (
         lambda path: rewrite(path, lambda c: c["models"][0].update(results=[1])),
         "models/other: results is [1], but must be an object",
@@ -317,13 +310,6 @@ def test_broken_files_are_one_sentence(pair, what):
     dense, other = (written.write() for written in pair)
     change(other)
     assert message in one_sentence(invoke("compare", dense, other))
-
-
-def test_an_answer_that_comes_twice(pair):
-    dense, other = pair
-    for written in pair:
-        written.samples["alpha"].append(dict(written.samples["alpha"][3]))
-    assert "there are two answers to doc_id 3" in one_sentence(invoke("compare", dense.write(), other.write()))
 
 
 def test_a_model_that_is_alone_and_files_that_are_not_there(pair, tmp_path):
@@ -360,7 +346,6 @@ def test_the_command_prints_a_table_and_sentences(pair, tmp_path):
         (25, 25, 0, "1", "At most 1 point worse over the task: too few samples"),
         (200, 200, 0, "1", "At most 1 point worse over the task: shown"),
         (200, 200, 100, "1", "More than 1 point worse over the task: shown"),
-        (200, 200, 20, "20", "At most 20 points worse over the task: shown"),
         (20_000, 0, 600, "3", "At most 3 points worse over the task: not shown"),  # with enough samples
     ],
 )
@@ -386,13 +371,6 @@ def test_several_models_of_one_file_are_each_compared_with_the_first(pair, tmp_p
     assert read_answered(both, "models/other").name == "models/other"
     with pytest.raises(UserError, match="does not hold one model x, but models/dense, models/other, models/third"):
         read_answered(both, "x")
-
-
-def test_it_starts_without_torch(pair):
-    dense, other = (str(written.write()) for written in pair)
-    code = f"import ladderize, sys; ladderize.compare([{dense!r}, {other!r}])\n"
-    code += "assert not {'torch', 'transformers', 'lm_eval'} & set(sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 # ---- what evaluations really write ----
@@ -476,7 +454,7 @@ def spoil(document: Any) -> None:
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", range(24))
 def test_whatever_a_file_holds_it_is_compared_or_refused_in_a_sentence(tmp_path, number):
     tokens = np.random.randint(20, 50, 6)
     paths = []

@@ -12,13 +12,12 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from ladderize import generate_file, load
+from ladderize import load
 from ladderize.demo.corpus import items
 from ladderize.demo.inputs import MODEL
-from ladderize.errors import UsageError
 from ladderize.files.temporaries import try_lock
 from ladderize.modeling import load_tokenizer
-from ladderize.runtime.decode import Generator, sample
+from ladderize.runtime.decode import sample
 from ladderize.runtime.generate_file import GenerateFileDocument, LineWriter, answer_text
 from ladderize.runtime.sampling import Sampling
 from tests import warm
@@ -321,20 +320,6 @@ def test_a_sample_depends_on_its_number_and_the_seed_only(source, tmp_path):
     assert not any(row in long for row in ids_of(write(source, tmp_path / "other.jsonl", 10, seed=1)))
 
 
-def test_a_batch_ends_when_all_that_is_wanted_of_it_has(source, tmp_path, monkeypatch):
-    steps = 0
-    step = Generator.decode_one_token
-
-    def counted(self, tokens):
-        nonlocal steps
-        steps += 1
-        return step(self, tokens)
-
-    monkeypatch.setattr(Generator, "decode_one_token", counted)
-    rows = ids_of(write(source, tmp_path / "self.jsonl", 10, batch=4))
-    assert steps == sum(max(map(len, rows[first : first + 4])) - 2 for first in (0, 4, 8))
-
-
 # ---- unfinished work ----
 
 
@@ -455,26 +440,13 @@ def test_bad_usage(arguments, message):
     assert outcome.code == 2
 
 
-def test_python_is_refused_what_the_command_line_is(tmp_path):
-    with pytest.raises(UsageError, match="--batch-size must be at least 1"):
-        generate_file(MODEL, "y.jsonl", "x.jsonl", batch_size=0)
-    with pytest.raises(UsageError, match="--from-bos needs --num-samples N"):
-        generate_file(MODEL, "y.jsonl")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.csv", "x", "a.csv must end in one of .jsonl, .parquet, .txt"),
-        ("a.jsonl", None, "does not exist"),
         ("a.jsonl", "\n\n", "a.jsonl holds 0 prompts, and 1 are asked for"),
-        ("a.txt", "  \n", "a.txt holds 0 prompts, and 1 are asked for"),
         ("a.jsonl", '{"text": "x"}\n\n{"text"\n', "a.jsonl, line 3: is not JSON"),
-        ("a.jsonl", '{"text": "x"}\n[]\n', "a.jsonl, line 2: not an object with named values"),
         ("a.jsonl", '{"completion": "x"}\n', "line 1: has completion; a row needs messages, conversations, prompt or"),
-        ("a.jsonl", '{"prompt": 3}\n', "line 1: its prompt is not a string"),
-        ("a.jsonl", '{"messages": []}\n', "line 1: its messages are not a list of turns"),
-        ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1: turn 1 of its messages has no role and content"),
         (
             "a.jsonl",
             '{"messages": [{"role": "assistant", "content": "x"}]}\n',

@@ -49,12 +49,6 @@ def test_the_interval_of_answers_that_changed_covers(samples, worse, better):
     assert np.mean([one.high - one.low for one in estimates]) < 1.2 * normal + 6 / samples
 
 
-def test_the_interval_of_real_differences_covers():
-    rng = fresh()
-    estimates = [estimate_mean([rng.normal(0.2, 0.3, 40)], bounded=False) for _ in range(REPEATS)]
-    assert 0.88 < sum(one.low <= 0.2 <= one.high for one in estimates) / REPEATS < 0.99
-
-
 @pytest.mark.parametrize("samples", [2, 20, 300])
 def test_no_change_at_all_does_not_mean_that_there_is_none(samples):
     """The exact bound at 2.5 % is that of Clopper and Pearson; this one is within a third of it."""
@@ -62,11 +56,6 @@ def test_no_change_at_all_does_not_mean_that_there_is_none(samples):
     exact = scipy.stats.binomtest(0, samples).proportion_ci(0.95).high
     assert 0.6 * exact < estimate.high < 1.35 * exact
     assert -1.35 * exact < estimate.low < -0.6 * exact
-
-
-def test_differences_that_give_no_interval():
-    assert estimate_mean([np.full(30, 0.25)], bounded=False) == Estimate()
-    assert bootstrapped(lambda x, axis=-1: x.mean(axis), np.ones(1)) == Estimate()
 
 
 def test_tasks_are_resampled_within_and_weigh_alike():
@@ -154,7 +143,7 @@ def test_the_interval_of_a_ratio_of_sums_covers():
     assert covered / REPEATS > 0.88
 
 
-@pytest.mark.parametrize("margin", [0, -1, 101, math.nan])
+@pytest.mark.parametrize("margin", [0, 101, math.nan])
 def test_margins_that_are_none(margin):
     with pytest.raises(UsageError, match="--margin"):
         CompareOptions(margin)

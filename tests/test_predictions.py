@@ -46,7 +46,7 @@ def logits_of(model: Path, windows: list[np.ndarray], dtype: torch.dtype) -> lis
 
 @pytest.mark.parametrize(
     ("tokens_at_once", "dtype", "tolerance"),
-    [(1, torch.float32, 2e-4), (5, torch.float32, 2e-4), (1000, torch.float32, 2e-4), (5, torch.bfloat16, 5e-2)],
+    [(5, torch.float32, 2e-4), (1000, torch.float32, 2e-4), (5, torch.bfloat16, 5e-2)],
 )
 def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, tokens_at_once, dtype, tolerance):
     monkeypatch.setattr(text, "LOGITS_AT_A_TIME", tokens_at_once * SHAPE["vocab_size"])
@@ -113,16 +113,12 @@ def test_a_reference_of_something_else(trio, tmp_path):
     kept = tmp_path / "kept"
     evaluate(trio[:1], options_of(tmp_path), keep_predictions=kept)
     np.save(tmp_path / "other.npy", fresh_rng().integers(3, 90, 70))
-    (tmp_path / "file").touch()
     other = save_llama(tmp_path / "other", vocab_size=120)
     for model, changes, folder, message in (
         (trio[1], {"perplexity": str(tmp_path / "other.npy")}, kept, "they are of another --perplexity file"),
         (trio[1], {"seq_len": 9}, kept, "their windows are others (--seq-len, --windows, or the tokenizer differs)"),
-        (trio[1], {"windows": 3}, kept, "their windows are others"),
         (other, {}, kept, "their vocabulary has 97 tokens, and this one 120"),
         (trio[1], {}, tmp_path / "none", "none holds no kept predictions (no predictions.json)"),
-        (trio[1], {}, trio[0], "dense holds no kept predictions"),
-        (trio[1], {}, tmp_path / "file", "file holds no kept predictions"),
     ):
         with pytest.raises(UserError) as error:
             evaluate([model], options_of(tmp_path, **changes), reference=folder)
@@ -147,9 +143,6 @@ def test_kept_predictions_that_were_changed(trio, tmp_path):
     assert "window-3.safetensors cannot be read" in refused(cut)
     assert "window-2.safetensors cannot be read" in refused(lambda folder: (folder / "window-2.safetensors").unlink())
     assert "does not fit" in refused(lambda folder: edit_json(folder / "predictions.json", hidden_size=31))
-    assert "windows are others" in refused(lambda folder: edit_json(folder / "predictions.json", window_tokens=[3, 4]))
-    assert "not valid JSON" in refused(lambda folder: (folder / "predictions.json").write_text("{"))
-    assert "schema_version" in refused(lambda folder: edit_json(folder / "predictions.json", schema_version=9))
     assert refused(lambda folder: (folder / "head.safetensors").write_bytes(b"\x80\x04pickle"))
 
 
@@ -189,17 +182,6 @@ def test_too_little_room_is_found_before_the_model_is_scored(trio, tmp_path, mon
     assert "predictions" not in json.loads(outcome.stdout)["models"][1]["ladderize"]
 
 
-def test_another_vocabulary_is_said_and_left_out(trio, tmp_path):
-    other = save_llama(tmp_path / "other", vocab_size=120)
-    outcome = invoke("eval", trio[0], other, "--perplexity", tmp_path / "ids.npy", "--json")
-    assert outcome.code == 0, outcome.stderr
-    assert (
-        f"Warning: the predictions of {other} are not compared with those of {trio[0]}: their vocabulary has 97 tokens,"
-        " and this one 120"
-    ) in outcome.stderr.splitlines()
-    assert "predictions" not in json.loads(outcome.stdout)["models"][1]["ladderize"]
-
-
 def test_logits_that_are_capped(tmp_path):
     """Gemma 2's logits are no product of its output layer alone: its perplexity is right, its predictions are not
     kept."""
@@ -217,7 +199,7 @@ def test_logits_that_are_capped(tmp_path):
     assert "are not kept: its architecture may change its logits after its output layer" in outcome.stderr
 
 
-@pytest.mark.parametrize("scaling", [2.5, 6.0, 10.0, 12.0])
+@pytest.mark.parametrize("scaling", [2.5, 10.0])
 def test_logits_that_are_scaled_in_bfloat16(tmp_path, scaling):
     """Granite divides its logits, which rounds them: they are its output layer's product with scaled states all the
     same."""

@@ -2,16 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ladderize.choices import AS_JSON, argument, check_options, option
 from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING
 from ladderize.console import Console
 from ladderize.eval.options import EvalOptions
-
-if TYPE_CHECKING:
-    from ladderize.eval.model import EvalModel, OpenModel
 
 
 @dataclass(frozen=True)
@@ -45,24 +41,27 @@ class EvalArguments:
     },
 )
 def evaluate(given: GivenOptions) -> None:
-    """Evaluate models with lm-eval tasks and by perplexity, all in the same way, and compare them in one table."""
-    own, options = given.fill(EvalArguments), given.fill(EvalOptions)
+    """Evaluate models with lm-eval tasks and by perplexity, all in the same way, and compare them with the first."""
+    arguments, options = given.fill(EvalArguments), given.fill(EvalOptions)
     options.check()  # before anything is imported
-    check_options(own)
-    console = Console(own.as_json)
+    check_options(arguments)
+    console = Console(arguments.as_json)
     with console.stage(LOADING):
         from ladderize.eval.run import evaluate as evaluate_models
         from ladderize.eval.table import result_rows, show_comparison
+        from ladderize.vllm.environment import check_vllm
+        from ladderize.vllm.eval_model import open_vllm
 
-        engine = _engine(options)
+        if options.backend == "vllm":
+            check_vllm()
     results = evaluate_models(
-        own.models,
+        arguments.models,
         options,
-        out=own.out,
-        keep_predictions=own.keep_predictions,
-        reference=own.reference,
-        resume=own.resume,
-        engine=engine,
+        out=arguments.out,
+        keep_predictions=arguments.keep_predictions,
+        reference=arguments.reference,
+        resume=arguments.resume,
+        engine=open_vllm if options.backend == "vllm" else None,
         console=console,
     )
     console.document(results.to_dict())
@@ -70,21 +69,5 @@ def evaluate(given: GivenOptions) -> None:
     for comparison in results.comparisons:
         console.result("")
         show_comparison(comparison, console)
-    if own.out is not None:
-        console.note(f"wrote {own.out}")
-
-
-def _engine(options: EvalOptions) -> "OpenModel | None":
-    """Return the function that opens a model in vLLM; None for other backends. Raises UserError if vLLM is missing."""
-    if options.backend != "vllm":
-        return None
-    from ladderize.vllm.environment import check_vllm
-
-    check_vllm()
-    return _open_in_vllm
-
-
-def _open_in_vllm(name: str, folder: Path, options: EvalOptions) -> "EvalModel":
-    from ladderize.vllm.eval_model import open_vllm  # imports vLLM, which takes seconds
-
-    return open_vllm(name, folder, options)
+    if arguments.out is not None:
+        console.note(f"wrote {arguments.out}")

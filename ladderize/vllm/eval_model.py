@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lm_eval.models.vllm_causallms import VLLM
-from vllm.platforms import current_platform
 
 from ladderize.checkpoint.config import most_positions, parameter_count
 from ladderize.checkpoint.opening import read_checkpoint
@@ -37,6 +35,8 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
     more: arguments of vLLM's ``LLM``.
     """
     check_vllm()
+    from lm_eval.models.vllm_causallms import VLLM  # imports vLLM, which takes seconds
+
     checkpoint = read_checkpoint(folder)
     config = checkpoint.config
     if find_family(config) is not None:
@@ -73,7 +73,9 @@ class VLLMModel(EvalModel):
 
     no_predictions = "vLLM tells the log-probabilities of single tokens, not of the whole vocabulary"
 
-    def __init__(self, name: str, checkpoint: Checkpoint, options: EvalOptions, engine: VLLM) -> None:
+    def __init__(self, name: str, checkpoint: Checkpoint, options: EvalOptions, engine: Any) -> None:
+        from vllm.platforms import current_platform
+
         served, config = engine.model.llm_engine.model_config, checkpoint.config
         stored = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         self.engine = engine
