@@ -190,7 +190,7 @@ def fewer(other: Written) -> None:
 REFUSALS: dict[str, tuple[Any, str]] = {
     "limit": (fewer, "not the same number of samples of alpha (--limit): 300 in"),
     "prompt": (with_samples("prompt_hash", "z"), "documents, targets or prompts of 1 of 300 differ"),
-    "doc_id": (with_samples("doc_id", 999), "only one of"),
+    "doc_id": (with_samples("doc_id", 999), "documents, targets or prompts of 2 of 300 differ"),
     "version": (lambda o: o.harness["versions"].update(beta=2.0), "not the same version of beta: 1.0 in"),
     "bos": (lambda o: o.model.update(add_bos_token=False), "not the same BOS token in front of texts: True in"),
     "generation": (

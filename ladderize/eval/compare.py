@@ -107,23 +107,32 @@ def check_same(what: str, both: Pair, ours: Any, theirs: Any) -> None:
         raise UserError(f"not the same {what}: {', '.join(shown)}; {ADVICE}")
 
 
+def settings_of(one: AnsweredModel, task: str) -> dict[str, Any]:
+    """Return what must be the same of both models for a task, beside its questions."""
+    config, answers = one.harness.configs.get(task, {}), one.answers[task]
+    keys = ("output_type", "generation_kwargs", "repeats")
+    counts = {name: len(answers[name]) for name in sorted(answers)}
+    return {
+        f"version of {task}": one.harness.versions.get(task),
+        **{f"{key} of {task}": config.get(key) for key in keys},
+        f"filters of {task}": list(counts),
+        f"number of samples of {task} (--limit)": max(counts.values()),
+    }
+
+
 def check_same_questions(both: Pair, task: str) -> None:
     """Raise UserError unless both answered the same documents of a task, with the same prompts and settings."""
-    check_same(f"version of {task}", both, *(one.harness.versions.get(task) for one in both))
-    for key in ("output_type", "generation_kwargs", "repeats"):
-        check_same(f"{key} of {task}", both, *(one.harness.configs.get(task, {}).get(key) for one in both))
-    check_same(f"filters of {task}", both, *(sorted(one.answers[task]) for one in both))
-    between = f"{both[0].where} and {both[1].where}"
+    theirs = settings_of(both[1], task)
+    for what, value in settings_of(both[0], task).items():
+        check_same(what, both, value, theirs[what])
     for name, ours in both[0].answers[task].items():
-        theirs = both[1].answers[task][name]
-        check_same(f"number of samples of {task} (--limit)", both, len(ours), len(theirs))
-        if odd := ours.keys() ^ theirs.keys():
-            raise UserError(f"not the same samples of {task}: only one of {between} has doc_id {min(odd)}; {ADVICE}")
-        if changed := [doc for doc in ours if ours[doc].hashes != theirs[doc].hashes]:
+        hashes = [{doc: answer.hashes for doc, answer in one.answers[task][name].items()} for one in both]
+        changed = [doc for doc in hashes[0].keys() | hashes[1].keys() if hashes[0].get(doc) != hashes[1].get(doc)]
+        if changed:
             raise UserError(
                 f"not the same questions of {task}: documents, targets or prompts of {len(changed):,} of {len(ours):,}"
-                f" differ between {between} (the first has doc_id {changed[0]}); few-shot examples and the chat"
-                f" template must be the same, too; {ADVICE}"
+                f" differ between {both[0].where} and {both[1].where} (such as doc_id {min(changed)}); few-shot"
+                f" examples and the chat template must be the same, too; {ADVICE}"
             )
 
 

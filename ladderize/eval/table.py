@@ -2,7 +2,6 @@
 torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.console import Console
@@ -13,55 +12,35 @@ from ladderize.eval.results import EvalResults, ModelResult
 # ---- what was measured of each model ----
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One measured number of a model.
-
-    metric: as lm-eval names it, without the filter ``none``.
-    """
-
-    task: str
-    metric: str
-    value: float
-    stderr: float | None
-
-
-def measurements(entry: ModelResult) -> list[Measurement]:
-    """Return all measured numbers of one model, perplexity first."""
-    measured = []
+def measurements(entry: ModelResult) -> dict[tuple[str, str], tuple[float, float | None]]:
+    """Return all measured numbers of one model with their standard errors, by task and metric; perplexity first."""
+    measured = {}
     if (text := entry.model.perplexity) is not None:
-        measured.append(Measurement("perplexity", "perplexity", text.perplexity, text.stderr))
+        measured["perplexity", "perplexity"] = text.perplexity, text.stderr
     for task, values in entry.tasks.items():
         for key, value in values.items():
             metric, _, filtered = key.partition(",")
-            if "_stderr" in key or not isinstance(value, int | float) or not filtered:
-                continue
-            stderr = values.get(f"{metric}_stderr,{filtered}")
-            known = stderr if isinstance(stderr, float) else None
-            measured.append(Measurement(task, metric_name(metric, filtered), float(value), known))
+            if "_stderr" not in key and filtered and isinstance(value, int | float):
+                stderr = values.get(f"{metric}_stderr,{filtered}")
+                known = stderr if isinstance(stderr, float) else None
+                measured[task, metric_name(metric, filtered)] = float(value), known
     return measured
 
 
 def result_rows(results: EvalResults) -> list[dict[str, str]]:
     """Return a row for each metric and model: layout, value, standard error."""
     names = short_names([entry.model.model for entry in results.models])
-    measured = [{(one.task, one.metric): one for one in measurements(entry)} for entry in results.models]
+    measured = [measurements(entry) for entry in results.models]
     rows = []
-    for key in dict.fromkeys(key for known in measured for key in known):
-        task, metric = key
+    for task, metric in dict.fromkeys(key for known in measured for key in known):
+        shown = [task, metric]
         for name, entry, known in zip(names, results.models, measured, strict=True):
-            if (one := known.get(key)) is None:
-                continue
-            row = {
-                "task": task,
-                "metric": metric,
-                "model": name,
-                "layout": entry.model.layout.partition(" layers: ")[2],
-                "value": f"{one.value:.4f}",
-                "stderr": "" if one.stderr is None else f"{one.stderr:.4f}",
-            }
-            rows.append(row)
-            task = metric = ""  # shown once for all models
+            if (task, metric) in known:
+                value, stderr = known[task, metric]
+                row = {"task": shown[0], "metric": shown[1], "model": name}
+                row |= {"layout": entry.model.layout.partition(" layers: ")[2], "value": f"{value:.4f}"}
+                rows.append({**row, "stderr": "" if stderr is None else f"{stderr:.4f}"})
+                shown = ["", ""]  # once for all models
     return rows
 
 
@@ -74,14 +53,14 @@ def short_names(models: list[str]) -> list[str]:
 def mean_accuracy(entry: ModelResult) -> float | None:
     """Return the mean over all tasks that are no groups of the metric that stands for each; None where none is a
     share of right answers or similar, between 0 and 1."""
-    ranks = {metric: rank for rank, metric in enumerate(MAIN_METRICS)}
     leaves = entry.parts().leaves
     mains: dict[str, tuple[int, float]] = {}  # of each task
-    for one in measurements(entry):
-        rank = ranks.get(one.metric.partition(" ")[0], len(ranks))
-        if one.task in leaves and (one.task not in mains or rank < mains[one.task][0]):
-            mains[one.task] = rank, one.value
-    values = [value for rank, value in mains.values() if 0 <= value <= 1 and rank < len(ranks)]
+    for (task, metric), (value, _) in measurements(entry).items():
+        name = metric.partition(" ")[0]
+        rank = MAIN_METRICS.index(name) if name in MAIN_METRICS else len(MAIN_METRICS)
+        if task in leaves and rank < mains.get(task, (rank + 1, 0.0))[0]:
+            mains[task] = rank, value
+    values = [value for rank, value in mains.values() if 0 <= value <= 1 and rank < len(MAIN_METRICS)]
     return sum(values) / len(values) if values else None
 
 
