@@ -1,5 +1,5 @@
 """Evaluated models with their answers, from results.json of ``ladderize eval`` or the output of ``lm_eval
---log_samples``. Imports no torch."""
+--log_samples``, and what two of them were asked differently. Imports no torch."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +17,7 @@ HASHES = ("doc_hash", "target_hash", "prompt_hash")
 MAX_VALUE = 1e100  # the largest value of a metric: sums of squares stay finite
 RESULTS_NAME = "results.json"
 DATED = re.compile(r"results_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")  # lm-eval's
+ADVICE = "evaluate both models alike, best in one `ladderize eval`"
 RESULTS_KIND = "results.json of ladderize eval, or a results_*.json of lm_eval"
 
 
@@ -50,6 +51,9 @@ class AnsweredModel:
     harness: HarnessResult
     model: EvaluatedModel | None = None
     answers: Mapping[str, Answers] = field(default_factory=dict)
+
+
+Pair = tuple[AnsweredModel, AnsweredModel]  # the reference and the other model
 
 
 def read_models(path: Path) -> Iterator[AnsweredModel]:
@@ -149,3 +153,56 @@ def finite_number(value: Any) -> float | None:
     if not isinstance(value, int | float) or not abs(value) <= MAX_VALUE:  # also NaN
         return None
     return float(value)
+
+
+# ---- were both asked the same? ----
+
+
+def check_same(what: str, both: Pair, ours: Any, theirs: Any) -> None:
+    """Raise UserError, which shows both values, where a setting differs."""
+    if ours != theirs:
+        shown = [f"{str(value)[:40]} in {one.where}" for value, one in zip((ours, theirs), both, strict=True)]
+        raise UserError(f"not the same {what}: {', '.join(shown)}; {ADVICE}")
+
+
+def settings_of(one: AnsweredModel, task: str) -> dict[str, Any]:
+    """Return what must be the same of both models for a task, beside its questions."""
+    config, answers = one.harness.configs.get(task, {}), one.answers[task]
+    keys = ("output_type", "generation_kwargs", "repeats")
+    counts = {name: len(answers[name]) for name in sorted(answers)}
+    return {
+        f"version of {task}": one.harness.versions.get(task),
+        **{f"{key} of {task}": config.get(key) for key in keys},
+        f"filters of {task}": list(counts),
+        f"number of samples of {task} (--limit)": max(counts.values()),
+    }
+
+
+def check_same_questions(both: Pair, task: str) -> None:
+    """Raise UserError unless both answered the same documents of a task, with the same prompts and settings."""
+    theirs = settings_of(both[1], task)
+    for what, value in settings_of(both[0], task).items():
+        check_same(what, both, value, theirs[what])
+    for name, ours in both[0].answers[task].items():
+        hashes = [{doc: answer.hashes for doc, answer in one.answers[task][name].items()} for one in both]
+        changed = [doc for doc in hashes[0].keys() | hashes[1].keys() if hashes[0].get(doc) != hashes[1].get(doc)]
+        if changed:
+            raise UserError(
+                f"not the same questions of {task}: documents, targets or prompts of {len(changed):,} of {len(ours):,}"
+                f" differ between {both[0].where} and {both[1].where} (such as doc_id {min(changed)}); few-shot"
+                f" examples and the chat template must be the same, too; {ADVICE}"
+            )
+
+
+def evaluation_remarks(both: Pair) -> list[str]:
+    """Return other differences in how the models were computed, which may also cause a difference."""
+    ours, theirs = (one.model for one in both)
+    if ours is None or theirs is None:
+        return []
+    pairs = {key: (getattr(ours, key), getattr(theirs, key)) for key in ("dtype", "backend", "tp_size")}
+    pairs["device"] = (ours.device.partition(":")[0], theirs.device.partition(":")[0])
+    return [
+        f"the reference was evaluated with {key} {one}, the other model with {key} {other}"
+        for key, (one, other) in pairs.items()
+        if one != other
+    ]

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.answers import AnsweredModel, finite_number, read_models
+from ladderize.eval.answers import (
+    ADVICE,
+    AnsweredModel,
+    Pair,
+    check_same,
+    check_same_questions,
+    evaluation_remarks,
+    finite_number,
+    read_models,
+)
 from ladderize.eval.comparison import (
     CONFIDENCE,
     ComparisonDocument,
@@ -32,9 +41,6 @@ if TYPE_CHECKING:
 MAIN_METRICS = ("acc_norm", "acc", "exact_match", "em", "f1")  # the first of these that a task has stands for it
 CLOSE = 1e-6  # relative: how closely the samples' mean must match the results
 MAX_TOKENS, MAX_NATS = 2**40, 700.0  # of a window; per token: exp(700) is the largest perplexity
-ADVICE = "evaluate both models alike, best in one `ladderize eval`"
-
-Pair = tuple[AnsweredModel, AnsweredModel]  # the reference and the other model
 
 
 def compare(files: Iterable[str | Path], options: CompareOptions | None = None) -> Comparisons:
@@ -61,107 +67,36 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, options: Comp
     if tasks and reference.model is not None and other.model is not None:
         check_same("BOS token in front of texts", both, *(one.model and one.model.add_bos_token for one in both))
     compared: list[TaskComparison] = []
-    differences: dict[str, Floats] = {}  # of each task's main metric
     for task in tasks:
         check_same_questions(both, task)
-        columns = {key: sample_values(both, task, *key) for key in metrics_of(both, task)}
-        measured = [
-            compare_metric(both, task, *key, values, options)
-            for key, values in columns.items()
-            if not isinstance(values, str)
-        ]
-        main = main_of(measured)
-        compared += [replace(one, main=one is main) for one in measured]
-        for key, values in columns.items():
+        measured = []
+        for key in metrics_of(both, task):
+            values = sample_values(both, task, *key)
             if isinstance(values, str):
                 left_out.append(f"{task}: {metric_name(*key)} {values}")
-            elif main is not None and key == (main.metric, main.filter):
-                differences[task] = values[1] - values[0]
-    reason = different_text(both)
-    if reason:
+            else:
+                measured.append(compare_metric(both, task, *key, values, options))
+        main = main_of(measured)
+        compared += [replace(one, main=one is main) for one in measured]
+    has_texts = all(one.model is not None and one.model.perplexity is not None for one in both)
+    if has_texts and (reason := text_difference(both)):
         left_out.append(f"perplexity: {reason}")
-    if not tasks and reason != "":
+        has_texts = False
+    if not tasks and not has_texts:
         raise UserError(f"nothing was measured alike of both {reference.where} and {other.where}; {ADVICE}")
-    predictions = other.model.predictions if other.model is not None and reason == "" else None
+    predictions = other.model.predictions if other.model is not None and has_texts else None
     return ComparisonDocument(
         reference=reference.name,
         other=other.name,
         margin=options.margin,
         level=CONFIDENCE,
         tasks=compared,
-        overall=pool(reference, [one for one in compared if one.main], differences, options),
-        perplexity=compare_perplexity(both) if reason == "" else None,
+        overall=pool(both, [one for one in compared if one.main], options),
+        perplexity=compare_perplexity(both) if has_texts else None,
         predictions=predictions if predictions is not None and predictions.reference == reference.name else None,
         left_out=left_out,
         remarks=evaluation_remarks(both),
     )
-
-
-# ---- were both asked the same? ----
-
-
-def check_same(what: str, both: Pair, ours: Any, theirs: Any) -> None:
-    """Raise UserError, which shows both values, where a setting differs."""
-    if ours != theirs:
-        shown = [f"{str(value)[:40]} in {one.where}" for value, one in zip((ours, theirs), both, strict=True)]
-        raise UserError(f"not the same {what}: {', '.join(shown)}; {ADVICE}")
-
-
-def settings_of(one: AnsweredModel, task: str) -> dict[str, Any]:
-    """Return what must be the same of both models for a task, beside its questions."""
-    config, answers = one.harness.configs.get(task, {}), one.answers[task]
-    keys = ("output_type", "generation_kwargs", "repeats")
-    counts = {name: len(answers[name]) for name in sorted(answers)}
-    return {
-        f"version of {task}": one.harness.versions.get(task),
-        **{f"{key} of {task}": config.get(key) for key in keys},
-        f"filters of {task}": list(counts),
-        f"number of samples of {task} (--limit)": max(counts.values()),
-    }
-
-
-def check_same_questions(both: Pair, task: str) -> None:
-    """Raise UserError unless both answered the same documents of a task, with the same prompts and settings."""
-    theirs = settings_of(both[1], task)
-    for what, value in settings_of(both[0], task).items():
-        check_same(what, both, value, theirs[what])
-    for name, ours in both[0].answers[task].items():
-        hashes = [{doc: answer.hashes for doc, answer in one.answers[task][name].items()} for one in both]
-        changed = [doc for doc in hashes[0].keys() | hashes[1].keys() if hashes[0].get(doc) != hashes[1].get(doc)]
-        if changed:
-            raise UserError(
-                f"not the same questions of {task}: documents, targets or prompts of {len(changed):,} of {len(ours):,}"
-                f" differ between {both[0].where} and {both[1].where} (such as doc_id {min(changed)}); few-shot"
-                f" examples and the chat template must be the same, too; {ADVICE}"
-            )
-
-
-def different_text(both: Pair) -> str | None:
-    """Return why the perplexities cannot be compared; an empty text where they can, None where there are not two.
-
-    Raises UserError for windows that are missing or impossible.
-    """
-    ours, theirs = (one.model.perplexity if one.model is not None else None for one in both)
-    if ours is None or theirs is None:
-        return None
-    if ours.data_sha256 != theirs.data_sha256:
-        return "they are of two files"
-    same = ours.ids_sha256 == theirs.ids_sha256 and np.array_equal(_windows(both[0])[1], _windows(both[1])[1])
-    return "" if same else "their windows differ (--seq-len, --windows, or the tokenizer)"
-
-
-def evaluation_remarks(both: Pair) -> list[str]:
-    """Return other differences in how the models were computed, which may also cause a difference."""
-    ours, theirs = (one.model for one in both)
-    if ours is None or theirs is None:
-        return []
-    pairs = {key: (getattr(ours, key), getattr(theirs, key)) for key in ("dtype", "backend", "tp_size")}
-    pairs["device"] = (ours.device.partition(":")[0], theirs.device.partition(":")[0])
-    return [
-        f"the reference was evaluated with {key} {one}, the other model with {key} {other}"
-        for key, (one, other) in pairs.items()
-        if one != other
-    ]
 
 
 # ---- tasks ----
@@ -260,21 +195,13 @@ def metric_name(metric: str, filter_name: str) -> str:
 # ---- all tasks as one number ----
 
 
-def pool(
-    reference: AnsweredModel,
-    mains: Sequence[TaskComparison],
-    differences: "Mapping[str, Floats]",
-    options: CompareOptions,
-) -> PooledComparison | None:
-    """Return the mean of the tasks' main metrics; None where there are none.
-
-    differences: of each task's samples.
-    """
+def pool(both: Pair, mains: Sequence[TaskComparison], options: CompareOptions) -> PooledComparison | None:
+    """Return the mean of the tasks' main metrics; None where there are none."""
     if not mains:
         return None
     by_task = {one.task: one for one in mains}
-    units = pooled_units(reference.harness.group_subtasks, list(by_task))
-    strata = [np.concatenate([differences[task] for task in unit]) for unit in units]
+    units = pooled_units(both[0].harness.group_subtasks, list(by_task))
+    strata = [np.concatenate([_differences(both, by_task[task]) for task in unit]) for unit in units]
     weights = [1 / len(units) / len(stratum) for stratum in strata for _ in stratum]
     estimate = estimate_mean(strata)
     verdict, needed = verdict_of(estimate, weights, options.margin)
@@ -296,6 +223,12 @@ def pool(
     )
 
 
+def _differences(both: Pair, one: TaskComparison) -> "Floats":
+    values = sample_values(both, one.task, one.metric, one.filter)
+    assert not isinstance(values, str)
+    return values[1] - values[0]
+
+
 def pooled_units(group_subtasks: Mapping[str, list[str]], tasks: list[str]) -> list[list[str]]:
     """Return the tasks in lists, each of which counts as one task: the tasks of an outermost group of lm-eval, or a
     single one."""
@@ -315,6 +248,23 @@ def pooled_units(group_subtasks: Mapping[str, list[str]], tasks: list[str]) -> l
 
 
 # ---- a text ----
+
+
+def text_difference(both: Pair) -> str | None:
+    """Return why the perplexities cannot be compared; None where they can.
+
+    Raises UserError for windows that are missing or impossible.
+    """
+    (_, tokens), (_, others) = map(_windows, both)
+    hashes = [
+        (one.model.perplexity.data_sha256, one.model.perplexity.ids_sha256)
+        for one in both
+        if one.model is not None and one.model.perplexity is not None
+    ]
+    if hashes[0][0] != hashes[1][0]:
+        return "they are of two files"
+    same = hashes[0] == hashes[1] and np.array_equal(tokens, others)
+    return None if same else "their windows differ (--seq-len, --windows, or the tokenizer)"
 
 
 def _windows(entry: AnsweredModel) -> tuple["Floats", "Floats"]:

@@ -8,7 +8,6 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +29,7 @@ OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user 
 
 
 class EvalModel(ABC):
-    """One opened model, used as a context that closes it. Its folder was checked before.
+    """One opened model. Its folder was checked before.
 
     described: layout, size and numerics.
     vocab_size: ids are below it.
@@ -101,14 +100,6 @@ class EvalModel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release what the model holds. It cannot be used afterwards."""
-
-    def __enter__(self) -> "EvalModel":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class HFModel(EvalModel):

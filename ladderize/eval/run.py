@@ -88,7 +88,7 @@ def evaluate(
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
                 model = engine(name, folder, options) if engine else HFModel.open(name, folder, options, ranks)
-            with model:
+            with contextlib.closing(model):
                 if model.tokenizer is not None and add_bos is None:
                     add_bos = begins_with_bos(model.tokenizer)
                 described = replace(model.described, add_bos_token=add_bos)

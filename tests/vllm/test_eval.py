@@ -1,6 +1,7 @@
 """`ladderize eval --backend vllm` against `--backend hf`: the same log-likelihoods, perplexities and texts; one JSON
 document."""
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -46,7 +47,7 @@ def pair(request, tmp_path_factory):
         edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.randn(768, 128) * 0.1}))
     hf = HFModel.open("hf", folder, EvalOptions(**SHARED), Ranks(0, 1, torch.device("cpu")))
     options = EvalOptions(**SHARED, backend="vllm", tp_size=tp_size)
-    with open_vllm("vllm", folder, options, enforce_eager=True) as model:
+    with contextlib.closing(open_vllm("vllm", folder, options, enforce_eager=True)) as model:
         yield hf, model, options
 
 
