@@ -243,8 +243,8 @@ def pooled_units(group_subtasks: Mapping[str, list[str]], tasks: list[str]) -> l
             name = parent
             passed.add(name)
         units.setdefault(name, []).append(task)
-    order = {group: place for place, group in enumerate(parents.values())}
-    return [units[name] for name in sorted(units, key=lambda name: order.get(name, len(order)))]
+    groups = [group for group, children in group_subtasks.items() if children]
+    return [units[name] for name in sorted(units, key=lambda name: (*groups, name).index(name))]
 
 
 # ---- a text ----
