@@ -71,13 +71,6 @@ def test_options_that_have_no_effect(options, message):
     assert message in outcome.stderr
 
 
-@pytest.mark.parametrize("option", ["--keep-predictions", "--reference"])
-def test_predictions_need_the_whole_vocabulary(there, ids, tmp_path, option):
-    outcome = invoke("eval", MODEL, "--perplexity", ids, "--backend", "vllm", option, tmp_path / "kept")
-    assert outcome.code == 2
-    assert f"{option} needs --backend hf: vLLM tells" in one_sentence(outcome)
-
-
 def test_a_launcher_is_refused(there, ids, monkeypatch):
     for key, value in {
         "RANK": 0,

@@ -153,8 +153,7 @@ def test_text_never_shows_half_a_character():
 # ---- the command ----
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("options", [(), ("--temperature", "1"), ("--temperature", "1", "--top-k", "3"), ("--json",)])
+@pytest.mark.parametrize(("value", "options"), [(torch.nan, ()), (torch.inf, ("--temperature", "1", "--top-k", "3"))])
 def test_weights_that_are_no_numbers(tmp_path, value, options):
     model = load(MODEL)
     with torch.no_grad():
@@ -262,13 +261,10 @@ def test_ranks_end_when_their_parent_is_killed(two_ranks):
     [
         (["--tp-size", "3"], 1, "--tp-size 3 does not divide the 8 attention heads"),
         (["--top-k", "4"], 2, "--top-k has no effect with --temperature 0"),
-        (["--backend", "mpi"], 2, "'mpi' is not one of"),
         (["--backend", "none"], 2, "'none' is not one of 'auto'"),
         (["--backend", "gloo"], 2, "--backend gloo has no effect with one rank"),
         (["--backend", "nccl", "--tp-size", "2", "--device", "cpu"], 1, "--backend nccl is for GPUs"),
         (["--threads", "100000"], 1, "is more than the"),
-        (["--dtype", "int8"], 2, "'int8' is not one of"),
-        (["--device", "tpu"], 2, "'tpu' is not one of 'cpu', 'cuda'"),
         (["--replicate-vocab"], 2, "--replicate-vocab has no effect with one rank"),
         (["--max-new-tokens", "5000"], 1, "exceed the model's"),
         (["--chat"], 1, "no chat template"),
@@ -296,10 +292,6 @@ def test_bad_checkpoints(tmp_path, llama, monkeypatch):
     assert "--tp-size 8 does not divide the 4 virtual ranks" in one_sentence(
         invoke("generate", tmp_path / "spd", "-p", "x", "--tp-size", 8)
     )
-    edit_json(llama / "config.json", hidden_act="gelu")
-    assert "hidden_act is 'gelu'" in failure(llama)
-    edit_json(llama / "config.json", hidden_act="silu", hidden_size=64)
-    assert "config.json asks for" in failure(llama)
     scaled = save_llama(tmp_path / "scaled")
     edit_json(scaled / "config.json", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     (scaled / "model.safetensors").write_bytes((scaled / "model.safetensors").read_bytes()[:-100])

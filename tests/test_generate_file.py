@@ -210,10 +210,9 @@ def test_rows_of_all_kinds(model, tokenizer, tmp_path, monkeypatch):
     chats = invoke(*command(model, file, tmp_path / "chat.jsonl"), "--chat")
     assert chats.code == 0
     assert wanted(rows_of(tmp_path / "chat.jsonl")) == formatted
-    for number, kind in enumerate(kinds):  # a column of a parquet file has one type
-        path = tmp_path / f"{number}.parquet"
-        parquet.write_table(pyarrow.Table.from_pylist([kind]), path)
-        assert wanted(answer(model, path, tmp_path / f"parquet{number}.jsonl")) == [plain[number]]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(kinds[:1]), path)  # a column has one type
+    assert wanted(answer(model, path, tmp_path / "parquet.jsonl")) == plain[:1]
     (tmp_path / "a.txt").write_bytes(b"the cat\r\n\n  a dog \nlast")
     lines = answer(model, tmp_path / "a.txt", tmp_path / "lines.jsonl")
     assert [row["prompt"] for row in lines] == ["the cat", "  a dog ", "last"]
@@ -350,7 +349,7 @@ def unfinished(source, tmp_path, monkeypatch):
 def test_goes_on_wherever_the_part_ends(source, unfinished):
     out, whole = unfinished
     part = part_of(out)
-    ends = [0, 1, len(whole) - 1, len(whole), *random.sample(range(2, len(whole) - 1), 4)]
+    ends = [0, 1, len(whole) - 1, len(whole), *random.sample(range(2, len(whole) - 1), 2)]
     power_failure = whole[: len(whole) // 2] + b"\0" * 100 + b"\n" + whole
     for left in [*(whole[:end] for end in ends), power_failure]:
         part.write_bytes(left)

@@ -13,9 +13,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from ladderize import EvalOptions, UserError, convert_checkpoint, evaluate
-from ladderize.console import human_bytes
 from ladderize.convert.recipe import Recipe
-from ladderize.eval import run, text
+from ladderize.eval import text
 from ladderize.eval.text import prepare_folder, score_windows
 from ladderize.modeling import load
 from tests.helpers import SHAPE, edit_json, fresh_rng, invoke, listing, one_sentence, save_llama
@@ -167,19 +166,6 @@ def test_a_full_disk_leaves_nothing_that_is_valid(trio, tmp_path, monkeypatch):
     assert "head.safetensors: the predictions cannot be kept (" in message
     assert "o space left on device" in message
     assert "predictions.json" not in listing(tmp_path / "kept")
-
-
-def test_too_little_room_is_found_before_the_model_is_scored(trio, tmp_path, monkeypatch):
-    needed = (6 * (SEQ_LEN - 1) + 4 + 97) * 32 * 4
-    monkeypatch.setattr(run, "disk_usage", lambda folder: shutil._ntuple_diskusage(needed, 1, needed - 1))
-    message = f"the predictions of {trio[0]} are not kept: they take {human_bytes(needed)}, and "
-    with pytest.raises(UserError) as error:
-        evaluate(trio[:1], options_of(tmp_path), keep_predictions=tmp_path / "kept")
-    assert str(error.value).startswith(message)
-    # nobody asked for the figures by name: they are left out, and that is said
-    outcome = invoke("eval", *trio[:2], "--perplexity", tmp_path / "ids.npy", "--seq-len", SEQ_LEN, "--json")
-    assert f"Warning: {message}" in outcome.stderr
-    assert "predictions" not in json.loads(outcome.stdout)["models"][1]["ladderize"]
 
 
 def test_logits_that_are_capped(tmp_path):

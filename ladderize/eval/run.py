@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shutil import disk_usage
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 from ladderize import data
 from ladderize.checkpoint.opening import check_model
-from ladderize.console import SILENT, Console, human_bytes
+from ladderize.console import SILENT, Console
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.answers import read_models
 from ladderize.eval.compare import compare_models
@@ -140,11 +139,6 @@ def begins_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
 def check_predictions(options: EvalOptions, keep: Path | None, reference: Path | None) -> None:
     """Raise UsageError where kept predictions have no effect."""
     for option, folder in (("--keep-predictions", keep), ("--reference", reference)):
-        if folder is not None and options.backend == "vllm":
-            raise UsageError(
-                f"{option} needs --backend hf: vLLM tells the log-probabilities of single tokens, not of the whole"
-                " vocabulary"
-            )
         if folder is not None and options.perplexity is None:
             raise UsageError(f"{option} has no effect without --perplexity")
     if keep is not None and reference is not None:
@@ -182,12 +176,10 @@ class Baseline:
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
         )
-        kept = self.about
+        kept, deed = self.about, "kept"
+        reason = model.no_predictions if self.folder is not None else None
         if kept is not None:
-            reason, deed = kept.difference(about), f"compared with those of {kept.model}"
-        else:
-            # one answer for all ranks: free disk space may differ a moment later
-            reason, deed = self.ranks.broadcast(self._cannot_keep(model, about)), "kept"
+            reason, deed = reason or kept.difference(about), f"compared with those of {kept.model}"
         if reason is not None:
             sentence = f"the predictions of {model.name} are not {deed}: {reason}"
             if self.strict:
@@ -215,17 +207,6 @@ class Baseline:
             self.ranks.barrier()  # no rank goes on before it is written
             self.about = about
         return perplexity, None
-
-    def _cannot_keep(self, model: EvalModel, about: KeptPredictions) -> str | None:
-        """Return why the predictions cannot be kept; None where they can, or nobody wants them."""
-        if self.folder is None or model.no_predictions is not None:
-            return model.no_predictions if self.folder is not None else None
-        itemsize = getattr(torch, model.described.dtype).itemsize
-        needed = (sum(about.window_tokens) + about.vocab_size) * about.hidden_size * itemsize
-        free = disk_usage(self.folder).free
-        if needed <= free:
-            return None
-        return f"they take {human_bytes(needed)}, and {self.folder} has {human_bytes(free)} free"
 
 
 @contextlib.contextmanager

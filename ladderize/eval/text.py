@@ -138,7 +138,9 @@ def _save(path: Path, **tensors: Tensor) -> None:
     try:
         save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
     except (OSError, SafetensorError) as error:
-        message = f"{path}: the predictions cannot be kept ({sentence(error)}); name another folder"
+        message = (
+            f"{path}: the predictions cannot be kept ({sentence(error)}); name another folder by --keep-predictions"
+        )
         raise UserError(message) from error
 
 
