@@ -377,13 +377,13 @@ def test_a_full_disk_names_no_samples_that_are_not_there(pair, tmp_path, monkeyp
     """The second task's samples do not fit: the first task's results and samples stay."""
     sync, files = os.fsync, []
 
-    def full_at_the_fourth(descriptor):  # results.json, samples, results.json, samples
+    def full_at_the_fifth(descriptor):  # twice: results.json, samples, results.json
         files.append(descriptor)
-        if len(files) == 4:
+        if len(files) == 5:
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", full_at_the_fourth)
+    monkeypatch.setattr(os, "fsync", full_at_the_fifth)
     options = ("--limit", "3", "--out", tmp_path / "r.json")
     message = one_sentence(invoke("eval", pair[0], *demo("agreement copying"), *options))
     assert "demo_copying.jsonl" in message

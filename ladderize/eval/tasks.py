@@ -167,14 +167,16 @@ class Output:
         return all(path is not None and path.is_file() for path in paths)
 
     def begin(self, described: EvaluatedModel) -> ModelResult:
-        """Return and save the entry of a model with the tasks that an earlier run finished, and its new description."""
+        """Return the entry of a model with the tasks that an earlier run finished, and its new description."""
         known = self.earlier.pop(described.model, None)
         entry = replace(known, model=described) if known is not None else ModelResult(described)
-        self._save(entry)  # before its samples are replaced: they are not those of an earlier results.json
+        if described.perplexity is not None:
+            self._save(entry)
         return entry
 
     def add_task(self, entry: ModelResult, result: dict[str, Any]) -> ModelResult:
         """Return ``entry`` with the results of a task. Its samples are on disk before results.json names them."""
+        self._save(entry)  # an earlier run's results.json must not name this run's samples
         samples = write_samples(samples_folder(self.out), entry.model.model, result.pop("samples"))
         entry = entry.with_task(result, samples)
         self._save(entry)
