@@ -35,7 +35,6 @@ class Written:
         aggregation: str = "mean",
         higher: bool | None = True,
         filters: tuple[str, ...] = ("none",),
-        docs: list[dict[str, Any]] | None = None,
     ) -> "Written":
         """values: metric -> of each sample."""
         self.options["tasks"].append(name)
@@ -43,7 +42,7 @@ class Written:
         self.samples[name] = [
             {
                 "doc_id": number,
-                "doc": docs[number] if docs else {"question": f"q{number}"},
+                "doc": {"question": f"q{number}"},
                 "target": "x",
                 "arguments": {},
                 "resps": [],

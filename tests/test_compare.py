@@ -373,64 +373,6 @@ def test_several_models_of_one_file_are_each_compared_with_the_first(pair, tmp_p
         read_answered(both, "x")
 
 
-# ---- what evaluations really write ----
-
-
-@pytest.fixture(scope="module")
-def evaluated(tmp_path_factory):
-    """lm-eval's own output of the demo's model, and what it returns, on two tasks and a group."""
-    import torch
-    from lm_eval import simple_evaluate
-    from lm_eval.loggers import EvaluationTracker
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("lm_eval")
-    model = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
-    tasks = TaskManager(include_path=str(DEMO / "tasks"), include_defaults=False)
-    tracker = EvaluationTracker(output_path=str(folder / "out"))
-    harness = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(DEMO / "model"), batch_size=32)
-    result = simple_evaluate(
-        model=harness,
-        tasks=["demo_agreement", "demo_arithmetic"],
-        task_manager=tasks,
-        limit=24,
-        log_samples=True,
-        evaluation_tracker=tracker,
-    )
-    samples = result.pop("samples")
-    tracker.save_results_aggregated(results=dict(result), samples=samples)
-    for task, logged in samples.items():
-        tracker.save_results_samples(task, json.loads(json.dumps(logged, default=str)))
-    (file,) = folder.glob("out/*/results_*.json")
-    return file, result
-
-
-def test_the_output_of_lm_eval_is_read(evaluated):
-    file, result = evaluated
-    (document,) = ladderize.compare([file, file]).comparisons
-    assert {one.task for one in document.tasks} == {"demo_agreement", "demo_arithmetic"}
-    for one in document.tasks:
-        assert one.value == pytest.approx(result["results"][one.task][f"{one.metric},none"])
-        assert (one.difference, one.right_to_wrong, one.samples) == (0.0, 0, 24)
-        assert one.verdict == "too few samples"
-
-
-def test_lm_evals_own_output_goes_with_ours(evaluated, tmp_path):
-    """The same model by lm_eval and by ladderize eval."""
-    options = ladderize.EvalOptions(
-        tasks=("demo_agreement", "demo_arithmetic"),
-        include_path=str(DEMO / "tasks"),
-        limit=24,
-        dtype="float32",
-    )
-    ladderize.evaluate([DEMO / "model"], options, out=tmp_path / "results.json")
-    (document,) = ladderize.compare([evaluated[0], tmp_path]).comparisons
-    assert [one.difference for one in document.tasks] == [0.0, 0.0]
-    assert (document.left_out, document.perplexity) == ([], None)
-
-
 # ---- whatever a stranger's file holds ----
 
 ODD = [None, True, -1, 1.5, 10**400, -(10**30), "", "../../x", [], [[1]], {}, {"acc": "mean"}, 1e308, float("nan")]

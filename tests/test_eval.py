@@ -181,7 +181,8 @@ def check_samples(folder: Path, document: dict) -> None:
 
 
 def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
-    """Our numbers are lm-eval's: the same model through its own loader and command-line defaults; and our samples."""
+    """Our numbers are lm-eval's: the same model through its own loader and command-line defaults; and our samples.
+    Both can be compared."""
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.tasks import TaskManager
@@ -197,19 +198,26 @@ def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
         device="cpu",
     )
     tracker = EvaluationTracker(output_path=str(tmp_path / "theirs.json"))
-    tracker.date_id = "now"
-    for task, samples in expected["samples"].items():
+    logged = expected.pop("samples")
+    tracker.save_results_aggregated(results=dict(expected), samples=logged)
+    for task, samples in logged.items():
         tracker.save_results_samples(task, samples)
     how = ("--limit", 24, "--dtype", "float32", "--out", tmp_path / "ours.json", "--json")
     outcome = invoke("eval", pair[0], *demo("agreement copying"), *how)
     entry = json.loads(outcome.stdout)["models"][0]
     found = entry["results"]
     for task, path in entry["samples"].items():
-        assert (tmp_path / path).read_text() == (tmp_path / f"samples_{task}_now.jsonl").read_text()
+        assert (tmp_path / path).read_text() == (tmp_path / f"samples_{task}_{tracker.date_id}.jsonl").read_text()
     for task, values in expected["results"].items():
         assert {k: v for k, v in found[task].items() if "stderr" not in k} == {
             k: v for k, v in values.items() if "stderr" not in k
         }
+    (document,) = compare([tmp_path / f"theirs_{tracker.date_id}.json", tmp_path / "ours.json"]).comparisons
+    assert [(one.task, one.difference, one.right_to_wrong, one.samples) for one in document.tasks] == [
+        ("demo_agreement", 0.0, 0, 24),
+        ("demo_copying", 0.0, 0, 24),
+    ]
+    assert (document.left_out, document.perplexity) == ([], None)
 
 
 def test_a_continuation_is_scored_at_its_place_beside_any_other():

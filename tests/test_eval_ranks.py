@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ladderize import EvalOptions, UsageError, convert_checkpoint
+from ladderize import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.inputs import MODEL, TASKS
-from ladderize.eval import run
-from ladderize.ranks.environment import Place, started_rank_variables
 from tests.helpers import ROOT, fresh_rng, invoke, listing
 from tests.warm import PATIENCE, free_port
 
@@ -104,11 +102,3 @@ def test_accelerate_launch(workplace, alone):
     assert json.loads(result.stdout) == json.loads((workplace / "accelerate.json").read_text())  # printed once
     assert {"accelerate.json", "accelerate.samples"} <= set(listing(workplace))
     check_same(workplace, alone, "accelerate.json")
-
-
-def test_what_several_processes_cannot_share(monkeypatch):
-    place = started_rank_variables(Place(rank=0, size=2, local_rank=0, local_size=2), {})
-    for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="--device cpu:0 is one device, but each process takes its own"):
-        run.evaluation_ranks(EvalOptions(perplexity="a.txt", device="cpu:0"))

@@ -11,7 +11,6 @@ import pytest
 from ladderize import UsageError, evaluate
 from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.results import EvaluatedModel
 from ladderize.vllm import environment
 from ladderize.vllm.environment import check_vllm
 from tests.helpers import ROOT, fresh_rng, invoke, one_sentence
@@ -95,13 +94,3 @@ def test_help_and_options_import_no_vllm():
     code = "import sys, ladderize.commands.evaluate, ladderize.vllm.engine, ladderize.eval.run\n"
     code += "assert not {name for name in sys.modules if name.split('.')[0] == 'vllm'}"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def test_the_version_is_told_where_vllm_computed():
-    known = {
-        "model": "m", "layout": "dense", "attention_sync": [], "mlp_sync": [], "sync_tp_size": None, "parameters": 1,
-        "dtype": "float32", "device": "cpu", "torch_version": "2", "transformers_version": "5", "add_bos_token": None,
-    }  # fmt: skip
-    assert "vllm_version" not in EvaluatedModel.from_dict(known, "r.json").to_dict()
-    told = EvaluatedModel.from_dict(known | {"backend": "vllm", "vllm_version": "0.32.0"}, "r.json")
-    assert (told.to_dict()["backend"], told.to_dict()["vllm_version"]) == ("vllm", "0.32.0")

@@ -16,7 +16,7 @@ from ladderize.files.regular import inside, read_lines, resolved
 HASHES = ("doc_hash", "target_hash", "prompt_hash")
 MAX_VALUE = 1e100  # the largest value of a metric: sums of squares stay finite
 RESULTS_NAME = "results.json"
-DATED = re.compile(r"results_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")  # lm-eval's
+DATED = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")  # lm-eval's
 ADVICE = "evaluate both models alike, best in one `ladderize eval`"
 RESULTS_KIND = "results.json of ladderize eval, or a results_*.json of lm_eval"
 
