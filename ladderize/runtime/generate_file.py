@@ -141,21 +141,21 @@ def generate_file(
         raise UserError("vLLM starts its own ranks; leave the launcher out")
     spec = check_generate(str(model), options)
     assert spec.folder is not None
-    tokenizer = load_tokenizer(spec.folder)
-    # a chat template sees the day that it sees when the answers are trained on
-    encoder = PromptEncoder(spec, options.max_new_tokens, date=DATE_OF_DATA) if prompt_file is not None else None
     asked: list[Asked] = []
-    if prompt_file is None or encoder is None:
+    if prompt_file is None:
+        tokenizer = load_tokenizer(spec.folder)
         prompts = [[bos_id(spec, tokenizer, options.max_new_tokens)]] * int(samples or 0)
     else:
+        # a chat template sees the day that it sees when the answers are trained on
+        encoder = PromptEncoder(spec, options.max_new_tokens, date=DATE_OF_DATA)
+        tokenizer = encoder.tokenizer
         with console.stage(f"reading {prompt_file}"):
             rows = read_prompts(Path(prompt_file), chat=options.chat, samples=samples)
+        asked, prompts = [text for _, text in rows], []
         with console.progress("tokenising", len(rows)) as advance:
-            prompts = []
             for origin, text in rows:
                 prompts.append(encoder.ids(text, origin))
                 advance(1)
-        asked = [text for _, text in rows]
     if not spec.layout.is_dense:
         console.note(f"{spec.name} is converted ({spec.layout}): this is its text, not the dense model's")
     eos = () if options.ignore_eos else eos_ids(spec)
