@@ -256,15 +256,9 @@ def text_difference(both: Pair) -> str | None:
     Raises UserError for windows that are missing or impossible.
     """
     (_, tokens), (_, others) = map(_windows, both)
-    hashes = [
-        (one.model.perplexity.data_sha256, one.model.perplexity.ids_sha256)
-        for one in both
-        if one.model is not None and one.model.perplexity is not None
-    ]
-    if hashes[0][0] != hashes[1][0]:
-        return "they are of two files"
-    same = hashes[0] == hashes[1] and np.array_equal(tokens, others)
-    return None if same else "their windows differ (--seq-len, --windows, or the tokenizer)"
+    hashes = {one.model.perplexity.ids_sha256 for one in both if one.model is not None and one.model.perplexity}
+    same = len(hashes) == 1 and np.array_equal(tokens, others)
+    return None if same else "the windows differ (the file, --seq-len, --windows, or the tokenizer)"
 
 
 def _windows(entry: AnsweredModel) -> tuple["Floats", "Floats"]:

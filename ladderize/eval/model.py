@@ -34,7 +34,6 @@ class EvalModel(ABC):
     described: layout, size and numerics.
     vocab_size: ids are below it.
     positions: the longest window that the model reads.
-    hidden_size: of the states that are kept as predictions.
     no_predictions: why its predictions cannot be kept, for the end of a sentence; None where they can.
     """
 
@@ -48,7 +47,6 @@ class EvalModel(ABC):
         *,
         vocab_size: int,
         positions: int,
-        hidden_size: int,
         **measured: Any,
     ) -> None:
         """Describe the model.
@@ -59,7 +57,7 @@ class EvalModel(ABC):
         import transformers
 
         self.name, self.tokenizer = name, tokenizer
-        self.vocab_size, self.positions, self.hidden_size = vocab_size, positions, hidden_size
+        self.vocab_size, self.positions = vocab_size, positions
         layout = Layout.from_config(dict(config))
         self.described = EvaluatedModel(
             model=name,
@@ -120,7 +118,6 @@ class HFModel(EvalModel):
             tokenizer,
             vocab_size=model.config.vocab_size,
             positions=model.config.max_position_embeddings,
-            hidden_size=model.config.hidden_size,
             parameters=model.num_parameters(),
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),

@@ -23,15 +23,14 @@ class Perplexity(Record):
     """The perplexity of a text.
 
     stderr: the standard error of the perplexity, from the spread between windows; None for a single window.
-    data_sha256: of the file (``data.file_sha256``).
     ids_sha256: of the windows' ids, which another tokenizer changes.
     window_nll, window_tokens: the summed negative log-likelihood of each window in nats, and its scored tokens, for a
     comparison in pairs.
 
-    The last four are only there after ``ladderize eval``.
+    The last three are only there after ``ladderize eval``.
     """
 
-    LEFT_OUT: ClassVar = ("data_sha256", "ids_sha256", "window_nll", "window_tokens")
+    LEFT_OUT: ClassVar = ("ids_sha256", "window_nll", "window_tokens")
 
     perplexity: float
     stderr: float | None
@@ -40,7 +39,6 @@ class Perplexity(Record):
     windows: int
     seq_len: int
     tokens_per_s: float
-    data_sha256: str | None = None
     ids_sha256: str | None = None
     window_nll: list[float] | None = None
     window_tokens: list[int] | None = None

@@ -170,10 +170,7 @@ class Baseline:
         windows = text_windows(model, options)
         about = KeptPredictions(
             model=model.name,
-            data_sha256=data.file_sha256(options.perplexity),
             ids_sha256=ids_sha256(windows),
-            window_tokens=[len(window) - 1 for window in windows],
-            hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
         )
         kept, deed = self.about, "kept"
@@ -193,10 +190,9 @@ class Baseline:
         nlls = np.array([score.nll for score in scores])
         perplexity = replace(
             perplexity_from_nlls(nlls, windows, time.perf_counter() - start),
-            data_sha256=about.data_sha256,
             ids_sha256=about.ids_sha256,
             window_nll=nlls.tolist(),
-            window_tokens=about.window_tokens,
+            window_tokens=[len(window) - 1 for window in windows],
         )
         if kept is not None:
             return perplexity, None if folder is None else predictions_of(scores, kept.model)

@@ -43,53 +43,43 @@ class KeptPredictions(Record):
     """The description of a folder of predictions.
 
     model: as it was named.
-    data_sha256: of the file.
     ids_sha256: of the windows' ids.
-    window_tokens: scored tokens of each window.
     """
 
     model: str
-    data_sha256: str
     ids_sha256: str
-    window_tokens: list[int]
-    hidden_size: int
     vocab_size: int
 
     def difference(self, other: "KeptPredictions") -> str | None:
         """Return why predictions of ``other`` cannot be compared with these; None where they can."""
-        if self.data_sha256 != other.data_sha256:
-            return "they are of another --perplexity file"
-        if self.ids_sha256 != other.ids_sha256 or self.window_tokens != other.window_tokens:
-            return "their windows are others (--seq-len, --windows, or the tokenizer differs)"
         if self.vocab_size != other.vocab_size:
             return f"their vocabulary has {self.vocab_size} tokens, and this one {other.vocab_size}"
+        if self.ids_sha256 != other.ids_sha256:
+            return "their windows are others (--perplexity, --seq-len, --windows, or the tokenizer differs)"
         return None
 
 
 class KeptReference:
-    """The predictions of another model. Raises UserError for files that do not fit each other."""
+    """The predictions of another model. Raises UserError for files that cannot be read."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        self.folder, self.device, self.about = folder, device, read_about(folder)
-        self.head = self._load(folder / HEAD_NAME, "weight", [self.about.vocab_size, self.about.hidden_size])
+        self.folder, self.device = folder, device
+        self.head = self._load(HEAD_NAME)
 
     def states(self, window: int) -> Tensor:
         """Return the states [scored tokens, hidden] of a window."""
-        shape = [self.about.window_tokens[window], self.about.hidden_size]
-        return self._load(_window_path(self.folder, window), "states", shape)["states"]
+        return self._load(WINDOW_FILES.replace("*", str(window)))["states"]
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [n, vocabulary] of states [n, hidden], in float32."""
         return torch.nn.functional.linear(states, self.head["weight"], self.head.get("bias")).float()
 
-    def _load(self, path: Path, name: str, shape: list[int]) -> dict[str, Tensor]:
+    def _load(self, name: str) -> dict[str, Tensor]:
+        path = self.folder / name
         try:
-            tensors = load_file(path, device=str(self.device))
+            return load_file(path, device=str(self.device))
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path} cannot be read ({sentence(error)}); evaluate the reference again") from None
-        if name not in tensors or list(tensors[name].shape) != shape:
-            raise UserError(f"{path} does not fit {self.folder / ABOUT_NAME}; evaluate the reference again")
-        return tensors
 
 
 def prepare_folder(folder: Path) -> None:
@@ -108,7 +98,7 @@ def prepare_folder(folder: Path) -> None:
 
 def write_states(folder: Path, window: int, states: Tensor) -> None:
     """Write the states [scored tokens, hidden] of a window. Raises UserError where the disk is full."""
-    _save(_window_path(folder, window), states=states)
+    _save(folder / WINDOW_FILES.replace("*", str(window)), states=states)
 
 
 def write_head(folder: Path, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -128,10 +118,6 @@ def read_about(folder: Path) -> KeptPredictions:
     if not path.is_file():
         raise UserError(f"{folder} holds no kept predictions (no {path.name}); keep the reference's first")
     return KeptPredictions.from_dict(read_document(path, "file of kept predictions"), path)
-
-
-def _window_path(folder: Path, window: int) -> Path:
-    return folder / WINDOW_FILES.replace("*", str(window))
 
 
 def _save(path: Path, **tensors: Tensor) -> None:

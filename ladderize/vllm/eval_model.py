@@ -85,7 +85,6 @@ class VLLMModel(EvalModel):
             engine.tokenizer,
             vocab_size=served.get_vocab_size(),
             positions=served.max_model_len - 1,
-            hidden_size=served.get_hidden_size(),
             parameters=parameter_count(config) if find_family(config) is not None else stored,
             dtype=str(served.dtype).removeprefix("torch."),
             device=current_platform.device_type,
