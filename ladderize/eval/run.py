@@ -213,7 +213,7 @@ def open_baseline(
     run.
 
     Several models are compared with the first by default, through a temporary folder. All ranks write into one folder,
-    which several machines must share.
+    which several machines must share: there, ``keep_predictions`` names one.
     Raises UserError for a folder that cannot be used.
     """
     if reference is not None:
@@ -225,15 +225,11 @@ def open_baseline(
             if ranks.is_main:
                 prepare_folder(folder)
         yield Baseline(folder, None, True, ranks, console)
-    elif models > 1 and ranks.local_size == ranks.size:
+    elif models > 1:
         with temporary_folder("predictions") if ranks.is_main else contextlib.nullcontext() as temporary:
             yield Baseline(ranks.broadcast(temporary), None, False, ranks, console)
             ranks.barrier()  # no rank reads in the folder any more
     else:
-        if models > 1:
-            console.warn(
-                "predictions are not compared on several machines; name a folder that all share with --keep-predictions"
-            )
         yield Baseline(None, None, False, ranks, console)
 
 
