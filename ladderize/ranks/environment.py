@@ -37,6 +37,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> Place:
     contradict each other or are no numbers.
     """
     given = {name: environment.get(name, "").strip() for name in (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)}
+    if not given[RANK] and not given[WORLD_SIZE]:  # vLLM leaves its own LOCAL_WORLD_SIZE in the process that starts it
+        return ALONE
     numbers = {name: int(text) if text.isdecimal() else -1 for name, text in given.items() if text}
     size = numbers.get(WORLD_SIZE, 1)
     rank = numbers.get(RANK, 0 if size == 1 else -1)
