@@ -20,8 +20,7 @@ from planner_stories import every_layout, layer_nats
 
 from ladderize.errors import UserError
 from ladderize.layout import Layout
-from ladderize.plan.choice import LayerTables, choose_layout, choose_measured_layout, kind_seconds
-from ladderize.plan.document import LayoutNll
+from ladderize.plan.choice import LayerTables, LayoutCost, choose_layout, choose_measured_layout, kind_seconds
 from ladderize.plan.hardware import known_engines, read_device
 from ladderize.plan.options import ChoiceTarget
 from ladderize.plan.passes import Workload, pass_parts, predict_pass
@@ -51,8 +50,8 @@ class KnownCosts:
     def cost(self, layout: Layout, held_out: bool) -> float:
         return float(self.increases(held_out)[self.number[layout]])
 
-    def measure(self, layout: Layout, held_out: bool) -> LayoutNll:
-        return LayoutNll(0.0, None, self.cost(layout, held_out), None, 0)
+    def measure(self, layout: Layout, held_out: bool) -> LayoutCost:
+        return LayoutCost(self.cost(layout, held_out), None, 0)
 
 
 def main() -> None:
@@ -98,24 +97,22 @@ def main() -> None:
 def _outcome(
     tables: LayerTables, budget: float, truth: KnownCosts, limit: int | None, best: float, dense: float
 ) -> dict:
-    target = ChoiceTarget(max_ppl_increase=f"{100 * math.expm1(budget):.2f}%", max_nats=budget)
-    made, verified = 0, False
+    target = ChoiceTarget(f"{budget:g} nats", budget)
     try:
         if limit is None:
-            chosen = choose_layout(tables, target)
+            choice = choose_layout(tables, target)
         else:
-            chosen, check = choose_measured_layout(tables, target, truth, limit)
-            made, verified = check.made, check.verified
+            choice = choose_measured_layout(tables, target, truth.measure, limit)
     except UserError:
         return {"found": False}
-    layout = chosen.as_layout
+    layout = choice.chosen.as_layout
     return {
         "found": True,
         "over": truth.cost(layout, False) > budget,
         "over_held_out": truth.cost(layout, True) > budget,
-        "saved": (dense - chosen.ms / 1000) / best,
-        "made": made,
-        "verified": verified,
+        "saved": (dense - choice.chosen.ms / 1000) / best,
+        "made": choice.measurements,
+        "verified": choice.certainty != "not verified",
     }
 
 

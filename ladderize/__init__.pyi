@@ -45,11 +45,11 @@ from ladderize.modeling import load_tokenizer as load_tokenizer
 from ladderize.modeling import register as register
 from ladderize.plan.calibrate import CalibrationDocument as CalibrationDocument
 from ladderize.plan.calibrate import calibrate as calibrate
-from ladderize.plan.document import PlanResult as PlanResult
 from ladderize.plan.options import CalibrateOptions as CalibrateOptions
 from ladderize.plan.options import PlanGoal as PlanGoal
 from ladderize.plan.options import PlanModel as PlanModel
 from ladderize.plan.options import PlanOptions as PlanOptions
+from ladderize.plan.run import PlanResult as PlanResult
 from ladderize.plan.run import plan_layouts as plan_layouts
 from ladderize.report.page import ReportSummary as ReportSummary
 from ladderize.report.page import write_report as write_report

@@ -20,7 +20,8 @@ from ladderize.convert.sensitivity_file import layer_changes, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
 from ladderize.layout import Layout
-from ladderize.plan.measure import LayoutMeasurer, layout_key
+from ladderize.plan.measure import LayoutMeasurer
+from ladderize.plan.options import PlanGoal, PlanModel
 from tests import warm
 from tests.helpers import SHAPE, fresh_rng, invoke, invoke_well, listing, one_sentence, save_llama
 
@@ -217,9 +218,8 @@ def points(model, ids, tmp_path_factory):
 
 
 def aligned_measurer(model, points, folder):
-    sensitivity = read_sensitivity(points)
-    how = {"align": True, "align_counts": sensitivity.aligned, "kept_beside": folder / "plan.json"}
-    return LayoutMeasurer(model, sensitivity.fingerprint, sensitivity.data, **how)
+    goal = PlanGoal(points, "2%", verify=2, align=True)
+    return LayoutMeasurer(PlanModel(str(model)), goal, read_sensitivity(points), kept_beside=folder / "plan.json")
 
 
 def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monkeypatch):
@@ -234,7 +234,7 @@ def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monke
     measurer = aligned_measurer(model, points, tmp_path)
     assert measurer.aligned == sensitivity.aligned
     measured = [measurer.measure(layouts[0], False)]
-    assert layout_key(layouts[0]) in measurer.tables[True]  # aligned once, scored on all windows
+    assert str(layouts[0]) in measurer.tables[True]  # aligned once, scored on all windows
     others = {window.tobytes() for window in measurer.aligner.windows.all.numpy()}
     assert not others & {w.tobytes() for windows in measurer.windows.values() for w in windows}
     held_out = measurer.measure(layouts[0], True)
@@ -242,7 +242,7 @@ def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monke
     assert again.measure(layouts[0], True) == held_out
     measured += [again.measure(layout, False) for layout in layouts[1:]]
     assert sorted(map(str, aligned)) == sorted(map(str, [Layout.dense(LAYERS), *layouts]))
-    np.testing.assert_allclose([cost.increase for cost in measured], [cost.nats for cost in costs], atol=1e-5)
+    np.testing.assert_allclose([cost.nats for cost in measured], [cost.nats for cost in costs], atol=1e-5)
     windows = drawn(model, ids)[SCORED + ALIGNED + HELD_OUT :][:SCORED]
     assert np.array_equal(measurer.windows[True], windows)
 
@@ -258,7 +258,7 @@ def test_plan_names_the_step(model, ids, points, tmp_path):
     assert outcome.code == 0, outcome
     aligned = {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
     assert json.loads(outcome.stdout)["choice"]["aligned"] == aligned
-    assert "ladderize adapt --method align" in recipe.read_text().replace("\n# ", " ")
+    assert "`adapt --method align`" in recipe.read_text()
     estimated = plan("--sensitivity", points)
     assert "--method align" in estimated.stdout
     assert f"aligned  each changed model was aligned first, on {ALIGNED}" in estimated.stdout

@@ -32,22 +32,23 @@ class CalibrateArguments:
 )
 def calibrate(given: GivenOptions) -> None:
     """Measure a device and a link in a minute, for plan and for bench --emulate-tp."""
-    own = given.fill(CalibrateArguments)
-    console = Console(own.as_json)
+    arguments = given.fill(CalibrateArguments)
+    console = Console(arguments.as_json)
     options = given.fill(CalibrateOptions, device=given.params["device"] or "cpu")
-    options.check()
     with console.stage(LOADING):
         start_server(max(options.tp_sizes))
         device = runtime_device(given.params["device"], options.backend, options.threads, max(options.tp_sizes))
     options = given.fill(CalibrateOptions, device=device)
-    document = ladderize.calibrate(options, out=own.out, console=console)
+    document = ladderize.calibrate(options, out=arguments.out, console=console)
     console.document(document.to_dict())
     figures = _figures(document)
     console.table([{"figure": name, "value": value} for name, value in figures.items()], right=["value"])
-    console.note(f"wrote {own.out}")
+    console.note(f"wrote {arguments.out}")
     if document.link is not None:
         ranks = document.link.rows[-1].ranks
-        predict = command_line("plan", "--hardware", own.out, "--link", own.out, "--tp-size", ranks, "--shape", "8b")
+        predict = command_line(
+            "plan", "--hardware", arguments.out, "--link", arguments.out, "--tp-size", ranks, "--shape", "8b"
+        )
         show_next(console, ("predict with it", predict))
 
 

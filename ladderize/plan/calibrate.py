@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,28 +48,24 @@ RUNTIME_ENGINES = {"cpu": "runtime-cpu", "cuda": "runtime"}  # the names of ladd
 SERIAL_SHARES = np.linspace(0.0, 1.0, 41)
 
 
-@dataclass(frozen=True)
-class TimedSizes:
-    """The products and messages that are timed.
+class TimedSizes(NamedTuple):
+    """The products that are timed.
 
     widths: of square weights.
     rows: of a decode step of one text, of some texts, of 64, and of a prompt.
     pool_bytes: of all weights of one width.
-    message_bytes: the sizes of all messages that are timed.
-    overlapped_bytes: the sizes of those that products run beside.
     """
 
     widths: tuple[int, ...]
     rows: tuple[int, ...]
     pool_bytes: int
-    message_bytes: tuple[int, ...] = (8 << 10, 64 << 10, 512 << 10, 4 << 20)
-    overlapped_bytes: tuple[int, ...] = (512 << 10, 4 << 20)
 
 
 SIZES = {
     "cpu": TimedSizes((1024, 2048, 4096), (1, 8, 64, 256), 256 << 20),
     "cuda": TimedSizes((2048, 4096, 8192, 16384), (1, 16, 64, 8192), 2 << 30),
 }
+MESSAGES = (8 << 10, 64 << 10, 512 << 10, 4 << 20)  # bytes; products run beside the larger half
 
 
 @dataclass(frozen=True)
@@ -124,14 +121,13 @@ def calibrate(options: CalibrateOptions, *, out: Path | None = None, console: Co
 
     Raises UsageError or UserError for what cannot be timed.
     """
-    options.check()
     check_device(options.device)
     if out is not None:
         check_writable(out, inputs=[options.hardware])
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
     known = None if options.hardware is None else read_device(options.hardware)
     if known is not None:
-        known.peak_flop_s(dtype)
+        known.reached_flop_s(dtype)  # raises where its data sheet has none
     for ranks in options.tp_sizes:
         check_group_size(ranks, options.device)
     timed = (SIZES[options.device], dtype, options.backend, options.repeat, console)
@@ -155,29 +151,35 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, repeat
     widest = sizes.rows[-1] * sizes.widths[-1] * kind.itemsize
     check_room(2 * sizes.pool_bytes + 3 * widest, group.device, "calibrate", "free some", processes=group.local_size)
     timer = _Timer(group, repeat)
-    collectives, chosen = choose(backend, group, max_bytes=max(sizes.message_bytes))
-    products, messages, contention = [], [], None
+    collectives, chosen = choose(backend, group, max_bytes=max(MESSAGES))
+    products, messages, slowed, launch = [], [], [], 0.0
     with torch.inference_mode():
         with console.progress(f"timing {group.size} rank{'s' * (group.size > 1)}", len(sizes.widths)) as advance:
             for width in sizes.widths:
                 weights = _weights(width, sizes.pool_bytes, kind, group.device)
                 for rows in sizes.rows:
                     x = torch.randn(rows, width, dtype=kind, device=group.device)
-                    seconds = timer(partial(_multiply, weights, x, IN_A_ROW), IN_A_ROW)
-                    products.append(TimedProduct(rows, width, seconds))
+                    products.append(TimedProduct(rows, width, timer(partial(_multiply, weights, x), IN_A_ROW)))
                 advance(1)
         if group.size > 1:
             with console.stage("timing all-reduces"):
                 weights = _weights(sizes.widths[0], sizes.pool_bytes, kind, group.device)
                 x = torch.randn(1, sizes.widths[0], dtype=kind, device=group.device)
-                alone = timer(partial(_multiply, weights, x, IN_A_ROW), IN_A_ROW)
-                for size in sizes.message_bytes:
-                    both = timer(partial(_multiply_and_sum, weights, x, size, collectives), IN_A_ROW)
-                    messages.append(TimedMessage(size, max(both - alone, LEAST_SECONDS)))
-                overlapped = [one for one in messages if one.bytes in sizes.overlapped_bytes]
-                contention = _contention(timer, collectives, weights, x, alone, overlapped)
-        launch = _launch_seconds(timer, kind) if group.device.type == "cuda" else 0.0
+                product = timer(partial(_multiply, weights, x), IN_A_ROW)
+                for size in MESSAGES:
+                    message = torch.zeros(size // kind.itemsize, dtype=kind, device=group.device)
+                    both = timer(partial(_multiply_and_sum, weights, x, message, collectives), IN_A_ROW)
+                    messages.append(TimedMessage(size, max(both - product, LEAST_SECONDS)))
+                    if size in MESSAGES[len(MESSAGES) // 2 :]:
+                        # a message of ``a`` seconds and longer compute of ``c`` take c + contention * a together
+                        count = max(1, round(COVER * messages[-1].seconds / product))
+                        beside = timer(partial(_multiply_beside, weights, x, message, collectives, count), 1)
+                        slowed.append((beside - count * product) / messages[-1].seconds)
+        if group.device.type == "cuda":
+            small, weight = (torch.ones(rows, 64, dtype=kind, device="cuda") for rows in (1, 64))
+            launch = timer(partial(_multiply, [Linear(weight)], small, STARTS), STARTS, graph=False)
     collectives.close()
+    contention = min(0.9, max(0.0, statistics.fmean(slowed))) if slowed else None
     return TimedGroup(group.size, chosen, environment(group), dtype, products, messages, contention, 1e6 * launch)
 
 
@@ -216,50 +218,25 @@ def _weights(width: int, pool_bytes: int, dtype: torch.dtype, device: torch.devi
     return [Linear(torch.randn(width, width, dtype=dtype, device=device), pack=True) for _ in range(count)]
 
 
-def _multiply(weights: list[Linear], x: torch.Tensor, count: int) -> None:
+def _multiply(weights: list[Linear], x: torch.Tensor, count: int = IN_A_ROW) -> None:
     for number in range(count):
         weights[number % len(weights)](x)
 
 
-def _multiply_and_sum(weights: list[Linear], x: torch.Tensor, size: int, collectives: Collectives) -> None:
-    """Sum a message of ``size`` bytes behind each product."""
-    message = torch.zeros(size // x.dtype.itemsize, dtype=x.dtype, device=x.device)
+def _multiply_and_sum(weights: list[Linear], x: torch.Tensor, message: torch.Tensor, collectives: Collectives) -> None:
+    """Sum a message behind each product."""
     for number in range(IN_A_ROW):
         weights[number % len(weights)](x)
         collectives.all_reduce(message)
 
 
-def _multiply_beside(weights: list[Linear], x: torch.Tensor, size: int, count: int, collectives: Collectives) -> None:
-    """Multiply ``count`` times while a message of ``size`` bytes is in flight."""
-    handle = collectives.all_reduce_async(torch.zeros(size // x.dtype.itemsize, dtype=x.dtype, device=x.device))
+def _multiply_beside(
+    weights: list[Linear], x: torch.Tensor, message: torch.Tensor, collectives: Collectives, count: int
+) -> None:
+    """Multiply ``count`` times while a message is in flight."""
+    handle = collectives.all_reduce_async(message)
     _multiply(weights, x, count)
     handle.wait()
-
-
-def _contention(
-    timer: _Timer,
-    collectives: Collectives,
-    weights: list[Linear],
-    x: torch.Tensor,
-    product: float,
-    messages: Sequence[TimedMessage],
-) -> float:
-    """Return the share by which a message in flight slows the products beside it: the mean over the messages.
-
-    A message of ``a`` seconds and longer compute of ``c`` take c + contention * a together.
-    """
-    slowed = []
-    for message in messages:
-        count = max(1, round(COVER * message.seconds / product))
-        both = timer(partial(_multiply_beside, weights, x, message.bytes, count, collectives), 1)
-        slowed.append((both - count * product) / message.seconds)
-    return min(0.9, max(0.0, statistics.fmean(slowed)))
-
-
-def _launch_seconds(timer: _Timer, dtype: torch.dtype) -> float:
-    """Return the host's time for a small operation that it starts by itself."""
-    x, weight = (torch.ones(rows, 64, dtype=dtype, device="cuda") for rows in (1, 64))
-    return timer(partial(_multiply, [Linear(weight)], x, STARTS), STARTS, graph=False)
 
 
 # ---- the fit ----
@@ -300,7 +277,7 @@ def fit_device(options: CalibrateOptions, groups: Sequence[TimedGroup], known: D
             matmul_tflop_s=known.matmul_tflop_s,
             memory_gib=known.memory_gib,
             bandwidth_share=min(1.0, bandwidth / known.memory_bandwidth_gb_s),
-            matmul_share=min(1.0, 1e12 * rate / known.peak_flop_s(dtype)),
+            matmul_share=min(1.0, rate / known.matmul_tflop_s[dtype]),
             nvlink_gb_s=known.nvlink_gb_s,
             fused_norm_mib=known.fused_norm_mib,
             faster_unfused_mib=known.faster_unfused_mib,
@@ -309,7 +286,8 @@ def fit_device(options: CalibrateOptions, groups: Sequence[TimedGroup], known: D
         every = [replace(device, serial_share=float(share)) for share in SERIAL_SHARES]
         device = min(every, key=lambda one: sum(math.log1p(_off(one, dtype, p)) ** 2 for p in (*few, *many)))
     elif few:
-        device = replace(device, thin_us=_extra_us(device, dtype, few))
+        extra = statistics.median(-_off(device, dtype, one) * one.seconds for one in few)
+        device = replace(device, thin_us=1e6 * max(0.0, extra))
     return replace(device, relative_error=_spread([_off(device, dtype, one) for one in products]))
 
 
@@ -322,23 +300,11 @@ def _line(x: Sequence[float], timed: Sequence[TimedProduct | TimedMessage]) -> t
     return float(slope), float(start)
 
 
-def _fitted_seconds(device: DeviceSpec, dtype: str, one: TimedProduct) -> float:
-    """Return the seconds of a product on the fitted device, its start included."""
-    width, flop_s = WIDTHS[dtype], device.peak_flop_s(dtype) * device.matmul_share
-    product = product_seconds(
-        device, one.rows, one.width, one.width, weight=width, read=width, width=width, flop_s=flop_s
-    )
-    return product + 1e-6 * device.kernel_us
-
-
 def _off(device: DeviceSpec, dtype: str, one: TimedProduct) -> float:
-    """Return fitted over timed seconds, less 1."""
-    return _fitted_seconds(device, dtype, one) / one.seconds - 1
-
-
-def _extra_us(device: DeviceSpec, dtype: str, few: Sequence[TimedProduct]) -> float:
-    """Return the median of what products of few rows take longer than the fitted device says."""
-    return 1e6 * max(0.0, statistics.median(one.seconds - _fitted_seconds(device, dtype, one) for one in few))
+    """Return fitted over timed seconds of a product, its start included, less 1."""
+    width, flop_s = WIDTHS[dtype], device.reached_flop_s(dtype)
+    fitted = product_seconds(device, one.rows, one.width, one.width, width, flop_s, read=width)
+    return (fitted + 1e-6 * device.kernel_us) / one.seconds - 1
 
 
 def fit_link(name: str, groups: Sequence[TimedGroup]) -> Interconnect | None:

@@ -8,19 +8,23 @@ Real costs are more than sums. With measurements, the program is solved again an
 cut off, and the costs of layers become those nearest to the estimates that add up to all that was measured (ridge
 regression). Finally the best is measured on held-out windows. If it costs more than the budget there, that counts as
 its cost, and the search goes on.
+
+An accuracy cost is the increase of the mean negative log-likelihood of a token over the dense model's, in nats. The
+perplexity is exp(cost) times the dense one's.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
 from ladderize.console import SILENT, Console
+from ladderize.convert.sensitivity_file import AlignmentWindows
 from ladderize.errors import UserError
+from ladderize.files.records import Record
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
-from ladderize.plan.document import LayoutNll, MeasuredCheck, PlannedLayout
 from ladderize.plan.options import ChoiceTarget, TimedPhase
 from ladderize.plan.passes import PassParts, predict_layer
 
@@ -38,15 +42,92 @@ SPREAD = 0.5  # of a layer's real cost about its estimate, and of all costs toge
 NOISE = 0.02  # of a layout's cost about the sum of its layers'
 SOLVER_GAP, SOLVER_SECONDS = 1e-3, 10.0  # the gap to the best that is enough, and the time after which the solver stops
 WORTH_TRYING = 1.2  # times the budget: costlier layouts are not measured once one is within it
+Certainty = Literal["not verified", "borderline", "verified"]
+CERTAINTIES: tuple[Certainty, ...] = get_args(Certainty)
+Kinds = tuple[int, ...]  # a layout: for each layer the place of its kind in LAYER_KINDS
+MeasureLayout = Callable[[Layout, bool], "LayoutCost"]  # True: on held-out windows, by which nothing is chosen
 
 
-class MeasuresLayouts(Protocol):
-    """A measurer of real costs.
+@dataclass(frozen=True)
+class LayoutCost(Record):
+    """The measured cost of a layout on so many windows, in nats per token.
 
-    held_out: measure on the windows that nothing is chosen by.
+    stderr: the standard error, paired with the dense model by window; a single window has none.
     """
 
-    def measure(self, layout: Layout, held_out: bool) -> LayoutNll: ...
+    nats: float
+    stderr: float | None
+    windows: int
+
+
+@dataclass(frozen=True)
+class PlannedLayout(Record):
+    """A layout with its time and its costs.
+
+    ms: the time of the part that is to be fast: prefill and all decode steps, the prefill, or one decode step.
+    speedup: over the dense layout.
+    estimated_nats: the sum of the costs of its layers.
+    measured: on the windows that it was chosen on.
+    held_out: on other windows.
+    """
+
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    ms: float
+    speedup: float
+    estimated_nats: float
+    measured: LayoutCost | None = None
+    held_out: LayoutCost | None = None
+
+    @property
+    def as_layout(self) -> Layout:
+        return Layout(tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size)
+
+    @property
+    def cost_words(self) -> str:
+        """``+1.20% estimated, +1.43% measured, +1.51% (standard error 0.30) on 16 held-out windows``."""
+        words = [f"{shown_increase(self.estimated_nats)} estimated"]
+        if self.measured is not None:
+            words.append(f"{shown_increase(self.measured.nats)} measured")
+        if (one := self.held_out) is not None:
+            error = 100 * math.exp(min(one.nats, 30.0)) * (one.stderr or 0.0)
+            sure = "" if one.stderr is None else f" (standard error {error:.2f})"
+            words.append(f"{shown_increase(one.nats)}{sure} on {one.windows} held-out windows")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class PlanChoice(Record):
+    """The layout that meets the target best.
+
+    certainty: of its costs; borderline: within the budget on held-out windows by less than a standard error.
+    measured: the layouts that were measured, in order.
+    notes: for people, a sentence each.
+    costs_file: the sensitivity that it was chosen by.
+    aligned: the windows that layouts were aligned on before they were measured.
+    """
+
+    LEFT_OUT: ClassVar = ("aligned",)
+
+    target: ChoiceTarget
+    chosen: PlannedLayout
+    certainty: Certainty = "not verified"
+    measured: list[PlannedLayout] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    phase: TimedPhase = "end_to_end"
+    costs_file: str = ""
+    aligned: AlignmentWindows | None = None
+
+    @property
+    def measurements(self) -> int:
+        return sum((one.measured is not None) + (one.held_out is not None) for one in self.measured)
+
+    @property
+    def statement(self) -> str:
+        """The certainty of the choice's costs, in a few words."""
+        return self.certainty + " on held-out windows" * (self.certainty != "not verified")
 
 
 @dataclass(frozen=True)
@@ -56,8 +137,6 @@ class LayerTables:
     seconds, nats: [L, kinds] in the order of LAYER_KINDS; nats is inf where a kind is not offered.
     constant: the other seconds, which all layouts have.
     sync_tp_size: virtual ranks of dropped sync points.
-
-    Layouts are tuples of L places in LAYER_KINDS.
     """
 
     seconds: np.ndarray
@@ -66,37 +145,40 @@ class LayerTables:
     sync_tp_size: int | None
 
     @property
-    def dense(self) -> tuple[int, ...]:
+    def dense(self) -> Kinds:
         return (0,) * len(self.nats)
 
-    def total(self, table: np.ndarray, chosen: Sequence[int]) -> float:
+    def total(self, table: np.ndarray, kinds: Sequence[int]) -> float:
         """Return the sum over the layers of a layout."""
-        return float(table[np.arange(len(table)), list(chosen)].sum())
+        return float(table[np.arange(len(table)), list(kinds)].sum())
 
-    def speedup(self, chosen: Sequence[int]) -> float:
+    def speedup(self, kinds: Sequence[int]) -> float:
         """Return the speed-up over the dense layout."""
-        dense, own = (self.constant + self.total(self.seconds, one) for one in (self.dense, chosen))
-        return dense / own
+        dense, changed = (self.constant + self.total(self.seconds, one) for one in (self.dense, kinds))
+        return dense / changed
 
-    def layout(self, chosen: Sequence[int]) -> Layout:
-        """Return the layout of one kind for each layer."""
-        named = {name: [i for i, kind in enumerate(chosen) if name in LAYER_KINDS[kind]] for name in ("ladder", "spd")}
-        return Layout.from_layers(len(chosen), **named, sync_tp_size=self.sync_tp_size if named["spd"] else None)
+    def most_seconds(self, target: ChoiceTarget) -> float:
+        """Return the seconds of the layers of the slowest layout that is fast enough."""
+        assert target.min_speedup is not None
+        return (self.constant + self.total(self.seconds, self.dense)) / target.min_speedup - self.constant
 
-    def described(self, chosen: Sequence[int], costs: Mapping[bool, LayoutNll] | None = None) -> PlannedLayout:
-        """Return the layout with its time and its costs.
+    def layout(self, kinds: Sequence[int]) -> Layout:
+        entering, attention = zip(*(KIND_STEPS[LAYER_KINDS[kind]] for kind in kinds), strict=True)
+        return Layout(attention, (*entering[1:], BLOCKING), self.sync_tp_size if DROPPED in attention else None)
 
-        costs: measured ones, by held_out.
-        """
-        layout = self.layout(chosen)
+    def described(
+        self, kinds: Sequence[int], measured: LayoutCost | None = None, held_out: LayoutCost | None = None
+    ) -> PlannedLayout:
+        """Return the layout with its time and its costs."""
+        layout = self.layout(kinds)
         return PlannedLayout(
             layout=str(layout),
             **layout.to_config(),
-            ms=1000 * (self.constant + self.total(self.seconds, chosen)),
-            speedup=self.speedup(chosen),
-            estimated_nats=self.total(self.nats, chosen),
-            measured=(costs or {}).get(False),
-            held_out=(costs or {}).get(True),
+            ms=1000 * (self.constant + self.total(self.seconds, kinds)),
+            speedup=self.speedup(kinds),
+            estimated_nats=self.total(self.nats, kinds),
+            measured=measured,
+            held_out=held_out,
         )
 
 
@@ -123,7 +205,7 @@ def kind_seconds(
 
 def solve(
     least: np.ndarray, bounded: np.ndarray, bound: float, offered: np.ndarray, cuts: Sequence[Sequence[int]] = ()
-) -> tuple[int, ...] | None:
+) -> Kinds | None:
     """Return the layout with the least sum over ``least``, of those whose sum over ``bounded`` is at most ``bound``.
 
     least, bounded: [L, kinds], finite.
@@ -135,30 +217,26 @@ def solve(
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     layers, kinds = least.shape
-    one_kind = np.kron(np.eye(layers), np.ones(kinds))
-    rows = [bounded.ravel()]
-    for cut in cuts:
-        taken = np.zeros((layers, kinds))
-        taken[np.arange(layers), list(cut)] = 1
-        rows.append(taken.ravel())
-    scales = np.array([max(float(np.abs(bounded).max()), 1e-300), *(1.0 for _ in cuts)])
-    most = np.array([bound, *(layers - 1.0 for _ in cuts)]) / scales
+    scale = max(float(np.abs(bounded).max()), 1e-300)
+    rows = [LinearConstraint(np.kron(np.eye(layers), np.ones(kinds)), 1, 1)]  # one kind for each layer
+    rows.append(LinearConstraint(bounded.ravel() / scale, -np.inf, bound / scale))
+    rows += [LinearConstraint(_indicator(cut, kinds), -np.inf, layers - 1) for cut in cuts]
     result = milp(
         least.ravel() / max(float(np.abs(least).max()), 1e-300),
-        constraints=[
-            LinearConstraint(one_kind, 1, 1),
-            LinearConstraint(np.stack(rows) / scales[:, None], -np.inf, most),
-        ],
+        constraints=rows,
         integrality=np.ones(least.size),
         bounds=Bounds(0, offered.ravel().astype(float)),
         options={"mip_rel_gap": SOLVER_GAP, "time_limit": SOLVER_SECONDS},
     )
-    if result.x is None:
-        return None
-    return tuple(int(kind) for kind in result.x.reshape(layers, kinds).argmax(1))
+    return None if result.x is None else tuple(result.x.reshape(layers, kinds).argmax(1).tolist())
 
 
-def refitted(nats: np.ndarray, measured: Mapping[tuple[int, ...], float]) -> np.ndarray:
+def _indicator(layout: Sequence[int], kinds: int) -> np.ndarray:
+    """Return a vector [L * kinds] with 1 for the kind of each layer, and 0 elsewhere."""
+    return np.eye(kinds)[list(layout)].ravel()
+
+
+def refitted(nats: np.ndarray, measured: Mapping[Kinds, float]) -> np.ndarray:
     """Return the costs of layers that are nearest to the estimates and add up to the measured costs.
 
     This is a ridge regression on the kinds of layers. Their costs may be off by SPREAD each, and by SPREAD all
@@ -169,10 +247,7 @@ def refitted(nats: np.ndarray, measured: Mapping[tuple[int, ...], float]) -> np.
     """
     if not measured:
         return nats
-    layers, kinds = nats.shape
-    rows, estimates = np.zeros((len(measured), nats.size)), nats.ravel()
-    for row, chosen in zip(rows, measured, strict=True):
-        row[np.arange(layers) * kinds + np.array(chosen)] = 1
+    rows, estimates = np.stack([_indicator(one, nats.shape[1]) for one in measured]), nats.ravel()
     spread = SPREAD**2 * (np.diag(estimates**2) + np.outer(estimates, estimates))
     sums = rows @ estimates
     scatter = rows @ spread @ rows.T + np.diag((NOISE * sums) ** 2 + 1e-12)
@@ -183,165 +258,111 @@ def refitted(nats: np.ndarray, measured: Mapping[tuple[int, ...], float]) -> np.
 # ---- the choice ----
 
 
-@dataclass
-class _Search:
-    """The search for the best layout, with all measurements so far.
-
-    measured: costs by layout and by held_out.
-    dearer: the factor by which layouts cost more on held-out windows, as far as it is known.
-    """
-
-    tables: LayerTables
-    target: ChoiceTarget
-    measured: dict[tuple[int, ...], dict[bool, LayoutNll]] = field(default_factory=dict)
-    dearer: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.offered = np.isfinite(self.tables.nats)
-        nats = np.where(self.offered, self.tables.nats, 0.0)
-        self.nats = np.where(np.arange(len(LAYER_KINDS)) > 0, np.maximum(nats, LEAST_NATS), 0.0)
-        self.budget = math.inf if self.target.max_nats is None else self.target.max_nats
-
-    @property
-    def costs(self) -> dict[tuple[int, ...], float]:
-        """The costs of measured layouts: on held-out windows where they were measured there."""
-        return {
-            one: found[True].increase if True in found else self.dearer * found[False].increase
-            for one, found in self.measured.items()
-        }
-
-    def add(self, chosen: tuple[int, ...], held_out: bool, cost: LayoutNll) -> None:
-        """Add a measurement."""
-        own = self.measured.setdefault(chosen, {})
-        own[held_out] = cost
-        if held_out and cost.increase > self.budget and own[False].increase > 0:
-            self.dearer = max(self.dearer, cost.increase / own[False].increase)
-
-    def seconds(self, chosen: Sequence[int]) -> float:
-        return self.tables.total(self.tables.seconds, chosen)
-
-    def best(self) -> tuple[int, ...] | None:
-        """Return the fastest measured layout within the budget, or the least costly one that is fast enough; None:
-        there is none."""
-        costs = self.costs
-        left = [one for one, cost in costs.items() if cost <= self.budget]
-        if self.target.max_nats is None:
-            return min(left, key=lambda one: (costs[one], self.seconds(one)), default=None)
-        return min(left, key=lambda one: (self.seconds(one), costs[one]), default=None)
-
-    def candidate(self) -> tuple[int, ...] | None:
-        """Return the next layout to measure, better than the best by the costs so far; None: there is none."""
-        costs, seconds, best = self.costs, self.tables.seconds, self.best()
-        nats, cuts = refitted(self.nats, costs), list(costs)
-        faster = self.seconds(self.tables.dense if best is None else best) * (1 - ROUNDING)
-        if self.target.min_speedup is not None:
-            whole = self.tables.constant + self.seconds(self.tables.dense)
-            found = solve(nats, seconds, whole / self.target.min_speedup - self.tables.constant, self.offered, cuts)
-            better = found is not None and (best is None or self.tables.total(nats, found) < costs[best])
-            return found if better else None
-        found = solve(seconds, nats, self.budget, self.offered, cuts)
-        if found is not None and self.seconds(found) < faster:
-            return found
-        found = solve(nats, seconds, faster, self.offered, cuts)
-        dearest = math.inf if best is None else self.budget * WORTH_TRYING
-        return found if found is not None and self.tables.total(nats, found) <= dearest else None
-
-
-def choose_layout(tables: LayerTables, target: ChoiceTarget) -> PlannedLayout:
+def choose_layout(tables: LayerTables, target: ChoiceTarget) -> PlanChoice:
     """Return the fastest layout within the budget, or the most accurate that is fast enough, by estimated costs.
 
     Raises UserError where nothing but the dense layout meets the target.
     """
-    return tables.described(_estimated(tables, target))
+    return PlanChoice(target, tables.described(_estimated(tables, target)))
 
 
-def _estimated(tables: LayerTables, target: ChoiceTarget) -> tuple[int, ...]:
+def _estimated(tables: LayerTables, target: ChoiceTarget) -> Kinds:
     offered, nats, seconds = np.isfinite(tables.nats), np.nan_to_num(tables.nats, posinf=0.0), tables.seconds
     fastest = tuple(np.where(offered, seconds, np.inf).argmin(1).tolist())
     if tables.speedup(fastest) <= 1 + ROUNDING:
-        raise UserError(
-            "no layout is faster than the dense one here, so there is nothing to choose; converting is not worth it on"
-            " this hardware with this workload"
-        )
-    dense = tables.total(seconds, tables.dense)
+        raise UserError("no layout is faster than the dense one on this hardware with this workload: do not convert")
+    faster = tables.total(seconds, tables.dense) * (1 - ROUNDING)
     if target.max_nats is None:
-        assert target.min_speedup is not None
-        most = (tables.constant + dense) / target.min_speedup - tables.constant
-        chosen = solve(nats, seconds, most, offered)
-        if chosen is None:
-            raise UserError(
-                f"no layout reaches {target}; the fastest is {tables.speedup(fastest):.3f}x, with an increase of the"
-                f" perplexity of {percent_up(tables.total(nats, fastest))}"
-            )
-        return chosen
-    chosen = solve(seconds, nats, target.max_nats, offered)
-    if chosen is not None and tables.total(seconds, chosen) < dense * (1 - ROUNDING):
-        return chosen
-    cheapest = solve(nats, seconds, dense * (1 - ROUNDING), offered)
-    assert cheapest is not None
-    raise UserError(
-        f"no layout that is faster than the dense one stays within {target}; the least increase is"
-        f" {percent_up(tables.total(nats, cheapest))} ({tables.speedup(cheapest):.3f}x), so give at least that"
-    )
+        chosen = solve(nats, seconds, tables.most_seconds(target), offered)
+        best = fastest
+    else:
+        chosen = solve(seconds, nats, target.max_nats, offered)
+        if chosen is not None and tables.total(seconds, chosen) >= faster:
+            chosen = None
+        best = chosen or solve(nats, seconds, faster, offered) or fastest
+    if chosen is None:
+        raise UserError(
+            f"no layout that is faster than the dense one meets {target.words}; the nearest is"
+            f" {tables.speedup(best):.3f}x, with an estimated increase of the perplexity of"
+            f" {shown_increase(tables.total(nats, best), 3)}"
+        )
+    return chosen
 
 
-def percent_up(nats: float) -> str:
-    """Return an increase of the perplexity as a budget, rounded up so that it suffices."""
-    percent = 100 * math.expm1(min(nats, 30.0))
-    digits = 10 ** (2 - math.floor(math.log10(percent))) if percent > 0 else 1
-    return f"{math.ceil(percent * digits) / digits:g}%"
+def shown_increase(nats: float, digits: int = 2) -> str:
+    """Return an increase of the perplexity in per cent, with its sign."""
+    return f"{100 * math.expm1(min(nats, 30.0)):+.{digits}f}%"
 
 
 def choose_measured_layout(
-    tables: LayerTables, target: ChoiceTarget, measurer: MeasuresLayouts, limit: int, *, console: Console = SILENT
-) -> tuple[PlannedLayout, MeasuredCheck]:
-    """Return the best layout that at most ``limit`` measurements find, and the measurements.
+    tables: LayerTables, target: ChoiceTarget, measure: MeasureLayout, limit: int, *, console: Console = SILENT
+) -> PlanChoice:
+    """Return the best layout that at most ``limit`` measurements find.
 
     Its measured cost is within the budget on the windows that it was chosen by, and on held-out ones where those were
-    measured; the check says so. Raises UserError where no layout measured so.
+    measured; ``certainty`` says so. Raises UserError where no layout measured so.
     """
-    search, notes, made = _Search(tables, target), [], 0
-    candidate: tuple[int, ...] | None = _estimated(tables, target)
-    while made < limit:
-        best = search.best()
-        held_out = best is not None and (candidate is None or made == limit - 1)
-        chosen = best if held_out else candidate
-        if chosen is None or (held_out and True in search.measured[chosen]):
+    measured: dict[bool, dict[Kinds, LayoutCost]] = {False: {}, True: {}}  # by held_out
+    costs: dict[Kinds, float] = {}  # on held-out windows where they were measured there
+    budget, notes = math.inf if target.max_nats is None else target.max_nats, []
+    best: Kinds | None = None
+    candidate: Kinds | None = _estimated(tables, target)
+    for number in range(1, limit + 1):
+        held_out = best is not None and (candidate is None or number == limit)
+        kinds = best if held_out else candidate
+        if kinds is None or kinds in measured[held_out]:
             break
-        layout = tables.layout(chosen)
-        cost = measurer.measure(layout, held_out)
-        made += 1
-        search.add(chosen, held_out, cost)
-        where = " on held-out windows" if held_out else f" (estimated {tables.total(tables.nats, chosen):+.4f})"
-        console.note(f"{made} of {limit}: {layout}: {tables.speedup(chosen):.3f}x, {cost.increase:+.4f} nats{where}")
-        if held_out and cost.increase <= search.budget:
+        layout = tables.layout(kinds)
+        cost = measured[held_out][kinds] = measure(layout, held_out)
+        costs[kinds] = cost.nats
+        where = " on held-out windows" if held_out else f" (estimated {tables.total(tables.nats, kinds):+.4f})"
+        console.note(f"{number} of {limit}: {layout}: {tables.speedup(kinds):.3f}x, {cost.nats:+.4f} nats{where}")
+        if held_out and cost.nats <= budget:
             break
         if held_out:
-            notes.append(
-                f"{layout} is over budget on held-out windows ({cost.increase:+.4f} nats of {target.max_nats:.4f}), so"
-                " another was taken"
-            )
-        candidate = search.candidate()
-    best = search.best()
+            notes.append(f"{layout} is over budget on held-out windows ({cost.nats:+.4f} nats), so another was taken")
+        best = _best(tables, target, costs, budget)
+        candidate = _candidate(tables, target, costs, budget, best)
     if best is None:
         raise UserError(
-            f"none of the {len(search.measured)} layouts that were measured stays within {target}"
-            f" ({target.max_nats or 0.0:.4f} nats) on all windows; the least increase is"
-            f" {min(search.costs.values()):.4f} nats, so give a larger budget, or a larger --verify"
+            f"none of the {len(costs)} layouts that were measured stays within {target.words} ({budget:.4f} nats) on"
+            f" all windows; the least increase is {min(costs.values()):.4f} nats, so give a larger budget, or a larger"
+            " --verify"
         )
-    confirmed = search.measured[best].get(True)
-    borderline = False
+    tried = {one: tables.described(one, cost, measured[True].get(one)) for one, cost in measured[False].items()}
+    confirmed, certainty = measured[True].get(best), CERTAINTIES[0]
     if confirmed is None:
-        notes.append(
-            f"{tables.layout(best)} was not measured on held-out windows: the {limit} measurements of --verify did not"
-            " suffice"
-        )
-    elif borderline := search.budget - confirmed.increase < (confirmed.increase_stderr or 0.0):
-        notes.append(
-            f"borderline: {confirmed.windows} held-out windows say {confirmed.increase:+.4f} nats of"
-            f" {search.budget:.4f}, with a standard error of {confirmed.increase_stderr or 0:.4f}; to confirm it on"
-            " more windows, measure the sensitivity with more --samples"
-        )
-    layouts = [tables.described(one, costs) for one, costs in search.measured.items()]
-    check = MeasuredCheck(confirmed is not None, limit, made, layouts, notes, borderline)
-    return tables.described(best, search.measured[best]), check
+        notes.append(f"the {limit} measurements of --verify did not suffice to measure the choice on held-out windows")
+    else:
+        certainty = CERTAINTIES[1 + (budget - confirmed.nats >= (confirmed.stderr or 0.0))]
+    return PlanChoice(target, tried[best], certainty, list(tried.values()), notes)
+
+
+def _best(tables: LayerTables, target: ChoiceTarget, costs: Mapping[Kinds, float], budget: float) -> Kinds | None:
+    """Return the fastest measured layout within the budget, or the least costly one that is fast enough; None: there
+    is none."""
+    ranked = [(tables.total(tables.seconds, one), cost, one) for one, cost in costs.items() if cost <= budget]
+    if target.max_nats is None:
+        ranked = [(cost, seconds, one) for seconds, cost, one in ranked]
+    return min(ranked)[-1] if ranked else None
+
+
+def _candidate(
+    tables: LayerTables, target: ChoiceTarget, costs: Mapping[Kinds, float], budget: float, best: Kinds | None
+) -> Kinds | None:
+    """Return the next layout to measure, better than the best by the costs so far; None: there is none."""
+    offered, seconds, cuts = np.isfinite(tables.nats), tables.seconds, list(costs)
+    estimates = np.maximum(np.where(offered, tables.nats, 0.0), LEAST_NATS)
+    estimates[:, 0] = 0.0
+    nats = refitted(estimates, costs)
+    if target.max_nats is None:
+        cheaper = solve(nats, seconds, tables.most_seconds(target), offered, cuts)
+        is_better = cheaper is not None and (best is None or tables.total(nats, cheaper) < costs[best])
+        return cheaper if is_better else None
+    faster = tables.total(seconds, tables.dense if best is None else best) * (1 - ROUNDING)
+    fastest = solve(seconds, nats, budget, offered, cuts)
+    if fastest is not None and tables.total(seconds, fastest) < faster:
+        return fastest
+    cheapest = solve(nats, seconds, faster, offered, cuts)
+    dearest = math.inf if best is None else budget * WORTH_TRYING
+    return cheapest if cheapest is not None and tables.total(nats, cheapest) <= dearest else None

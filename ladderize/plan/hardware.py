@@ -115,14 +115,19 @@ class DeviceSpec(Record):
         if self.engine not in known_engines():
             raise UserError(f"{where}: engine {self.engine!r} is not one of {', '.join(known_engines())}; name one")
 
-    def peak_flop_s(self, dtype: str) -> float:
-        """Return the peak of products of ``dtype``; raises UserError where the device has no figure for it."""
+    @property
+    def reached_bytes_s(self) -> float:
+        """Bytes/s of memory that are reached."""
+        return self.memory_bandwidth_gb_s * 1e9 * self.bandwidth_share
+
+    def reached_flop_s(self, dtype: str) -> float:
+        """Return the operations/s that products of ``dtype`` reach. Raises UserError where the peak is not known."""
         if dtype not in self.matmul_tflop_s:
             raise UserError(
                 f"device {self.name} has no matmul_tflop_s for {dtype}, but for {', '.join(self.matmul_tflop_s)};"
                 " choose another --dtype or other --weights, or add the figure to the device's file"
             )
-        return self.matmul_tflop_s[dtype] * 1e12
+        return self.matmul_tflop_s[dtype] * 1e12 * self.matmul_share
 
 
 @functools.cache

@@ -1,12 +1,11 @@
 """The options of ``ladderize plan`` and ``calibrate``, and the checks that need nothing else. Imports no torch."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from ladderize.checkpoint.config import MOST_LAYERS
 from ladderize.choices import (
     BACKEND,
     DEVICE,
@@ -16,7 +15,6 @@ from ladderize.choices import (
     Dtype,
     SendingBackend,
     argument,
-    check_choices,
     check_options,
     option,
     ppl_increase,
@@ -36,7 +34,6 @@ from ladderize.runtime.bench.options import (
 
 MOST_ROWS = 1 << 20  # of a batch
 BOUNDS = ("parallel", "no-comm")  # rows for comparison, which are no layouts
-LEAST_MEASUREMENTS = 2  # of --verify: one to choose by, one to confirm
 TimedPhase = Literal["end_to_end", "prefill", "decode"]  # the part of a workload that is to be fast
 PlanWeights = Literal["auto", "fp8", "float"]  # how the weights of projections are stored; float: as --dtype
 
@@ -53,8 +50,7 @@ class PlanModel(Record):
         metavar="A,B",
         shown="all of them, for all layers",
     )
-    num_layers: int | None = option("With --shape: number of layers.", min=1, max=MOST_LAYERS, shown="the config's")
-    sync_tp_size: int | None = option("Virtual ranks of spd.", min=1, shown="as many as ranks")
+    sync_tp_size: int | None = option("Virtual ranks of spd in --layout.", min=1, shown="as many as ranks")
     dtype: Dtype = option(
         "float32, bfloat16, float16, or auto: as stored, bfloat16 for a shape.", "auto", metavar="DTYPE"
     )
@@ -70,10 +66,6 @@ class PlanModel(Record):
         check_options(self)
         if (self.model is None) == (self.shape is None):
             raise UsageError("name a checkpoint, or a shape with --shape, and not both")
-        if self.model is not None and self.num_layers is not None:
-            raise UsageError("--num-layers goes with --shape; a checkpoint has its own layers")
-        if self.shape is not None and self.revision is not None:
-            raise UsageError("--revision has no effect with --shape")
 
     @property
     def name(self) -> str:
@@ -124,50 +116,18 @@ class PlanOptions(Record):
                 raise UsageError(f"{name} {values} must name positive integers")
         if max(self.batch_sizes) > MOST_ROWS:
             raise UsageError(f"--batch-size must be at most {MOST_ROWS:,}")
-        if self.link is not None and max(self.tp_sizes) == 1:
-            raise UsageError("--link has no effect with one rank, which sends nothing; leave it out or raise --tp-size")
 
 
 @dataclass(frozen=True)
 class ChoiceTarget(Record):
-    """The bound that a layout has to meet: one of the two.
+    """The bound that a layout has to meet: one of the two numbers.
 
-    max_ppl_increase: the option as it was given: ``2%`` of the dense perplexity, or ``0.1`` in perplexity.
-    max_nats: the same in nats per token.
+    words: the option as it was given.
     """
 
-    LEFT_OUT: ClassVar = ("max_ppl_increase", "max_nats", "min_speedup")
-
-    max_ppl_increase: str | None = None
+    words: str
     max_nats: float | None = None
     min_speedup: float | None = None
-
-    def in_nats(self, dense_nll: float) -> "ChoiceTarget":
-        """Return this target with its budget in nats per token.
-
-        dense_nll: of the dense model, in nats per token.
-
-        Raises UsageError unless one of the two was given, and is valid.
-        """
-        text, least = self.max_ppl_increase, self.min_speedup
-        if (text is None) == (least is None):
-            raise UsageError(
-                "--max-ppl-increase and --min-speedup both say what is to be met; give one of them"
-                if least is not None
-                else "give --max-ppl-increase or --min-speedup, so that there is something to choose by"
-            )
-        if text is None:
-            if least is not None and not (1 < least < math.inf):
-                raise UsageError(f"--min-speedup must be a number above 1, such as 1.2, not {least:g}")
-            return self
-        dense = math.exp(dense_nll)
-        return replace(self, max_nats=math.log1p(ppl_increase(text, dense) / dense))
-
-    def __str__(self) -> str:
-        """Return the option as it was given."""
-        if self.max_ppl_increase is not None:
-            return f"--max-ppl-increase {self.max_ppl_increase}"
-        return f"--min-speedup {self.min_speedup:g}"
 
 
 @dataclass(frozen=True)
@@ -183,7 +143,7 @@ class PlanGoal:
         "What is to be fast: end_to_end, prefill or decode.", "end_to_end", metavar="PHASE", shown="end_to_end"
     )
     verify: int | None = option(
-        "Measure at most N layouts: those near the choice, and the choice on held-out windows.", min=1
+        "Measure at most N layouts: those near the choice, and the choice on held-out windows.", min=2
     )
     align: bool = option(
         "With --verify: measure each layout as `adapt --method align` leaves it.", False, needs="verify"
@@ -194,20 +154,26 @@ class PlanGoal:
     device: str | None = option(DEVICE, help="With --verify: where to compute.", needs="verify")
     threads: int | None = option(THREADS, help="With --verify: CPU threads.", shown="all cores", needs="verify")
 
-    @property
-    def target(self) -> ChoiceTarget:
-        return ChoiceTarget(self.max_ppl_increase, None, self.min_speedup)
-
     def __post_init__(self) -> None:
         if self.sensitivity is None:
             raise UsageError("to choose a layout, the costs of its layers are needed: give --sensitivity FILE")
         check_options(self)
-        self.target.in_nats(0.0)
-        if self.verify is not None and self.verify < LEAST_MEASUREMENTS:
-            raise UsageError(
-                f"--verify {self.verify} is too few; {LEAST_MEASUREMENTS} is the least: one layout to choose, and to"
-                " confirm it"
-            )
+        if (self.max_ppl_increase is None) == (self.min_speedup is None):
+            raise UsageError("give --max-ppl-increase or --min-speedup, one of them: what a layout has to meet")
+        if self.min_speedup is not None and self.min_speedup <= 1:
+            raise UsageError(f"--min-speedup must be a number above 1, such as 1.2, not {self.min_speedup:g}")
+        self.target(0.0)
+
+    def target(self, dense_nll: float) -> ChoiceTarget:
+        """Return the bound to meet. Raises UsageError for a bad increase.
+
+        dense_nll: of the dense model, in nats per token.
+        """
+        if self.max_ppl_increase is None:
+            return ChoiceTarget(f"--min-speedup {self.min_speedup:g}", min_speedup=self.min_speedup)
+        dense = math.exp(dense_nll)
+        nats = math.log1p(ppl_increase(self.max_ppl_increase, dense) / dense)
+        return ChoiceTarget(f"--max-ppl-increase {self.max_ppl_increase}", nats)
 
 
 @dataclass(frozen=True)
@@ -231,14 +197,6 @@ class CalibrateOptions(Record):
     threads: int | None = option(THREADS)
 
     def __post_init__(self) -> None:
-        check_choices(self)
-
-    def check(self) -> None:
-        """Raise UsageError for options that cannot be timed, or take no effect."""
         check_options(self)
-        if not self.tp_sizes or min(self.tp_sizes) < 1 or len(set(self.tp_sizes)) < len(self.tp_sizes):
-            raise UsageError(f"--tp-size {','.join(map(str, self.tp_sizes))} must name positive integers, each once")
-        if self.backend != "auto" and max(self.tp_sizes) == 1:
-            raise UsageError(f"--backend {self.backend} has no effect with one rank; leave it out or raise --tp-size")
-        if not self.name.strip():
-            raise UsageError("--name is empty; name the machine")
+        if not self.tp_sizes or min(self.tp_sizes) < 1:
+            raise UsageError(f"--tp-size {self.tp_sizes} must name positive integers")

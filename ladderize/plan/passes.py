@@ -13,13 +13,14 @@ compute beside it runs at the rate 1 - contention. A message of ``a`` seconds an
 max(a, c + contention * a) together.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ladderize.files.records import Record
-from ladderize.layout import DROPPED, OVERLAPPED, Layout
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.plan.hardware import DeviceSpec, EngineFacts
 from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
 from ladderize.runtime.shards import Shape
@@ -51,7 +52,7 @@ class PassParts:
     """The seconds of the parts of one forward pass of one rank: a prefill, or the mean decode step.
 
     attention, mlp: the compute of one sub-module.
-    attention_apart, mlp_apart: the same in a layer with dropped attention, whose virtual ranks a rank computes apart.
+    attention_apart, mlp_apart: the same in a layer whose virtual ranks a rank computes apart.
     parallel: both sub-modules of a layer of the parallel baseline.
     rest: the compute outside of all layers.
     message: one all-reduce of a layer, alone, of ``message_bytes``.
@@ -76,26 +77,6 @@ class PassParts:
     norm: float = 0.0
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The seconds of a pass, or of several: ``total`` = ``compute`` + ``exposed``.
-
-    hidden: the part of communication that is hidden.
-    """
-
-    compute: float
-    communication: float
-    hidden: float
-
-    @property
-    def exposed(self) -> float:
-        return self.communication - self.hidden
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.exposed
-
-
 def pass_parts(
     config: Mapping[str, Any],
     device: DeviceSpec,
@@ -117,34 +98,29 @@ def pass_parts(
     for, or a link that is not known with so many ranks.
     """
     shape = Shape.from_config(config, tp_size=ranks, rank=0, replicate_vocab=engine.replicate_vocab)
-    prompt, batch = workload.prompt_len, workload.batch_size
-    end = prompt + workload.output_len
-    whole = end, end
-    passes = {
-        "prefill": _Pass(
-            *(shape, engine, device, dtype, weights, batch, prompt), whole if engine.masked_prefill else (1, prompt)
-        ),
-        # step j of output_len - 1 sees the prompt and j new tokens
-        "decode": _Pass(
-            *(shape, engine, device, dtype, weights, batch, 1),
-            whole if engine.whole_cache else (prompt + 1, max(prompt + 1, end - 1)),
-        ),
-    }
     link, contention = (NO_LINK, 0.0) if interconnect is None else (interconnect.at(ranks), interconnect.contention)
-    # one CUDA graph starts a decode step as a whole
-    launch_s = {"prefill": device.launch_us * 1e-6, "decode": 0.0}
-    return {phase: one.parts(link, contention, sync_tp_size, launch_s[phase]) for phase, one in passes.items()}
+    prompt, end = workload.prompt_len, workload.prompt_len + workload.output_len
+    read = (end, end) if engine.masked_prefill else (1, prompt)
+    # step j of output_len - 1 sees the prompt and j new tokens
+    seen = (end, end) if engine.whole_cache else (prompt + 1, max(prompt + 1, end - 1))
+    common = (shape, engine, device, dtype, weights == FP8, workload.batch_size)
+    virtual = 1 if sync_tp_size is None else sync_tp_size // ranks
+    return {
+        "prefill": _Pass(*common, prompt, read).parts(link, contention, virtual, 1e-6 * device.launch_us),
+        # one CUDA graph starts a decode step as a whole
+        "decode": _Pass(*common, 1, seen).parts(link, contention, virtual, 0.0),
+    }
 
 
 def product_seconds(
-    device: DeviceSpec, rows: float, inner: float, outer: float, *, weight: int, read: int, width: int, flop_s: float
+    device: DeviceSpec, rows: float, inner: float, outer: float, width: int, flop_s: float, *, read: int
 ) -> float:
     """Return the time of [rows, inner] times [inner, outer], without its start.
 
-    weight, read, width: bytes of a number of the weight, of the input and of the output.
+    width, read: bytes of a number that is written, and of a number of the input and of the weight.
     flop_s: operations/s of such products.
     """
-    size = weight * inner * outer + rows * (read * inner + width * outer)
+    size = read * inner * outer + rows * (read * inner + width * outer)
     seconds = _roofline(device, 2 * rows * inner * outer, size, flop_s)
     is_thin = THIN_ROWS[0] <= rows <= THIN_ROWS[1]
     return seconds * (1 + device.thin_share) + device.thin_us * 1e-6 if is_thin else seconds
@@ -156,8 +132,7 @@ def _roofline(device: DeviceSpec, flop: float, size: float, flop_s: float) -> fl
     With a serial share s it is (a^(1/s) + b^(1/s))^s, a roofline with a round corner: where both take as long, neither
     hides the other.
     """
-    bytes_s = device.memory_bandwidth_gb_s * 1e9 * device.bandwidth_share
-    shorter, longer = sorted((flop / flop_s, size / bytes_s))
+    shorter, longer = sorted((flop / flop_s, size / device.reached_bytes_s))
     share = device.serial_share
     return longer * (1 + (shorter / longer) ** (1 / share)) ** share if share and longer else longer
 
@@ -165,6 +140,7 @@ def _roofline(device: DeviceSpec, flop: float, size: float, flop_s: float) -> fl
 class _Pass:
     """One forward pass of ``batch`` times ``tokens`` rows.
 
+    quantised: the weights of layers are 8-bit floats.
     seen: the least and the most columns of the cache in view; each number between has as many rows.
     """
 
@@ -174,70 +150,54 @@ class _Pass:
         engine: EngineFacts,
         device: DeviceSpec,
         dtype: str,
-        weights: str,
+        quantised: bool,
         batch: int,
         tokens: int,
         seen: tuple[int, int],
     ) -> None:
-        self.shape, self.engine, self.device = shape, engine, device
+        self.shape, self.engine, self.device, self.quantised = shape, engine, device, quantised
         self.batch, self.tokens, self.seen = batch, tokens, seen
-        self.rows = batch * tokens
-        self.width = WIDTHS[dtype]
-        self.flop_s = device.peak_flop_s(dtype) * device.matmul_share
-        self.quantises = weights == FP8
-        rate = device.peak_flop_s(FP8_RATE) * device.matmul_share if self.quantises else self.flop_s
-        # of a projection: bytes of a weight and of a number that it reads, and operations/s
-        self.projection = (1, 1, rate) if self.quantises else (self.width, self.width, rate)
-        self.bytes_s = device.memory_bandwidth_gb_s * 1e9 * device.bandwidth_share
-        self.stream = self.rows * shape.hidden * self.width  # bytes of the residual stream
-        self.own_query = shape.own_heads * shape.head_dim
-        self.own_qkv = self.own_query + 2 * shape.own_kv_heads * shape.head_dim
+        self.rows, self.width = batch * tokens, WIDTHS[dtype]
+        self.stream = self.rows * shape.hidden * self.width  # bytes of the residual stream, and of a message
+        self.query = shape.own_heads * shape.head_dim  # columns
+        self.qkv = self.query + 2 * shape.own_kv_heads * shape.head_dim
+        self.flop_s = device.reached_flop_s(dtype)
+        self.layer_flop_s = device.reached_flop_s(FP8_RATE) if quantised else self.flop_s
 
-    # ---- seconds of a device's work ----
+    def product(self, inner: float, outer: float) -> float:
+        """Return the time of all rows times a layer's weight [inner, outer], without its start."""
+        read, flop_s = 1 if self.quantised else self.width, self.layer_flop_s
+        return product_seconds(self.device, self.rows, inner, outer, self.width, flop_s, read=read)
 
-    def product(self, rows: float, inner: float, outer: float) -> float:
-        """Return the time of a projection, [rows, inner] times [inner, outer], without its start."""
-        return self.multiplied(rows, inner, outer, *self.projection)
+    def other(self, kernels: float, size: float) -> float:
+        """Return the time of starting kernels, and of moving so many bytes."""
+        return 1e-6 * kernels * self.device.kernel_us + size / self.device.reached_bytes_s
 
-    def multiplied(self, rows: float, inner: float, outer: float, weight: int, read: int, flop_s: float) -> float:
-        width = self.width
-        return product_seconds(self.device, rows, inner, outer, weight=weight, read=read, width=width, flop_s=flop_s)
-
-    def moved(self, size: float) -> float:
-        return size / self.bytes_s
-
-    def started(self, kernels: float) -> float:
-        return kernels * self.device.kernel_us * 1e-6
-
-    # ---- parts of a pass ----
-
-    def parts(self, link: Link, contention: float, sync_tp_size: int | None, launch_s: float) -> PassParts:
+    def parts(self, link: Link, contention: float, virtual: int, launch_s: float) -> PassParts:
         """Return the parts of this pass.
 
+        virtual: the number of virtual ranks that a rank computes apart where it has to.
         launch_s: the host's time for each operation that it starts by itself.
         """
-        shape, engine = self.shape, self.engine
-        virtual = 1 if sync_tp_size is None else sync_tp_size // shape.tp_size
-        host = launch_s * (engine.attention_launches + engine.mlp_launches)
+        engine = self.engine
         attention, mlp = self.attention(1), self.mlp(1)
+        apart = self.attention(virtual), self.mlp(virtual) + self.carrying(virtual)
+        host = launch_s * (engine.attention_launches + engine.mlp_launches)
         message, start = 0.0, 0.0
         if link is not NO_LINK:
             # the host runs ahead of a slower device, and starts messages meanwhile
             ahead = max(0.0, attention + mlp - host) / 2
             start = max(0.0, launch_s * engine.message_launches - ahead)
             message = max(link.seconds(self.stream), start)
-        attention, mlp = _no_less(attention, mlp, host)
-        attention_apart, mlp_apart = _no_less(
-            self.attention(virtual),
-            self.mlp(virtual) + self.carrying(virtual),
-            host + (virtual - 1) * launch_s * engine.mlp_launches,
-        )
+        # where a layer takes the host longer than the device
+        slowed = max(1.0, host / (attention + mlp))
+        slowed_apart = max(1.0, (host + (virtual - 1) * launch_s * engine.mlp_launches) / sum(apart))
         return PassParts(
-            layers=shape.layers,
-            attention=attention,
-            mlp=mlp,
-            attention_apart=attention_apart,
-            mlp_apart=mlp_apart,
+            layers=self.shape.layers,
+            attention=slowed * attention,
+            mlp=slowed * mlp,
+            attention_apart=slowed_apart * apart[0],
+            mlp_apart=slowed_apart * apart[1],
             parallel=max(self.parallel(), host),
             rest=self.rest(),
             message=message,
@@ -245,38 +205,27 @@ class _Pass:
             message_start=start,
             vocabulary=self.vocabulary(link),
             contention=contention,
-            norm=self.started(engine.norm_kernels) + self.moved(engine.stream_passes * self.stream),
+            norm=self.other(engine.norm_kernels, engine.stream_passes * self.stream),
         )
-
-    def qkv_product(self) -> float:
-        return self.product(self.rows, self.shape.hidden, self.own_qkv)
-
-    def gate_up_product(self, virtual: int) -> float:
-        return virtual * self.product(self.rows, self.shape.hidden, 2 * self.shape.own_inner / virtual)
 
     def attention(self, virtual: int) -> float:
         """Return the time of attention.
 
         virtual: the number of virtual ranks whose sums are computed apart.
         """
-        engine = self.engine
-        output = virtual * self.product(self.rows, self.own_query / virtual, self.shape.hidden)
-        elsewhere = engine.stream_passes * self.stream + engine.head_passes * self.rows * self.own_qkv * self.width
+        engine, hidden = self.engine, self.shape.hidden
+        products = self.product(hidden, self.qkv) + virtual * self.product(self.query / virtual, hidden)
         kernels = engine.attention_kernels + virtual - 1
-        if self.quantises:  # norms and activations write 8 bits by themselves, attention does not
-            elsewhere += self.rows * self.own_query * (self.width + 1)
+        moved = engine.stream_passes * self.stream + engine.head_passes * self.rows * self.qkv * self.width
+        if self.quantised:  # norms and activations write 8 bits by themselves, attention does not
             kernels += 1
-        return self.qkv_product() + self.scores() + output + self.moved(elsewhere) + self.started(kernels)
+            moved += self.rows * self.query * (self.width + 1)
+        windows = Counter(self.shape.decoder.windows) if engine.windowed else Counter([None])
+        scores = sum(layers * self.scores(window) for window, layers in windows.items()) / windows.total()
+        return products + scores + self.other(kernels, moved)
 
-    def scores(self) -> float:
-        """Return the time of queries times keys, softmax, and times values: the mean over the layers."""
-        if not self.engine.windowed:
-            return self.scores_within(None)
-        windows = Counter(self.shape.decoder.windows)
-        return sum(layers * self.scores_within(window) for window, layers in windows.items()) / windows.total()
-
-    def scores_within(self, window: int | None) -> float:
-        """Return the time of the scores of a layer with this window; None: without."""
+    def scores(self, window: int | None) -> float:
+        """Return the time of queries times keys, softmax, and times values, in a layer with this window."""
         engine, shape = self.engine, self.shape
         width = self.width if engine.cache_bytes is None else engine.cache_bytes
         heads = shape.own_heads if engine.kv_per_query_head else shape.own_kv_heads
@@ -285,15 +234,14 @@ class _Pass:
         columns = seen if self.tokens == 1 else self.seen[1]
         cache = 2 * self.batch * heads * columns * shape.head_dim * width
         pairs = self.batch * shape.own_heads * self.tokens * seen
-        written = self.moved(engine.score_passes * pairs * width) if self.tokens > 1 else 0.0
-        return _roofline(self.device, 4 * pairs * shape.head_dim, cache, self.flop_s) + written
+        written = engine.score_passes * pairs * self.width if self.tokens > 1 else 0.0
+        return _roofline(self.device, 4 * pairs * shape.head_dim, cache, self.flop_s) + self.other(0, written)
 
     def mlp(self, virtual: int) -> float:
-        engine, inner = self.engine, self.shape.own_inner
-        down = self.product(self.rows, inner, self.shape.hidden)
-        elsewhere = engine.stream_passes * self.stream + engine.inner_passes * self.rows * inner * self.width
-        kernels = engine.mlp_kernels + virtual - 1
-        return self.gate_up_product(virtual) + down + self.moved(elsewhere) + self.started(kernels)
+        engine, hidden, inner = self.engine, self.shape.hidden, self.shape.own_inner
+        products = virtual * self.product(hidden, 2 * inner / virtual) + self.product(inner, hidden)
+        moved = engine.stream_passes * self.stream + engine.inner_passes * self.rows * inner * self.width
+        return products + self.other(engine.mlp_kernels + virtual - 1, moved)
 
     def carrying(self, virtual: int) -> float:
         """Return the extra time of an MLP behind a dropped sync point.
@@ -302,23 +250,24 @@ class _Pass:
         """
         engine = self.engine
         kernels = (virtual - 1) * (engine.norm_kernels + engine.activation_kernels) + 2 * virtual + (virtual > 1)
-        moved = self.stream * (6 * virtual + (virtual - 1) * engine.stream_passes)
-        return self.started(kernels) + self.moved(moved)
+        return self.other(kernels, self.stream * (6 * virtual + (virtual - 1) * engine.stream_passes))
 
     def parallel(self) -> float:
         """Return the time of a layer of the parallel baseline."""
-        seconds = self.attention(1) + self.mlp(1) - self.started(self.engine.parallel_saves)
+        seconds = self.attention(1) + self.mlp(1) - self.other(self.engine.parallel_saves, 0)
         if self.engine.parallel_fused:
-            wide = self.product(self.rows, self.shape.hidden, self.own_qkv + 2 * self.shape.own_inner)
-            seconds += wide - self.qkv_product() - self.gate_up_product(1)
+            inputs = self.qkv, 2 * self.shape.own_inner
+            product = functools.partial(self.product, self.shape.hidden)
+            seconds += product(sum(inputs)) - sum(map(product, inputs))
         return seconds
 
     def rest(self) -> float:
-        engine, shape = self.engine, self.shape
+        """Return the time outside of all layers."""
+        engine, shape, width = self.engine, self.shape, self.width
         rows = self.rows if engine.all_logits else self.batch
-        head = self.multiplied(rows, shape.hidden, shape.own_vocab, self.width, self.width, self.flop_s)
-        sampled = engine.logit_passes * self.batch * shape.vocab * 4
-        return head + self.moved(4 * self.stream + sampled) + self.started(engine.rest_kernels)
+        head = product_seconds(self.device, rows, shape.hidden, shape.own_vocab, width, self.flop_s, read=width)
+        logits = engine.logit_passes * self.batch * shape.vocab * 4
+        return head + self.other(engine.rest_kernels, 4 * self.stream + logits)
 
     def vocabulary(self, link: Link) -> float:
         """Return the time of the embedding's all-reduce and of the gathering of sampled logits.
@@ -339,13 +288,34 @@ def mean_keys(least: int, most: int, window: int | None) -> float:
     return (inside * (least + window - 1) / 2 + (count - inside) * window) / count
 
 
-def _no_less(attention: float, mlp: float, host: float) -> tuple[float, float]:
-    """Return both times, scaled up where a layer takes the host longer than the device."""
-    longer = max(1.0, host / (attention + mlp))
-    return attention * longer, mlp * longer
-
-
 # ---- whole passes ----
+
+# modes of sync points: with an all-reduce; that hide it under the next sub-module; whose layer computes virtual ranks
+# apart
+SENDING, HIDING, APART = {BLOCKING, OVERLAPPED}, {OVERLAPPED}, {DROPPED}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The seconds of a pass: ``total`` = ``compute`` + ``exposed``.
+
+    messages: all-reduces of the layers, alone.
+    vocabulary: the collectives that every layout waits for.
+    hidden: the part of ``messages`` that is hidden.
+    """
+
+    compute: float
+    messages: float = 0.0
+    vocabulary: float = 0.0
+    hidden: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        return self.messages + self.vocabulary - self.hidden
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed
 
 
 def predict_pass(parts: PassParts, layout: Layout) -> Prediction:
@@ -354,22 +324,21 @@ def predict_pass(parts: PassParts, layout: Layout) -> Prediction:
         raise ValueError(f"a layout of {layout.num_layers} layers for a pass of {parts.layers}")
     layers = [predict_layer(parts, layout.entering(i), mode) for i, mode in enumerate(layout.attention_sync)]
     return Prediction(
-        compute=parts.rest + sum(one.compute for one in layers),
-        communication=parts.vocabulary + sum(one.communication for one in layers),
-        hidden=sum(one.hidden for one in layers),
+        parts.rest + sum(one.compute for one in layers),
+        sum(one.messages for one in layers),
+        parts.vocabulary,
+        sum(one.hidden for one in layers),
     )
 
 
 def predict_parallel(parts: PassParts) -> Prediction:
     """Return the times of the parallel baseline: one blocking message a layer."""
-    return Prediction(
-        parts.rest + parts.layers * parts.parallel, parts.vocabulary + parts.layers * parts.message, hidden=0.0
-    )
+    return Prediction(parts.rest + parts.layers * parts.parallel, parts.layers * parts.message, parts.vocabulary)
 
 
 def predict_silent(parts: PassParts) -> Prediction:
     """Return the times of the no-communication bound: the compute of the dense layout."""
-    return Prediction(parts.rest + parts.layers * (parts.attention + parts.mlp), communication=0.0, hidden=0.0)
+    return Prediction(parts.rest + parts.layers * (parts.attention + parts.mlp))
 
 
 def predict_layer(parts: PassParts, entering: str, mode: str) -> Prediction:
@@ -380,10 +349,9 @@ def predict_layer(parts: PassParts, entering: str, mode: str) -> Prediction:
     entering, mode: the modes of the entering MLP sync point and of the layer's own attention sync point. The first
     layer has no entering one: blocking stands for the last layer's MLP message.
     """
-    apart = mode == DROPPED
-    attention, mlp = (parts.attention_apart, parts.mlp_apart) if apart else (parts.attention, parts.mlp)
-    covers = [attention] * (entering == OVERLAPPED) + [mlp] * (mode == OVERLAPPED)
+    attention, mlp = (parts.attention_apart, parts.mlp_apart) if mode in APART else (parts.attention, parts.mlp)
+    covers = [attention] * (entering in HIDING) + [mlp] * (mode in HIDING)
     most = min(parts.message - parts.message_start, (1 - parts.contention) * parts.message)
-    return Prediction(
-        attention + mlp, parts.message * (1 if apart else 2), hidden=sum(min(cover, most) for cover in covers)
-    )
+    sent = (entering in SENDING) + (mode in SENDING)
+    hidden = sum(min(cover, most) for cover in covers)
+    return Prediction(attention + mlp, sent * parts.message, hidden=hidden)
