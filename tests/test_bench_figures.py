@@ -195,11 +195,6 @@ def test_kernels_of_communication_are_known_by_their_names(name, is_communicatio
     assert len(gpu_flights([span(name, 0, 10, cat="kernel")])) == is_communication
 
 
-def test_flights_of_nothing():
-    assert overlap_of([]) == Overlap(0.0, 0.0, 0.0)
-    assert overlap_of([Flight(0, 4000, 1000)]).share == 0.25
-
-
 def test_passes_are_told_apart():
     """A message belongs to the pass in which it was started, also where that pass runs twice."""
     flights = [Flight(5, 100, 10), Flight(19, 100, 20), Flight(20, 100, 50), Flight(45, 100, 90), Flight(90, 100, 0)]
