@@ -15,7 +15,6 @@ import torch
 
 from ladderize.adapt.data_specs import data_sources
 from ladderize.adapt.train.options import Budget, RetrainOptions
-from ladderize.adapt.train.run import adapt_checkpoint
 from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.task import Launch, open_task
 from ladderize.checkpoint.opening import read_config
@@ -96,13 +95,6 @@ def test_models_that_would_be_trained_otherwise_are_refused(place, tmp_path, cha
 
 def world(size):
     return Launch("cpu", size)
-
-
-def test_more_ranks_than_gpus(place, tmp_path, monkeypatch):
-    monkeypatch.setattr("ladderize.ranks.device.default_device", lambda: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="--tp-size 2 needs as many GPUs; this host has 1"):
-        adapt_checkpoint(place / "both", tmp_path / "out", options(place, tp_size=2, device="cuda"))
 
 
 def test_rows_are_shared_out_by_the_data_ranks(place):

@@ -83,26 +83,6 @@ def ladderize_merge(adapter, out, *options):
 # ---- the adapter ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_begin_the_same_everywhere(dtype):
-    """On exactly what was asked for, in float32, drawn by the seed alone."""
-
-    def begin(seed):
-        torch.rand(3)
-        config = lora_config([3, 1], LoraOptions(rank=2, targets=("o_proj", "up_proj")))
-        model = add_adapters(make_model("mixed").to(dtype), config, seed)
-        return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-    some, again, other = begin(5), begin(5), begin(6)
-    assert len(some) == 2 * 2 * 2
-    assert {name.split(".")[4] for name in some} == {"1", "3"}
-    for name, parameter in some.items():
-        assert parameter.dtype == torch.float32
-        assert torch.equal(parameter, again[name])
-        assert parameter.any() == ("lora_A" in name)
-    assert not any(torch.equal(other[name], some[name]) for name in other if "lora_A" in name)
-
-
 OPTIONS = {
     "rank must be an integer of at least 1, not 0": {"rank": 0},
     "dropout must be at most 0.99, not 1.0": {"dropout": 1.0},
@@ -279,19 +259,6 @@ def test_a_damaged_adapter(pair, tmp_path, name):
         merge(pair[1], tmp_path / "out", verify=False)
     assert "\n" not in str(caught.value)
     assert {*listing(tmp_path)} <= {"adapter", "base"}
-
-
-def test_where_out_may_be(pair, tmp_path):
-    base, adapter = pair
-    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*.*"))}
-    for out in (base, base / "inner", adapter, adapter / "inner"):
-        assert "is the source or lies inside it" in one_sentence(ladderize_merge(adapter, out, "--overwrite"))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
-    for options, message in (((), "is not empty"), (("--overwrite",), "is not a checkpoint")):
-        assert message in one_sentence(ladderize_merge(adapter, tmp_path / "full", *options))
-    assert ladderize_merge(adapter, " ").code == 2
-    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_values_that_do_not_fit_the_dtype(tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices
+from transformers.masking_utils import find_packed_sequence_indices
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET, best_fit, collate, show_batch
 from ladderize.runtime.training.batch import Batch
@@ -35,28 +35,6 @@ def test_a_batch_by_hand():
     assert batch["targets"].tolist() == [[50, 51, 52, X, X, 61, X], [70, X, P, P, P, P, P]]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     assert find_packed_sequence_indices(batch["position_ids"]).tolist() == [[0] * 4 + [1] * 3, [0] * 7]
-
-
-def test_the_attention_mask_by_hand():
-    """What transformers makes of the positions of a row with C and B: nobody sees another example, or what comes
-    later."""
-    row = collate([C_B])
-    model = make_model("dense", attn_implementation="sdpa")
-    mask = create_causal_mask(
-        config=model.config,
-        inputs_embeds=torch.zeros(1, 5, 32),
-        attention_mask=None,
-        past_key_values=None,
-        position_ids=row["position_ids"],
-    )
-    assert mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 1, 1, 1],
-    ]
-    assert torch.equal(Batch.of(row, torch.device("cpu")).mask, mask)
 
 
 def test_what_the_host_knows_of_a_batch():

@@ -148,13 +148,11 @@ def write_adapter(
 def adapter_card(name: str, base: AdapterBase, rank: int) -> str:
     """Return the README.md of an adapter of this rank. It names no local folder as the base, which the hub refuses."""
     from ladderize import __version__
-    from ladderize.convert.card import TAGS  # the command line must start without the card's imports
 
     hub = "" if Path(base.model).is_dir() else f"base_model: {base.model}\n"
-    tags = ["ladderize", "lora", *(tag for kind, tag in TAGS.items() if kind in base.layout)]
     return f"""---
 library_name: peft
-{hub}tags: [{", ".join(tags)}]
+{hub}tags: [ladderize, lora]
 ---
 
 # {name}

@@ -63,17 +63,6 @@ def middle_rows(checkpoint: Checkpoint, name: str) -> Tensor:
     return read_tensor(checkpoint.folder, info, dim=0, start=first, stop=min(info.shape[0], first + ROWS)).double()
 
 
-def share_won_back(before: float, after: float, dense: float) -> float | None:
-    """Return the share of the conversion's loss that training won back (1: all of it; below 0: it got worse).
-
-    before, after, dense: held-out perplexities, compared by their logarithms.
-    None where the conversion cost nothing.
-    """
-    if not all(math.isfinite(value) and value > 0 for value in (before, after, dense)) or before <= dense:
-        return None
-    return math.log(before / after) / math.log(before / dense)
-
-
 def check_improved(
     criterion: str, before: float, after: float, *, work: Path, advice: str, what: str = "training"
 ) -> None:
@@ -93,10 +82,12 @@ def check_improved(
 
 
 def target_text(before: float, after: float, dense: float) -> str:
-    """Return the dense model's perplexity as the target, and the share won back, in words."""
-    target, share = f"dense model (target) {dense:.4f}", share_won_back(before, after, dense)
-    if share is None:
+    """Return the dense model's perplexity as the target, and in words the share of the conversion's loss, in
+    logarithms, that was won back."""
+    target = f"dense model (target) {dense:.4f}"
+    if not dense < before < math.inf or not 0 < after < math.inf:  # the conversion cost nothing, or nobody knows
         return target
+    share = math.log(before / after) / math.log(before / dense)
     if 0 <= share <= 1:
         return f"{target}: {share:.0%} of the loss recovered"
     # The loss may be next to nothing, and the share then a meaningless number.

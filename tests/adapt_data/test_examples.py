@@ -58,12 +58,6 @@ def test_offsets_without_spaces(template):
     assert scored_text(fresh, one(fresh, {"messages": turns})) == [" hi  </s>", "y</s>"]
 
 
-def test_the_date_is_always_the_same(chat):
-    dated = "{{ date_string }}" + PLAIN
-    tokenizer = chat(dated)
-    assert tokenizer.decode(one(tokenizer, {"messages": TURNS})[0]).startswith("26 Jul 2024")
-
-
 def a_chat(kinds):
     """Random turns, which begin and end in letters: u and a, of the user and the assistant, A that thought before."""
 
@@ -83,7 +77,7 @@ def by_transformers(tokenizer, messages, number):
     return whole, [place >= len(prompt) for place in range(len(whole))]
 
 
-@pytest.mark.parametrize("kinds", ["ua", "uA", "uAuA", "uauAua", "uAuuauA", "uAuAu"])
+@pytest.mark.parametrize("kinds", ["uA", "uAuA", "uAuuauA", "uAuAu"])
 def test_each_turn_behind_its_own_prompt(chat, kinds):
     """Where the template writes earlier turns anew, as Qwen3's does."""
     tokenizer, messages = chat(QWEN3), a_chat(kinds)
@@ -135,17 +129,14 @@ def test_completions_and_conversations_are_cut_off(chat):
     ("row", "message"),
     [
         ({"other": 1}, "has other; a row needs input_ids, messages"),
-        ({"text": None}, "has nothing"),
         ({"text": 5}, "its text is not a string"),
         ({"prompt": "a", "completion": 1}, "its completion is not a string"),
-        ({"input_ids": [1, "2"]}, "not a list of integers"),
         ({"input_ids": [-1, 2]}, "negative"),
         ({"input_ids": [4]}, "gives 1 tokens"),
         ({"input_ids": [3, 527]}, "holds the token id 527, but the model's vocabulary ends at 526"),
         ({"input_ids": [4, 5], "loss_mask": [1]}, "loss_mask is not a list of 0 and 1"),
         ({"input_ids": [4, 5], "loss_mask": [1, 0]}, "none of which the loss could score"),
         ({"text": "x"}, "is text, but the model has no tokenizer"),
-        ({"messages": []}, "not a list of turns"),
         ({"messages": [{"role": "user"}]}, "turn 1 of its messages has no role and content"),
         ({"conversations": [{"from": "bing", "value": "x"}]}, "from 'bing'; known are human"),
     ],

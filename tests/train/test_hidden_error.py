@@ -84,12 +84,7 @@ def test_value_and_gradient_are_the_oracles(tmp_path, rows, name):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_value_and_gradient_of_every_method_are_the_oracles(tmp_path, rows, method):
-    check_against_the_oracle(tmp_path, rows, "mixed", method, "llama")
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_value_and_gradient_of_every_family_are_the_oracles(tmp_path, rows, model_type):
-    check_against_the_oracle(tmp_path, rows, "mixed", "full", model_type)
+    check_against_the_oracle(tmp_path, rows, "mixed", method, str(fresh_rng().choice(list(FAMILIES))))
 
 
 def check_against_the_oracle(tmp_path, rows, name, method, model_type):
@@ -181,18 +176,6 @@ def test_a_teacher_that_adds_nothing_to_a_row_of_padding_is_no_error():
     (attention,) = student.kept[0, "attention"]
     assert attention.grad[1].abs().max() == 0
     assert attention.grad.isfinite().all()
-
-
-def test_a_teacher_that_adds_nothing_tells_no_error():
-    """As the new blocks of an expanded model, whose training begins at zero."""
-    teacher = SubModuleOutputs([0], torch.ones(1, 2, dtype=torch.bool))
-    student, own = teacher.again(), torch.full((1, 2, 3), 1e-3, requires_grad=True)
-    teacher.add(0, "mlp", torch.zeros(1, 2, 3))
-    student.add(0, "mlp", own)
-    error = hidden_error(student, teacher)
-    error.backward()
-    assert float(error.detach()) == 0
-    assert own.grad.abs().max() == 0
 
 
 def test_a_training_on_it_brings_the_outputs_nearer(place, tmp_path):

@@ -15,7 +15,7 @@ from ladderize.adapt.train import run as retraining
 from ladderize.adapt.train.loop import Order
 from ladderize.adapt.train.options import Budget
 from ladderize.adapt.train.student import make_student, make_teacher, open_model, trained_tensors
-from ladderize.adapt.train.training_model import BETAS, EPSILON, file_name
+from ladderize.adapt.train.training_model import BETAS, EPSILON
 from ladderize.blocks import open_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime.training.batch import Batch
@@ -153,28 +153,6 @@ def test_token_budget_and_document(place, tmp_path):
     card = (tmp_path / "tokens" / "README.md").read_text()
     assert "retrained" in card.lower()
     assert f"{document['tokens']:,} tokens" in card
-
-
-def test_trained_parameters_have_names_that_files_give_them(place):
-    from ladderize.adapt.lora import LoraOptions, lora_config
-
-    checkpoint = open_checkpoint(str(place / "both"))
-    layout = Layout.from_config(checkpoint.config)
-
-    def trained(**how):
-        model = open_model(checkpoint, layout, "sdpa", collecting=False, device=CPU.device)
-        named = make_student(model, torch.float32, **how).model.named_parameters()
-        return {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
-
-    assert set(trained(trained=trained_tensors(checkpoint.tensors, [1], False))) == {
-        name for name in checkpoint.tensors if name.startswith("model.layers.1.")
-    }
-    config = lora_config([1], LoraOptions(rank=2, targets=("o_proj",)))
-    values, again = (trained(lora=config, seed=3) for _ in range(2))
-    prefix = "base_model.model.model.layers.1.self_attn.o_proj."
-    assert set(values) == {f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"}
-    assert values[f"{prefix}lora_B.weight"].abs().sum() == 0
-    assert torch.equal(values[f"{prefix}lora_A.weight"], again[f"{prefix}lora_A.weight"])
 
 
 def test_retrained_weights_are_known_as_such(place, tmp_path):

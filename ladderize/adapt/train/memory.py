@@ -2,9 +2,7 @@
 peaks."""
 
 import math
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 from accelerate.utils import parse_flag_from_env
 
@@ -15,14 +13,10 @@ from ladderize.adapt.train.student import trained_tensors
 from ladderize.adapt.train.task import Launch, Task, open_task
 from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.checkpoint.config import expected_tensors, head_dim, kv_head_count, parameter_count
-from ladderize.console import Console, human_bytes, human_count
-from ladderize.errors import UserError
-from ladderize.files import output
+from ladderize.console import human_bytes, human_count
 from ladderize.files.records import Record
-from ladderize.layout import DROPPED, format_ranges
-from ladderize.memory import available_bytes
+from ladderize.layout import DROPPED
 from ladderize.ranks.environment import launched
-from ladderize.ranks.group import Ranks
 
 FP32 = 4
 OTHER_BYTES = 500_000_000  # for the interpreter and the libraries, roughly
@@ -32,53 +26,28 @@ OTHER_BYTES = 500_000_000  # for the interpreter and the libraries, roughly
 class TrainingEstimate(Record):
     """The document of --dry-run.
 
-    memory_bytes: of each process, approximately.
-    memory_parts: its parts, by name.
+    memory_parts: the memory of each process by its parts, in bytes, approximately.
     state_bytes: the most that unfinished work takes on disk.
-    output_bytes: the most that OUT takes on disk.
     """
 
     model: str
-    method: str
-    layers: list[int]
+    options: TrainOptions
+    processes: int
     parameters: int
     trained_parameters: int
-    processes: int
-    options: TrainOptions
     memory_bytes: int
     memory_parts: dict[str, int]
     state_bytes: int
-    output_bytes: int
 
     def text(self) -> str:
         """Return the estimate in words."""
         parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in self.memory_parts.items() if value)
+        trained, whole = human_count(self.trained_parameters), human_count(self.parameters)
         return (
-            f"{self.method}, layers {format_ranges(self.layers)}: {human_count(self.trained_parameters)} of"
-            f" {human_count(self.parameters)} parameters in training, {self.options.in_words}. Memory of each of"
-            f" {self.processes} process{'es' if self.processes > 1 else ''}: about {human_bytes(self.memory_bytes)}"
-            f" ({parts}). On the disk at most {human_bytes(self.state_bytes)} of unfinished work, and"
-            f" {human_bytes(self.output_bytes)} for OUT."
+            f"{self.options.method}: {trained} of {whole} parameters in training, {self.options.in_words}. Memory of"
+            f" each process ({self.processes} in all): about {human_bytes(self.memory_bytes)} ({parts}). Unfinished"
+            f" work takes {human_bytes(self.state_bytes)} of the disk at most."
         )
-
-    def check_room(self, ranks: Ranks, folder: Path, console: Console) -> None:
-        """Warn where less memory is free than this; raise UserError where unfinished work would not fit on the disk.
-
-        folder: of unfinished work.
-        """
-        free = available_bytes(ranks.device)
-        if free is not None and self.memory_bytes * (ranks.local_size if ranks.device.type == "cpu" else 1) > free:
-            console.warn(
-                f"this needs about {human_bytes(self.memory_bytes)} for each process, and {human_bytes(free)} are free;"
-                " a smaller --micro-batch-size, --gradient-checkpointing, --method lora, or more GPUs (--tp-size,"
-                " FSDP2 by accelerate launch) take less"
-            )
-        on_disk = shutil.disk_usage(output.existing_parent(folder)).free
-        if self.state_bytes > on_disk and not any(folder.glob("step-*")):
-            raise UserError(
-                f"{folder} needs {human_bytes(self.state_bytes)} for the states of the training, but only"
-                f" {human_bytes(on_disk)} are free there; name an OUT on another disk"
-            )
 
 
 def trained_numbers(task: Task) -> int:
@@ -99,49 +68,44 @@ def estimate(task: Task) -> TrainingEstimate:
     compute, is_sharded, has_teacher = task.compute.itemsize, task.launch.sharded, task.teacher is not None
     width = FP32 if compute == FP32 else 3  # of an activation, on the average: streams are wide, products are not
     parameters, trained = parameter_count(config), trained_numbers(task)
-    frozen = parameters if task.is_lora else parameters - trained
-    shared = 0 if is_sharded else frozen  # held once for both models
+    layer, frozen = parameters // layout.num_layers, parameters if task.is_lora else parameters - trained
+    own = parameters if is_sharded else parameters - frozen  # of the teacher; what is frozen is held once for both
     if task.is_lora and task.changed and not is_sharded:
-        shared -= parameters // layout.num_layers * (layout.num_layers - min(layout.converted_layers, default=0))
+        own = layer * (layout.num_layers - min(layout.converted_layers, default=0))
     # Left out: norms and replicated KV heads are on every rank.
     ranks, tokens = task.launch.processes if is_sharded else tp_size, training.micro_batch_size * training.seq_len
-    layer, logits = parameters // layout.num_layers, tokens * -(-vocab // tp_size)
     kept = []  # per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's width
     for mode in layout.attention_sync[0 if task.everything else min(task.layers, default=0) :]:
         virtual = (layout.sync_tp_size or 1) // tp_size if mode == DROPPED else 1
         attention = 3 * heads // tp_size + 4 * max(1, kv_head_count(config) // tp_size)
         kept.append((3 + 4 * virtual) * hidden + attention * head_dim(config) + 4 * inner // tp_size)
-    recomputed = hidden * FP32 * len(kept) + max(kept) * width
+    activations = sum(kept) * width
+    if task.options.gradient_checkpointing:
+        activations = hidden * FP32 * len(kept) + max(kept) * width
+    if task.compared:  # both models' outputs of attention and MLP, and fp32 copies
+        activations += hidden * (4 * len(task.compared) * compute + 3 * FP32)
+    if task.options.attention != FLASH:  # the mask, a copy made on the way, and the values added to the scores
+        activations += training.seq_len * (2 + compute)
+    logits = tokens * -(-vocab // tp_size)
     parts = {
         "weights": (trained * FP32 + frozen * compute) // ranks,
         "gradients": trained * FP32 // ranks,
         "moments": 2 * trained * FP32 // ranks,
-        "teacher": (parameters - max(0, shared)) * compute // ranks * has_teacher,
+        "teacher": own * compute // ranks * has_teacher,
         # two layers and the ends, and a layer's gradients; without sharding, the narrow copies of a pass
         "gathered": (2 + 2 * has_teacher) * (layer + vocab * hidden) * compute + layer * FP32
         if is_sharded
         else trained * compute // ranks * (compute < FP32),
-        "activations": tokens * (recomputed if task.options.gradient_checkpointing else sum(kept) * width),
-        # the mask, a copy made on the way, and the values added to the scores
-        "masks": tokens * training.seq_len * (2 + compute) * (task.options.attention != FLASH),
+        "activations": tokens * activations,
         # logits with their gradient, the teacher's, and fp32 copies of a part of them
         "logits": logits * compute * (2 + has_teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (3 + 2 * has_teacher),
-        "compared outputs": tokens * hidden * (4 * len(task.compared) * compute + 3 * FP32) * bool(task.compared),
         "other": OTHER_BYTES,
     }
+    # the kept states, the one being written, and the best weights
+    on_disk = trained * (STATE_BYTES * (STATES_KEPT + 1) + WEIGHT_BYTES)
+    processes = task.launch.processes
     return TrainingEstimate(
-        model=task.model,
-        method=task.options.method,
-        layers=list(task.layers),
-        parameters=parameters,
-        trained_parameters=trained,
-        processes=task.launch.processes,
-        options=training,
-        memory_bytes=sum(parts.values()),
-        memory_parts=parts,
-        # the kept states, the one being written, and the best weights
-        state_bytes=trained * (STATE_BYTES * (STATES_KEPT + 1) + WEIGHT_BYTES),
-        output_bytes=FP32 * trained if task.is_lora else task.checkpoint.weight_bytes,
+        task.model, training, processes, parameters, trained, sum(parts.values()), parts, state_bytes=on_disk
     )
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from ladderize.adapt.data.training_data import DataCounts
 from ladderize.adapt.lora import ADAPTATION, AdapterBase, adapter_base, not_an_adapter, write_adapter
 from ladderize.adapt.methods import LORA, METRICS
-from ladderize.adapt.teacher import check_improved, share_won_back, target_text
+from ladderize.adapt.teacher import check_improved, target_text
 from ladderize.adapt.train.options import TrainOptions
 from ladderize.adapt.train.states import Progress, TrainingFolder, read_metrics
 from ladderize.adapt.train.task import RetrainJob, Task
@@ -27,12 +27,6 @@ from ladderize.files.records import Record
 from ladderize.files.work import RUN, run_digest
 from ladderize.layout import format_ranges
 
-# The keys of the document that ladderize.yaml repeats.
-RECORDED = (
-    *("method", "distill_from", "data", "steps", "tokens", "scored_tokens", "loss"),
-    *("heldout_perplexity", "options"),
-)
-
 
 @dataclass(frozen=True)
 class HeldoutPerplexity(Record):
@@ -40,14 +34,12 @@ class HeldoutPerplexity(Record):
 
     after: with the weights as stored.
     dense: the teacher's, if there is one.
-    won_back: the share of the conversion's loss (in logarithms) that training won back.
     """
 
     before: float
     after: float
     tokens: int
     dense: float | None = None
-    won_back: float | None = None
 
 
 @dataclass(frozen=True)
@@ -144,12 +136,10 @@ def describe(
     more: further fields of the document.
     """
     heldout, criterion, objective = None, None, task.training.objective
-    before, dense = progress.before, progress.dense_perplexity
-    after = progress.best if chosen == progress.kept_step else progress.last
+    before, after = progress.before, progress.best if chosen == progress.kept_step else progress.last
     if before is not None and after is not None:
         perplexities = before.perplexity, after.perplexity
-        won_back = share_won_back(*perplexities, dense) if dense is not None else None
-        heldout = HeldoutPerplexity(*perplexities, before.tokens, dense, won_back)
+        heldout = HeldoutPerplexity(*perplexities, before.tokens, progress.dense_perplexity)
         scores = {"before": before.criterion(objective), "after": after.criterion(objective)}
         criterion = {"name": objective.criterion.label, **scores}
     return Adaptation(
@@ -217,7 +207,6 @@ def write_outcome(
         console=console,
         changes=Changes(
             replace=locate_tensors(weights),
-            record={"adaptation": {key: content[key] for key in RECORDED}},
             extra_files=files,
             note=adaptation.card_note(),
         ),

@@ -17,10 +17,9 @@ from ladderize.adapt.layers.options import AlignOptions, short_tokens
 from ladderize.adapt.layers.rewrite import rewrite
 from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.train.loop import Loop, Order
-from ladderize.adapt.train.memory import estimate
 from ladderize.adapt.train.options import Budget, RetrainOptions, TrainOptions
 from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, result_digest, write_outcome
-from ladderize.adapt.train.states import TrainingFolder, cut_metrics
+from ladderize.adapt.train.states import TrainingFolder
 from ladderize.adapt.train.student import make_student, make_teacher, open_model
 from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, run_identity
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
@@ -37,7 +36,7 @@ from ladderize.files.work import ABOUT, RUN, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.device import avoid_cudnn_attention
-from ladderize.ranks.environment import already_started, launched
+from ladderize.ranks.environment import already_started
 from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, join_ranks
 from ladderize.runtime.launch import check_group_size, run
 
@@ -107,7 +106,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
 
     Returns the job with the aligned checkpoint beside OUT as its model. That checkpoint stays: an adapter belongs to
     it.
-    Raises UserError where there is nothing to align, or the training would fail.
+    Raises UserError where there is nothing to align, or OUT may not be written.
     """
     model, options, out = job.model, job.options, resolved(job.out)
     assert options.distill_from is not None  # options.check()
@@ -118,10 +117,9 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
         raise UserError(f"{model} {what}; --align aligns converted weights that were not trained yet; leave it out")
     if options.data[0].is_streamed:
         raise UsageError(f"--align reads {options.data[0].name} whole, which is streamed; put a file first")
-    folder = work_folder(job.out, None, checkpoint.folder)
-    if job.overwrite or RUN not in read_own(out / ADAPTATION):  # errors of the training come before the alignment
+    if job.overwrite or RUN not in read_own(out / ADAPTATION):
         check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
-        open_task(model, options, Launch(options.device, max(launched().size, options.tp_size)))
+    folder = work_folder(job.out, None, checkpoint.folder)
     # a training that was begun belongs to the aligned checkpoint that is there
     begun = options.resume and read_own(folder / ABOUT).get("command") == TrainingFolder.COMMAND
     ranks = join_ranks(options.device)
@@ -271,14 +269,12 @@ def make_loop(
     """Return the training loop, with the models built and the last state, if there is one, loaded."""
     # Only the main process looks: another machine may see an older state of the folder.
     step: int = ranks.broadcast((work.latest() if ranks.is_main else None) or 0)
-    if ranks.is_main:
-        cut_metrics(work.metrics, step or -1)  # a run may be killed before its first state
-        estimate(task).check_room(ranks, work.folder, console)
     model = make_model(task, accelerator, ranks, console)
     loop = Loop(model, data.train, data.heldout, task.training, work, console, task.stored)
     if step:
         loop.progress = work.load(step, model)
         console.note(f"resuming after step {step}, saved in {work.folder}")
+    work.cut_metrics(loop.progress)
     announce(task, model, console)
     return loop
 

@@ -1,14 +1,13 @@
 """Unfinished training on disk: a folder for each saved step, which Accelerate fills, and the weights that may become
 OUT."""
 
+import json
 import math
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,9 +19,7 @@ from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import sentence, to_json
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
-from ladderize.files.parsing import parse_json
 from ladderize.files.records import Record
-from ladderize.files.regular import read_lines
 from ladderize.files.temporaries import fsync, fsync_tree
 from ladderize.files.work import WorkFolder
 
@@ -66,6 +63,7 @@ class Progress(Record):
     dense_perplexity: the teacher's, on the same rows.
     kept_step: the best step whose weights were saved.
     recent: losses of the last steps.
+    metrics_bytes: the length of metrics.jsonl.
     """
 
     step: int = 0
@@ -78,6 +76,7 @@ class Progress(Record):
     dense_perplexity: float | None = None
     kept_step: int | None = None
     recent: list[float] = field(default_factory=list)
+    metrics_bytes: int = 0
 
 
 class TrainingFolder(WorkFolder):
@@ -133,8 +132,9 @@ class TrainingFolder(WorkFolder):
             raise
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            if self.metrics.is_file():
-                fsync(self.metrics)  # the metrics of the saved steps must be on disk before the state is
+            self.metrics.touch()
+            fsync(self.metrics)  # the metrics of the saved steps must be on disk before the state is
+            progress.metrics_bytes = self.metrics.stat().st_size
             (part / STATE).write_text(to_json(progress.to_dict()) + "\n")
             fsync_tree(part)
             shutil.rmtree(path, ignore_errors=True)
@@ -163,6 +163,12 @@ class TrainingFolder(WorkFolder):
         self.at = step
         return progress
 
+    def cut_metrics(self, progress: Progress) -> None:
+        """Drop what a killed run has written to metrics.jsonl after its last state."""
+        if self.lock is not None:  # of the main process
+            self.metrics.touch()
+            os.truncate(self.metrics, min(self.metrics.stat().st_size, progress.metrics_bytes))
+
     def save_weights(self, step: int, model: TrainingModel, dtype: torch.dtype) -> None:
         """Write the trained tensors as ``dtype``, one after the other.
 
@@ -180,23 +186,7 @@ class TrainingFolder(WorkFolder):
         os.replace(part, path)
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines written after the state from which training resumes."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in read_lines(path):
-        try:
-            if parse_json(line, constants=True)["step"] <= step:
-                kept.append(line.rstrip(b"\n") + b"\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # cut off by a kill
-    temporary = path.with_name(f".{path.name}.json.part")
-    temporary.write_bytes(b"".join(kept))
-    os.replace(temporary, path)
-
-
 def read_metrics(path: Path, key: str) -> list[float]:
     """Return the values of one metric, in order."""
-    lines: Iterator[dict[str, Any]] = (parse_json(text, constants=True) for text in read_lines(path))
+    lines = map(json.loads, path.read_text().splitlines())
     return [line[key] for line in lines if line.get(key) is not None]
