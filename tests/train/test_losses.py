@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from ladderize.adapt.train.options import Budget, Objective, RateSchedule, parse_count
-from ladderize.adapt.train.student import token_losses
 from ladderize.errors import UserError
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.training import vocab_losses
 
 
 def test_losses_are_their_definitions(monkeypatch):
@@ -18,14 +19,14 @@ def test_losses_are_their_definitions(monkeypatch):
         divergence += (p * (p / q).log()).sum()
     expected = torch.autograd.grad(0.3 * entropy + 0.7 * divergence, logits)[0]
     for at_once in (1 << 26, 3 * 7):  # whole, and three tokens at a time
-        monkeypatch.setattr("ladderize.adapt.train.student.LOGITS_AT_ONCE", at_once)
-        parts = token_losses(logits, targets, teacher.detach())
+        monkeypatch.setattr(vocab_losses, "LOGITS_AT_ONCE", at_once)
+        parts = vocab_losses.vocab_parallel_losses(logits, targets, teacher.detach(), Collectives(), 0, 7)
         torch.testing.assert_close(parts[0].double(), entropy, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(parts[1].double(), divergence, rtol=1e-5, atol=1e-5)
         loss = Objective(0.7).total(*parts, parts[0].new_zeros(()))
         gradient = torch.autograd.grad(loss, logits)[0]
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
-    assert token_losses(logits, targets, None)[1] == 0
+    assert vocab_losses.vocab_parallel_losses(logits, targets, None, Collectives(), 0, 7)[1] == 0
 
 
 def test_schedules():

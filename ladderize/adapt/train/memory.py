@@ -98,7 +98,7 @@ def estimate(task: Task) -> TrainingEstimate:
         else trained * compute // ranks * (compute < FP32),
         "activations": tokens * activations,
         # logits with their gradient, the teacher's, and fp32 copies of a part of them
-        "logits": logits * compute * (2 + has_teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (3 + 2 * has_teacher),
+        "logits": logits * compute * (2 + has_teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (2 + has_teacher),
         "other": OTHER_BYTES,
     }
     # the kept states, the one being written, and the best weights

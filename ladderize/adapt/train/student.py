@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, kl_div, log_softmax
-from torch.utils.checkpoint import checkpoint as recomputed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from ladderize.adapt.lora import add_adapters
 from ladderize.adapt.methods import FLASH
-from ladderize.blocks import LOGITS_AT_ONCE, Blocks
+from ladderize.blocks import Blocks
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import sentence
 from ladderize.convert.remote_code.modeling_ladderized import base_linear
@@ -26,42 +24,14 @@ from ladderize.errors import UserError
 from ladderize.families.registry import decoder_of
 from ladderize.layout import DROPPED, Layout
 from ladderize.modeling import ladderized_class
+from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
+from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
 
 # transformers' sdpa under a name for which it makes no mask, and so never waits for the device to see if texts are
 # packed.
 SDPA_AS_TOLD = "sdpa_as_told"
-
-
-# ---- the losses ----
-
-
-def token_losses(logits: Tensor, targets: Tensor, teacher_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy and KL(teacher || student) in nats, computed in fp32: two scalars.
-
-    Without a teacher the second is 0. Many tokens are computed in parts, whose fp32 copies are recomputed for the
-    backward pass: with a vocabulary of 128k they would be most of the memory.
-
-    logits, teacher_logits: [tokens, vocab], any float dtype.
-    targets: [tokens].
-    """
-    at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
-    if len(logits) <= at_once:
-        return _losses(logits, targets, teacher_logits)
-    teachers = teacher_logits.split(at_once) if teacher_logits is not None else [None] * -(-len(logits) // at_once)
-    parts = zip(logits.split(at_once), targets.split(at_once), teachers, strict=True)
-    entropies, divergences = zip(*(recomputed(_losses, *part, use_reentrant=False) for part in parts), strict=True)
-    return torch.stack(entropies).sum(), torch.stack(divergences).sum()
-
-
-def _losses(logits: Tensor, targets: Tensor, teacher_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-    logits = logits.float()
-    entropy = cross_entropy(logits, targets, reduction="sum")
-    if teacher_logits is None:
-        return entropy, entropy.new_zeros(())
-    student, teacher = log_softmax(logits, -1), log_softmax(teacher_logits.float(), -1)
-    return entropy, kl_div(student, teacher, reduction="sum", log_target=True)
 
 
 class ScoredLogits(nn.Module):
@@ -129,7 +99,7 @@ class Student(ScoredLogits):
         """
         outputs = None if teacher_outputs is None else teacher_outputs.again()
         logits = self.scored_logits(batch, outputs)
-        sums = token_losses(logits, batch.scored_targets, teacher_logits)
+        sums = vocab_parallel_losses(logits, batch.scored_targets, teacher_logits, Collectives(), 0, logits.shape[1])
         apart = sums[0].new_zeros(())
         if outputs is not None and teacher_outputs is not None:
             apart = hidden_error(outputs, teacher_outputs)

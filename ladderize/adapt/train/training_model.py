@@ -21,9 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from ladderize.adapt.data.packing import PADDING_TARGET
 from ladderize.adapt.lora import PEFT_PREFIX
-from ladderize.adapt.train.student import ScoredLogits, Student, token_losses
+from ladderize.adapt.train.student import ScoredLogits, Student
+from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import SubModuleOutputs
+from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
 
@@ -183,7 +185,7 @@ class HFTraining(TrainingModel):
         accelerator.register_save_state_pre_hook(self._leave_out_frozen)
 
     def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return token_losses(logits, targets, None)[0]
+        return vocab_parallel_losses(logits, targets, None, Collectives(), 0, logits.shape[1])[0]
 
     def clip(self, max_norm: float) -> Tensor:
         norm = self.accelerator.clip_grad_norm_(self.parameters, max_norm)

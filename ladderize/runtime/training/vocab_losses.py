@@ -39,8 +39,7 @@ def vocab_parallel_losses(
     """Return the summed cross-entropy and KL(teacher || student) in nats, two fp32 scalars; the second is 0 without a
     teacher.
 
-    They are those of ``adapt.train.student.token_losses`` on the whole vocabulary, equal on all ranks, and
-    differentiable in ``logits``.
+    They are equal on all ranks, and differentiable in ``logits``.
 
     logits, teacher_logits: [tokens, own_vocab] of any float dtype, this rank's columns ``vocab_start`` and on; columns
     from ``vocab`` on are padding, which counts for nothing.
