@@ -23,7 +23,7 @@ from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.loader import CheckpointSource
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.model import TPTraining
-from ladderize.runtime.training.vocab_losses import STATISTICS_BYTES, vocab_parallel_losses
+from ladderize.runtime.training.vocab_losses import STATISTICS_BYTES
 from ladderize.runtime.training.weights import TrainedWeights, build_weights
 
 
@@ -46,6 +46,7 @@ class TensorParallelTraining(TrainingModel):
         weight_decay: float = 0.0,
     ) -> None:
         self.weights, self.shape, self.collectives, self.tensor = student.weights, student.shape, collectives, tensor
+        self.vocabulary = collectives, self.shape.vocab_start, self.shape.vocab
         self.pieces = student.weights.pieces()
         self.shapes = {name: tuple(piece.shape) for name, piece in self.pieces.items()}
         wrapped: Any = student
@@ -84,10 +85,6 @@ class TensorParallelTraining(TrainingModel):
             if gradient is not None:
                 gradient.mul_(scale)
         return norm
-
-    def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        place = self.shape.vocab_start, self.shape.vocab
-        return vocab_parallel_losses(logits, targets, None, self.collectives, *place)[0]
 
     def whole(self, name: str) -> Tensor:
         return self.pieces[name].whole(lambda parameter: parameter.detach(), self.tensor).detach()

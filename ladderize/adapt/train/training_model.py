@@ -39,8 +39,10 @@ class TrainingModel(ABC):
     data_rank, data_size: this rank among those that share the rows of a step.
     tp_size: ranks that work on the same rows.
     shapes: of every whole trained tensor, by its name in a file.
+    vocabulary: the ranks that share it, and this one's part, as ``vocab_parallel_losses`` takes them.
     """
 
+    vocabulary: tuple[Collectives, int, int]
     optimizer: Any
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -78,7 +80,7 @@ class TrainingModel(ABC):
     def teacher_entropy(self, batch: Batch) -> Tensor:
         """Return the summed cross-entropy of a micro-batch under the teacher: a scalar."""
         assert self.teacher is not None
-        return self.entropy(self.teacher(batch), batch.scored_targets)
+        return vocab_parallel_losses(self.teacher(batch), batch.scored_targets, None, *self.vocabulary)[0]
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over the ranks of different rows, on every rank."""
@@ -109,10 +111,6 @@ class TrainingModel(ABC):
                     if isinstance(module, FSDPModule):
                         module.reshard()  # it keeps what it gathered for a backward pass, and would compute with it
                 self.student.train()
-
-    @abstractmethod
-    def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed cross-entropy of the teacher's logits: a scalar."""
 
     @abstractmethod
     def clip(self, max_norm: float) -> Tensor:
@@ -167,6 +165,7 @@ class HFTraining(TrainingModel):
         micro_batch_size: int = 1,
         max_grad_norm: float = 1.0,
     ) -> None:
+        self.vocabulary = Collectives(), 0, int(student.config.vocab_size)
         own = [parameter for parameter in student.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(own, weight_decay, fused=accelerator.distributed_type != DistributedType.DEEPSPEED)
         plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == "DEEPSPEED" else None
@@ -183,9 +182,6 @@ class HFTraining(TrainingModel):
         # Only DeepSpeed knows the shape of a tensor that ZeRO 3 has sharded.
         self.shapes = {name: tuple(getattr(own, "ds_shape", own.shape)) for name, own in self.named.items()}
         accelerator.register_save_state_pre_hook(self._leave_out_frozen)
-
-    def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return vocab_parallel_losses(logits, targets, None, Collectives(), 0, logits.shape[1])[0]
 
     def clip(self, max_norm: float) -> Tensor:
         norm = self.accelerator.clip_grad_norm_(self.parameters, max_norm)
