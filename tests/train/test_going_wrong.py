@@ -103,25 +103,14 @@ def test_bad_arguments(place, tmp_path, more, code, expected):
     assert listing(tmp_path) == []
 
 
-# methods -> options that they alone heed
-HEEDED = {
-    "full lora": {
-        **{"--max-steps": 2, "--max-tokens": "2k", "--distill-weight": 0.5, "--hidden-weight": 1},
-        **{"--eval-data": "x.txt", "--resume": "no", "--tp-size": 2, "--schedule": "domino", "--eval-every": 1},
-    },
-    "lora": {"--lora-rank": 4},
-    "full lora blocks": {"--lr": 1e-3, "--batch-size": 2},
-    "blocks align": {"--samples": 4},
-}
-
-
-@pytest.mark.parametrize("method", ["full", "lora", "blocks", "align"])
-def test_options_of_other_methods_have_no_effect(method):
-    for methods, options in HEEDED.items():
-        for option, value in options.items() if method not in methods.split() else ():
-            words = ["adapt", "MODEL", "OUT", "--method", method, "--data", "x.txt", option, str(value)]
-            with pytest.raises(UsageError, match=f"^{option} has no effect with --method {method}$"):
-                adapt_options(parsed_options(words))
+@pytest.mark.parametrize(
+    ("method", "option", "value"),
+    [("full", "--lora-rank", 4), ("lora", "--samples", 4), ("blocks", "--max-steps", 2), ("align", "--lr", 1e-3)],
+)
+def test_options_of_other_methods_have_no_effect(method, option, value):
+    words = ["adapt", "MODEL", "OUT", "--method", method, "--data", "x.txt", option, str(value)]
+    with pytest.raises(UsageError, match=f"^{option} has no effect with --method {method}$"):
+        adapt_options(parsed_options(words))
 
 
 def test_the_launcher_is_believed_or_refused(place, tmp_path, monkeypatch):
