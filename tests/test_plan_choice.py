@@ -213,7 +213,7 @@ def test_what_held_out_windows_speak_against_is_given_up():
     assert 0 < choice.chosen.held_out.nats <= budget
     assert choice.chosen.held_out.nats == pytest.approx(2 * choice.chosen.measured.nats)
     over = 2 * choose_layout(tables, budget_of(budget)).chosen.estimated_nats > budget  # the first that is measured
-    assert ["is over budget on held-out windows" in note for note in choice.notes[:1]] == [True] * over
+    assert ["is over budget on held-out windows" in note for note in choice.notes[:1]] == [True] * int(over)
 
 
 def test_estimates_that_say_nothing_are_told_apart_by_measurements():
