@@ -8,7 +8,7 @@ import pytest
 from ladderize.sweep import run
 from ladderize.sweep.plan import Entrant, promoted, ranking
 from tests.helpers import fresh_rng, invoke
-from tests.sweeps import planner, ran, read, spec, sweep, write
+from tests.sweeps import plan_of, planner, ran, read, spec, sweep, write
 
 # ---- the rule ----
 
@@ -177,3 +177,9 @@ def test_two_rounds(place, played):
     assert sorted(last) == ["done", "not promoted", "not promoted"]
     middle = [point["stages"][-1]["status"] for point in points if point["adapted"] == "align + full"]
     assert sorted(middle) == ["done", "done"]
+
+
+def test_two_entries_of_one_layout_take_one_place(place, tmp_path):
+    layouts = [*LAYOUTS, {"name": "again", "ladder": "0:4"}]
+    plan = plan_of(tmp_path, tournament(place, layouts=layouts, bench=None))
+    assert len([point for point in plan.points if point.hold is not None]) == 3

@@ -16,18 +16,24 @@ from tests.helpers import SHAPE, invoke, save_llama
 from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_of, write
 
 
+def keys(folder, content):
+    """The kind of each stage that is planned, by the key under which its output is kept."""
+    return {stage.key: stage.kind for stage in plan_of(folder, content).stages}
+
+
 def test_a_change_reruns_what_depends_on_it_and_nothing_else(place, tmp_path):
-    """The first sweep's outputs stay, so going back runs nothing."""
-    out = tmp_path / "out"
-    assert rerun(place, out) == ["adapt"] + ["bench"] + ["convert"] * 3 + ["eval"] * 5
-    assert rerun(place, out, margin=2.0) == []
-    assert rerun(place, out, bench=[{**FAST, "repeat": 2}]) == ["bench"]
-    assert rerun(place, out, eval={"perplexity": str(place / "heldout.npy"), "batch_size": 3}) == ["eval"] * 5
-    adapt = spec(place)["adapt"]
-    assert rerun(place, out, adapt=[adapt[0], {**adapt[1], "seed": 1}]) == ["adapt", "eval"]
-    more = [*spec(place)["layouts"], {"ladder": "1"}]
-    assert rerun(place, out, layouts=more) == ["bench", "convert", "eval"]  # all models in one run
-    assert rerun(place, out) == []
+    before = keys(tmp_path, spec(place))
+    assert sorted(before.values()) == ["adapt", "bench"] + ["convert"] * 3 + ["eval"] * 5
+
+    def rerun(**changes):
+        return sorted(kind for key, kind in keys(tmp_path, spec(place, **changes)).items() if key not in before)
+
+    adapt, layouts = spec(place)["adapt"], spec(place)["layouts"]
+    assert rerun(margin=2.0) == []
+    assert rerun(bench=[{**FAST, "repeat": 2}]) == ["bench"]
+    assert rerun(eval={"perplexity": str(place / "heldout.npy"), "batch_size": 3}) == ["eval"] * 5
+    assert rerun(adapt=[adapt[0], {**adapt[1], "seed": 1}]) == ["adapt", "eval"]
+    assert rerun(layouts=[*layouts, {"ladder": "1"}]) == ["bench", "convert", "eval"]  # all models in one run
 
 
 def test_other_data_and_another_model_are_noticed(place, tmp_path):
@@ -38,17 +44,20 @@ def test_other_data_and_another_model_are_noticed(place, tmp_path):
     save_llama(tmp_path / "dense")
     out = tmp_path / "out"
     assert rerun(place, out, **content) == ["convert", "eval", "eval"]
+    known = keys(tmp_path, spec(place, **content))
     ids[0, 0] = (ids[0, 0] + 1 - 3) % (SHAPE["vocab_size"] - 3) + 3
     np.save(tmp_path / "heldout.npy", ids)
-    assert rerun(place, out, **content) == ["eval", "eval"]
+    assert [key in known for key in keys(tmp_path, spec(place, **content))] == [False, True, False]
     (tmp_path / "dense").rename(tmp_path / "elsewhere")  # the same model, whose name results.json holds
-    assert rerun(place, out, **content | {"model": str(tmp_path / "elsewhere")}) == ["eval"]
-    weights = tmp_path / "elsewhere" / "model.safetensors"
     content["model"] = str(tmp_path / "elsewhere")
+    renamed = keys(tmp_path, spec(place, **content))
+    assert [key in known for key in renamed] == [False, True, False]
+    weights = tmp_path / "elsewhere" / "model.safetensors"
     blob = bytearray(weights.read_bytes())
     blob[-1] ^= 1
     weights.unlink()  # outputs share its place on the disk
     weights.write_bytes(blob)
+    assert not renamed.keys() & keys(tmp_path, spec(place, **content)).keys()
     assert rerun(place, out, **content) == ["convert", "eval", "eval"]
     (model,) = {point["model"] for point in read(out)["points"][1:]}
     (out / model / "config.json").unlink()

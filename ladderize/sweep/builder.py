@@ -113,7 +113,7 @@ def _signature(path: Path) -> list[int] | None:
 class StageBuilder:
     """A builder of stages.
 
-    digest: the hash of its content.
+    digest: the hash of the dense model's content.
     gpus: the number of GPUs.
     """
 
@@ -191,27 +191,27 @@ class StageBuilder:
         reference: the dense model's evaluation.
         """
         assert self.spec.evaluation is not None
-        options = self.spec.evaluation
+        options, has_text = self.spec.evaluation, "perplexity" in self.spec.evaluation
+        model = made_by.model if made_by is not None else self.spec.model
         content = {key: self.inputs.data(options[key]) for key in ("perplexity", "include_path") if key in options}
         packages = EVAL_PACKAGES if "tasks" in options else EVAL_PACKAGES[:2]
         identity = {
-            "model": made_by.key
-            if made_by is not None
-            else [self.digest, self.spec.model],  # the report joins by its name
+            "model": made_by.key if made_by is not None else [self.digest, model],  # the report joins by its name
             "reference": self.digest,
             "options": {**options, **content},
             "versions": {package: importlib.metadata.version(package) for package in packages},
         }
         needs = (made_by,) if made_by is not None else ()
-        own: Given = {}
-        if "perplexity" in options and reference is not None:  # predictions are those of its text
-            needs, own = (*needs, reference), {"reference": f"{reference.output}/{PREDICTIONS}"}
+        if has_text and reference is not None:  # predictions are those of its text
+            needs = (*needs, reference)
 
         def commands(output: str) -> tuple[tuple[str, ...], ...]:
-            keep = {"keep_predictions": f"{output}/{PREDICTIONS}"} if "perplexity" in options and not needs else {}
-            return (
-                eval_words(made_by.model if made_by is not None else self.spec.model, output, options, {**keep, **own}),
-            )
+            own: Given = {}
+            if has_text and reference is not None:
+                own = {"reference": f"{reference.output}/{PREDICTIONS}"}
+            elif has_text and made_by is None:
+                own = {"keep_predictions": f"{output}/{PREDICTIONS}"}
+            return (eval_words(model, output, options, own),)
 
         return make_stage("eval", f"eval: {name}", identity, commands, needs, self.processes(options))
 

@@ -45,6 +45,11 @@ class SweepLayout:
     layout: Layout
     converting: Stage | None = None
 
+    @property
+    def key(self) -> str:
+        """A value that is equal for two entries of the file that make one model."""
+        return DENSE if self.converting is None else self.converting.key
+
 
 @dataclass(frozen=True)
 class Hold:
@@ -154,9 +159,10 @@ class Planner:
         timing_all = (bench for bench, made in zip(benches, self.spec.bench, strict=True) if not made.layouts)
         bench = next(timing_all, None)
         points = [point for way in self.spec.adapt for point in self._points(way, dense, bench, status)]
-        adapted = [point.planned for point in points]
-        points += [self._point(one, (), dense.evaluating) for one in self.layouts if one not in adapted]
-        points.sort(key=lambda point: self.layouts.index(point.planned))  # which keeps the order of a layout's points
+        adapted = {point.planned.key for point in points}
+        points += [self._point(one, (), dense.evaluating) for one in self.layouts if one.key not in adapted]
+        places = [one.key for one in self.layouts]
+        points.sort(key=lambda point: places.index(point.planned.key))  # which keeps the order of a layout's points
         return SweepPlan(_distinct([dense, *points]), benches)
 
     def _points(self, way: AdaptChoice, dense: Point, bench: Stage | None, status: StatusOf) -> Iterator[Point]:
@@ -164,7 +170,11 @@ class Planner:
 
         bench: the benchmark that times every layout.
         """
-        left, reference = [one for one in self.layouts if not way.layouts or one.name in way.layouts], dense.evaluating
+        once: dict[str, SweepLayout] = {}
+        for one in self.layouts:
+            if not way.layouts or one.name in way.layouts:
+                once.setdefault(one.key, one)
+        left, reference = list(once.values()), dense.evaluating
         for count, stage in enumerate(way.stages):
             if stage.promote is not None:
                 before = [self._point(one, way.stages[:count], reference) for one in left]
@@ -272,8 +282,8 @@ def _distinct(points: Sequence[Point]) -> list[Point]:
     """Return the points, each once: entries of the file may come to the same. No name comes twice."""
     once: dict[object, Point] = {}
     for point in points:
-        key = point.planned.converting.key if point.planned.converting is not None else None
-        once.setdefault((key, str([(stage.method, stage.options) for stage in point.asked])), point)
+        asked = str([(stage.method, stage.options) for stage in point.asked])
+        once.setdefault((point.planned.key, asked, len(point.adapting)), point)
     counts: Counter[str] = Counter()
     named = []
     for point in once.values():
