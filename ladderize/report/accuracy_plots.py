@@ -113,7 +113,7 @@ def _models_plot(content: ReportContent) -> list[ReportPlot]:
             "family": one.family,
             "tokens": one.tokens or 0,
             **value.fields("y"),
-            "words": f"{one.title}; {measure.title} {measure.text(value)}",
+            "words": f"{one.title}; {one.tokens or 0:,} tokens; {measure.title} {measure.text(value)}",
         }
         for one, value in known
         for end in _last_ways([other for other, _ in known if other.modes == one.modes])
