@@ -95,7 +95,7 @@ def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepS
     if root.exists() and not root.is_dir():
         raise UserError(f"--out {root} is not a folder; choose another")
     is_ours = any((root / name).exists() for name in (SWEEP_JSON, CACHE, STAGES))
-    if root.is_dir() and any(root.iterdir()) and not is_ours:
+    if root.is_dir() and not is_ours and any(not entry.name.startswith(".") for entry in root.iterdir()):
         raise UserError(f"--out {root} is not empty, and no folder of a sweep (it has no {SWEEP_JSON}); choose another")
     return spec, root
 
