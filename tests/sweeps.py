@@ -80,7 +80,7 @@ def set_gpus(monkeypatch, *names: str) -> None:
 
 def planner(folder: Path, content) -> Planner:
     asked = read_sweep(write(folder / "s.yaml", content))
-    return Planner.of(asked, StageBuilder.of(asked, Inputs(folder / "cache")), folder / "out")
+    return Planner.of(asked, StageBuilder.of(asked, Inputs()), folder / "out")
 
 
 def plan_of(folder: Path, content, status=lambda stage: "waiting"):

@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 
-from ladderize.sweep.builder import Inputs
 from ladderize.sweep.sweep_file import sweep_spec
 from tests.helpers import invoke, listing, one_sentence
 from tests.sweeps import FAST, spec, write
@@ -216,15 +215,3 @@ def test_folders_that_are_refused(place, tmp_path):
     assert "is not a folder" in one_sentence(invoke("sweep", file, "--out", file))
     assert "is not empty" in one_sentence(invoke("sweep", file, "--out", place / "dense"))
     assert one_sentence(invoke("sweep", file)).startswith("Error: say where to keep everything")
-
-
-def test_hashes_are_remembered_until_a_file_changes(tmp_path):
-    (tmp_path / "a").write_text("1")
-    first = Inputs(tmp_path / "inputs.json")
-    before = first.file(tmp_path / "a")
-    first.save()
-    second = Inputs(tmp_path / "inputs.json")
-    second.remembered[str(tmp_path / "a")]["sha256"] = "remembered"
-    assert second.file(tmp_path / "a") == "remembered"
-    (tmp_path / "a").write_text("22")
-    assert Inputs(tmp_path / "inputs.json").file(tmp_path / "a") != before

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -52,11 +53,8 @@ def test_other_data_and_another_model_are_noticed(place, tmp_path):
     content["model"] = str(tmp_path / "elsewhere")
     renamed = keys(tmp_path, spec(place, **content))
     assert [key in known for key in renamed] == [False, True, False]
-    weights = tmp_path / "elsewhere" / "model.safetensors"
-    blob = bytearray(weights.read_bytes())
-    blob[-1] ^= 1
-    weights.unlink()  # outputs share its place on the disk
-    weights.write_bytes(blob)
+    shutil.rmtree(tmp_path / "elsewhere")
+    save_llama(tmp_path / "elsewhere", seed=1)
     assert not renamed.keys() & keys(tmp_path, spec(place, **content)).keys()
     assert rerun(place, out, **content) == ["convert", "eval", "eval"]
     (model,) = {point["model"] for point in read(out)["points"][1:]}

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.data_specs import parse_specs
-from ladderize.checkpoint.opening import check_model
+from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
-from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import split_name
 from ladderize.files.work import run_digest
 from ladderize.layout import Layout
@@ -30,8 +30,7 @@ from ladderize.sweep.stages import (
 )
 from ladderize.sweep.sweep_file import AdaptStage, BenchChoice, LayoutChoice, SweepSpec
 
-CACHE = "inputs.json"  # in the sweep's folder: the hashes of files that have not changed since
-MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
+MODEL_SUFFIXES = (".json", ".model", ".jinja", ".txt")  # of a checkpoint's files besides the weights
 EVAL_PACKAGES = ("torch", "transformers", "lm-eval")  # accuracies of two versions cannot be compared in pairs
 
 
@@ -40,21 +39,20 @@ class Inputs:
     """The files that a sweep reads and did not make, identified by their content. When one changes, its stages run
     anew.
 
-    cache: a file that keeps the hashes, each with its file's size, time and inode. A file with the same ones is not
-    read again.
-    seen: the hashes that this run has asked for.
+    seen: size, time and place of each file when it was read.
+    hashes: of the files that were read as a whole.
     """
 
-    cache: Path
-    seen: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.remembered = read_own(self.cache).get("files", {})
+    seen: dict[Path, list[int] | None] = field(default_factory=dict)
+    hashes: dict[Path, str] = field(default_factory=dict)
 
     def model(self, name: str) -> str:
         """Return the hash of a checkpoint: its weights, config and tokenizer. Raises UserError unless it is sound."""
-        folder = check_model(name)
-        return self._files(folder, (path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES))
+        checkpoint = open_sound_checkpoint(name)
+        folder = checkpoint.folder
+        self.seen |= {folder / weights: _signature(folder / weights) for weights in checkpoint.weight_files}
+        files = self._files(folder, (path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES))
+        return run_digest({"weights": fingerprint(checkpoint), "files": files})
 
     def _files(self, folder: Path, paths: Iterable[Path]) -> str:
         """Return the hash of the content of files, and of their places in a folder."""
@@ -79,24 +77,19 @@ class Inputs:
         ]
 
     def file(self, path: Path) -> str:
-        """Return the sha256 of a file's content. Raises UserError if the file changes meanwhile."""
+        """Return the sha256 of a file's content, which is read again only where size or time have changed."""
         path = path.resolve()
-        known, signature = self.remembered.get(str(path)), _signature(path)
-        if not isinstance(known, dict) or known.get("signature") != signature or "sha256" not in known:
-            known = {"signature": signature, "sha256": file_sha256(str(path))}
-        self.remembered[str(path)] = self.seen[str(path)] = known
-        return str(known["sha256"])
-
-    def save(self) -> None:
-        """Keep the hashes for the next run."""
-        write_json(self.cache, {"files": self.seen})
+        if path not in self.hashes or self.seen[path] != _signature(path):
+            self.seen[path] = _signature(path)
+            self.hashes[path] = file_sha256(str(path))
+        return self.hashes[path]
 
     def check_unchanged(self) -> None:
-        """Raise UserError for a file that has changed since this run began."""
-        for name, before in self.seen.items():
-            if _signature(Path(name)) != before["signature"]:
+        """Raise UserError for a file that has changed since it was read."""
+        for path, before in self.seen.items():
+            if _signature(path) != before:
                 raise UserError(
-                    f"{name} changed while the sweep ran, so what was measured meanwhile may be of either; run the same"
+                    f"{path} changed while the sweep ran, so what was measured meanwhile may be of either; run the same"
                     " command again: it keeps the stages that were complete before, and that do not depend on it"
                 )
 

@@ -16,7 +16,7 @@ from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.environment import already_started
-from ladderize.sweep.builder import CACHE, Inputs, StageBuilder
+from ladderize.sweep.builder import Inputs, StageBuilder
 from ladderize.sweep.child import run_stage
 from ladderize.sweep.plan import LOST, Planner, Point, SweepPlan
 from ladderize.sweep.show import Board
@@ -61,7 +61,6 @@ def run_sweep(
     except BlockingIOError:
         raise UserError(f"another sweep runs in {root}; wait for it, or choose another --out") from None
     try:
-        run.planner.builder.inputs.save()
         with Board(console) as board:
             document = _run_all(run, board)
         if prune and document.complete:
@@ -94,7 +93,7 @@ def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepS
     root = resolved(out if out is not None else str(spec.out), "--out ")
     if root.exists() and not root.is_dir():
         raise UserError(f"--out {root} is not a folder; choose another")
-    is_ours = any((root / name).exists() for name in (SWEEP_JSON, CACHE, STAGES))
+    is_ours = any((root / name).exists() for name in (SWEEP_JSON, STAGES))
     if root.is_dir() and not is_ours and any(not entry.name.startswith(".") for entry in root.iterdir()):
         raise UserError(f"--out {root} is not empty, and no folder of a sweep (it has no {SWEEP_JSON}); choose another")
     return spec, root
@@ -104,7 +103,7 @@ def _new_run(file: str | Path, out: str | Path | None, console: Console) -> tupl
     """Return a sweep about to begin, and its folder."""
     spec, root = find_folder(file, out)
     with console.stage("reading the model and the data"):
-        planner = Planner.of(spec, StageBuilder.of(spec, Inputs(root / CACHE)), root)
+        planner = Planner.of(spec, StageBuilder.of(spec, Inputs()), root)
     return SweepRun(planner, command_line("sweep", file, *(["--out", out] if out is not None else []))), root
 
 
