@@ -18,15 +18,17 @@ from ladderize.layout import Layout
 from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.threads import cores, processor
 from ladderize.sweep.stages import (
+    BENCH_JSON,
+    MODEL_FOLDER,
     PREDICTIONS,
+    RESULTS,
     SHARDS,
     Given,
     Stage,
+    Words,
     adapt_words,
-    bench_words,
-    convert_words,
-    eval_words,
     make_stage,
+    words_of,
 )
 from ladderize.sweep.sweep_file import AdaptStage, BenchChoice, LayoutChoice, SweepSpec
 
@@ -143,12 +145,12 @@ class StageBuilder:
             "layout": layout.to_config(),
             "head_map": None if head_map is None else self.inputs.data(head_map),
         }
-        return make_stage(
-            "convert",
-            f"convert: {words}",
-            identity,
-            lambda output: (convert_words(spec.model, output, choice.options, spec.verify),),
-        )
+
+        def commands(output: str) -> tuple[Words, ...]:
+            own = {"no_verify": not spec.verify}
+            return (words_of("convert", [spec.model, f"{output}/{MODEL_FOLDER}"], own, choice.options),)
+
+        return make_stage("convert", f"convert: {words}", identity, commands)
 
     def adaptation(self, stage: AdaptStage, before: Stage, name: str) -> Stage:
         """Return the stage of one step of adaptation.
@@ -198,13 +200,14 @@ class StageBuilder:
         if has_text and reference is not None:  # predictions are those of its text
             needs = (*needs, reference)
 
-        def commands(output: str) -> tuple[tuple[str, ...], ...]:
-            own: Given = {}
+        def commands(output: str) -> tuple[Words, ...]:
+            # --resume is safe: the stage's key identifies the model and the data
+            own: dict[str, Any] = {"out": f"{output}/{RESULTS}", "resume": True}
             if has_text and reference is not None:
-                own = {"reference": f"{reference.output}/{PREDICTIONS}"}
+                own |= {"reference": f"{reference.output}/{PREDICTIONS}"}
             elif has_text and made_by is None:
-                own = {"keep_predictions": f"{output}/{PREDICTIONS}"}
-            return (eval_words(model, output, options, own),)
+                own |= {"keep_predictions": f"{output}/{PREDICTIONS}"}
+            return (words_of("eval", [model], own, options),)
 
         return make_stage("eval", f"eval: {name}", identity, commands, needs, self.processes(options))
 
@@ -223,7 +226,7 @@ class StageBuilder:
             "bench",
             f"bench: {title or 'one process'}",
             identity,
-            lambda output: (bench_words(models, output, setting.given),),
+            lambda output: (words_of("bench", models, {"out": f"{output}/{BENCH_JSON}"}, setting.given),),
             tuple(converted),
         )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.methods import FULL, LORA, Method
-from ladderize.commands.adapt import adapt, adapt_options
+from ladderize.commands.adapt import adapt
 from ladderize.commands.bench import bench
 from ladderize.commands.builder import GivenOptions, option_words, parsed
 from ladderize.commands.convert import convert
@@ -18,10 +18,8 @@ from ladderize.commands.evaluate import evaluate
 from ladderize.commands.merge import merge
 from ladderize.commands.shared import command_line
 from ladderize.errors import LadderizeError, UserError
-from ladderize.eval.options import EvalOptions
 from ladderize.files.documents import write_json
 from ladderize.files.work import run_digest
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
 
 Words = tuple[str, ...]  # of a command line, without the program
 Given = Mapping[str, Any]  # option -> value, as a file has them
@@ -98,10 +96,6 @@ def parsed_options(words: Words) -> GivenOptions:
     return parsed(COMMANDS[words[0]], words[1:])
 
 
-def convert_words(model: str, output: str, options: Given, verify: bool) -> Words:
-    return words_of("convert", [model, f"{output}/{MODEL_FOLDER}"], {"no_verify": not verify}, options)
-
-
 def adapt_words(model: str, output: str, method: Method, dense: str, options: Given, verify: bool) -> tuple[Words, ...]:
     """Return the commands of a stage of adaptation. An adapter is merged right away.
 
@@ -121,37 +115,6 @@ def adapt_words(model: str, output: str, method: Method, dense: str, options: Gi
 def trained_folder(method: Method) -> str:
     """Return the folder that a method writes, in a stage's folder."""
     return "adapter" if method == LORA else MODEL_FOLDER
-
-
-def eval_words(model: str, output: str, options: Given, own: Given) -> Words:
-    """Return the command line of an evaluation.
-
-    own: further options that the sweep gives.
-    """
-    # --resume is safe: the stage's key identifies the model and the data
-    return words_of("eval", [model], {**own, "out": f"{output}/{RESULTS}", "resume": True}, options)
-
-
-def bench_words(models: Sequence[str], output: str, options: Given) -> Words:
-    return words_of("bench", models, {"out": f"{output}/{BENCH_JSON}"}, options)
-
-
-def check_adapt(method: Method, options: Given) -> None:
-    """Raise UserError or UsageError for options that do not go with the method."""
-    adapt_options(parsed_options(adapt_words("MODEL", "OUTPUT", method, "DENSE", options, True)[0]))
-
-
-def check_eval(options: Given) -> None:
-    """Raise UserError or UsageError for options of an evaluation that are not valid."""
-    parsed_options(eval_words("MODEL", "OUTPUT", options, {})).fill(EvalOptions).check()
-
-
-def bench_options(options: Given) -> tuple[BenchOptions, str | None]:
-    """Return the checked options of ``ladderize bench``, and its --link."""
-    given = parsed_options(bench_words(["DENSE", "MODEL"], "OUTPUT", options))
-    made, link = given.fill(BenchOptions), given.params["link"]
-    check_bench_usage(given.fill(ModelChoice), made, link)
-    return made, link
 
 
 # ---- a stage ----

@@ -10,21 +10,15 @@ from typing import Any, cast, get_args
 
 from ladderize.adapt.data_specs import HUB
 from ladderize.adapt.methods import ALIGN, Method
+from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import asked_recipe
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
+from ladderize.eval.options import EvalOptions
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
-from ladderize.runtime.bench.options import BenchOptions
-from ladderize.sweep.stages import (
-    Given,
-    bench_options,
-    check_adapt,
-    check_eval,
-    convert_words,
-    errors_begin_with,
-    parsed_options,
-)
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
+from ladderize.sweep.stages import Given, adapt_words, errors_begin_with, parsed_options, words_of
 from ladderize.sweep_document import AS_CONVERTED
 
 MARGIN = 1.0  # points of accuracy, where the file says nothing
@@ -136,7 +130,7 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
     if "eval" in given:
         with errors_begin_with(at := f"{where}: eval"):
             evaluation = absolute(mapping(given["eval"], at))
-            check_eval(evaluation)
+            parsed_options(words_of("eval", ["MODEL"], {}, evaluation)).fill(EvalOptions).check()
     layouts = tuple(_layouts(_entries(given, "layouts", where), where))
     if not layouts:
         raise UserError(f"{where}: layouts is missing; write for example '- ladder: all'")
@@ -220,7 +214,7 @@ def _layouts(entries: list[Any], where: str) -> Iterator[LayoutChoice]:
         for options in grid(absolute(mapping(entry, at))):
             name = read_value(str | None, options.pop("name", None), f"{at}: name")
             with errors_begin_with(at):
-                recipe = asked_recipe(parsed_options(convert_words("SRC", "OUT", options, True)))
+                recipe = asked_recipe(parsed_options(words_of("convert", ["SRC", "OUT"], {}, options)))
                 if not recipe.names_layers:
                     raise UserError("names no layers; give ladder, spd or a recipe (dense is always a point)")
             yield LayoutChoice(at, name, options, recipe)
@@ -266,7 +260,7 @@ def _stages(entry: Any, at: str, data: Given) -> Iterator[AdaptStage]:
         raise UserError(f"{at}: promote is {promote}, but must be at least 1")
     for options in grid(given, "adapt"):
         with errors_begin_with(at):
-            check_adapt(method, options)
+            adapt_options(parsed_options(adapt_words("MODEL", "OUTPUT", method, "DENSE", options, True)[0]))
         yield AdaptStage(cast(Method, method), options, promote)
 
 
@@ -277,5 +271,7 @@ def _benches(entries: list[Any], where: str, names: Sequence[str]) -> Iterator[B
         layouts = _take_layouts(given, at, names)
         for options in grid(given, "bench"):
             with errors_begin_with(at):
-                made, link = bench_options(options)
+                given_options = parsed_options(words_of("bench", ["DENSE", "MODEL"], {}, options))
+                made, link = given_options.fill(BenchOptions), given_options.params["link"]
+                check_bench_usage(given_options.fill(ModelChoice), made, link)
             yield BenchChoice(at, made, link, options, layouts)
