@@ -186,7 +186,6 @@ def test_the_reference_has_its_mean_over_the_same_tasks(files):
     ("case", "note"),
     [
         ("timed alone", "aligned those of older."),
-        ("two of the layout", "aligned those of older."),
         ("timed itself", None),
         ("other virtual ranks", None),
     ],
@@ -200,7 +199,7 @@ def test_a_model_that_was_not_timed_has_the_times_of_its_layout(tmp_path, case, 
     speedups = {name: float(rng.uniform(1.1, 9.0)) for name in ("older", "newer", "aligned")}
     write_files(tmp_path, points={"aligned": -0.2}, speedups=None, models={"dense": dense, "aligned": layout})
     timed = {"dense": dense, "older": replace(layout, sync_tp_size=4) if case == "other virtual ranks" else layout}
-    timed |= dict.fromkeys({"two of the layout": ["newer"], "timed itself": ["newer", "aligned"]}.get(case, []), layout)
+    timed |= dict.fromkeys({"timed itself": ["newer", "aligned"]}.get(case, []), layout)
     write_files(tmp_path, points=None, speedups=speedups, models=timed)
     page = page_of(tmp_path)
     own = speedups["aligned" if case == "timed itself" else "older"]
@@ -467,19 +466,6 @@ def test_a_folder_without_documents(tmp_path):
     assert "has no sweep.json, results*.json" in refused(tmp_path, out=tmp_path)
 
 
-def test_every_missing_or_wrong_key_is_one_sentence(files):
-    """Whatever key of bench.json or results.json is broken: a sentence, and no page."""
-    rng = fresh_rng()
-    for name in ("results.json", "bench.json"):
-        good = json.loads((files / name).read_text())
-        for key in good:
-            if key == "comparisons" or isinstance(good[key], str):
-                continue
-            (files / name).write_text(json.dumps({**good, key: rng.choice(["text", "[]"])}))
-            assert str(files / name) in refused(files / name, out=files), key
-        (files / name).write_text(json.dumps(good))
-
-
 def test_speed_ups_over_another_model_are_refused(files):
     message = "but the accuracies are compared with models/dense"
     bench = json.loads((files / "bench.json").read_text())
@@ -493,12 +479,6 @@ def test_speed_ups_over_another_model_are_refused(files):
 def test_a_model_that_changed_its_layout_is_refused(files):
     change(files / "bench.json", lambda d: d["rows"][1]["attention_sync"].__setitem__(0, "blocking"))
     assert "another layout" in refused(files, out=files)
-
-
-def test_results_without_their_samples_are_refused(files):
-    """Nothing says then which questions were the same."""
-    change(files / "results.json", lambda d: d.pop("comparisons"))
-    assert "keeps no samples of arc" in refused(files, out=files)
 
 
 def test_outputs_that_cannot_be_meant(files, monkeypatch):
