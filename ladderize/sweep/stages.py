@@ -29,6 +29,7 @@ MODEL_FOLDER, PREDICTIONS = "model", "predictions"
 RESULTS, BENCH_JSON = "results.json", "bench.json"
 KEY_DIGITS = 16
 COMMANDS = {"convert": convert, "adapt": adapt, "merge": merge, "eval": evaluate, "bench": bench}
+RESUMED = ("adapt", "eval")  # commands that go on where a killed run stopped
 SHARDS = (FULL, LORA)  # methods with models that FSDP2 shards, and a batch that processes share
 
 
@@ -212,10 +213,10 @@ def mark_finished(stage: Stage, root: Path, seconds: float) -> None:
 def make_folder(stage: Stage, root: Path) -> None:
     """Make the folder of a stage that is about to run.
 
-    The work of a killed run is kept. An output whose result was deleted is removed.
+    The work of a killed run is kept where the command goes on with it. An output whose result was deleted is removed.
     """
     folder = root / stage.output
-    if (folder / MARKER).exists():
+    if folder.exists() and ((folder / MARKER).exists() or stage.kind not in RESUMED):
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
 
