@@ -8,6 +8,7 @@ import torch
 from ladderize.console import human_bytes
 from ladderize.errors import UserError
 
+GPU_RESERVE = 16  # one part in so many is for the buffers of NCCL and cuBLAS, and for what graphs of prompts hold
 STATUS, CLEAR, MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 # Control groups of versions 2 and 1: limit, usage, and a table with the part of the usage that is droppable page cache.
@@ -89,6 +90,8 @@ def check_room(needed: int, device: torch.device, what: str, advice: str, *, pro
     processes: those of this machine that each need as much at once. They share its memory, and have a GPU each.
     """
     available = available_bytes(device)
+    if device.type == "cuda" and available is not None:
+        available -= available // GPU_RESERVE
     if device.type == "cpu" and processes > 1:
         needed, what = needed * processes, f"{what} in each of {processes} processes"
     if available is not None and needed > available:

@@ -54,6 +54,13 @@ def test_memory_that_torch_keeps_ready_is_free():
         assert available_bytes(DEVICE) == before
 
 
+def test_a_part_of_a_gpu_is_left_to_libraries():
+    with SimulatedGpu(seed()):
+        check_room(MEMORY_BYTES * 15 // 16, DEVICE, "a model", "lower it")
+        with pytest.raises(UserError, match="a model needs"):
+            check_room(MEMORY_BYTES * 15 // 16 + 1, DEVICE, "a model", "lower it")
+
+
 def test_the_peak_is_of_what_was_held_at_once():
     with SimulatedGpu(seed()):
         kept = torch.zeros(1 << 10, device=DEVICE)
