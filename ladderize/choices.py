@@ -43,7 +43,6 @@ class Option:
     needs: str = ""  # the field of the same dataclass without which it has no effect
     kind: Any = None  # its type on the command line, where that is not the field's
     parse: Callable[[str], Any] | None = None  # converts the command line's value to the field's
-    parser: Callable[[str], Any] | None = None  # the same at once: it raises typer's BadParameter
     positional: bool = False
 
 

@@ -387,12 +387,6 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(fresh_library, tmp_pat
     assert "did not end within 1 s" in choose_operations(ALONE, torch.bfloat16).note
 
 
-def test_words_of_a_compiler_that_are_no_text(fresh_library, tmp_path):
-    text = r"import os, sys; os.write(2, b'caf\xe9 error\n'); sys.exit(1)"
-    fresh_library.setenv("CXX", compiler(tmp_path, text))
-    assert "caf\ufffd error" in choose_operations(ALONE, torch.bfloat16).note
-
-
 def test_nowhere_to_keep_it(fresh_library, tmp_path):
     """No home, or one that is named relative to where the command runs: it is compiled for this process alone."""
     fresh_library.delenv("HOME")

@@ -253,7 +253,6 @@ def _built(name: str, known: Option, hint: Any, default: Any, panel: str, callba
             help=known.help,
             min=None if known.parse else known.min,  # typer sees the text, before it is parsed
             max=known.max,
-            parser=known.parser,
             show_default=known.shown or True,
             rich_help_panel=panel,
             callback=callback,
