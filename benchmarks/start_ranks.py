@@ -1,8 +1,7 @@
 """How long it takes to start a group of two ranks that do nothing, and to notice that one was killed.
 
-ladderize's own way (forked from a server that has imported torch and transformers) beside multiprocessing's spawn and
-torch's elastic launcher, interleaved. Ranks of all three import what the runtime's ranks import. Prints a table and
-writes benchmarks/results/start_ranks.json.
+ladderize's way (torch's start_processes, forked from a server that has imported torch and transformers) beside torch's
+elastic launcher, interleaved. Ranks of both import what the runtime's ranks import. Prints a table and writes benchmarks/results/start_ranks.json.
 
     .venv/bin/python benchmarks/start_ranks.py
 """
@@ -17,7 +16,6 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -47,15 +45,6 @@ def ours(function):
     return launch.run(function, tp_size=2, device="cpu", threads=1)
 
 
-def spawned(function):
-    import multiprocessing
-
-    from ladderize.runtime import launch
-
-    with mock.patch.object(launch, "start_context", return_value=multiprocessing.get_context("spawn")):
-        return launch.run(function, tp_size=2, device="cpu", threads=1)
-
-
 def elastic(function):
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -72,7 +61,7 @@ def elastic(function):
     return elastic_launch(config, function)()[0]
 
 
-WAYS = {"ladderize": ours, "spawn": spawned, "elastic": elastic}
+WAYS = {"ladderize": ours, "elastic": elastic}
 
 
 def measure(way: str) -> dict[str, float]:
