@@ -1,7 +1,8 @@
 """How long it takes to start a group of two ranks that do nothing, and to notice that one was killed.
 
 ladderize's way (torch's start_processes, forked from a server that has imported torch and transformers) beside torch's
-elastic launcher, interleaved. Ranks of both import what the runtime's ranks import. Prints a table and writes benchmarks/results/start_ranks.json.
+elastic launcher, interleaved. Ranks of both import what the runtime's ranks import. Prints a table and
+writes benchmarks/results/start_ranks.json.
 
     .venv/bin/python benchmarks/start_ranks.py
 """
