@@ -78,7 +78,7 @@ def lines_of_words(text: str) -> Iterator[list[str]]:
         words = shlex.split(line.removeprefix("$ "), comments=True)
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # VARIABLE=value in front
             words = words[1:]
-        yield words
+        yield words[: words.index(">")] if ">" in words else words
 
 
 def commands(text: str) -> Iterator[list[str]]:
