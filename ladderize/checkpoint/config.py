@@ -69,9 +69,6 @@ def check_sizes(config: Mapping[str, Any], model: str = "this checkpoint") -> No
         if type(value) is not int or not 1 <= value <= most:
             found = shown(value) if key in config else "missing"
             raise UserError(f"config.json: {key} is {found}, but must be a positive integer of at most {most:,}")
-    for key, value in _numbers(config):
-        if not math.isfinite(value):
-            raise UserError(f"config.json: {key} is {value}, which is not a number; repair the file")
     for key in ("dtype", "torch_dtype"):
         value = config.get(key)
         if value is not None and str(value).removeprefix("torch.") not in STATED_DTYPES:
@@ -104,14 +101,6 @@ def check_rope(config: Mapping[str, Any]) -> None:
     numbers |= {"rms_norm_eps": config["rms_norm_eps"]} if "rms_norm_eps" in config else {}
     for key in numbers:
         positive(numbers, key)
-
-
-def _numbers(value: Any, key: str = "") -> list[tuple[str, float]]:
-    if isinstance(value, dict):
-        return [pair for name, item in value.items() for pair in _numbers(item, f"{key}.{name}" if key else str(name))]
-    if isinstance(value, list):
-        return [pair for item in value for pair in _numbers(item, key)]
-    return [(key, value)] if isinstance(value, float) else []
 
 
 def kv_head_count(config: Mapping[str, Any]) -> int:

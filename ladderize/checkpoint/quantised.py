@@ -31,31 +31,16 @@ STATIC_SCALES = (
 QUANTISE_LAST = "convert and retrain the unquantised model, then quantise the result"
 
 
-@dataclass(frozen=True)
-class ProjectionTensors:
-    """The tensors of a quantised projection.
-
-    needed: groups of names, of each of which one must be there.
-    transposed: they are stored as [in, out].
-    """
-
-    needed: tuple[tuple[str, ...], ...]
-    transposed: bool = False
-
-
-INT4_WORDS = ProjectionTensors((("qweight",), ("qzeros",), ("scales",)), transposed=True)
-QUANTISATION_METHODS = {
-    "compressed-tensors": ProjectionTensors((("weight", "weight_packed"), ("weight_scale",))),
-    "fp8": ProjectionTensors((("weight",), ("weight_scale", "weight_scale_inv"))),
-    "modelopt": ProjectionTensors((("weight",), ("weight_scale",))),
-    "awq": INT4_WORDS,
-    "gptq": INT4_WORDS,
+# method -> groups of a quantised projection's tensors, of each of which one must be there
+QUANTISATION_METHODS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "compressed-tensors": (("weight", "weight_packed"), ("weight_scale",)),
+    "fp8": (("weight",), ("weight_scale", "weight_scale_inv")),
+    "modelopt": (("weight",), ("weight_scale",)),
+    "awq": (("qweight",), ("qzeros",), ("scales",)),
+    "gptq": (("qweight",), ("qzeros",), ("scales",)),
 }
-TRANSFORMERS_NEEDS = {
-    "compressed-tensors": "compressed_tensors",
-    "awq": "gptqmodel",
-    "gptq": "gptqmodel",
-}  # for transformers
+TRANSPOSED = ("awq", "gptq")  # their tensors are stored as [in, out]
+PACKAGES = {"compressed-tensors": "compressed_tensors", "awq": "gptqmodel", "gptq": "gptqmodel"}  # for transformers
 
 
 @dataclass(frozen=True)
@@ -97,7 +82,7 @@ class Quantisation:
         """The reason for which transformers does not run it here; None where it does."""
         if self.method == "modelopt" or (self.method == "fp8" and not self.stated.get("weight_block_size")):
             return f"transformers does not run weights quantised as {self.words}"
-        package = TRANSFORMERS_NEEDS.get(self.method)
+        package = PACKAGES.get(self.method)
         if package is not None and importlib.util.find_spec(package) is None:
             name = package.replace("_", "-")
             return f"transformers needs {name} for weights quantised as {self.words} (pip install {name})"
@@ -170,7 +155,7 @@ def plain_view(
         module, _, last = name.rpartition(".")
         parts[module][last] = info
     stored = next((info.dtype for name, info in tensors.items() if name.endswith("norm.weight")), "BF16")
-    needed, quantised = QUANTISATION_METHODS[quantisation.method].needed, 0
+    needed, quantised = QUANTISATION_METHODS[quantisation.method], 0
     for name, shape in expected.items():
         module = name.removesuffix(".weight")
         if not name.endswith(("_proj.weight", LM_HEAD + ".weight")):
@@ -214,7 +199,7 @@ def check_ranks(checkpoint: Checkpoint, quantisation: Quantisation, ranks: int) 
         if not module.endswith("_proj") or len(info.shape) != 2:
             continue
         columns = module.endswith(ROW_PARALLEL)
-        size = info.shape[columns != QUANTISATION_METHODS[quantisation.method].transposed]
+        size = info.shape[columns != (quantisation.method in TRANSPOSED)]
         shares = min(ranks, kv_heads) if module.endswith(("k_proj", "v_proj")) else ranks
         if size > 1 and size % shares:
             raise UserError(

@@ -62,10 +62,13 @@ def read_tensor(
                 values = file.get_slice(info.name)[(slice(None),) * dim + (slice(start, stop),)]
             copied: Tensor = values.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
     except SafetensorError:  # its header was sound when the checkpoint was opened
-        raise UserError(
-            f"{folder / info.file} became shorter while it was read; nothing was written, read it again"
-        ) from None
+        raise shorter(folder / info.file) from None
     return copied
+
+
+def shorter(path: Path) -> UserError:
+    """Return the error for a file that became shorter since its header was read."""
+    return UserError(f"{path} became shorter while it was read; nothing was written, read it again")
 
 
 def bytes_of(tensor: "Tensor") -> memoryview:

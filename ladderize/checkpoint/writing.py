@@ -24,16 +24,17 @@ from ladderize.checkpoint.reading import (
     read_weight_map,
     torch_dtype,
 )
-from ladderize.checkpoint.tensors import bytes_of, encode_header, read_tensor
+from ladderize.checkpoint.tensors import bytes_of, encode_header, read_tensor, shorter
 from ladderize.console import SILENT, Console, human_bytes, sentence
 from ladderize.errors import UserError
 from ladderize.files import output
+from ladderize.files.regular import open_regular
 from ladderize.files.temporaries import fsync
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-READ_AT_ONCE = 16 << 20  # bytes
+READ_AT_ONCE = 1 << 20  # bytes; malloc reuses pieces of this size
 
 
 class Move(NamedTuple):
@@ -209,20 +210,33 @@ def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Calla
 
 
 def _parts(entry: Entry, folder: Path) -> "Iterator[Tensor]":
-    """Yield a tensor's values in the order in which they are stored, some rows at a time."""
+    """Yield a tensor's values in the order in which they are stored, some rows at a time.
+
+    Each is valid until the next one: they share a buffer, since fresh memory costs more than the copy.
+    """
+    import torch
+
     info, move = entry.source, entry.move
-    if not info.shape:
+    if not info.is_stored or not info.nbytes:
         yield read_tensor(folder, info)
         return
+    shape = info.shape or (1,)
     blocks = move.order if move is not None and move.axis == 0 else (0,)
-    rows = info.shape[0] // len(blocks)
-    step = max(1, READ_AT_ONCE * rows // max(1, info.nbytes // len(blocks)))
-    for block in blocks:
-        for start in range(block * rows, (block + 1) * rows, step):
-            part = read_tensor(folder, info, dim=0, start=start, stop=min(start + step, (block + 1) * rows))
-            if move is not None and move.axis == 1:
-                part = part.unflatten(1, (len(move.order), -1))[:, list(move.order)].flatten(1)
-            yield part
+    rows, width = shape[0] // len(blocks), info.nbytes // shape[0]
+    step = max(1, READ_AT_ONCE // width)
+    buffer = bytearray(min(step, rows) * width)
+    with open_regular(folder / info.file) as file:
+        for block in blocks:
+            file.seek(info.start + block * rows * width)
+            for start in range(0, rows, step):
+                count = min(step, rows - start)
+                if file.readinto(memoryview(buffer)[: count * width]) != count * width:
+                    raise shorter(folder / info.file)
+                values = torch.frombuffer(buffer, dtype=torch_dtype(info.dtype))
+                part = values[: count * values.numel() * width // len(buffer)].view(count, *shape[1:])
+                if move is not None and move.axis == 1:
+                    part = part.unflatten(1, (len(move.order), -1))[:, list(move.order)].flatten(1)
+                yield part
 
 
 def _cast(values: "Tensor", entry: Entry) -> "Tensor":
