@@ -87,7 +87,7 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
         (["--lr", "0"], 2, "--lr must be above 0"),
         (["--log-with", "pigeon"], 1, "--log-with pigeon is no tracker of Accelerate that is installed here"),
         (["--seq-len", "65"], 1, "--seq-len 65 is more than the 64 positions"),
-        (["--train", "9"], 1, "--train: 9 is out of range"),
+        (["--train", "9"], 1, "--train: 9 is empty or out of range"),
         (["--micro-batch-size", "3"], 1, "--micro-batch-size 3 does not divide the 4 rows"),
         (["--batch-size", "99"], 1, "fewer than --batch-size 99"),
         (["--distill-from", "OTHER"], 1, "--distill-from OTHER is not dense"),
