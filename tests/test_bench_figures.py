@@ -247,7 +247,7 @@ def test_an_interval_holds_its_speed_up():
 
 
 def communication(exposed, interval, alone=5.0):
-    figures = {"no_communication_ms": 20.0, "alone_ms": alone, "vocabulary_alone_ms": 0.0, "exposed_ms": exposed}
+    figures = {"no_communication_ms": 20.0, "alone_ms": alone, "exposed_ms": exposed}
     return PhaseCommunication(
         all_reduces=4, bytes=64, exposed_interval_ms=list(interval), hidden_ms=alone - exposed, **figures
     )

@@ -1,5 +1,5 @@
-"""The document bench.json (docs/files.md): its rows, and the machine they were measured on. Imports no torch, since
-predictions have such rows too.
+"""The document bench.json (docs/files.md): its rows, and the machine they were measured on. Imports no torch, so that
+reports read it at once.
 
 The intervals of its figures are 95 % intervals of a paired bootstrap: rounds are drawn with replacement, and a round's
 times of both variants stay together, since a slow moment of the machine hits both.
@@ -104,8 +104,7 @@ class PhaseCommunication(Record):
     """The communication of one pass: a prefill, a decode step, or one of the two passes of a training step.
 
     all_reduces, bytes: of the layers.
-    alone_ms: time of all collectives with nothing beside them.
-    vocabulary_alone_ms: the vocabulary's share of alone_ms.
+    alone_ms: time of all collectives with nothing beside them, the vocabulary's too.
     exposed_ms: time waited for them. It is a difference of two medians, so it may come out below 0.
     hidden_ms: alone_ms - exposed_ms.
     """
@@ -114,7 +113,6 @@ class PhaseCommunication(Record):
     bytes: int
     no_communication_ms: float
     alone_ms: float
-    vocabulary_alone_ms: float
     exposed_ms: float
     exposed_interval_ms: list[float]
     hidden_ms: float
@@ -178,15 +176,22 @@ class VariantRow(Record):
 
 
 @dataclass(frozen=True)
-class SpeedRow(VariantRow):
-    """The speed of a model, or of a baseline, that answers: measured or predicted.
-
-    A speed-up is over the first model. Its interval is a 95 % interval.
+class BenchRow(VariantRow):
+    """A measured row of inference: a model, or a baseline. Samples are of every counted round.
 
     kind: MODEL_ROW or BASELINE_ROW.
+    schedule: the schedule of the prefill.
+    communication, no_communication_samples_ms: by phase; None in the row of the no-comm baseline, and in vLLM.
+    overlap: by phase, with --profile.
+    architecture: vLLM's model class.
+    fused_norm: True if vLLM was configured to fuse norms into all-reduces; this and ``architecture`` are None on
+    ladderize's runtime.
     """
 
     PARTS: ClassVar = PHASES
+    LEFT_OUT: ClassVar = (
+        "communication", "no_communication_samples_ms", "overlap", "architecture", "fused_norm",
+    )  # fmt: skip
 
     kind: str
     kv_cache_bytes: int
@@ -200,29 +205,6 @@ class SpeedRow(VariantRow):
     speedup_prefill_interval: list[float]
     speedup_decode_interval: list[float]
     speedup_end_to_end_interval: list[float]
-
-    @property
-    def is_model(self) -> bool:
-        """True for a model, False for a baseline."""
-        return self.kind == MODEL_ROW
-
-
-@dataclass(frozen=True)
-class BenchRow(SpeedRow):
-    """A measured row of inference. Samples are of every counted round.
-
-    schedule: the schedule of the prefill.
-    communication, no_communication_samples_ms: by phase; None in the row of the no-comm baseline, and in vLLM.
-    overlap: by phase, with --profile.
-    architecture: vLLM's model class.
-    fused_norm: True if vLLM was configured to fuse norms into all-reduces; this and ``architecture`` are None on
-    ladderize's runtime.
-    """
-
-    LEFT_OUT: ClassVar = (
-        "communication", "no_communication_samples_ms", "overlap", "architecture", "fused_norm",
-    )  # fmt: skip
-
     samples_ms: dict[str, list[float]]
     communication: dict[str, PhaseCommunication] | None = None
     no_communication_samples_ms: dict[str, list[float]] | None = None
@@ -230,6 +212,11 @@ class BenchRow(SpeedRow):
     schedule: ScheduleName = "sequential"
     architecture: str | None = None
     fused_norm: bool | None = None
+
+    @property
+    def is_model(self) -> bool:
+        """True for a model, False for a baseline."""
+        return self.kind == MODEL_ROW
 
     def overlaps(self, part: str) -> bool:
         """Return True if the layout or, in the prefill, the schedule lets a sum run under compute."""
@@ -418,7 +405,7 @@ def timed_figures(seconds: Seconds, first: Seconds, passes: Mapping[str, int], t
 
 
 def inference_figures(seconds: Seconds, first: Seconds, decode_steps: int, batch: int) -> dict[str, Any]:
-    """Return the times, rates and speed-ups of a ``SpeedRow``.
+    """Return the times, rates and speed-ups of a ``BenchRow``.
 
     first: the samples that speed-ups are over.
     """

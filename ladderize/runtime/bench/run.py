@@ -213,16 +213,14 @@ class RuntimeRun(BenchRun[SomeOptions]):
     def communication(self, variant: Variant, part: str) -> PhaseCommunication:
         """Return the communication of a variant in a part. All ranks call it."""
         timed, silent, messages = variant.timed, variant.silent, variant.messages[part]
-        seconds = [(one, self.alone.seconds(one.collective, one.bytes)) for one in messages]
         sums = [message.bytes for message in messages if not message.vocabulary]
-        alone = 1e3 * sum(alone for _, alone in seconds)
+        alone = 1e3 * sum(self.alone.seconds(one.collective, one.bytes) for one in messages)
         exposed = timed.median_ms(part) - silent.median_ms(part)
         return PhaseCommunication(
             all_reduces=len(sums),
             bytes=sum(sums),
             no_communication_ms=silent.median_ms(part),
             alone_ms=alone,
-            vocabulary_alone_ms=1e3 * sum(alone for message, alone in seconds if message.vocabulary),
             exposed_ms=exposed,
             exposed_interval_ms=[1e3 * end for end in difference_interval(timed.seconds[part], silent.seconds[part])],
             hidden_ms=alone - exposed,
