@@ -275,17 +275,17 @@ def cost(**changes):
         ({"schema_version": 7}, "has schema_version 7"),
         ({"fingerprint": "0" * 64}, "was measured on another model"),
         ({"fingerprint": None}, "fingerprint is None"),
-        ({"fingerprint": ""}, "fingerprint is ''"),
-        ({"sync_tp_size": None}, "sync_tp_size is None"),
+        ({"fingerprint": ""}, "was measured on another model"),
+        ({"sync_tp_size": None}, "has costs of dropped layers and no sync_tp_size"),
         ({"sync_tp_size": True}, "sync_tp_size is True"),
-        ({"sync_tp_size": 0}, "sync_tp_size is 0, but must be a positive integer"),
+        ({"sync_tp_size": 0}, "has costs of dropped layers and no sync_tp_size"),
         ({"sync_tp_size": 3}, "3 does not divide the 8 attention heads"),
         ({"tau1": None}, "tau1 is None"),
         ({"costs": None}, "costs is None, but must be a list"),
         ({"costs": [1, 2, 3, 4]}, "costs[0] is 1, but must be an object"),
-        ({"costs": []}, "it has no costs"),
+        ({"costs": []}, "has not one finite cost for each layer of each kind, in order"),
         (document(values=VALUES[:3]), "is of 3 layers, but the model has 4"),
-        (cost(layer=2), "it has not one cost for each of 4 layers of kind spd, in order"),
+        (cost(layer=2), "has not one finite cost for each layer of each kind, in order"),
         (cost(layer=True), "costs[1]: layer is True, but must be of type int"),
         (cost(sensitivity=None), "costs[1]: sensitivity is None, but must be of type float"),
         (cost(nats="0.1"), "costs[1]: nats is '0.1', but must be of type float"),
@@ -317,7 +317,7 @@ def test_files_that_are_none(tmp_path, text, message):
 
 def test_infinity_by_overflow(llama, tmp_path, measured):
     measured.write_text(measured.read_text().replace("12.0", "1e999"))
-    with pytest.raises(UserError, match="the cost of layer 3 as spd is not a finite number"):
+    with pytest.raises(UserError, match="has not one finite cost for each layer"):
         read_sensitivity(measured)
 
 

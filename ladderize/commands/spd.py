@@ -1,6 +1,6 @@
 """``spd``."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from ladderize.commands.shared import LOADING, command_line, retrain_command, sc
 from ladderize.console import Console
 
 if TYPE_CHECKING:
-    from ladderize.adapt.layers.spd import SpdBlock, SpdDocument
+    from ladderize.adapt.layers.spd import SpdDocument
 
 
 @dataclass(frozen=True)
@@ -85,25 +85,25 @@ def spd(given: GivenOptions) -> None:
 
 def spd_rows(document: "SpdDocument") -> list[dict[str, str]]:
     """Return the table's row of each block. Steps that no block got have no column."""
-    columns: dict[str, Callable[[SpdBlock], str]] = {
-        "block": lambda row: str(row.block),
-        "S": lambda row: f"{row.sensitivity:+.4f}",
-        "class": lambda row: row.sensitivity_class,
-        "attention sync": lambda row: "dropped" if row.selected else "kept",
-        "head grouping: error": lambda row: (
-            f"{row.grouping.error_before:.2e} to {row.grouping.error_after:.2e}" if row.grouping else ""
-        ),
-        "alignment: error of the MLP's writes": lambda row: (
-            "{error_before:.1%} to {error_after:.1%}".format(**vars(row.alignment.projections[-1]))
-            if row.alignment
-            else ""
-        ),
-        "distillation: block error": lambda row: (
-            f"{row.distillation.share_lost_before:.2%} to {row.distillation.share_lost_after:.2%}"
-            if row.distillation
-            else ""
-        ),
-    }
-    cells = {name: [text(row) for row in document.blocks] for name, text in columns.items()}
-    shown = {name: texts for name, texts in cells.items() if any(texts)}
-    return [{name: texts[number] for name, texts in shown.items()} for number in range(len(document.blocks))]
+    rows = [
+        {
+            "block": str(block.block),
+            "S": f"{block.sensitivity:+.4f}",
+            "class": block.sensitivity_class,
+            "attention sync": "dropped" if block.selected else "kept",
+            "head grouping: error": _change(block.grouping and vars(block.grouping), "error_{}", ".2e"),
+            "alignment: error of the MLP's writes": _change(
+                block.alignment and vars(block.alignment.projections[-1]), "error_{}", ".1%"
+            ),
+            "distillation: block error": _change(
+                block.distillation and vars(block.distillation), "share_lost_{}", ".2%"
+            ),
+        }
+        for block in document.blocks
+    ]
+    return [{name: text for name, text in row.items() if any(other[name] for other in rows)} for row in rows]
+
+
+def _change(report: Mapping[str, float] | None, name: str, form: str) -> str:
+    """Return a figure of a report before and after; empty where there is no report."""
+    return " to ".join(format(report[name.format(when)], form) for when in ("before", "after")) if report else ""

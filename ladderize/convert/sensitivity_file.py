@@ -6,7 +6,7 @@ the SPD paper (arXiv 2502.20727), which decides a block's class.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, get_args
@@ -124,11 +124,7 @@ class SensitivityDocument(Record):
 
 
 class LayerChange(NamedTuple):
-    """A changed model.
-
-    layer: the changed one; in a sweep all from this one on.
-    kind: what it becomes.
-    """
+    """A changed model: layer ``layer``, in a sweep every layer from it on, becomes ``kind``."""
 
     layer: int
     kind: str
@@ -163,26 +159,18 @@ def layer_costs(
 
     count = len(changes)
     before = np.arange(1, count + 1) if mode == "sweep" else np.full(count, count)  # the model without the change
-    means = nll.mean(0) / tokens
-    perplexities, resampled = np.exp(means), np.exp(window_resamples(nll) / tokens)
-    values = perplexities[:-1] - perplexities[before]
-    low, high = np.quantile(
-        resampled[:, :-1] - resampled[:, before], [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0
-    ).tolist()
+    means, rng = nll.mean(0) / tokens, np.random.default_rng(0)
+    # the mean of each column in each bootstrap resample of the windows
+    drawn = rng.multinomial(len(nll), np.full(len(nll), 1 / len(nll)), size=RESAMPLES)
+    perplexities, resampled = np.exp(means), np.exp(drawn @ nll / len(nll) / tokens)
+    values = (perplexities[:-1] - perplexities[before]).tolist()
+    ends = [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2]
+    low, high = np.quantile(resampled[:, :-1] - resampled[:, before], ends, axis=0).tolist()
     nats = (means[:-1] - means[before]).tolist()
     return [
-        LayerCost(change.layer, change.kind, nats[i], value, low[i], high[i], classify(value, tau1, tau2))
-        for i, (change, value) in enumerate(zip(changes, values.tolist(), strict=True))
+        LayerCost(change.layer, change.kind, nats[i], values[i], low[i], high[i], classify(values[i], tau1, tau2))
+        for i, change in enumerate(changes)
     ]
-
-
-def window_resamples(table: "np.ndarray") -> "np.ndarray":
-    """Return the mean of each column [windows, K] in each bootstrap resample of the windows: [RESAMPLES, K]."""
-    import numpy as np
-
-    count = len(table)
-    counts = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    return counts @ table / count
 
 
 def default_tau1(parameters: int) -> float:
@@ -197,30 +185,17 @@ def classify(sensitivity: float, tau1: float, tau2: float) -> SensitivityClass:
 def read_sensitivity(path: Path) -> SensitivityDocument:
     """Read a sensitivity.json; raises UserError for a malformed one."""
     document = SensitivityDocument.from_dict(read_document(path, "sensitivity file"), path)
-    for problem in _problems(document):
-        raise UserError(f"{path}: {problem}; measure it again")
+    layers = list(range(document.num_layers))
+    numbers = [document.tau1, document.tau2, document.dense_nll]
+    numbers += [value for cost in document.costs for value in (cost.nats, cost.sensitivity)]
+    complete = document.costs and all(
+        [cost.layer for cost in document.of_kind(kind)] == layers for kind in document.kinds
+    )
+    if not complete or not all(map(math.isfinite, numbers)):
+        raise UserError(f"{path} has not one finite cost for each layer of each kind, in order; measure it again")
+    if not document.sync_tp_size and any(SPD in kind for kind in document.kinds):
+        raise UserError(f"{path} has costs of dropped layers and no sync_tp_size; measure it again")
     return document
-
-
-def _problems(document: SensitivityDocument) -> Iterator[str]:
-    """Yield the errors in the content of a file, which may come from anybody."""
-    if not document.fingerprint:
-        yield "fingerprint is '', but must be the text that identifies a model"
-    if document.sync_tp_size is not None and document.sync_tp_size < 1:
-        yield f"sync_tp_size is {document.sync_tp_size}, but must be a positive integer"
-    if not document.costs:
-        yield "it has no costs"
-    for name in ("tau1", "tau2", "dense_nll"):
-        if not math.isfinite(getattr(document, name)):
-            yield f"{name} is not a finite number"
-    for kind in document.kinds:
-        if [cost.layer for cost in document.of_kind(kind)] != list(range(document.num_layers)):
-            yield f"it has not one cost for each of {document.num_layers} layers of kind {kind}, in order"
-    for cost in document.costs:
-        if not (math.isfinite(cost.nats) and math.isfinite(cost.sensitivity)):
-            yield f"the cost of layer {cost.layer} as {cost.kind} is not a finite number"
-        if SPD in cost.kind and document.sync_tp_size is None:
-            yield "sync_tp_size is None, but layers of it are dropped"
 
 
 def alignment_words(aligned: AlignmentWindows) -> str:

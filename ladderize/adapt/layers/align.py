@@ -142,7 +142,7 @@ def check_states_room(needed: int, option: str, *, processes: int = 1) -> None:
     needed: bytes of one process.
     option: the one to lower.
     """
-    check_room(needed, torch.device("cpu"), "the states of all windows", f"lower {option}", processes=processes)
+    check_room(needed, torch.device("cpu"), "keeping the states of all windows", f"lower {option}", processes=processes)
 
 
 def warn_of_few(tokens: int, config: Mapping[str, Any], option: str, console: Console) -> None:

@@ -67,7 +67,7 @@ def distill(job: LayerJob, settings: DistillSettings) -> None:
     pairs = any(needs_pair(student.layout, layer) for layer in student.layers)
     states = 2 * (1 + pairs) * windows.all.numel() * int(teacher.config["hidden_size"]) * teacher.dtype.itemsize
     advice = "lower --samples"
-    check_room(states, torch.device("cpu"), "the states of all windows", advice, processes=ranks.local_size)
+    check_room(states, torch.device("cpu"), "keeping the states of all windows", advice, processes=ranks.local_size)
     job.console.note(
         f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {windows.train.shape[1]} tokens,"
         f" {len(windows.heldout)} held out, for at most {settings.epochs} epoch{'s' if settings.epochs > 1 else ''} on"

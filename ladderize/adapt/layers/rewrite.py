@@ -2,7 +2,7 @@
 its document. A method makes the layers; a killed run resumes after the last finished one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -125,49 +125,33 @@ def perplexity_rows(perplexities: Mapping[str, Perplexity], divergences: Mapping
 # ---- from work to a checkpoint ----
 
 
-@dataclass(frozen=True)
 class CheckpointRun:
     """A command that makes the checkpoint ``out`` with its ``document``, from work that a killed run resumes.
 
-    folder: of the work.
-    sources: folders that are read.
+    All ranks make one.
+    Raises UserError unless ``out`` may be written, and is none of ``sources``.
     """
 
-    out: str
-    document: str
-    folder: Path
-    sources: tuple[Path, ...]
-    ranks: Ranks
-    console: Console
-    overwrite: bool
-
-    @classmethod
-    def begin(
-        cls,
+    def __init__(
+        self,
         out: str,
         document: str,
         work_dir: Path | None,
-        sources: tuple[Checkpoint, ...],
+        sources: Sequence[Checkpoint],
         ranks: Ranks,
         console: Console,
         *,
         overwrite: bool,
-    ) -> "CheckpointRun":
-        """Return the run; raises UserError unless ``out`` may be written and is none of ``sources``."""
-        folders = tuple(source.folder for source in sources)
-        run = cls(out, document, work_folder(out, work_dir, *folders), folders, ranks, console, overwrite)
+    ) -> None:
+        self.out, self.document, self.ranks, self.console, self.overwrite = out, document, ranks, console, overwrite
+        self.sources = [source.folder for source in sources]
+        self.folder = work_folder(out, work_dir, *self.sources)
+        self.identity: Mapping[str, Any] = {}
         if ranks.is_main:
             output.clean_up(resolved(out))  # a killed swap may have set OUT aside
-        if run._written() is None:
-            run._check_target()
-        return run
-
-    def _written(self) -> str | None:
-        """Return the digest of the run that wrote OUT, unless that is to be replaced."""
-        digest: str | None = self.ranks.broadcast(
-            None if self.overwrite else read_own(resolved(self.out) / self.document).get(RUN)
-        )
-        return digest
+        self.earlier = ranks.broadcast({} if overwrite else read_own(resolved(out) / document))
+        if RUN not in self.earlier:  # a finished run leaves OUT full
+            self._check_target()
 
     def _check_target(self) -> None:
         for folder in self.sources:
@@ -179,8 +163,8 @@ class CheckpointRun:
         identity: everything that decides the result.
         Raises UserError where the folder holds work of another run.
         """
-        written = self._written()
-        if written is not None and written == run_digest(identity):
+        self.identity = identity
+        if RUN in self.earlier and self.earlier[RUN] == run_digest(identity):
             if self.ranks.is_main:
                 LayerFolder.tidy(self.folder, identity, resolved(self.out), self.console)
             return None
@@ -188,15 +172,13 @@ class CheckpointRun:
         with self.ranks.main_first():
             return LayerFolder(self.folder, identity, main=self.ranks.is_main)
 
-    def earlier(self, kind: type[OwnRecord]) -> OwnRecord | None:
+    def written(self, kind: type[OwnRecord]) -> OwnRecord | None:
         """Return the document of the earlier run that wrote ``out``; None on other ranks than 0."""
-        path = resolved(self.out) / self.document
-        return kind.from_dict(read_own(path), path) if self.ranks.is_main else None
+        return kind.from_dict(self.earlier, self.document) if self.ranks.is_main else None
 
     def write(
         self,
         work: LayerFolder,
-        identity: Mapping[str, Any],
         model: str,
         recipe: Recipe,
         document: Record,
@@ -206,7 +188,7 @@ class CheckpointRun:
         verify: bool,
     ) -> None:
         """Write ``out``, whole or not at all, and remove the work. Raises UserError where it cannot be written."""
-        text = to_json({**document.to_dict(), RUN: run_digest(identity)}) + "\n"
+        text = to_json({**document.to_dict(), RUN: run_digest(self.identity)}) + "\n"
         convert_checkpoint(
             model,
             self.out,
@@ -295,7 +277,7 @@ def rewrite(
         check_related(checkpoint, dense, model, teacher_name)
     layers, file = options.chosen_layers(layout), f"{method.key}.json"
     sources = (checkpoint, dense)
-    run = CheckpointRun.begin(out, file, options.work_dir, sources, ranks, console, overwrite=overwrite)
+    run = CheckpointRun(out, file, options.work_dir, sources, ranks, console, overwrite=overwrite)
     with console.stage("reading the data"):
         windows = training_windows(dense, options)
     dtype = compute_dtype(options.dtype, stored_dtype(dense))
@@ -310,10 +292,9 @@ def rewrite(
         "options": settings.to_dict(),
         "dtype": str(dtype).removeprefix("torch."),
     }
-    identity = {**fingerprints, **about, "layers": list(layers)}
-    opened = run.open_work(identity)
+    opened = run.open_work({**fingerprints, **about, "layers": list(layers)})
     if opened is None:
-        return run.earlier(method.document)
+        return run.written(method.document)
     with opened as work:
         if teacher.ends_differ(own):
             console.note(
@@ -362,7 +343,7 @@ def rewrite(
         record = {"teacher": teacher_name, "fingerprints": fingerprints, "layers": format_ranges(layers), **about}
         note = f"{document.done()}\n\n{measured_note(measured.perplexity, data)}"
         changes = Changes(replace=work.files.tensors(layers), record={method.key: record}, note=note)
-        run.write(work, identity, model, Recipe(), document, changes, revision=revision, verify=verify)
+        run.write(work, model, Recipe(), document, changes, revision=revision, verify=verify)
     return document
 
 

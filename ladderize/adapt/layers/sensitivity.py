@@ -144,20 +144,16 @@ def drawn_windows(
     """
     if drawn is None:
         drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=None, seed=options.seed)
-    scored = drawn[: options.samples]
+    scored, gives = drawn[: options.samples], f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens"
     if not options.align:
         if len(scored) < options.samples:
-            console.note(
-                f"{options.data} gives {len(scored)} windows of {scored.shape[1]} tokens, fewer than the"
-                f" {options.samples} of --samples: all are taken"
-            )
+            console.note(f"{gives}, fewer than the {options.samples} of --samples: all are taken")
         return scored, None
     aligned = windows_to_align_on(checkpoint, drawn[options.samples :], options.align_samples)
     if aligned is None:
         raise UserError(
-            f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {options.samples} to"
-            f" score, {options.align_samples or 1} others to align on and some that are held out; give more data, or"
-            " lower --samples, --align-samples or --seq-len"
+            f"{gives}, too few for {options.samples} to score, {options.align_samples or 1} others to align on and some"
+            " that are held out; give more data, or lower --samples, --align-samples or --seq-len"
         )
     return scored, aligned
 

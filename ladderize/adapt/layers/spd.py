@@ -17,7 +17,7 @@ import torch
 from ladderize.adapt.layers.align import LayerReport, align
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
-from ladderize.adapt.layers.head_grouping import group_heads, permuted_weights
+from ladderize.adapt.layers.head_grouping import freedom, group_heads, permuted_weights
 from ladderize.adapt.layers.layer_files import LayerFolder, StudentBlocks
 from ladderize.adapt.layers.measures import Contender, heldout_measures, loaded
 from ladderize.adapt.layers.options import AlignSettings, DistillSettings, SpdOptions, default_tokens, layers_to_align
@@ -25,6 +25,7 @@ from ladderize.adapt.layers.rewrite import CheckpointRun, LayerJob, WindowData, 
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.blocks import Blocks, compute_dtype, open_checkpoint, stored_dtype
+from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console
@@ -105,7 +106,7 @@ def spd(
             f"{model} is not dense ({dense}); only a dense model has sync points to drop by their sensitivity"
         )
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
-    run = CheckpointRun.begin(out, SPD_FILE, options.work_dir, (checkpoint,), ranks, console, overwrite=overwrite)
+    run = CheckpointRun(out, SPD_FILE, options.work_dir, (checkpoint,), ranks, console, overwrite=overwrite)
     recipe = Recipe(
         spd="auto",
         sync_tp_size=options.sync_tp_size,
@@ -130,7 +131,7 @@ def spd(
     identity = {"method": "spd", "model": fingerprint(checkpoint), "calibration": len(calibration), **asked, **about}
     opened = run.open_work(identity)
     if opened is None:
-        return run.earlier(SpdDocument)
+        return run.written(SpdDocument)
     with opened as work:
         measure(model, options, calibration, data, about["dtype"], work, ranks, console)
         chosen, selection = recipe.resolve(dense)
@@ -198,7 +199,7 @@ def spd(
             extra_files={SENSITIVITY: (work.folder / SENSITIVITY).read_text()},
             note=measured_note(measured.perplexity, data),
         )
-        run.write(work, identity, model, chosen, document, changes, revision=options.revision, verify=verify)
+        run.write(work, model, chosen, document, changes, revision=options.revision, verify=verify)
     return document
 
 
@@ -252,10 +253,14 @@ def group(
     layers = [each.block for each in selection.blocks if each.selected and each.sensitivity_class in classes]
     if not layers:
         return None
+    kv_heads = kv_head_count(teacher.config)
+    if kv_heads % options.sync_tp_size:
+        console.note(f"heads stay in their order: {options.sync_tp_size} ranks share {kv_heads} KV heads")
+        return None
     path = work.folder / HEAD_MAP
     if not ranks.broadcast(path.is_file()):
         mine = layers[ranks.rank :: ranks.size]
-        console.note(f"grouping the heads of {len(layers)} blocks")
+        console.note(f"grouping the heads of {len(layers)} blocks: {freedom(kv_heads, options.sync_tp_size)}")
         with console.progress("grouping heads", max(mine, default=-1) + 1) as advance:
             part = group_heads(
                 teacher,
