@@ -137,14 +137,6 @@ def test_a_checkpoint_is_written_with_its_document(pair, tmp_path):
     assert divergence == pytest.approx(document["heldout_divergence"]["aligned"], rel=1e-4)
 
 
-def test_the_table_says_what_is_left(pair, tmp_path):
-    shown = aligned(pair, tmp_path / "out", "--train", "2:")
-    rows = [line for line in shown.stdout.splitlines() if re.match(r"\s*[0-9]+ ", line)]
-    assert [row.split()[0] for row in rows] == ["2", "3"]
-    assert all(len(re.findall(r"[0-9.]+% to [0-9.]+%|[0-9.]+%, kept", row)) == 4 for row in rows), shown.stdout
-    assert "KL to dense" in shown.stdout
-
-
 def test_a_chain_of_methods_is_told_in_its_order(pair, tmp_path):
     """align, then blocks, then full: each starts from what the one before wrote, and the last says all of it."""
     dense, _ = pair
@@ -305,12 +297,6 @@ def test_a_dense_model_that_is_not_the_source_is_refused(pair, tmp_path, same):
     assert listing(tmp_path) == sorted([*PLACE, "stranger"])
 
 
-def test_a_fine_tuned_relative_is_no_stranger(pair, tmp_path):
-    change_weights(pair[1], lambda _, weight: weight + 0.1 * weight.std() * torch.randn_like(weight))
-    outcome = aligned(pair, tmp_path / "out")
-    assert "has a different embedding, final norm or LM head" in outcome.stderr
-
-
 def test_few_tokens_are_said(pair, tmp_path):
     """Fewer than a projection has inputs: the ridge keeps what they do not say, so that little is lost."""
     few = aligned(pair, tmp_path / "few", "--samples", 2, "--heldout", 12, "--json")
@@ -319,15 +305,6 @@ def test_few_tokens_are_said(pair, tmp_path):
     assert divergences["aligned"] < 1.5 * divergences["before"]
     enough = align(pair, tmp_path / "enough", "--samples", 3, "--heldout", 12)
     assert "fewer than" not in enough.stderr
-
-
-def test_windows_that_say_nothing_change_nothing(pair, tmp_path):
-    """One token again and again: every product has rank 1 or so, and the result is finite and no worse on it."""
-    np.save(tmp_path / "same.npy", np.full((72, 16), 7))
-    outcome = aligned(pair, tmp_path / "out", "--json", data="same.npy")
-    divergences = json.loads(outcome.stdout)["heldout_divergence"]
-    assert divergences["aligned"] <= divergences["before"] + 1e-6
-    assert all(torch.isfinite(weight).all() for weight in all_tensors(tmp_path / "out").values())
 
 
 def test_a_disk_that_is_full_when_a_layer_is_saved(pair, tmp_path, monkeypatch):

@@ -9,9 +9,8 @@ import pytest
 import torch
 import yaml
 
-from ladderize.adapt.layers import align, rewrite
+from ladderize.adapt.layers import rewrite
 from ladderize.adapt.layers.layout_scores import AlignedLayouts
-from ladderize.adapt.layers.options import short_tokens
 from ladderize.adapt.layers.sensitivity import UNFINISHED
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import open_checkpoint, read_windows
@@ -99,15 +98,6 @@ def test_an_entry_is_what_convert_adapt_and_eval_give(model, ids, tmp_path, mode
     assert before.aligned is None
 
 
-def test_how_many_windows_are_taken_by_default(model, ids, tmp_path):
-    """As many as adapt --align takes of data that are the windows which are not scored."""
-    well_measured(model, ids, tmp_path / "s.json", align=("--align",))
-    aligned = json.loads((tmp_path / "s.json").read_text())["aligned"]
-    left = 40 - SCORED
-    assert short_tokens(SHAPE) > left * TOKENS  # all that are left
-    assert aligned == {"samples": left - left // 10, "heldout": left // 10, "seq_len": TOKENS}
-
-
 def test_two_processes_share_the_models(model, ids, tmp_path):
     command = ("sensitivity", model, "--data", ids, "--samples", SCORED, "--align", "--json")
     alone = invoke_well(*command, "--out", tmp_path / "one.json", "--threads", 1)
@@ -149,20 +139,6 @@ def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
     assert listing(tmp_path) == ["s.json", "whole.json"]
 
 
-def test_time_and_memory_are_announced_and_checked(model, ids, tmp_path, monkeypatch):
-    outcome = measured(model, ids, tmp_path / "s.json")
-    layers = LAYERS * (LAYERS + 1) // 2
-    assert f"{layers} layers are aligned on {ALIGNED * TOKENS} tokens" in " ".join(outcome.stderr.split())
-    assert "of states in memory" in outcome.stderr
-
-    def no_room(needed, device, what, advice, **_):
-        raise UserError(f"{what} needs {needed} bytes; {advice}")
-
-    monkeypatch.setattr(align, "check_room", no_room)
-    refused = one_sentence(measured(model, ids, tmp_path / "t.json"))
-    assert "lower --align-samples" in refused
-
-
 @pytest.mark.parametrize(
     ("align", "more", "code", "message"),
     [
@@ -197,13 +173,6 @@ def test_convert_says_and_records_it(model, ids, tmp_path):
     assert "--method align" in outcome.stdout
     recorded = yaml.safe_load((tmp_path / "spd" / "ladderize.yaml").read_text())["selection"]["sensitivity"]
     assert recorded["aligned"] == {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
-
-
-def test_a_report_says_it(model, ids, tmp_path):
-    well_measured(model, ids, tmp_path / "s.json")
-    invoke_well("report", tmp_path / "s.json", "--out", tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert "dense, aligned;" in page
 
 
 # ---- layouts that plan measures ----

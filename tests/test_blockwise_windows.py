@@ -9,14 +9,12 @@ import datasets
 import numpy as np
 import pytest
 
-from ladderize.adapt.data.sources import source_sha256
 from ladderize.adapt.data.training_data import DataOptions, open_data
 from ladderize.adapt.data_specs import parse_specs
 from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions
 from ladderize.adapt.layers.windows import read_rows, training_windows
 from ladderize.blocks import open_checkpoint
-from ladderize.data import file_sha256
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
 from tests.adapt_data.rows import QWEN3, TURNS, examples_of
 from tests.helpers import ROOT
@@ -130,25 +128,3 @@ def test_a_bad_row_is_named(tmp_path, checkpoint):
         with pytest.raises(UserError, match=f"a.jsonl.*{problem}") as raised:
             training_windows(checkpoint, BlockwiseOptions(str(tmp_path / "a.jsonl"), seq_len=4))
         assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ("hub:a/b:train", "is streamed, and this method reads its data whole"),
-        ("a.jsonl=2", "a weight has no effect on a single source"),
-        ("a.csv", "neither a file that ends in"),
-    ],
-)
-def test_what_is_refused_before_anything_is_opened(data, message):
-    with pytest.raises(UsageError, match=message):
-        BlockwiseOptions(data)
-
-
-def test_the_hash_of_one_file_is_its_own(tmp_path):
-    (one,) = parse_specs([write_data("text", tmp_path)])
-    assert source_sha256(one) == file_sha256(one.text)
-    (several,) = parse_specs([write_data("glob", tmp_path)])
-    before = source_sha256(several)
-    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n')
-    assert source_sha256(several) != before != source_sha256(one)

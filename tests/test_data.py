@@ -5,7 +5,6 @@ import pytest
 
 from ladderize.data import check_data_file, default_seq_len, read_documents, windows
 from ladderize.errors import UserError
-from ladderize.files.regular import split_name
 
 
 class Letters:
@@ -50,16 +49,6 @@ def test_ids_are_taken_as_they_are(tmp_path, dtype):
     assert default_seq_len(flat, "flat.npy", 4096) == 2048
     assert default_seq_len([np.array([number]) for number in range(5)], "column.npy", 4096) == 2048
     assert lists(windows(flat, 3)) == [[0, 1, 2], [3, 4]]
-
-
-def test_unicode_line_ends_are_no_ends_of_json_lines(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a\u2028b\u0085"}\n', encoding="utf-8")
-    assert lists(read_documents(str(tmp_path / "a.jsonl"), Letters())) == [[1, 97, 0x2028, 98, 0x85]]
-
-
-def test_split_name():
-    assert split_name("a/b.npz:x")[1] == "x"
-    assert split_name("a:b/c.txt") == (split_name("a:b/c.txt")[0], None)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +96,6 @@ def test_unusable_arrays(tmp_path):
 def test_a_single_token_is_too_little():
     with pytest.raises(UserError, match="no window of two tokens"):
         windows([np.array([1])], 8)
-
-
-def test_text_without_a_tokenizer(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}))
-    with pytest.raises(UserError, match="no tokenizer"):
-        read_documents(str(tmp_path / "a.jsonl"), None)
 
 
 def test_ids_of_a_line_are_preferred_to_its_text(tmp_path):

@@ -24,7 +24,6 @@ from tests.helpers import (
     change_weights,
     changed_tensors,
     invoke,
-    invoke_well,
     listing,
     make_layout,
     one_sentence,
@@ -89,14 +88,6 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
             )
         assert expected > 1e-4
     assert passed == list(range(max(layers) + 1))
-
-
-def test_which_layers_can_be_trained():
-    assert Layout.from_layers(4, ladder=[2]).converted_layers == [2]
-    assert Layout.from_layers(4, ladder=[2], spd=[0], sync_tp_size=2).converted_layers == [0, 2]
-    assert Layout.dense(4).converted_layers == []
-    entered = Layout(("blocking",) * 4, ("overlapped", "blocking", "blocking", "blocking"))
-    assert entered.converted_layers == [1]  # its attention reads an incomplete stream
 
 
 def test_the_schedule_warms_up_and_ends_at_zero():
@@ -212,14 +203,6 @@ def test_two_processes_train_the_same_weights(pair, tmp_path):
     assert one == two
 
 
-def test_ladder_blocks_are_distilled_too(pair, tmp_path):
-    dense, _ = pair
-    invoke_well("convert", dense, tmp_path / "ladder", "--ladder", "1:", "--no-verify")
-    document = json.loads(adapt((dense, tmp_path / "ladder"), tmp_path / "out", "--json", "--train", "2:").stdout)
-    assert [block["block"] for block in document["blocks"]] == [2, 3]
-    assert all(block["loss_after"] < 0.95 * block["loss_before"] for block in document["blocks"]), document["blocks"]
-
-
 def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
     outcome = adapt(pair, tmp_path / "out", "--lr", 30, "--json", epochs=9)  # absurd, but finite
     assert outcome.code == 0, outcome.stderr
@@ -275,10 +258,6 @@ def test_what_is_refused(pair, tmp_path, options, code, message):
     assert outcome.code == code
     assert message in outcome.stderr
     assert listing(tmp_path) == ["dense", "ids.npy", "spd"]
-
-
-def test_missing_data_is_refused(pair, tmp_path):
-    assert "nothing.npy names nothing that exists" in one_sentence(adapt(pair, tmp_path / "out", data="nothing.npy"))
 
 
 def test_work_of_another_run_is_not_mixed_in(tmp_path):

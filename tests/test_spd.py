@@ -159,27 +159,12 @@ def test_a_budget_takes_the_least_sensitive(tmp_path, text):
     assert sum(max(s, 0) for s in dropped) <= 0.1 < sum(max(s, 0) for s in [*dropped, min(kept)])
 
 
-def test_only_a_dense_model_has_syncs_to_drop(tmp_path, text):
-    assert invoke("convert", MODEL, tmp_path / "ladder", "--ladder", "4:", "--no-verify").code == 0
-    assert "is not dense" in one_sentence(
-        invoke("spd", tmp_path / "ladder", tmp_path / "out", "--sync-tp-size", 2, "--data", text)
-    )
-
-
 def test_other_work_is_refused(tmp_path, text, monkeypatch):
     monkeypatch.setattr(spd, "group_heads", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
     assert run(tmp_path / "out", text).code == 1
     for options, other in ((["--seq-len", 32], "data"), (["--lr", 1e-3], "options"), (["--tau1", 0.1], "tau1")):
         assert f"with another {other}; delete it" in one_sentence(run(tmp_path / "out", text, *options))
     assert listing(tmp_path) == ["out.ladderize-work"]
-
-
-def test_heads_stay_in_their_order(tmp_path, text):
-    assert run(tmp_path / "out", text, "--head-grouping", "none").code == 0
-    content = json.loads((tmp_path / "out" / "spd.json").read_text())
-    assert list(content["perplexity"]) == ["dense", "sync points dropped", "+ distillation"]
-    assert [row["grouping"] for row in content["blocks"]] == [None] * 8
-    assert SpdDocument.from_dict(content, "spd.json").to_dict().items() <= content.items()
 
 
 def test_a_step_that_makes_it_worse_is_said():
