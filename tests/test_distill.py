@@ -83,7 +83,7 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
         trainer = BlockTrainer(blocks, student, index, before, after, 3, DistillSettings(lr=1.0, batch_size=2))
         with torch.no_grad():
             assert float(trainer.loss(torch.arange(5))) == pytest.approx(float(expected), rel=1e-4)
-            assert trainer.own_part() == pytest.approx(
+            assert trainer.added_part() == pytest.approx(
                 float((dense[index + 1] - dense[index])[3:].square().mean()), rel=1e-4
             )
         assert expected > 1e-4

@@ -106,7 +106,9 @@ def align(job: LayerJob, settings: AlignSettings) -> None:
     )
     warn_of_few(tokens, teacher.config, "--samples", console)
     streams = Streams(teacher, windows, ranks)
-    layers = aligned_layers(teacher, job.own, job.dense_weights, student, streams, settings, done=done, files=files)
+    layers = aligned_layers(
+        teacher, job.converted, job.dense_weights, student, streams, settings, done=done, files=files
+    )
     with console.progress("aligning", len(student.layers), done=len(done)) as advance:
         for layer in layers:
             if layer.reports and ranks.is_main:
@@ -188,7 +190,7 @@ class AlignedLayer:
 
 def aligned_layers(
     teacher: Blocks,
-    own: Blocks,
+    converted: Blocks,
     dense_weights: LayerWeights,
     student: StudentBlocks,
     streams: Streams,
@@ -199,12 +201,12 @@ def aligned_layers(
 ) -> Iterator[AlignedLayer]:
     """Yield the student's layers in order, up to the last of ``student.layers``, which are solved anew.
 
-    own: the student's embedding.
+    converted: the student's embedding.
     dense_weights: returns the dense model's stored weights of a layer, their heads in the student's order.
     done: layers that were solved before and lie in ``files``.
     """
     dense_layout = Layout.dense(teacher.num_layers)
-    streams.embed(teacher, own)
+    streams.embed(teacher, converted)
     for index in range(student.layers[-1] + 1):
         begin = time.perf_counter()
         weights = student.weights(index)

@@ -74,9 +74,9 @@ class Streams:
         store[int(rows[0]) : int(rows[0]) + len(rows)] = state.to(store.device)
 
     @torch.no_grad()
-    def embed(self, teacher: Blocks, own: Blocks) -> None:
+    def embed(self, teacher: Blocks, converted: Blocks) -> None:
         """Write the input of the first layer, of the dense model and of the converted one."""
-        for name, model in (("dense", teacher), ("complete", own), ("visible", own)):
+        for name, model in (("dense", teacher), ("complete", converted), ("visible", converted)):
             for rows in self.batches():
                 self.write(name, rows, model.embed(self.ids[rows]).float())
 
@@ -109,9 +109,9 @@ class Side:
 
     def projection(self, name: str) -> nn.Linear:
         """Return a projection by its name within the layer, such as ``self_attn.q_proj``."""
-        found = self.layer.get_submodule(name)
-        assert isinstance(found, nn.Linear)
-        return found
+        linear = self.layer.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        return linear
 
     def attention_input(self, stream: Tensor) -> Tensor:
         """Return the stream that attention reads, normed: [batch, tokens, hidden]."""
@@ -169,9 +169,9 @@ class LayerAlignment:
     """One layer of both models, with the streams that enter it. ``run`` replaces these by the streams that leave it."""
 
     def __init__(
-        self, dense: Side, own: Side, streams: Streams, *, ridges: Sequence[float], stored: torch.dtype
+        self, dense: Side, converted: Side, streams: Streams, *, ridges: Sequence[float], stored: torch.dtype
     ) -> None:
-        self.dense, self.own, self.streams, self.ridges, self.stored = dense, own, streams, ridges, stored
+        self.dense, self.converted, self.streams, self.ridges, self.stored = dense, converted, streams, ridges, stored
 
     @torch.no_grad()
     def run(self, *, solve: bool) -> list[ProjectionReport]:
@@ -180,32 +180,32 @@ class LayerAlignment:
         solve: False leaves the layer as it is.
         Raises UserError for weights or inputs that are NaN or infinite.
         """
-        own, dense, streams, read = self.own, self.dense, self.streams, self.streams.read
+        converted, dense, streams, read = self.converted, self.dense, self.streams, self.streams.read
         reports: list[ProjectionReport] = []
 
         def after_attention(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return own.after_attention(read("complete", rows), read("heads", rows))
+            return converted.after_attention(read("complete", rows), read("heads", rows))
 
         # Each returns the inputs of a group of projections in each virtual rank, and its targets. The targets of
         # projections that read the stream are the inputs of the dense model's.
         def attention_reads(rows: Tensor) -> Tokens:
-            return [own.attention_input(read("visible", rows))], dense.attention_input(read("dense", rows))
+            return [converted.attention_input(read("visible", rows))], dense.attention_input(read("dense", rows))
 
         def attention_writes(rows: Tensor) -> Tokens:
-            return [read("heads", rows)], (read("dense", rows) - read("complete", rows)) / own.scale
+            return [read("heads", rows)], (read("dense", rows) - read("complete", rows)) / converted.scale
 
         def mlp_reads(rows: Tensor) -> Tokens:
-            return [*own.mlp_input(after_attention(rows)[0])], dense.mlp_input(read("dense", rows))
+            return [*converted.mlp_input(after_attention(rows)[0])], dense.mlp_input(read("dense", rows))
 
         def mlp_writes(rows: Tensor) -> Tokens:
             reads, attended, _ = after_attention(rows)
-            return [own.inner(reads)], (read("dense", rows) - attended) / own.scale
+            return [converted.inner(reads)], (read("dense", rows) - attended) / converted.scale
 
         if solve:
             reports += self._fit(READS_ATTENTION, attention_reads)
         for rows in streams.batches():
             before = read("dense", rows)
-            streams.write("heads", rows, own.heads(read("visible", rows)))
+            streams.write("heads", rows, converted.heads(read("visible", rows)))
             streams.write("dense", rows, dense.after_attention(before, dense.heads(before))[1])
         if solve:
             reports += self._fit(WRITES_ATTENTION, attention_writes)
@@ -217,9 +217,9 @@ class LayerAlignment:
             reports += self._fit(WRITES_MLP, mlp_writes)
         for rows in streams.batches():
             reads, attended, without = after_attention(rows)
-            complete = attended + own.mlp_output(own.inner(reads))
+            complete = attended + converted.mlp_output(converted.inner(reads))
             streams.write("complete", rows, complete)
-            streams.write("visible", rows, complete if own.mlp_sync == BLOCKING else without)
+            streams.write("visible", rows, complete if converted.mlp_sync == BLOCKING else without)
         return reports
 
     def _fit(self, names: Sequence[str], tokens: Callable[[Tensor], Tokens]) -> list[ProjectionReport]:
@@ -228,8 +228,8 @@ class LayerAlignment:
         tokens: returns inputs and targets of a batch.
         Raises UserError where they are NaN or infinite.
         """
-        projections = [self.own.projection(name) for name in names]
-        parts = self.own.virtual_ranks if names == READS_MLP else 1
+        projections = [self.converted.projection(name) for name in names]
+        parts = self.converted.virtual_ranks if names == READS_MLP else 1
         reads = names in (READS_ATTENTION, READS_MLP)
         teachers = [self.dense.projection(name) for name in names]
         rows = [
@@ -244,8 +244,8 @@ class LayerAlignment:
                 yield [with_ones(x, projections[0]) for x in inputs], flat
 
         for inputs, values in batches(False):
-            for own, x in zip(rows, inputs, strict=True):
-                own.add(x, values)
+            for part, x in zip(rows, inputs, strict=True):
+                part.add(x, values)
         ranks = self.streams.ranks
         reports = refit(names, projections, rows, lambda: batches(True), self.ridges, ranks, self.stored)
         for report in reports:

@@ -111,7 +111,7 @@ class BlockTrainer:
             output = complete(self.blocks.run(self.layer, entering))
         return (output - target.float()).square().mean()
 
-    def own_part(self) -> float:
+    def added_part(self) -> float:
         """Return the mean square of what the dense block adds to the stream. A block that does nothing has a loss of
         this size."""
 
@@ -154,14 +154,14 @@ class BlockTrainer:
                         best, best_step, best_weights = value, step, self._stored()
         advance(total - step)
         after, best_weights = self._confirmed(best_weights, before)
-        own = self.own_part()
+        added = self.added_part()
         return best_weights, BlockReport(
             block=self.index,
             loss_before=before,
             loss_after=after,
             # A block that adds nothing, such as a new one of an expanded model, has nothing to lose.
-            share_lost_before=before / own if own else 0.0,
-            share_lost_after=after / own if own else 0.0,
+            share_lost_before=before / added if added else 0.0,
+            share_lost_after=after / added if added else 0.0,
             steps=step,
             best_step=best_step,
             stopped_early=step < total,

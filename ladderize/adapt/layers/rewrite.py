@@ -211,14 +211,14 @@ Document = TypeVar("Document", bound=RewrittenLayers)
 class LayerJob:
     """The work of a method.
 
-    teacher, own: the dense and the converted model, in the dtype of the computation.
+    teacher, converted: the dense and the converted model, in the dtype of the computation.
     student: the layers to rewrite, with weights as stored.
     dense_weights: returns the dense model's stored weights of a layer, their heads in the student's order.
     files: the finished layers.
     """
 
     teacher: Blocks
-    own: Blocks
+    converted: Blocks
     student: StudentBlocks
     dense_weights: LayerWeights
     windows: Windows
@@ -281,7 +281,7 @@ def rewrite(
     with console.stage("reading the data"):
         windows = training_windows(dense, options)
     dtype = compute_dtype(options.dtype, stored_dtype(dense))
-    teacher, own = (Blocks(each, dtype, ranks.device) for each in (dense, checkpoint))
+    teacher, converted = (Blocks(each, dtype, ranks.device) for each in (dense, checkpoint))
     stored, stored_dense = (
         Blocks(each, getattr(torch, stored_dtype(each)), ranks.device) for each in (checkpoint, dense)
     )
@@ -296,25 +296,25 @@ def rewrite(
     if opened is None:
         return run.written(method.document)
     with opened as work:
-        if teacher.ends_differ(own):
+        if teacher.ends_differ(converted):
             console.note(
                 f"{model} has a different embedding, final norm or LM head than {teacher_name}: its blocks will read"
                 " what they do not expect"
             )
         dense_weights = partial(permuted_weights, stored_dense, heads_of(checkpoint))
         student = StudentBlocks(layout, layers, stored.weights)
-        method.run(LayerJob(teacher, own, student, dense_weights, windows, work.files, ranks, console), settings)
+        method.run(LayerJob(teacher, converted, student, dense_weights, windows, work.files, ranks, console), settings)
         ranks.barrier()
 
         def rewritten(layer: int) -> Mapping[str, torch.Tensor]:
-            return loaded(work.files, layer, own) if layer in layers else own.weights(layer)
+            return loaded(work.files, layer, converted) if layer in layers else converted.weights(layer)
 
         result = method.document.RESULT
         with console.stage("measuring held-out perplexities"):
             variants = {
                 "dense": Contender(teacher, Layout.dense(layout.num_layers)),
-                "before": Contender(own, layout),
-                result: Contender(own, layout, rewritten),
+                "before": Contender(converted, layout),
+                result: Contender(converted, layout, rewritten),
             }
             measured = heldout_measures(variants, windows.heldout, ranks)
         if not ranks.is_main:

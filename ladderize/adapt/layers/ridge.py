@@ -142,8 +142,8 @@ def refit(
     def errors(weights: Sequence[Tensor]) -> Tensor:
         sums = torch.zeros(2, len(sizes), dtype=torch.float64, device=weights[0].device)
         for inputs, values in heldout():
-            for own, part, x in zip(weights, parts, inputs, strict=True):
-                sums += squared_errors(own, x, part.targets(values), sizes)
+            for rows, part, x in zip(weights, parts, inputs, strict=True):
+                sums += squared_errors(rows, x, part.targets(values), sizes)
         return ranks.sum(sums).cpu()
 
     before, power = errors([part.prior for part in parts])
@@ -156,10 +156,10 @@ def refit(
             continue
         rounded = [weights.to(stored).float() for weights in solved if weights is not None]
         del solved
-        found, _ = errors(rounded)
+        now, _ = errors(rounded)
         for number, projection in enumerate(projections):
-            if found[number] < best[number] - WORTH_LESS_RIDGE * (before[number] - best[number]):
-                best[number], chosen[number] = found[number], ridge
+            if now[number] < best[number] - WORTH_LESS_RIDGE * (before[number] - best[number]):
+                best[number], chosen[number] = now[number], ridge
                 _assign(projection, torch.cat([weights.split(sizes)[number] for weights in rounded]))
     shares = [(errors / power).where(power != 0, 0.0).tolist() for errors in (before, best)]
     return [ProjectionReport(*entry) for entry in zip(names, chosen, *shares, strict=True)]

@@ -53,8 +53,8 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
     enough = None
     if tokens is not None:
         seq_len = options.seq_len or min(row_of_ids([options.source]) or 2048, positions)
-        windows = (options.samples or tokens // seq_len + 1) + (options.heldout or 0)
-        enough = 2 * (windows + LEAST_WINDOWS_HELDOUT) * seq_len
+        count = (options.samples or tokens // seq_len + 1) + (options.heldout or 0)
+        enough = 2 * (count + LEAST_WINDOWS_HELDOUT) * seq_len
     drawn = draw_windows(
         read_rows(checkpoint, options.source, enough=enough, seed=options.seed),
         spec=options.data,
@@ -63,14 +63,14 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
         samples=(options.samples or 0) + (options.heldout or 0) if both else None,
         seed=options.seed,
     )
-    found = split_windows(drawn, options.samples, options.heldout, tokens)
-    if found is None:
+    windows = split_windows(drawn, options.samples, options.heldout, tokens)
+    if windows is None:
         raise UserError(
             f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {options.samples or 1}"
             f" to train on and {options.heldout or 1} held out; give more data, or lower --samples, --heldout or"
             " --seq-len"
         )
-    return found
+    return windows
 
 
 def split_windows(drawn: np.ndarray, samples: int | None, heldout: int | None, tokens: int | None) -> Windows | None:
