@@ -249,5 +249,5 @@ class LayerAlignment:
         ranks = self.streams.ranks
         reports = refit(names, projections, rows, lambda: batches(True), self.ridges, ranks, self.stored)
         for report in reports:
-            check_finite(report.error_before, f"the error of {report.projection} in layer {self.own.index}")
+            check_finite(report.error_before, f"the error of {report.projection} in layer {self.converted.index}")
         return reports
