@@ -237,7 +237,7 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
     ("options", "code", "message"),
     [
         (["--train", ":2"], 1, "--train: 0 read what the dense model's read; only 1:4 can be aligned"),
-        (["--train", "9"], 1, "--train: 9 is out of range"),
+        (["--train", "9"], 1, "--train: 9 is empty or out of range"),
         (["--samples", 70, "--heldout", 3], 1, "gives 72 windows of 16 tokens, and 73 are asked for"),
         (["--samples", 72], 1, "too few for 72 to train on and"),
         (["--seq-len", 65], 1, "--seq-len 65 is over the model's 64 positions"),

@@ -244,7 +244,7 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
     ("options", "code", "message"),
     [
         (["--train", "0"], 1, "0 are the same as in the dense model; only 1:4 differ from it"),
-        (["--train", "9"], 1, "--train: 9 is out of range"),
+        (["--train", "9"], 1, "--train: 9 is empty or out of range"),
         (["--samples", "70"], 1, "gives 72 windows of 16 tokens, and 78 are asked for"),
         (["--lr", "0"], 2, "--lr must be above 0"),
         (["--lr", "nan"], 2, "--lr must be a finite number of at least 0, not nan"),
