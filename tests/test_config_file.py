@@ -13,10 +13,10 @@ from tests.helpers import invoke, one_sentence
 
 def test_the_command_line_wins(tmp_path):
     file = tmp_path / "config.yaml"
-    file.write_text("models: [in]\nbatch-size: [1, 4]\nseed: 7\ntp_size: 2\ncompile: true\nlink:\n")
+    file.write_text("models: [in]\nbatch-size: [1, 4]\nseed: 7\ntp_size: 2\nreplicate_vocab: true\nlink:\n")
     given = parsed(bench, ["--config", str(file), "--seed", "8"])
-    assert given.names == ["models", "tp_size", "batch_size", "seed", "compile", "config"]
-    wanted = {"models": ["in"], "tp_size": 2, "batch_size": "1,4", "seed": 8, "compile": True, "link": None}
+    assert given.names == ["models", "tp_size", "batch_size", "seed", "replicate_vocab", "config"]
+    wanted = {"models": ["in"], "tp_size": 2, "batch_size": "1,4", "seed": 8, "replicate_vocab": True, "link": None}
     assert {name: given.params[name] for name in wanted} == wanted
 
 
