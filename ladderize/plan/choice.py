@@ -304,6 +304,7 @@ def choose_measured_layout(
     """
     measured: dict[bool, dict[Kinds, LayoutCost]] = {False: {}, True: {}}  # by held_out
     costs: dict[Kinds, float] = {}  # on held-out windows where they were measured there
+    dearer = 1.0  # the factor by which layouts cost more on held-out windows, as far as it is known
     budget, notes = math.inf if target.max_nats is None else target.max_nats, []
     best: Kinds | None = None
     candidate: Kinds | None = _estimated(tables, target)
@@ -314,13 +315,15 @@ def choose_measured_layout(
             break
         layout = tables.layout(kinds)
         cost = measured[held_out][kinds] = measure(layout, held_out)
-        costs[kinds] = cost.nats
         where = " on held-out windows" if held_out else f" (estimated {tables.total(tables.nats, kinds):+.4f})"
         console.note(f"{number} of {limit}: {layout}: {tables.speedup(kinds):.3f}x, {cost.nats:+.4f} nats{where}")
         if held_out and cost.nats <= budget:
             break
         if held_out:
             notes.append(f"{layout} is over budget on held-out windows ({cost.nats:+.4f} nats), so another was taken")
+            dearer = max(dearer, cost.nats / max(measured[False][kinds].nats, LEAST_NATS))
+        costs = {one: dearer * cost.nats for one, cost in measured[False].items()}
+        costs |= {one: cost.nats for one, cost in measured[True].items()}
         best = _best(tables, target, costs, budget)
         candidate = _candidate(tables, target, costs, budget, best)
     if best is None:
