@@ -4,13 +4,11 @@ peaks."""
 import math
 from dataclasses import dataclass
 
-from accelerate.utils import parse_flag_from_env
-
 from ladderize.adapt.methods import FLASH
 from ladderize.adapt.train.options import RetrainOptions, TrainOptions
 from ladderize.adapt.train.states import STATE_BYTES, STATES_KEPT, WEIGHT_BYTES
 from ladderize.adapt.train.student import trained_tensors
-from ladderize.adapt.train.task import Launch, Task, open_task
+from ladderize.adapt.train.task import Launch, Task, open_task, sharding_asked
 from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.checkpoint.config import expected_tensors, head_dim, kv_head_count, parameter_count
 from ladderize.console import human_bytes, human_count
@@ -117,6 +115,5 @@ def estimate_training(model: str, options: RetrainOptions) -> TrainingEstimate:
     options.check()
     options.budget.check()
     options.check_data()
-    sharded = any(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")))
-    launch = Launch(options.device, max(launched().size, options.tp_size), sharded=sharded)
+    launch = Launch(options.device, max(launched().size, options.tp_size), sharded=sharding_asked())
     return estimate(open_task(model, options, launch))

@@ -21,7 +21,7 @@ from ladderize.adapt.train.options import Budget, RetrainOptions, TrainOptions
 from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, result_digest, write_outcome
 from ladderize.adapt.train.states import TrainingFolder
 from ladderize.adapt.train.student import make_student, make_teacher, open_model
-from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, run_identity
+from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, run_identity, sharding_asked
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
 from ladderize.adapt.train.training_model import HFTraining, TrainingModel
 from ladderize.blocks import open_checkpoint
@@ -182,6 +182,8 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
             accelerator.gradient_accumulation_steps,
             accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
         )
+        if sharding_asked() and not launch.sharded:
+            raise UserError("accelerate launch asks for FSDP or DeepSpeed, which Accelerate runs on GPUs only")
         task = open_task(job.model, job.options, launch)
         if task.compute == torch.bfloat16 and launch.precision == "no" and task.options.tp_size == 1:
             AcceleratorState._reset_state()

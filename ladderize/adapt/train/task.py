@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 
 from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.lora import lora_config
@@ -49,6 +50,11 @@ class Launch:
     precision: str = "no"
     accumulation: int = 1
     sharded: bool = False
+
+
+def sharding_asked() -> bool:
+    """Return True if ``accelerate launch`` was told to shard the model, by FSDP or DeepSpeed."""
+    return any(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")))
 
 
 @dataclass(frozen=True)
