@@ -1,6 +1,5 @@
 """``spd``."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,19 +90,19 @@ def spd_rows(document: "SpdDocument") -> list[dict[str, str]]:
             "S": f"{block.sensitivity:+.4f}",
             "class": block.sensitivity_class,
             "attention sync": "dropped" if block.selected else "kept",
-            "head grouping: error": _change(block.grouping and vars(block.grouping), "error_{}", ".2e"),
+            "head grouping: error": _change(block.grouping, "error_{}", ".2e"),
             "alignment: error of the MLP's writes": _change(
-                block.alignment and vars(block.alignment.projections[-1]), "error_{}", ".1%"
+                None if block.alignment is None else block.alignment.projections[-1], "error_{}", ".1%"
             ),
-            "distillation: block error": _change(
-                block.distillation and vars(block.distillation), "share_lost_{}", ".2%"
-            ),
+            "distillation: block error": _change(block.distillation, "share_lost_{}", ".2%"),
         }
         for block in document.blocks
     ]
     return [{name: text for name, text in row.items() if any(other[name] for other in rows)} for row in rows]
 
 
-def _change(report: Mapping[str, float] | None, name: str, form: str) -> str:
+def _change(report: object, name: str, form: str) -> str:
     """Return a figure of a report before and after; empty where there is no report."""
-    return " to ".join(format(report[name.format(when)], form) for when in ("before", "after")) if report else ""
+    if report is None:
+        return ""
+    return " to ".join(format(getattr(report, name.format(when)), form) for when in ("before", "after"))
