@@ -1,12 +1,10 @@
 """The choice of a rank's operations, with a note where they are slower than they could be."""
 
-import importlib.util
-
 import torch
 
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.cpu_operations import CpuOperations
-from ladderize.runtime.native.library import TYPES, agreed_kernels
+from ladderize.runtime.native.library import TYPES, agreed_kernels, why_no_triton
 from ladderize.runtime.operations import Operations
 
 
@@ -16,8 +14,9 @@ def choose_operations(group: Ranks, dtype: torch.dtype) -> Operations:
     All ranks call it.
     """
     if group.device.type == "cuda":
-        if not all(group.gather(importlib.util.find_spec("triton") is not None)):
-            return Operations("slower than it could be: Triton is not installed")
+        problem = next(filter(None, group.gather(why_no_triton())), None)
+        if problem is not None:
+            return Operations(f"slower than it could be: {problem}")
         from ladderize.runtime.gpu_operations import GpuOperations
 
         return GpuOperations.for_device(group.device)

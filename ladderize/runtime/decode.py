@@ -31,6 +31,9 @@ GRAPHS_AHEAD = 32
 PREFILL_TOKENS, PREFILL_GRAPHS = 1 << 12, 8
 
 
+PromptShape = tuple[int, bool, Schedule]  # tokens, whether they are padded, and how they are read
+
+
 def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     """Return ids [batch], by inversion of the kept tokens' distribution.
 
@@ -157,8 +160,8 @@ class Generator:
     padding: Tensor | None = None  # [batch] columns of padding on the left, None where there are none
     schedule: Schedule = SEQUENTIAL  # of reading prompts; a decode step is always one part
     _captured: "dict[int, CapturedStep]" = field(default_factory=dict)
-    _prefills: "dict[tuple[int, bool], CapturedPrefill]" = field(default_factory=dict)  # by tokens, and if padded
-    _seen: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    _prefills: "dict[PromptShape, CapturedPrefill]" = field(default_factory=dict)
+    _seen: "Counter[PromptShape]" = field(default_factory=Counter)
     _pool: Any = None
 
     @property
@@ -168,22 +171,26 @@ class Generator:
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Read the prompts, one for each row of the cache; return the logits after the last token of each, [batch,
         vocab]."""
+        self._check_rows(len(prompts))
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]).to(self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         padding = None if int(lengths.min()) == longest else (longest - lengths).to(self.device)
-        captured = self._prefills.get((longest, padding is not None))
+        captured = self._prefills.get((longest, padding is not None, self.schedule))
         if captured is not None:
             self.position, self.padding = longest, padding
             return captured.replay(ids, padding)
         return self.model.logits(self.read(ids, padding)[:, -1:])[:, 0]
 
+    def _check_rows(self, prompts: int) -> None:
+        if prompts != self.cache.keys.shape[1]:
+            raise ValueError(f"{prompts} prompts for a cache of {self.cache.keys.shape[1]} rows")
+
     def read(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
         """Begin anew with ids [batch, tokens]; return the normed hidden states of all of them, [batch, tokens,
         hidden]."""
         tokens = ids.shape[1]
-        if ids.shape[0] != self.cache.keys.shape[1]:
-            raise ValueError(f"{ids.shape[0]} prompts for a cache of {self.cache.keys.shape[1]} rows")
+        self._check_rows(ids.shape[0])
         if tokens > self.cache.columns:
             raise UserError(f"a prompt of {tokens} tokens does not fit a cache of {self.cache.columns}")
         self.position, self.padding = tokens, padding
@@ -220,11 +227,11 @@ class Generator:
         views = sorted({view_length(used, self.cache) for used in range(tokens + 1, last + 1)})
         for length in views[:GRAPHS_AHEAD]:
             self._graph(length)
-        shape = tokens, min(lengths) < tokens
+        shape = tokens, min(lengths) < tokens, self.schedule
         small = len(lengths) * tokens <= PREFILL_TOKENS and tokens <= self.cache.columns
         if small and len(self._prefills) < PREFILL_GRAPHS and shape not in self._prefills:
             if self._seen[shape]:
-                self._prefills[shape] = CapturedPrefill(self, *shape, self._shared_pool())
+                self._prefills[shape] = CapturedPrefill(self, *shape[:2], self._shared_pool())
             self._seen[shape] += 1
 
     def _shared_pool(self) -> Any:

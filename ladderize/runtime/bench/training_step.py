@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ladderize.checkpoint.config import expected_tensors
+from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import PASSES, GradientAgreement
 from ladderize.runtime.bench.rounds import (
@@ -135,6 +136,7 @@ def step_opener(group: Ranks, ranks: int) -> OpenStep:
     """Return a function that opens steps of ``ranks`` ranks, real or emulated. Weights are read once for models that
     share them."""
     loaded: dict[object, TrainedWeights] = {}
+    avoid_cudnn_attention()  # as in training
 
     def open_step(spec: ModelSpec, schedule: Schedule, collectives: Collectives, batch: Batch) -> ModelStep:
         shape = Shape.from_config(spec.config, tp_size=ranks, rank=group.rank)

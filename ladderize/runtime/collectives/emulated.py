@@ -11,6 +11,7 @@ from ladderize.errors import UserError
 from ladderize.runtime.collectives.base import Collectives, Handle, side_by_side
 from ladderize.runtime.collectives.gpu import OnStream
 from ladderize.runtime.collectives.links import Link
+from ladderize.runtime.native.library import why_no_triton
 
 # Only the long part of a long delay is slept: waking up is late by a fraction of a millisecond, and the core is cold by
 # then.
@@ -59,10 +60,10 @@ class EmulatedOnGpu(OnStream):
 
 def idle_on_gpu() -> Callable[[int], None]:
     """Return a function that keeps the current stream busy for some nanoseconds. Raises UserError without Triton."""
-    try:
-        from ladderize.runtime.native.triton_kernels import idle
-    except ImportError:
-        raise UserError("emulated ranks on a GPU need Triton, which is not installed") from None
+    if problem := why_no_triton():
+        raise UserError(f"emulated ranks on a GPU need Triton: {problem}")
+    from ladderize.runtime.native.triton_kernels import idle
+
     return idle
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ladderize.console import sentence
 from ladderize.ranks.group import Ranks
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -69,6 +70,19 @@ def agreed_kernels(group: Ranks) -> ctypes.CDLL | str:
     found = kernels()
     problems = group.gather(found if isinstance(found, str) else None)
     return next(filter(None, problems), found)
+
+
+def why_no_triton() -> str | None:
+    """Return why Triton's kernels cannot run on the current GPU; None if they can. It starts one, that does nothing."""
+    try:
+        from ladderize.runtime.native.triton_kernels import idle
+
+        idle(0)
+    except ImportError:
+        return "Triton is not installed"
+    except Exception as error:  # it compiles in several steps with several tools, each with errors of its own
+        return f"Triton cannot compile: {sentence(error)}"
+    return None
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -303,10 +303,17 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
         mask is not None,
         max(TILE_QUERIES, triton.next_power_of_2(heads // kv_heads)),
         TILE_COLUMNS,
+        num_stages=stages(wide, keys.element_size()),
     )
     out = torch.empty(batch, 1, heads * dim, dtype=query.dtype, device=query.device)
-    _join_splits[(batch * heads,)](parts, logs, out, splits, dim, wide, triton.next_power_of_2(splits))
+    together = triton.next_power_of_2(splits)
+    _join_splits[(batch * heads,)](parts, logs, out, splits, dim, wide, together, num_warps=_warps(together * wide))
     return out
+
+
+def stages(wide: int, itemsize: int) -> int:
+    """Return how many tiles of keys and values are loaded ahead: as many as the shared memory of small GPUs holds."""
+    return 3 if wide * itemsize <= 256 else 1
 
 
 @triton.jit(do_not_specialize=["nanoseconds"])
