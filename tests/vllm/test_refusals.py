@@ -48,6 +48,8 @@ def test_tp_size_that_does_not_fit_the_model(refused, name):
         ({"compilation_config": {"use_inductor_graph_partition": True}}, "use_inductor_graph_partition was not tested"),
         ({"compilation_config": {"pass_config": {"fuse_attn_quant": True}}}, "fuse_attn_quant was not tested"),
         ({"compilation_config": {"mode": 1}}, "compilation mode 1 was not tested"),
+        ({"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}, "LlamaForCausalLM would compute a dense one"),
+        ({"hf_overrides": {"architectures": ["MistralModel"]}}, "MistralModel would compute a dense one"),
     ],
 )
 def test_what_was_not_tested(refused, options, sentence):
