@@ -25,6 +25,7 @@ from ladderize.commands import (
     spd,
 )
 from ladderize.commands.builder import BadCommandLine, add, usage_message
+from ladderize.console import is_text
 from ladderize.demo.command import demo
 from ladderize.errors import UsageError
 from ladderize.ranks.environment import launched
@@ -53,6 +54,8 @@ def main() -> None:
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # the locale may lack characters of a model's text
     with error_boundary(debug=debug):
+        for argument in filter(lambda argument: not is_text(argument), arguments):
+            raise UsageError(f"the argument {argument!a} is not UTF-8 text")
         try:
             code = app(arguments, prog_name="ladderize", standalone_mode=False)
             if code == INTERRUPTED:  # newer versions of typer turn Ctrl-C into an exit that says nothing

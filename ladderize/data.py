@@ -14,12 +14,14 @@ ids.
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ladderize.console import is_text
 from ladderize.errors import UserError
 from ladderize.files.id_arrays import open_ids, read_id_rows
 from ladderize.files.parsing import parse_json
@@ -123,9 +125,12 @@ def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list
 def parse_line(line: bytes) -> Any:
     """Return the value of a line of a ``.jsonl`` file; raises ValueError with the reason."""
     try:
-        return parse_json(line, constants=True)
+        value = parse_json(line, constants=True)
     except ValueError as error:
         raise ValueError(f"is not JSON ({error})") from None
+    if b"\\u" in line and not is_text(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("holds half of a surrogate pair, which is not a character")
+    return value
 
 
 def as_ids(value: Any) -> np.ndarray:

@@ -103,7 +103,7 @@ DAMAGE = {
     "no hidden size": (missing("hidden_size"), "config.json: hidden_size is missing, but must be a positive integer"),
     "hundreds of digits": (config(hidden_size=10**400), r"hidden_size is 10{59}\.\.\., but must be"),
     "NaN in config": (config(rms_norm_eps=float("nan")), "holds NaN"),
-    "infinite number": (infinite, "rms_norm_eps is inf"),
+    "infinite number": (infinite, "holds 1e999, which is not a number"),
     "text for a number": (config(hidden_size="32"), "hidden_size is '32'"),
     "no layers": (config(num_hidden_layers=0), "num_hidden_layers is 0"),
     "a billion layers": (config(num_hidden_layers=10**9), "at most 10,000"),

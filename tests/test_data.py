@@ -58,6 +58,7 @@ def test_ids_are_taken_as_they_are(tmp_path, dtype):
         ("a.txt", b"\xff\xfe", "not UTF-8"),
         ("a.jsonl", b"{}\n", 'line 1: not a JSON object with "input_ids" or a "text"'),
         ("a.jsonl", b'{"text": "x"}\n{"text": 1}', "line 2"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}', "line 2: holds half of a surrogate pair"),
         ("a.npy", b"junk", "not a NumPy array"),
         ("a.npz", b"junk", "not an archive of NumPy arrays"),
     ],

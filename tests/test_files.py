@@ -22,6 +22,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
     [
         (DEEP, "nested too deeply"),
         ("[NaN]", "holds NaN, which is not a number"),
+        ("[1e999]", "holds 1e999, which is not a number"),
         ("9" * 5000, "Exceeds the limit"),
         (b"\xff", "not UTF-8 text .byte 0."),
     ],

@@ -32,6 +32,7 @@ with error_boundary(False):
 def test_without_a_launcher_a_process_is_alone():
     assert launched() == launched({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": ""}) == ALONE
     assert launched({"LOCAL_WORLD_SIZE": "2"}) == ALONE  # vLLM's own
+    assert launched({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "2"}) == ALONE
     assert not already_started()
     ranks = join_ranks("cpu")
     assert (ranks.rank, ranks.size, ranks.local_size, ranks.is_main) == (0, 1, 1, True)

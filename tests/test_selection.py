@@ -317,7 +317,7 @@ def test_files_that_are_none(tmp_path, text, message):
 
 def test_infinity_by_overflow(llama, tmp_path, measured):
     measured.write_text(measured.read_text().replace("12.0", "1e999"))
-    with pytest.raises(UserError, match="has not one finite cost for each layer"):
+    with pytest.raises(UserError, match="holds 1e999, which is not a number"):
         read_sensitivity(measured)
 
 

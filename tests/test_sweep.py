@@ -137,3 +137,6 @@ def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path, mon
     assert fingerprints["model"] == fingerprint(read_checkpoint(out / single["model"]))
     results = json.loads((out / chain["results"]).read_text())
     assert [entry["ladderize"]["model"] for entry in results["models"]] == [chain["model"]]
+    # killed between the merge and the mark of its stage
+    (out / merged["stages"][1]["output"] / "stage.json").unlink()
+    assert sweep(tmp_path, content)[1]["complete"]

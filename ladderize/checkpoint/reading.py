@@ -4,7 +4,6 @@
 index may not name a path outside its folder, a header may not lie about sizes, and nothing is ever unpickled.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -222,14 +221,6 @@ def _tensor(name: str, file: str, entry: Mapping[str, Any], base: int) -> Tensor
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"{name} has the unknown dtype {dtype}")
     return TensorInfo(name, file, dtype, tuple(entry["shape"]), base + start, base + stop)
-
-
-def header_sha256(path: Path) -> str:
-    """Return a hash of the header (names, dtypes, shapes, offsets), which identifies a shard without reading
-    gigabytes."""
-    with open_regular(path) as file:
-        start = file.read(8)
-        return hashlib.sha256(start + file.read(int.from_bytes(start, "little"))).hexdigest()
 
 
 def _no_weights(folder: Path) -> UserError:

@@ -19,6 +19,7 @@ RESULTS_NAME = "results.json"
 DATED = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")  # lm-eval's
 ADVICE = "evaluate both models alike, best in one `ladderize eval`"
 RESULTS_KIND = "results.json of ladderize eval, or a results_*.json of lm_eval"
+LM_EVAL_ADVICE = f"it should be a {RESULTS_KIND}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def read_models(path: Path) -> Iterator[AnsweredModel]:
     path = path / RESULTS_NAME if path.is_dir() else path
     if not path.is_file() and path.name == RESULTS_NAME:
         raise UserError(f"{path.parent} holds no {RESULTS_NAME}; name a {RESULTS_KIND}")
-    if date := DATED.search(path.name):
+    if (date := DATED.search(path.name)) and "schema_version" not in read_json(path, advice=LM_EVAL_ADVICE):
         yield _read_lm_eval_output(path, date[1])
         return
     results = EvalResults.from_dict(read_document(path, RESULTS_KIND), path)
@@ -99,7 +100,7 @@ def _read_model(path: Path, entry: ModelResult) -> AnsweredModel:
 
 def _read_lm_eval_output(path: Path, date: str) -> AnsweredModel:
     """Return the model of a file that ``lm_eval --output_path DIR --log_samples`` wrote, with the samples beside it."""
-    content = read_json(path, advice=f"it should be a {RESULTS_KIND}")
+    content = read_json(path, advice=LM_EVAL_ADVICE)
     harness = HarnessResult.from_dict(content, path)
     answers = {}
     for task in harness.configs:

@@ -105,8 +105,12 @@ def evaluate(
 def compare_with_first(out: Path, console: Console) -> list[ComparisonDocument]:
     """Return the comparisons of the models in results.json with the first. A model that cannot be compared gives a
     warning, so that no results are lost."""
-    reference, *others = read_models(out)
-    documents = []
+    documents: list[ComparisonDocument] = []
+    try:
+        reference, *others = read_models(out)
+    except UserError as error:
+        console.warn(f"nothing was compared: {error}")
+        return documents
     for other in others:
         try:
             documents.append(compare_models(reference, other, CompareOptions()))

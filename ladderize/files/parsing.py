@@ -1,9 +1,10 @@
 """The reading of JSON and YAML: nesting and numbers are checked before any value is used."""
 
 import json
+import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -31,12 +32,16 @@ def parse_json(content: bytes, *, constants: bool = False) -> Any:
     constants: accept NaN and Infinity, which are not JSON.
     """
 
-    def refuse(constant: str) -> None:
+    def refuse(constant: str) -> NoReturn:
         raise ValueError(f"it holds {constant}, which is not a number")
+
+    def finite(number: str) -> float:
+        value = float(number)
+        return value if math.isfinite(value) else refuse(number)
 
     try:
         text = content.decode("utf-8")
-        return json.loads(text) if constants else json.loads(text, parse_constant=refuse)
+        return json.loads(text) if constants else json.loads(text, parse_constant=refuse, parse_float=finite)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 text (byte {error.start})") from None
     except RecursionError:

@@ -42,6 +42,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> Place:
     numbers = {name: int(text) if text.isdecimal() else -1 for name, text in given.items() if text}
     size = numbers.get(WORLD_SIZE, 1)
     rank = numbers.get(RANK, 0 if size == 1 else -1)
+    if (rank, size) == (0, 1):
+        return ALONE
     place = Place(rank, size, numbers.get(LOCAL_RANK, rank), numbers.get(LOCAL_WORLD_SIZE, size))
     if not (0 <= rank < size and 0 <= place.local_rank < place.local_size <= size):
         shown = ", ".join(f"{name}={text[:80]}" for name, text in given.items())
@@ -49,7 +51,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Place:
             f"the environment variables of launchers contradict each other ({shown}); unset them, or start with"
             " torchrun, which sets all"
         )
-    return place if size > 1 else ALONE
+    return place
 
 
 def already_started() -> bool:

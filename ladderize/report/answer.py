@@ -52,7 +52,7 @@ def find_answer(content: ReportContent) -> Answer:
         headline = "The accuracy was not measured."
         sentences = [f"`{MEASURE_ACCURACY}` measures it; give results.json to this report."]
     if nearest is not None:
-        headline += f" The nearest to it is {nearest.title}: {_distance(nearest)}."
+        headline += f" The nearest to dense is {nearest.title}: {_distance(nearest)}."
     if best is not None and timing is not None:
         sentences.insert(0, _numbers(best, timing))
     if timing is None:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -160,8 +161,10 @@ def run_processes(
     ours, theirs = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
     inside = (function, args, places, theirs, streams, dict(os.environ))
     group = None
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of every rank that is stopped
     try:
-        group = start_processes(_work, inside, len(places), join=False, start_method="forkserver")
+        # daemons: those that a Ctrl-C finds begun end with this process
+        group = start_processes(_work, inside, len(places), join=False, daemon=True, start_method="forkserver")
         with passing_on_signals(group.processes) if stoppable else contextlib.nullcontext():
             return _watch(group, ours, report)
     finally:
@@ -266,6 +269,7 @@ def _work(
     """Call ``function`` in the new process, and send its value or an error. Ends with the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
     end_with_parent()
+    multiprocessing.current_process().daemon = False  # a rank may start processes of its own
     for stream, connection in zip((1, 2), streams, strict=True):  # the server was started with other ones
         os.dup2(connection.fileno(), stream)
         connection.close()

@@ -12,6 +12,8 @@ from ladderize.commands.shared import command_line
 from ladderize.console import SILENT, Console
 from ladderize.convert.inspection import ALIGNMENT, DISTILLATION
 from ladderize.errors import UsageError, UserError
+from ladderize.eval.options import EvalOptions
+from ladderize.eval.tasks import open_tasks
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import lock_folder
@@ -28,8 +30,10 @@ from ladderize.sweep.stages import (
     is_finished,
     make_folder,
     mark_finished,
+    parsed_options,
     remove_others,
     trained_folder,
+    words_of,
 )
 from ladderize.sweep.sweep_file import SweepSpec, read_sweep
 from ladderize.sweep_document import AS_CONVERTED, THEN, StageState, Status, SweepDocument, SweepPoint
@@ -104,7 +108,14 @@ def _new_run(file: str | Path, out: str | Path | None, console: Console) -> tupl
     spec, root = find_folder(file, out)
     with console.stage("reading the model and the data"):
         planner = Planner.of(spec, StageBuilder.of(spec, Inputs()), root)
-    return SweepRun(planner, command_line("sweep", file, *(["--out", out] if out is not None else []))), root
+    run = SweepRun(planner, command_line("sweep", file, *(["--out", out] if out is not None else [])))
+    evaluating = run.plan().points[0].evaluating
+    if spec.evaluation is not None and evaluating is not None and not is_finished(evaluating, root):
+        options = parsed_options(words_of("eval", ["MODEL"], {}, spec.evaluation)).fill(EvalOptions)
+        with console.stage("reading the tasks of lm-eval"), console.contained():
+            if options.tasks:  # a misspelt one is told before hours of training
+                open_tasks(options)
+    return run, root
 
 
 # ---- running ----

@@ -218,6 +218,8 @@ def make_folder(stage: Stage, root: Path) -> None:
     folder = root / stage.output
     if folder.exists() and ((folder / MARKER).exists() or stage.kind not in RESUMED):
         shutil.rmtree(folder)
+    elif stage.commands[-1][0] == "merge" and (folder / MODEL_FOLDER).exists():
+        shutil.rmtree(folder / MODEL_FOLDER)  # which merge wrote, before the stage was marked as done
     folder.mkdir(parents=True, exist_ok=True)
 
 

@@ -312,6 +312,14 @@ class RetrainOptions:
             raise UsageError(
                 "--distill-from, and a --distill-weight or --hidden-weight above 0, have no effect without each other"
             )
+        if not self.max_grad_norm > 0:
+            raise UsageError(f"--max-grad-norm must be above 0, not {self.max_grad_norm:g}")
+        if self.heldout is not None and self.eval_data:
+            raise UsageError("--heldout has no effect with --eval-data")
+        if self.schedule.is_domino and self.tp_size == 1:
+            raise UsageError("--schedule domino has no effect without a --tp-size above 1")
+        if self.attention != "sdpa" and self.tp_size > 1:
+            raise UsageError(f"--attention {self.attention} has no effect with --tp-size {self.tp_size}")
         if self.align and self.distill_from is None:
             raise UsageError("--align needs --distill-from DENSE, the checkpoint that MODEL was converted from")
         if self.method == LORA and self.tp_size > 1:
@@ -357,6 +365,11 @@ class RetrainOptions:
         if own % micro:
             raise UserError(
                 f"--micro-batch-size {micro} does not divide the {own} rows of a step that are each process's"
+            )
+        if accumulation > 1 and own // micro != accumulation:
+            raise UserError(
+                f"accelerate's {accumulation} steps of gradient accumulation and --batch-size {batch_size} do not leave"
+                f" --micro-batch-size {micro} rows at once; leave one of them out"
             )
         self.schedule.check(
             micro, seq_len, config["hidden_size"], rows_name="--micro-batch-size", tokens_name="--seq-len"

@@ -36,7 +36,7 @@ from ladderize.files.work import ABOUT, RUN, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.device import avoid_cudnn_attention
-from ladderize.ranks.environment import already_started
+from ladderize.ranks.environment import already_started, launched
 from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, join_ranks
 from ladderize.runtime.launch import check_group_size, run
 
@@ -69,6 +69,8 @@ def adapt_checkpoint(
     options.check_data()
     check_trackers(options.log_with)
     if options.align:
+        # faults of the training are told before the alignment takes minutes
+        open_task(job.model, options, Launch(options.device, max(launched().size, options.tp_size)))
         job = start_aligned(job, console)
     if options.tp_size == 1 or already_started():
         return retrain(join_ranks(options.device), job, console)

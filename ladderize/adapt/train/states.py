@@ -127,6 +127,12 @@ class TrainingFolder(WorkFolder):
         accelerator.wait_for_everyone()
         try:
             model.save(part)
+        except (RuntimeError, SafetensorError) as error:  # a full disk, in the words of torch and safetensors
+            shutil.rmtree(part, ignore_errors=True)
+            raise UserError(
+                f"the state of step {progress.step} cannot be written to {self.folder}: {sentence(error)}; the run goes"
+                " on from the last saved one"
+            ) from None
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
