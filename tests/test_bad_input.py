@@ -415,7 +415,7 @@ def test_a_ladderized_source_with_a_broken_layout(llama, tmp_path):
 
 
 def test_an_argument_that_is_no_text():
-    assert "is not a character" in one_sentence(invoke("generate", MODEL, "-p", "caf\udce9"))
+    assert "is not UTF-8 text" in one_sentence(invoke("generate", MODEL, "-p", "caf\udce9"))
 
 
 def test_text_in_a_locale_that_cannot_show_it(llama):

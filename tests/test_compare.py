@@ -359,7 +359,7 @@ def test_the_words_claim_what_the_interval_shows(tmp_path, right, wrong, lost, m
 def test_several_models_of_one_file_are_each_compared_with_the_first(pair, tmp_path):
     dense, other = (written.write() for written in pair)
     content, more = json.loads(dense.read_text()), json.loads(other.read_text())
-    both = tmp_path / "both.json"
+    both = tmp_path / "results_2026-11-26T10-00-00.json"  # a name as lm-eval gives them
     third = {**more["models"][0], "ladderize": {**more["models"][0]["ladderize"], "model": "models/third"}}
     both.write_text(json.dumps({**content, "models": [content["models"][0], more["models"][0], third]}))
     found = ladderize.compare([both]).comparisons

@@ -87,7 +87,7 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
         (["--lr", "0"], 2, "--lr must be above 0"),
         (["--max-grad-norm", "0"], 2, "--max-grad-norm must be above 0"),
         (["--schedule", "domino"], 2, "--schedule domino has no effect without a --tp-size"),
-        (["--heldout", "4", "--eval-data", "DATA"], 2, "--heldout has no effect with --eval-data"),
+        (["--heldout", "4", "--eval-data", "DATA.jsonl"], 2, "--heldout has no effect with --eval-data"),
         (["--log-with", "pigeon"], 1, "--log-with pigeon is no tracker of Accelerate that is installed here"),
         (["--seq-len", "65"], 1, "--seq-len 65 is more than the 64 positions"),
         (["--train", "9"], 1, "--train: 9 is empty or out of range"),
