@@ -30,7 +30,6 @@ GRAPHS_AHEAD = 32
 # runs those of a few thousand tokens. Longer ones keep the GPU busy.
 PREFILL_TOKENS, PREFILL_GRAPHS = 1 << 12, 8
 
-
 PromptShape = tuple[int, bool, Schedule]  # tokens, whether they are padded, and how they are read
 
 

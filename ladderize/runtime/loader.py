@@ -72,14 +72,12 @@ def load_weights(
     pack: bool,
     columns: int = 1,
     advance: Callable[[int], None] = lambda count: None,
-    made: Callable[[int, AttentionWeights, MlpWeights], None] = lambda index, attention, mlp: None,
 ) -> Weights:
     """Return one rank's weights for ``layout``.
 
     pack: store weights in oneDNN's layout; see Linear.
     columns: parts of the products that are sent; see Schedule.
     advance: called with 1 after each layer.
-    made: called before that with the layer, whose tensors it may replace.
     """
 
     def read(name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
@@ -90,7 +88,6 @@ def load_weights(
     for index in range(shape.layers):
         virtual = virtual_ranks(layout, index, shape.tp_size)
         layers.append(_layer(read, f"model.layers.{index}.", shape, virtual, pack, pack_sent=pack and columns == 1))
-        made(index, *layers[-1])
         advance(1)
     head = embed if shape.tied else source.read(shape.vocab_slice("lm_head.weight"))
     return Weights(embed, layers, RMSNorm(read("model.norm.weight"), shape.eps), Linear(head, pack=pack))
