@@ -93,7 +93,7 @@ def test_the_fastest_within_the_margin_is_recommended(files):
 def test_an_interval_that_holds_the_margin_shows_nothing(tmp_path):
     text, best = answer_of(write_files(tmp_path, spread=2.0))
     assert best is None
-    assert text.startswith("No layout is shown to be within 1 point of dense. The nearest to it is")
+    assert text.startswith("No layout is shown to be within 1 point of dense. The nearest to dense is")
     assert "About 4,000 samples would show it" in text
     assert "no loss" not in text.lower()
 
@@ -113,15 +113,15 @@ def test_the_nearest_is_named_where_no_margin_is_shown(tmp_path):
     change(tmp_path / "results.json", set_divergence)
     text, best = answer_of(tmp_path)
     assert best is None
-    assert f"The nearest to it is {nearest['divergence']} " in text
+    assert f"The nearest to dense is {nearest['divergence']} " in text
     assert f"KL {divergence[nearest['divergence']]:.4f} (" in text
     slow = {name: 0.9 if name == nearest["divergence"] else 1.3 for name in names}
     write_files(tmp_path, points=None, speedups=slow)
     fast = min(set(names) - {nearest["divergence"]}, key=divergence.get)
-    assert f"The nearest to it is {fast} " in answer_of(tmp_path)[0]
+    assert f"The nearest to dense is {fast} " in answer_of(tmp_path)[0]
     (tmp_path / "bench.json").unlink()
     change(tmp_path / "results.json", lambda d: [one.update(predictions=None) for one in d["comparisons"]])
-    assert f"The nearest to it is {nearest['perplexity']} " in answer_of(tmp_path)[0]
+    assert f"The nearest to dense is {nearest['perplexity']} " in answer_of(tmp_path)[0]
 
 
 @pytest.mark.parametrize(("repeat", "share"), [(3, "75%"), (4, "88%"), (5, None)])

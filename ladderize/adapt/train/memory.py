@@ -78,13 +78,15 @@ def estimate(task: Task) -> TrainingEstimate:
         attention = 3 * heads // tp_size + 4 * max(1, kv_head_count(config) // tp_size)
         kept.append((3 + 4 * virtual) * hidden + attention * head_dim(config) + 4 * inner // tp_size)
     activations = sum(kept) * width
-    if task.options.gradient_checkpointing:
-        activations = hidden * FP32 * len(kept) + max(kept) * width
+    # logits with their gradient, the teacher's; and in fp32 of a part of them both, exponentials, and what is on the way
+    logits = tokens * -(-vocab // tp_size)
+    of_logits = logits * compute * (2 + has_teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (4 + has_teacher)
+    if task.options.gradient_checkpointing:  # a layer is computed again when the logits are gone
+        activations = hidden * FP32 * len(kept) + max(0, max(kept) * width - of_logits // tokens)
     if task.compared:  # both models' outputs of attention and MLP, and fp32 copies
         activations += hidden * (4 * len(task.compared) * compute + 3 * FP32)
     if task.options.attention != FLASH:  # the mask, a copy made on the way, and the values added to the scores
         activations += training.seq_len * (2 + compute)
-    logits = tokens * -(-vocab // tp_size)
     parts = {
         "weights": (trained * FP32 + frozen * compute) // ranks,
         "gradients": trained * FP32 // ranks,
@@ -95,8 +97,7 @@ def estimate(task: Task) -> TrainingEstimate:
         if is_sharded
         else trained * compute // ranks * (compute < FP32),
         "activations": tokens * activations,
-        # logits with their gradient, the teacher's, and fp32 copies of a part of them
-        "logits": logits * compute * (2 + has_teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (2 + has_teacher),
+        "logits": of_logits,
         "other": OTHER_BYTES,
     }
     # the kept states, the one being written, and the best weights
