@@ -78,7 +78,7 @@ def estimate(task: Task) -> TrainingEstimate:
         attention = 3 * heads // tp_size + 4 * max(1, kv_head_count(config) // tp_size)
         kept.append((3 + 4 * virtual) * hidden + attention * head_dim(config) + 4 * inner // tp_size)
     activations = sum(kept) * width
-    # logits with their gradient, the teacher's; and in fp32 of a part of them both, exponentials, and what is on the way
+    # logits with their gradient, the teacher's; and of a part of them in fp32 both, exponentials, and what is between
     logits = tokens * -(-vocab // tp_size)
     of_logits = logits * compute * (2 + has_teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (4 + has_teacher)
     if task.options.gradient_checkpointing:  # a layer is computed again when the logits are gone
