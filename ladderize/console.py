@@ -111,40 +111,29 @@ class Console:
                 yield
 
     @contextlib.contextmanager
-    def progress(
-        self, description: str, total: int, *, done: int = 0, is_bytes: bool = False, animated: bool = True
-    ) -> Iterator[Advance]:
-        """Show progress on stderr; yields ``advance(n, detail="")``.
-
-        A terminal shows a bar with the time left. Elsewhere ``advance`` prints a line every minute, so that a batch
-        job's log shows how far it is.
+    def progress(self, description: str, total: int, *, done: int = 0, is_bytes: bool = False) -> Iterator[Advance]:
+        """Show progress on stderr by tqdm's bar; yields ``advance(n, detail="")``.
 
         done: the part of ``total`` that an earlier run did; it does not count for the speed.
-        animated: False where nothing may run beside a measurement: only ``advance`` then draws the bar.
         """
-        if not self.speaks:
-            yield lambda steps=1, detail="": None
-            return
-        if not sys.stderr.isatty():
-            yield _LoggedProgress(description, total, done, is_bytes)
-            return
-        from rich import progress as rich
-        from rich.console import Console as RichConsole
+        from tqdm import tqdm
 
-        columns = (
-            *([rich.SpinnerColumn()] if animated else []),  # it moves while a single long step does not
-            rich.TextColumn("{task.description}", markup=False),
-            rich.BarColumn(bar_width=20),
-            rich.DownloadColumn() if is_bytes else rich.MofNCompleteColumn(),
-            rich.TimeRemainingColumn(),
-            rich.TextColumn("{task.fields[detail]}", markup=False),
-        )
-        shown = RichConsole(file=sys.stderr)
-        with rich.Progress(*columns, console=shown, transient=True, auto_refresh=animated) as bar:
-            task = bar.add_task(printable(description), total=total, completed=done, detail="")
+        quiet_bar = type("Bar", (tqdm,), {"monitor_interval": 0})  # else a thread wakes up beside measurements
+        with quiet_bar(
+            desc=printable(description),
+            total=total,
+            initial=done,
+            unit="B" if is_bytes else "",
+            unit_scale=is_bytes,
+            miniters=1,
+            file=_bar_stream(),
+            leave=False,
+            disable=not self.speaks,
+        ) as bar:
 
             def advance(steps: int = 1, detail: str = "") -> None:
-                bar.update(task, advance=steps, detail=printable(detail), refresh=not animated)
+                bar.set_postfix_str(printable(detail), refresh=False)
+                bar.update(steps)
 
             yield advance
 
@@ -154,10 +143,7 @@ class Console:
 
         bars: show its progress on stderr; where that is no terminal, a line every minute.
         """
-        if not (bars and self.speaks):
-            stream: Any = io.StringIO()
-        else:
-            stream = sys.stderr if sys.stderr.isatty() else _LoggedBar(sys.stderr)
+        stream: Any = _bar_stream() if bars and self.speaks else io.StringIO()
         with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
             yield
 
@@ -165,30 +151,8 @@ class Console:
 SILENT = Console(quiet=True)  # of calls from Python
 
 
-class _LoggedProgress:
-    """Progress as a line of text every minute."""
-
-    def __init__(self, description: str, total: int, done: int, is_bytes: bool) -> None:
-        self.description, self.total, self.count = description, total, human_bytes if is_bytes else str
-        self.before = self.done = done
-        self.begun = self.printed = time.monotonic()
-        self.stderr = sys.stderr  # a library's output may be redirected later
-
-    def __call__(self, steps: int = 1, detail: str = "") -> None:
-        self.done += steps
-        now = time.monotonic()
-        if now < self.printed + LOG_INTERVAL_S:
-            return
-        self.printed = now
-        parts = [f"{self.description}: {self.count(self.done)} of {self.count(self.total)}"]
-        if self.before < self.done < self.total:
-            a_step = (now - self.begun) / (self.done - self.before)
-            parts.append(f"{human_seconds(a_step * (self.total - self.done))} left")
-        print(printable(", ".join([*parts, *([detail] if detail else [])])), file=self.stderr, flush=True)
-
-
 class _LoggedBar(io.TextIOBase):
-    """A stream for tqdm that prints the latest state of its bar about once a minute."""
+    """A stream for tqdm that prints the latest state of its bar about once a minute, so that a log can hold it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.printed = stream, time.monotonic()
@@ -199,6 +163,11 @@ class _LoggedBar(io.TextIOBase):
             self.printed = now
             print(printable(state.rsplit("\r")[-1]), file=self.stream, flush=True)
         return len(text)
+
+
+def _bar_stream() -> Any:
+    """Return the stream for progress bars: stderr, which is a terminal or gets a line every minute."""
+    return sys.stderr if sys.stderr.isatty() else _LoggedBar(sys.stderr)
 
 
 def say(text: str, *, style: str = "") -> None:

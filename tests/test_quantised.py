@@ -68,25 +68,6 @@ def test_there_and_back(sources, tmp_path, name):
         assert (tmp_path / folder / "model.safetensors").samefile(source / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("name", "engine"), [("int8", ""), ("AWQ", "--backend vllm "), ("FP8 scalars", "--backend vllm ")]
-)
-def test_what_is_suggested_next(sources, tmp_path, name, engine):
-    """Nothing that is always refused: what does not run in transformers here is measured in vLLM."""
-    source, out = sources(name), tmp_path / "out"
-    if not engine:
-        pytest.importorskip("compressed_tensors")
-    outcome = invoke("convert", source, out, "--ladder", "1:", "--no-verify")
-    assert outcome.code == 0, outcome.stderr
-    assert outcome.stdout.partition("next:\n")[2].splitlines() == [
-        f"  measure it        ladderize eval {source} {out} {engine}--perplexity FILE",
-        "  recover accuracy  convert and retrain the unquantised model, then quantise the result (docs/quantised.md)",
-    ]
-    assert f"`ladderize eval{engine and ' --backend vllm'}`" in (out / "README.md").read_text()
-    back = invoke("convert", out, tmp_path / "back", "--dense", "--no-verify")
-    assert "recover" not in back.stdout
-
-
 @pytest.mark.parametrize("name", ["W4A16 asymmetric", "FP8 blocks"])
 def test_files_are_written_anew_byte_by_byte(sources, tmp_path, name):
     """Where tensors lack the beginning of their names, and get it."""

@@ -21,15 +21,7 @@ from ladderize.commands.builder import (
     command,
     names_of,
 )
-from ladderize.commands.shared import (
-    LOADING,
-    command_line,
-    retrain_command,
-    scoring_file,
-    show_next,
-    start_on,
-    start_server,
-)
+from ladderize.commands.shared import LOADING, start_on, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.runtime.schedule import Schedule, ScheduleName
@@ -102,9 +94,9 @@ def adapt(given: GivenOptions) -> None:
         home = {BLOCKS: "layers.distill", ALIGN: "layers.align"}.get(own.method, "train.run")
         importlib.import_module(f"ladderize.adapt.{home}")
     if isinstance(options, WindowOptions):
-        _rewrite(given, own, options, console)
+        _rewrite(own, options, console)
     else:
-        _retrain(given, own, options, console)
+        _retrain(own, options, console)
 
 
 def adapt_options(given: GivenOptions) -> RetrainOptions | WindowOptions:
@@ -141,7 +133,7 @@ def _retrain_options(given: GivenOptions, own: AdaptArguments) -> RetrainOptions
     return options
 
 
-def _rewrite(given: GivenOptions, own: AdaptArguments, options: WindowOptions, console: Console) -> None:
+def _rewrite(own: AdaptArguments, options: WindowOptions, console: Console) -> None:
     """Align, or train blocks."""
     out, dense = own.out, own.distill_from
     assert out is not None
@@ -165,12 +157,9 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, options: WindowOptions, c
     console.prose(document.MEANING)
     console.prose(document.target)
     console.result(f"wrote {document.out}")
-    retrain = retrain_command(out, f"{out.rstrip('/')}-adapted", dense, given.params["data"][0], align=False)
-    steps = [("retrain from there", retrain)] if own.method == ALIGN else []
-    show_next(console, *steps, _measure(given, own, out))
 
 
-def _retrain(given: GivenOptions, own: AdaptArguments, options: RetrainOptions, console: Console) -> None:
+def _retrain(own: AdaptArguments, options: RetrainOptions, console: Console) -> None:
     """Retrain the whole model, or show what --dry-run or --show-data asks for."""
     from ladderize.adapt.train.memory import estimate_training
     from ladderize.adapt.train.run import adapt_checkpoint, show_data_of
@@ -193,14 +182,5 @@ def _retrain(given: GivenOptions, own: AdaptArguments, options: RetrainOptions, 
         return
     console.document(adaptation.to_dict())
     console.result("\n".join(adaptation.summary()))
-    if options.method == LORA:
-        console.result(f"wrote {out} (an adapter)")
-        show_next(console, ("make a checkpoint of it", command_line("merge", out, f"{out.rstrip('/')}-merged")))
-    else:
-        console.result(f"wrote {out}")
-        show_next(console, _measure(given, own, out))
-
-
-def _measure(given: GivenOptions, own: AdaptArguments, out: str) -> tuple[str, str]:
-    models = dict.fromkeys(name for name in (own.distill_from, own.model, out) if name is not None)
-    return "measure it", command_line("eval", *models, "--perplexity", scoring_file(given.params["eval_data"] or ()))
+    merging = " (an adapter, which ladderize merge makes a checkpoint of)" if options.method == LORA else ""
+    console.result(f"wrote {out}{merging}")

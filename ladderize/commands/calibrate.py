@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import ladderize
 from ladderize.choices import AS_JSON, option
 from ladderize.commands.builder import MEASUREMENT, MEMORY, OUTPUT, GivenOptions, command
-from ladderize.commands.shared import LOADING, command_line, runtime_device, show_next, start_server
+from ladderize.commands.shared import LOADING, runtime_device, start_server
 from ladderize.console import Console
 from ladderize.plan.options import CalibrateOptions
 
@@ -44,12 +44,6 @@ def calibrate(given: GivenOptions) -> None:
     figures = _figures(document)
     console.table([{"figure": name, "value": value} for name, value in figures.items()], right=["value"])
     console.note(f"wrote {arguments.out}")
-    if document.link is not None:
-        ranks = document.link.rows[-1].ranks
-        predict = command_line(
-            "plan", "--hardware", arguments.out, "--link", arguments.out, "--tp-size", ranks, "--shape", "8b"
-        )
-        show_next(console, ("predict with it", predict))
 
 
 def _figures(document: "CalibrationDocument") -> dict[str, str]:

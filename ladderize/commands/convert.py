@@ -4,16 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ladderize.checkpoint.opening import read_config
-from ladderize.checkpoint.quantised import QUANTISE_LAST, quantisation_of
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, flag, option
 from ladderize.commands.builder import LAYOUT, MODELS, OUTPUT, GivenOptions, command, names_of
-from ladderize.commands.shared import FILE, align_command, command_line, retrain_command, show_next
 from ladderize.console import Console, human_bytes
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.errors import UsageError, UserError
-from ladderize.layout import BLOCKING, RangeSyntaxError, format_ranges
+from ladderize.layout import RangeSyntaxError, format_ranges
 
 if TYPE_CHECKING:
     from ladderize.convert.pipeline import ConversionReport
@@ -57,8 +54,6 @@ def convert(given: GivenOptions) -> None:
     src, out, recipe, dry_run = own.src, own.out, own.recipe, own.dry_run
     asked = asked_recipe(given)
     console = Console(own.as_json)
-    if not out.strip():
-        raise UsageError("OUT is empty; name the folder to write")
     try:
         report = convert_checkpoint(
             src,
@@ -110,8 +105,6 @@ def convert(given: GivenOptions) -> None:
     if report.not_carried_over:
         console.result(f"skipped  {', '.join(report.not_carried_over)} (not carried over)")
     console.result(f"{'would write' if dry_run else 'wrote'} {out}")
-    if not dry_run:
-        _show_next(console, src, out, report)
 
 
 def asked_recipe(given: GivenOptions) -> Recipe:
@@ -122,24 +115,6 @@ def asked_recipe(given: GivenOptions) -> Recipe:
     if clash := [name for name in given.names if name in names_of(Recipe)]:
         raise UsageError(f"--recipe and {flag(clash[0])} cannot be combined; give one of them")
     return read_recipe(recipe)
-
-
-def _show_next(console: Console, src: str, out: str, report: "ConversionReport") -> None:
-    from ladderize.convert.inspection import read_retrainings
-
-    written = Path(report.out)
-    quantisation = quantisation_of(read_config(written), written)
-    engine = ("--backend", "vllm") if quantisation is not None and quantisation.not_run is not None else ()
-    steps = [("measure it", command_line("eval", src, out, *engine, "--perplexity", FILE))]
-    changed = {*report.attention_sync, *report.mlp_sync} != {BLOCKING}
-    if quantisation is not None and changed:
-        steps.append(("recover accuracy", f"{QUANTISE_LAST} (docs/quantised.md)"))
-    elif report.selection is not None and report.selection.sensitivity.aligned is not None:
-        steps.append(("align it, as was measured", align_command(out, src)))
-    elif changed:
-        untrained = not read_retrainings(written)
-        steps.append(("recover accuracy", retrain_command(out, f"{out.rstrip('/')}-adapted", src, align=untrained)))
-    show_next(console, *steps)
 
 
 def _weights_in_words(report: "ConversionReport") -> str:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, option
 from ladderize.commands.builder import MODELS, OUTPUT, GivenOptions, command
-from ladderize.commands.shared import FILE, LOADING, command_line, show_next
+from ladderize.commands.shared import LOADING
 from ladderize.console import Console, human_bytes
-from ladderize.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,6 @@ class MergeArguments:
 def merge(given: GivenOptions) -> None:
     """Merge a LoRA adapter into its base model. The logits are compared with PEFT's before OUT appears."""
     own = given.fill(MergeArguments)
-    if not own.out.strip():
-        raise UsageError("OUT is empty; name the folder to write")
     console = Console(own.as_json)
     with console.stage(LOADING):
         from ladderize.adapt.train.merge import merge as merge_adapter
@@ -44,4 +41,3 @@ def merge(given: GivenOptions) -> None:
         indent=9,
     )
     console.result(f"wrote {own.out}")
-    show_next(console, ("measure it", command_line("eval", report.source, own.out, "--perplexity", FILE)))

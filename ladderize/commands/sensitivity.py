@@ -5,12 +5,10 @@ from pathlib import Path
 
 from ladderize.choices import AS_JSON, THREADS, argument, option
 from ladderize.commands.builder import DATA, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
-from ladderize.commands.shared import LOADING, align_command, command_line, show_next, start_on
+from ladderize.commands.shared import LOADING, start_on
 from ladderize.console import Console
-from ladderize.convert.sensitivity_file import LADDER, SPD, alignment_words, cost_rows, dense_line
+from ladderize.convert.sensitivity_file import alignment_words, cost_rows, dense_line
 from ladderize.eval.options import SensitivityOptions
-from ladderize.files.regular import resolved
-from ladderize.layout import DEFAULT_RANKS
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,3 @@ def sensitivity(given: GivenOptions) -> None:
     if document.aligned is not None:
         console.result(alignment_words(document.aligned))
     console.note(f"wrote {own.out}")
-    ranks = options.sync_tp_size
-    kind = LADDER if ranks is None else SPD
-    target = f"{resolved(own.model).name}-{kind}"  # in the current folder, also for "." and hub ids
-    words = ("--sensitivity", own.out, *(() if ranks is None else ("--sync-tp-size", ranks)), f"--{kind}-fraction", 0.5)
-    steps = [("convert with it", command_line("convert", own.model, target, f"--{kind}", "auto", *words))]
-    if options.mode == "layers":
-        machine = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", ranks or DEFAULT_RANKS)
-        goal: list[object] = ["--max-ppl-increase", "2%", "--verify", 16, *(["--align"] if options.align else [])]
-        plan = command_line("plan", own.model, "--sensitivity", own.out, *machine, *goal)
-        steps.insert(0, ("choose a layout by it", plan))
-    elif options.align:
-        steps.append(("align the result", align_command(target, own.model, options.data)))
-    show_next(console, *steps)

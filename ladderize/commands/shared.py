@@ -1,19 +1,13 @@
-"""The parts that several commands share: checks of the device, and the next commands, with which an output ends."""
+"""The parts that several commands share: checks of the device, and the server of processes."""
 
 import os
 import shlex
-from collections.abc import Sequence
 
 from ladderize.choices import BackendName, DeviceName
-from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.ranks.environment import WORLD_SIZE
 
 LOADING = "loading torch and transformers"  # the first line of a command that computes
-FILE = "FILE"  # in a next command: stands for a file that was not named yet
-
-
-# ---- the device ----
 
 
 def start_server(ranks: int) -> None:
@@ -62,50 +56,6 @@ def start_on(device: DeviceName | None, threads: int | None) -> DeviceName:
     return device
 
 
-# ---- the next command ----
-
-
 def command_line(*words: object) -> str:
     """Return a command line of ``ladderize``, quoted for a shell."""
     return shlex.join(["ladderize", *map(str, words)])
-
-
-def align_command(converted: str, dense: str, data: str = FILE) -> str:
-    """Return the command that aligns a converted checkpoint."""
-    aligned = f"{converted.rstrip('/')}-aligned"
-    return command_line("adapt", converted, aligned, "--method", "align", "--distill-from", dense, "--data", data)
-
-
-def retrain_command(converted: str, out: str, dense: str, data: str = FILE, *, align: bool) -> str:
-    """Return the command that retrains a converted checkpoint as docs/results.md found best for short runs.
-
-    align: align first, for checkpoints that were neither aligned nor retrained.
-    """
-    first = ["--align"] if align else []
-    what = ["--distill-from", dense, *first, "--hidden-weight", 1, "--data", data, "--max-tokens", "20M"]
-    return command_line("adapt", converted, out, *what)
-
-
-def show_next(console: Console, *steps: tuple[str, str]) -> None:
-    """Print the next commands.
-
-    steps: the purpose and the command of each.
-    """
-    if not steps:
-        return
-    wide = max(len(purpose) for purpose, _ in steps)
-    console.result("\nnext:")
-    for purpose, line in steps:
-        console.result(f"  {purpose:{wide}}  {line}")
-
-
-def scoring_file(*files: Sequence[str]) -> str:
-    """Return the first of the files that ``eval --perplexity`` can read, or a placeholder."""
-    from ladderize.data import SUFFIXES
-    from ladderize.files.regular import split_name
-
-    for name in (name for names in files for name in names):
-        path, _ = split_name(name)
-        if path.suffix in SUFFIXES and path.is_file():
-            return name
-    return FILE

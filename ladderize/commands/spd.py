@@ -18,7 +18,7 @@ from ladderize.commands.builder import (
     GivenOptions,
     command,
 )
-from ladderize.commands.shared import LOADING, command_line, retrain_command, scoring_file, show_next, start_on
+from ladderize.commands.shared import LOADING, start_on
 from ladderize.console import Console
 
 if TYPE_CHECKING:
@@ -74,12 +74,6 @@ def spd(given: GivenOptions) -> None:
         right=["perplexity", "stderr", "difference", "KL to dense"],
     )
     console.result(f"wrote {own.out}")
-    adapted = f"{own.out.rstrip('/')}-adapted"
-    show_next(
-        console,
-        ("measure it", command_line("eval", own.model, own.out, "--perplexity", scoring_file([]))),
-        ("retrain it", retrain_command(own.out, adapted, own.model, options.data, align=False)),
-    )
 
 
 def spd_rows(document: "SpdDocument") -> list[dict[str, str]]:

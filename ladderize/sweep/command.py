@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ladderize.choices import AS_JSON, argument, option
 from ladderize.commands.builder import OUTPUT, GivenOptions, command
-from ladderize.commands.shared import LOADING, command_line, show_next
+from ladderize.commands.shared import LOADING
 from ladderize.console import Console
 from ladderize.errors import UsageError, UserError
 
@@ -58,7 +58,6 @@ def sweep_command(given: GivenOptions) -> None:
     console.document(swept.to_dict())
     show_models(root, console)
     console.result(f"\nwrote {root / SWEEP_JSON}")
-    show_next(console, ("see the trade-off", command_line("report", root, "--out", "report.html")))
     if failed := swept.failed:
         log = f" (log {root / failed[0].output / LOG})" if failed[0].output else ""
         raise UserError(

@@ -154,7 +154,7 @@ def time_rounds(group: Ranks, variants: Sequence[Variant], options: GroupOptions
     shuffle = random.Random(options.seed)  # the same on every rank
     rounds = options.warmup + options.repeat
     # nothing moves on the terminal while a sample is taken: the bar is drawn between rounds
-    with console.progress(title, rounds, animated=False) as advance:
+    with console.progress(title, rounds) as advance:
         for number in range(1, rounds + 1):
             counted = number - options.warmup
             warming = f"warm-up {number} of {options.warmup}"
