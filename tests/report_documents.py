@@ -64,10 +64,8 @@ def comparison(reference: str, other: str, points: float, spread: float, margin:
             higher_is_better=True,
             samples=500,
             mcnemar_p=0.2,
-            right_to_wrong=12,
-            wrong_to_right=9,
-            right_to_wrong_docs=[1],
-            wrong_to_right_docs=[2],
+            right_to_wrong=list(range(12)),
+            wrong_to_right=list(range(12, 21)),
             **common,
         )
         for task in TASKS
@@ -82,10 +80,9 @@ def comparison(reference: str, other: str, points: float, spread: float, margin:
         stderr=0.01,
         low=-points / 20 - 0.02,
         high=-points / 20 + 0.02,
-        ratio=1.0,
     )
     predictions = Predictions(reference, 0.01, 0.009, 0.011, 0.2, 0.97, 6400)
-    document = ComparisonDocument(reference, other, margin, 0.95, tasks, overall, perplexity, predictions)
+    document = ComparisonDocument(reference, other, margin, tasks, overall, perplexity, predictions)
     return document.to_dict()
 
 

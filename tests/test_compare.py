@@ -12,7 +12,7 @@ import pytest
 
 import ladderize
 from ladderize import CompareOptions, UserError
-from ladderize.eval.answers import read_answered
+from ladderize.eval.answers import read_models
 from ladderize.eval.comparison import Predictions
 from tests.evaluations import Written
 from tests.helpers import ROOT, invoke, one_sentence
@@ -62,8 +62,7 @@ def test_differences_flips_and_pools_are_those_of_the_answers(pair):
         ]
         lost = [doc for doc in by_id[0] if by_id[0][doc] > by_id[1][doc]]
         gained = [doc for doc in by_id[0] if by_id[0][doc] < by_id[1][doc]]
-        assert (sorted(lost), sorted(gained)) == (one.right_to_wrong_docs, one.wrong_to_right_docs)
-        assert (len(lost), len(gained)) == (one.right_to_wrong, one.wrong_to_right)
+        assert (sorted(lost), sorted(gained)) == (one.right_to_wrong, one.wrong_to_right)
         assert one.difference == pytest.approx((len(gained) - len(lost)) / len(by_id[0]))
         assert one.value - one.reference_value == pytest.approx(one.difference)
         assert one.low < one.difference < one.high
@@ -80,12 +79,11 @@ def test_differences_flips_and_pools_are_those_of_the_answers(pair):
 
 
 def test_what_cannot_be_compared_is_left_out_by_name(pair):
-    """What is no mean, no number, not in the samples, or has no points."""
+    """What is no mean, or no number; and a metric beyond 1 has no points."""
     for written in pair:
         written.task("beta", {"acc": coins(30, 0.5), "odd": coins(30, 0.5)})
         written.task("score", {"points": np.random.normal(50, 9, 80).tolist()})
-        written.harness["results"]["beta"].update({"odd,none": 17.0, "f1,none": 0.5, "f1_stderr,none": 0.1})
-        written.harness["configs"]["beta"]["metric_list"][1]["aggregation"] = "<function median>"
+        written.harness["results"]["beta"].update({"odd,none": 17.0, "bleu,none": 0.5})
         for sample in written.samples["beta"]:
             sample["bleu"] = ["a prediction", "a reference"]
             sample["metrics"].append("bleu")
@@ -96,9 +94,8 @@ def test_what_cannot_be_compared_is_left_out_by_name(pair):
         ("score", "points"),
     ]
     assert document.left_out == [
-        "beta: odd is no mean over samples",
-        "beta: bleu is not a number for every sample",
-        "beta: f1 is not in the samples",
+        "beta: odd is no mean of numbers over the questions",
+        "beta: bleu is no mean of numbers over the questions",
     ]
     assert document.overall.tasks == ["alpha", "beta"]
     assert document.tasks[-1].verdict is None
@@ -112,7 +109,7 @@ def test_fewer_errors_are_a_gain(tmp_path):
     better, worse = compare_files(dense, other).tasks[0], compare_files(other, dense).tasks[0]
     assert (better.verdict, worse.verdict) == ("shown", "worse")
     assert better.difference < 0
-    assert better.wrong_to_right == worse.right_to_wrong > 0
+    assert better.wrong_to_right == worse.right_to_wrong != []
     assert not better.main
 
 
@@ -152,7 +149,6 @@ def test_perplexity_is_paired_by_window(tmp_path):
     other.model["predictions"] = measured.to_dict()
     document = compare_files(dense, other)
     found = document.perplexity
-    assert found.ratio == pytest.approx(math.exp(0.02 * nll.sum() / tokens.sum()))
     assert found.difference == pytest.approx(found.value - found.reference_value)
     assert found.low < found.difference < found.high
     parts = [math.exp(n.sum() / tokens.sum()) * (n - n.sum() / tokens.sum() * tokens) for n in (nll, nll * 1.02)]
@@ -166,11 +162,11 @@ def test_perplexity_is_paired_by_window(tmp_path):
 def test_what_else_differed_is_remarked(pair):
     """Other dtypes may be compared, but the difference is then not the layout's alone."""
     dense, other = pair
-    other.model.update(dtype="bfloat16", device="cuda:0", backend="vllm", tp_size=2)
-    remarks = compare_files(dense, other).remarks
-    assert remarks[0] == "the reference was evaluated with dtype float32, the other model with dtype bfloat16"
-    assert [remark.split()[5] for remark in remarks] == ["dtype", "backend", "tp_size", "device"]
-    assert f"Note: {remarks[0]}." in invoke("compare", dense.path, other.path).stdout
+    other.model.update(dtype="bfloat16", backend="vllm")
+    assert compare_files(dense, other).remarks == [
+        "the reference was evaluated with dtype float32, the other model with bfloat16",
+        "the reference was evaluated with backend hf, the other model with vllm",
+    ]
 
 
 # ---- what is refused ----
@@ -188,11 +184,9 @@ def fewer(other: Written) -> None:
 
 
 REFUSALS: dict[str, tuple[Any, str]] = {
-    "limit": (fewer, "not the same number of samples of alpha (--limit): 300 in"),
+    "limit": (fewer, "documents, targets or prompts of 50 of 300 differ"),
     "prompt": (with_samples("prompt_hash", "z"), "documents, targets or prompts of 1 of 300 differ"),
-    "doc_id": (with_samples("doc_id", 999), "documents, targets or prompts of 2 of 300 differ"),
     "version": (lambda o: o.harness["versions"].update(beta=2.0), "not the same version of beta: 1.0 in"),
-    "bos": (lambda o: o.model.update(add_bos_token=False), "not the same BOS token in front of texts: True in"),
     "generation": (
         lambda o: o.harness["configs"]["beta"].update(generation_kwargs={"max_gen_toks": 9}),
         "not the same generation_kwargs of beta: None in",
@@ -233,22 +227,6 @@ def test_only_common_tasks_are_compared(pair):
     for task in ("alpha", "beta"):
         del other.samples[task], other.harness["results"][task]
     with pytest.raises(UserError, match="nothing was measured alike of both"):
-        compare_files(dense, other)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("window_nll", [1e200] * 20, "has no windows of its perplexity that fit together"),
-        ("window_nll", None, "has no windows of its perplexity that fit together"),
-        ("window_tokens", [9] * 10, "has no windows of its perplexity that fit together"),
-    ],
-)
-def test_other_windows_are_refused(tmp_path, key, value, message):
-    tokens = np.full(20, 100)
-    dense, other = (Written(tmp_path, name).perplexity(tokens * 2.0, tokens) for name in ("dense", "other"))
-    other.model["perplexity"][key] = value
-    with pytest.raises(UserError, match=message):
         compare_files(dense, other)
 
 
@@ -296,6 +274,10 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "path": (point_outside, "names samples of alpha outside of its folder"),
     "link": (link_outside, "outside of its folder"),
     "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
+    "windows": (
+        lambda path: rewrite(path, lambda c: c["models"][0]["ladderize"]["perplexity"].update(window_nll=[1e200])),
+        "has no windows of its perplexity that fit together",
+    ),
     "results": (
         lambda path: rewrite(path, lambda c: c["models"][0].update(results=[1])),
         "models/other: results is [1], but must be an object",
@@ -306,7 +288,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_files_are_one_sentence(pair, what):
     change, message = BROKEN[what]
-    dense, other = (written.write() for written in pair)
+    tokens = np.full(20, 100)
+    dense, other = (written.perplexity(tokens * 2.0, tokens).write() for written in pair)
     change(other)
     assert message in one_sentence(invoke("compare", dense, other))
 
@@ -315,7 +298,7 @@ def test_a_model_that_is_alone_and_files_that_are_not_there(pair, tmp_path):
     dense, other = (written.write() for written in pair)
     assert "there are no two models to compare, but only models/dense" in one_sentence(invoke("compare", dense))
     (tmp_path / "empty").mkdir()
-    assert "holds no results.json" in one_sentence(invoke("compare", tmp_path / "empty"))
+    assert "is not a regular file" in one_sentence(invoke("compare", tmp_path / "empty"))
     assert invoke("compare", dense, other, "--margin", "0").code == 2
     assert "no such file" in one_sentence(invoke("compare", dense, tmp_path / "none.json"))
 
@@ -323,19 +306,14 @@ def test_a_model_that_is_alone_and_files_that_are_not_there(pair, tmp_path):
 # ---- the command ----
 
 
-def test_the_command_prints_a_table_and_sentences(pair, tmp_path):
+def test_the_command_prints_a_table_and_writes_the_document(pair, tmp_path):
     dense, other = (written.write() for written in pair)
     shown = invoke("compare", dense, other, "--out", tmp_path / "out.json")
     assert shown.code == 0
     assert "other against dense (95% intervals)" in shown.stdout
-    table = shown.stdout.split("\n\n")[1]
-    assert max(map(len, table.splitlines())) <= 84  # as wide as the drawn numbers make it
-    assert "\u22641 worse" in table  # not "1 worse": what is shown is that it is no more
-    assert "+" in table
-    assert "no loss" not in shown.stdout
+    assert "\u22641 worse" in shown.stdout  # not "1 worse": what is shown is that it is no more
     printed = json.loads(invoke("compare", dense, other, "--json").stdout)
     assert json.loads((tmp_path / "out.json").read_text()) == printed
-    assert printed["schema_version"] == 1
     assert len(printed["comparisons"]) == 1
 
 
@@ -359,7 +337,7 @@ def test_the_words_claim_what_the_interval_shows(tmp_path, right, wrong, lost, m
 def test_several_models_of_one_file_are_each_compared_with_the_first(pair, tmp_path):
     dense, other = (written.write() for written in pair)
     content, more = json.loads(dense.read_text()), json.loads(other.read_text())
-    both = tmp_path / "results_2026-11-26T10-00-00.json"  # a name as lm-eval gives them
+    both = tmp_path / "both.json"
     third = {**more["models"][0], "ladderize": {**more["models"][0]["ladderize"], "model": "models/third"}}
     both.write_text(json.dumps({**content, "models": [content["models"][0], more["models"][0], third]}))
     found = ladderize.compare([both]).comparisons
@@ -367,9 +345,7 @@ def test_several_models_of_one_file_are_each_compared_with_the_first(pair, tmp_p
         ("models/dense", "models/other"),
         ("models/dense", "models/third"),
     ]
-    assert read_answered(both, "models/other").name == "models/other"
-    with pytest.raises(UserError, match="does not hold one model x, but models/dense, models/other, models/third"):
-        read_answered(both, "x")
+    assert [one.model.model for one in read_models(both, "models/other")] == ["models/other"]
 
 
 # ---- whatever a stranger's file holds ----
@@ -395,7 +371,7 @@ def spoil(document: Any) -> None:
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("number", range(24))
+@pytest.mark.parametrize("number", range(12))
 def test_whatever_a_file_holds_it_is_compared_or_refused_in_a_sentence(tmp_path, number):
     tokens = np.random.randint(20, 50, 6)
     paths = []

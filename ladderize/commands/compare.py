@@ -13,7 +13,7 @@ from ladderize.files.documents import check_writable, write_json
 @dataclass(frozen=True)
 class CompareArguments:
     files: tuple[Path, ...] = argument(
-        "RESULTS...", "results.json of eval, or what lm_eval --log_samples wrote. The first model is the reference."
+        "RESULTS...", "Files that eval wrote (results.json). The first model is the reference."
     )
     out: Path | None = option("Write the comparison as JSON.", metavar="FILE")
     as_json: bool = option(AS_JSON, False)
@@ -31,12 +31,11 @@ def compare(given: GivenOptions) -> None:
     Works on stored files alone. Models that were not asked the same are refused.
     """
     arguments, options = given.fill(CompareArguments), given.fill(CompareOptions)
-    from ladderize.eval.answers import RESULTS_NAME
     from ladderize.eval.compare import compare as compare_files
     from ladderize.eval.table import show_comparison
 
     if arguments.out is not None:
-        check_writable(arguments.out, inputs=[*arguments.files, *(file / RESULTS_NAME for file in arguments.files)])
+        check_writable(arguments.out, inputs=arguments.files)
     console = Console(arguments.as_json)
     comparisons = compare_files(arguments.files, options)
     console.document(comparisons.to_dict())

@@ -13,14 +13,12 @@ from ladderize.eval.answers import (
     ADVICE,
     AnsweredModel,
     Pair,
-    check_same,
     check_same_questions,
     evaluation_remarks,
     finite_number,
     read_models,
 )
 from ladderize.eval.comparison import (
-    CONFIDENCE,
     ComparisonDocument,
     Comparisons,
     PerplexityComparison,
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
+    Values = tuple[Floats, Floats]  # a metric of both models' samples, in the order of doc_id
 
 MAIN_METRICS = ("acc_norm", "acc", "exact_match", "em", "f1")  # the first of these that a task has stands for it
 CLOSE = 1e-6  # relative: how closely the samples' mean must match the results
@@ -46,12 +45,12 @@ MAX_TOKENS, MAX_NATS = 2**40, 700.0  # of a window; per token: exp(700) is the l
 def compare(files: Iterable[str | Path], options: CompareOptions | None = None) -> Comparisons:
     """Compare each model of stored evaluations with the first one of the first file.
 
-    files: results.json of ``ladderize eval`` or a folder with one, or results_*.json of ``lm_eval --log_samples``.
+    files: results.json of ``ladderize eval``.
     Raises UserError for models that were not asked the same, and says what differs.
     """
     models = [model for file in files for model in read_models(Path(file))]
     if len(models) < 2:
-        names = ", ".join(model.name for model in models) or "no model"
+        names = ", ".join(one.model.model for one in models) or "no model"
         raise UserError(f"there are no two models to compare, but only {names}; name another file")
     return Comparisons([compare_models(models[0], other, options or CompareOptions()) for other in models[1:]])
 
@@ -64,36 +63,35 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, options: Comp
     both = (reference, other)
     tasks = [task for task in reference.answers if task in other.answers]
     left_out = [f"{task}: only one of the models has it" for one in both for task in one.answers if task not in tasks]
-    if tasks and reference.model is not None and other.model is not None:
-        check_same("BOS token in front of texts", both, *(one.model and one.model.add_bos_token for one in both))
     compared: list[TaskComparison] = []
+    mains: dict[str, tuple[TaskComparison, Values]] = {}
     for task in tasks:
         check_same_questions(both, task)
         measured = []
-        for key in metrics_of(both, task):
-            values = sample_values(both, task, *key)
-            if isinstance(values, str):
-                left_out.append(f"{task}: {metric_name(*key)} {values}")
+        for metric, name in metrics_of(both, task):
+            values = sample_values(both, task, metric, name)
+            if values is None:
+                left_out.append(f"{task}: {metric_name(metric, name)} is no mean of numbers over the questions")
             else:
-                measured.append(compare_metric(both, task, *key, values, options))
-        main = main_of(measured)
-        compared += [replace(one, main=one is main) for one in measured]
-    has_texts = all(one.model is not None and one.model.perplexity is not None for one in both)
-    if has_texts and (reason := text_difference(both)):
-        left_out.append(f"perplexity: {reason}")
+                measured.append((compare_metric(both, task, metric, name, values, options), values))
+        if main := main_of([one for one, _ in measured]):
+            mains[task] = next((one, values) for one, values in measured if one is main)
+        compared += [replace(one, main=one is main) for one, _ in measured]
+    has_texts = all(one.model.perplexity is not None for one in both)
+    if has_texts and not is_same_text(both):
+        left_out.append("perplexity: the windows differ (the file, --seq-len, --windows, or the tokenizer)")
         has_texts = False
     if not tasks and not has_texts:
         raise UserError(f"nothing was measured alike of both {reference.where} and {other.where}; {ADVICE}")
-    predictions = other.model.predictions if other.model is not None and has_texts else None
+    predictions = other.model.predictions if has_texts else None
     return ComparisonDocument(
-        reference=reference.name,
-        other=other.name,
+        reference=reference.model.model,
+        other=other.model.model,
         margin=options.margin,
-        level=CONFIDENCE,
         tasks=compared,
-        overall=pool(both, [one for one in compared if one.main], options),
+        overall=pool(both, mains, options) if mains else None,
         perplexity=compare_perplexity(both) if has_texts else None,
-        predictions=predictions if predictions is not None and predictions.reference == reference.name else None,
+        predictions=predictions if predictions and predictions.reference == reference.model.model else None,
         left_out=left_out,
         remarks=evaluation_remarks(both),
     )
@@ -103,58 +101,52 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, options: Comp
 
 
 def metrics_of(both: Pair, task: str) -> list[tuple[str, str]]:
-    """Return metric and filter of everything that the samples or the results of a task name."""
-    sampled = [
-        (metric, name)
-        for name, answers in both[0].answers[task].items()
-        for answer in answers.values()
-        for metric in answer.values
-    ]
-    keys = [key.partition(",") for key in both[0].harness.results.get(task, {}) if "_stderr" not in key]
-    return list(dict.fromkeys([*sampled, *((metric, name) for metric, _, name in keys if name)]))
+    """Return metric and filter of everything that the samples of a task name."""
+    samples = ((name, one) for name, each in both[0].answers[task].items() for one in each.values())
+    return list(dict.fromkeys((metric, name) for name, one in samples for metric in one.values))
 
 
-def sample_values(both: Pair, task: str, metric: str, name: str) -> "tuple[Floats, Floats] | str":
-    """Return a metric of both models' samples, in the order of doc_id, or why it cannot be compared.
+def sample_values(both: Pair, task: str, metric: str, name: str) -> "Values | None":
+    """Return a metric of both models' samples; None where lm-eval's result is no mean of them.
 
     name: of the filter.
     """
     columns = []
     for one in both:
-        answers = both[0].answers[task].get(name, {})
-        values = [one.answers[task][name][doc].values.get(metric) for doc in sorted(answers)]
-        if not values or all(metric not in answer.values for answer in answers.values()):
-            return "is not in the samples"
-        if None in values:
-            return "is not a number for every sample"
+        answers = one.answers[task][name]
+        values = [answers[doc].values.get(metric) for doc in sorted(answers)]
+        reported = finite_number(one.harness.results.get(task, {}).get(f"{metric},{name}"))
+        if None in values or reported is None:
+            return None
         column = np.array(values, dtype=float)
-        reported, mean = finite_number(one.harness.results.get(task, {}).get(f"{metric},{name}")), column.mean()
-        if reported is None or abs(reported - mean) > CLOSE * max(1.0, abs(mean)):
-            return "is no mean over samples"
+        if abs(reported - column.mean()) > CLOSE * max(1.0, abs(column.mean())):
+            return None
         columns.append(column)
     return columns[0], columns[1]
 
 
 def compare_metric(
-    both: Pair, task: str, metric: str, name: str, values: "tuple[Floats, Floats]", options: CompareOptions
+    both: Pair, task: str, metric: str, name: str, values: "Values", options: CompareOptions
 ) -> TaskComparison:
     """Compare one metric of one task.
 
     name: of the filter.
-    values: of both models' samples, in the order of doc_id.
     """
     said = both[0].harness.higher_is_better.get(task, {}).get(metric)
     better = said if isinstance(said, bool) else None
     everything, difference = np.concatenate(values), values[1] - values[0]
     is_share = better is not None and bool(((everything >= 0) & (everything <= 1)).all())
     estimate = estimate_mean([difference], bounded=is_share)
-    verdict = needed = lost = gained = None
+    verdict = needed = None
+    flips: dict[str, Any] = {}
     if is_share and better is not None:
         weights = [1 / len(difference)] * len(difference)
         verdict, needed = verdict_of(estimate, weights, options.margin, higher_is_better=better)
         if np.isin(everything, (0, 1)).all():
             docs, gains = np.array(sorted(both[0].answers[task][name])), difference if better else -difference
             lost, gained = docs[gains < 0].tolist(), docs[gains > 0].tolist()
+            p = mcnemar_p(len(lost), len(gained))
+            flips = {"mcnemar_p": p, "right_to_wrong": lost, "wrong_to_right": gained}
     return TaskComparison(
         task=task,
         metric=metric,
@@ -169,11 +161,7 @@ def compare_metric(
         high=estimate.high,
         verdict=verdict,
         samples_needed=needed,
-        mcnemar_p=None if lost is None or gained is None else mcnemar_p(len(lost), len(gained)),
-        right_to_wrong=None if lost is None else len(lost),
-        wrong_to_right=None if gained is None else len(gained),
-        right_to_wrong_docs=lost,
-        wrong_to_right_docs=gained,
+        **flips,
     )
 
 
@@ -195,38 +183,31 @@ def metric_name(metric: str, filter_name: str) -> str:
 # ---- all tasks as one number ----
 
 
-def pool(both: Pair, mains: Sequence[TaskComparison], options: CompareOptions) -> PooledComparison | None:
-    """Return the mean of the tasks' main metrics; None where there are none."""
-    if not mains:
-        return None
-    by_task = {one.task: one for one in mains}
-    units = pooled_units(both[0].harness.group_subtasks, list(by_task))
-    strata = [np.concatenate([_differences(both, by_task[task]) for task in unit]) for unit in units]
-    weights = [1 / len(units) / len(stratum) for stratum in strata for _ in stratum]
-    estimate = estimate_mean(strata)
+def pool(both: Pair, mains: "Mapping[str, tuple[TaskComparison, Values]]", options: CompareOptions) -> PooledComparison:
+    """Return the mean of the tasks' main metrics.
+
+    mains: of each task, its main metric with the samples' values.
+    """
+    units = pooled_units(both[0].harness.group_subtasks, list(mains))
+    values = [tuple(np.concatenate([mains[task][1][of] for task in unit]) for unit in units) for of in range(2)]
+    differences = [theirs - ours for ours, theirs in zip(*values, strict=True)]
+    weights = [1 / len(units) / len(stratum) for stratum in differences for _ in stratum]
+    estimate = estimate_mean(differences)
     verdict, needed = verdict_of(estimate, weights, options.margin)
-
-    def mean(name: str) -> float:
-        sums = [sum(getattr(by_task[task], name) * by_task[task].samples for task in unit) for unit in units]
-        return sum(total / len(stratum) for total, stratum in zip(sums, strata, strict=True)) / len(units)
-
+    ours, theirs, difference = (
+        float(np.mean([stratum.mean() for stratum in strata])) for strata in (*values, differences)
+    )
     return PooledComparison(
-        tasks=list(by_task),
+        tasks=list(mains),
         samples=len(weights),
-        reference_value=mean("reference_value"),
-        value=mean("value"),
-        difference=mean("difference"),
+        reference_value=ours,
+        value=theirs,
+        difference=difference,
         low=estimate.low,
         high=estimate.high,
         verdict=verdict,
         samples_needed=needed,
     )
-
-
-def _differences(both: Pair, one: TaskComparison) -> "Floats":
-    values = sample_values(both, one.task, one.metric, one.filter)
-    assert not isinstance(values, str)
-    return values[1] - values[0]
 
 
 def pooled_units(group_subtasks: Mapping[str, list[str]], tasks: list[str]) -> list[list[str]]:
@@ -243,27 +224,25 @@ def pooled_units(group_subtasks: Mapping[str, list[str]], tasks: list[str]) -> l
             name = parent
             passed.add(name)
         units.setdefault(name, []).append(task)
-    groups = [group for group, children in group_subtasks.items() if children]
-    return [units[name] for name in sorted(units, key=lambda name: (*groups, name).index(name))]
+    return list(units.values())
 
 
 # ---- a text ----
 
 
-def text_difference(both: Pair) -> str | None:
-    """Return why the perplexities cannot be compared; None where they can.
+def is_same_text(both: Pair) -> bool:
+    """Return whether both perplexities are of the same windows.
 
     Raises UserError for windows that are missing or impossible.
     """
     (_, tokens), (_, others) = map(_windows, both)
-    hashes = {one.model.perplexity.ids_sha256 for one in both if one.model is not None and one.model.perplexity}
-    same = len(hashes) == 1 and np.array_equal(tokens, others)
-    return None if same else "the windows differ (the file, --seq-len, --windows, or the tokenizer)"
+    hashes = {one.model.perplexity and one.model.perplexity.ids_sha256 for one in both}
+    return len(hashes) == 1 and np.array_equal(tokens, others)
 
 
-def _windows(entry: AnsweredModel) -> tuple["Floats", "Floats"]:
+def _windows(one: AnsweredModel) -> "tuple[Floats, Floats]":
     """Return the nats and the scored tokens of each window. Raises UserError where they are missing or impossible."""
-    measured = entry.model.perplexity if entry.model is not None else None
+    measured = one.model.perplexity
     nll, tokens = (measured.window_nll, measured.window_tokens) if measured is not None else (None, None)
     if (
         not nll
@@ -271,7 +250,7 @@ def _windows(entry: AnsweredModel) -> tuple["Floats", "Floats"]:
         or len(nll) != len(tokens)
         or not all(0 < n <= MAX_TOKENS and 0 <= nats <= MAX_NATS * n for nats, n in zip(nll, tokens, strict=True))
     ):
-        raise UserError(f"{entry.where} has no windows of its perplexity that fit together; evaluate the model again")
+        raise UserError(f"{one.where} has no windows of its perplexity that fit together; evaluate the model again")
     return np.asarray(nll, dtype=float), np.asarray(tokens, dtype=float)
 
 
@@ -294,5 +273,4 @@ def compare_perplexity(both: Pair) -> PerplexityComparison:
         stderr=estimate.stderr,
         low=estimate.low,
         high=estimate.high,
-        ratio=value / reference_value,
     )

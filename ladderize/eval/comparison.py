@@ -68,8 +68,8 @@ class TaskComparison(MeanComparison):
     """One metric of one task.
 
     main: this metric stands for its task in the pooled comparison.
-    mcnemar_p, right_to_wrong, wrong_to_right: of metrics that are 0 or 1, else None.
-    right_to_wrong_docs, wrong_to_right_docs: the doc_id of these samples, else None.
+    right_to_wrong, wrong_to_right: the doc_id of the samples that flipped; of metrics that are 0 or 1, else None.
+    mcnemar_p: of these flips.
     """
 
     task: str
@@ -77,11 +77,9 @@ class TaskComparison(MeanComparison):
     filter: str
     main: bool
     higher_is_better: bool | None
-    mcnemar_p: float | None
-    right_to_wrong: int | None
-    wrong_to_right: int | None
-    right_to_wrong_docs: list[int] | None
-    wrong_to_right_docs: list[int] | None
+    mcnemar_p: float | None = None
+    right_to_wrong: list[int] | None = None
+    wrong_to_right: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,6 @@ class PerplexityComparison(Record):
     """The perplexities of both models on the same windows.
 
     difference: value minus reference_value, with its standard error and interval; None for a single window.
-    ratio: value over reference_value.
     """
 
     windows: int
@@ -110,7 +107,6 @@ class PerplexityComparison(Record):
     stderr: float | None
     low: float | None
     high: float | None
-    ratio: float
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,6 @@ class ComparisonDocument(Record):
     """One model against another.
 
     margin: in points.
-    level: of all intervals.
     overall: None where nothing could be pooled.
     left_out: sentences that say what was not compared, and why.
     remarks: other differences between the evaluations.
@@ -146,18 +141,12 @@ class ComparisonDocument(Record):
     reference: str
     other: str
     margin: float
-    level: float
     tasks: list[TaskComparison]
     overall: PooledComparison | None
     perplexity: PerplexityComparison | None
     predictions: Predictions | None
     left_out: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-
-    @property
-    def within_margin(self) -> bool:
-        """True if the interval shows that the other model is at most the margin worse, over all tasks together."""
-        return self.overall is not None and self.overall.verdict == "shown"
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def compare_with_first(out: Path, console: Console) -> list[ComparisonDocument]:
         try:
             documents.append(compare_models(reference, other, CompareOptions()))
         except UserError as error:
-            console.warn(f"{other.name} was not compared with {reference.name}: {error}")
+            console.warn(f"{other.model.model} was not compared with {reference.model.model}: {error}")
     return documents
 
 

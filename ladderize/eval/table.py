@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ladderize.console import Console
 from ladderize.eval.compare import MAIN_METRICS, metric_name
-from ladderize.eval.comparison import POINT, ComparisonDocument, PooledComparison, TaskComparison
+from ladderize.eval.comparison import CONFIDENCE, POINT, ComparisonDocument, PooledComparison, TaskComparison
 from ladderize.eval.results import EvalResults, ModelResult
 
 # ---- what was measured of each model ----
@@ -70,57 +70,45 @@ def mean_accuracy(entry: ModelResult) -> float | None:
 def show_comparison(document: ComparisonDocument, console: Console) -> None:
     """Print a heading, a table of all metrics of tasks, and sentences."""
     reference, other = short_names([document.reference, document.other])
-    console.result(f"{other} against {reference} ({document.level:.0%} intervals)\n")
-    if rows := difference_rows(document):
+    console.result(f"{other} against {reference} ({CONFIDENCE:.0%} intervals)\n")
+    if document.tasks:
+        rows = [_row(one, document.margin) for one in document.tasks]
         console.table(rows, right=[key for key in rows[0] if key not in ("task", "metric")])
         console.result("")
     for sentence in comparison_sentences(document):
         console.prose(sentence)
 
 
-def difference_rows(document: ComparisonDocument) -> list[dict[str, str]]:
-    """Return a row for each metric, then one for all tasks. Metrics between 0 and 1 are in points."""
-    compared: list[TaskComparison | PooledComparison] = [*document.tasks]
-    if document.overall is not None and len(document.overall.tasks) > 1:
-        compared.append(document.overall)
-    return [_row(one, document.margin) for one in compared]
-
-
-def _row(one: TaskComparison | PooledComparison, margin: float) -> dict[str, str]:
-    unit, digits = (1.0, ".4g") if one.verdict is None else (POINT, ".1f")
-    row = {
-        "task": one.task if isinstance(one, TaskComparison) else _pooled_name(one),
-        "metric": metric_name(one.metric, one.filter) if isinstance(one, TaskComparison) else "",
+def _row(one: TaskComparison, margin: float) -> dict[str, str]:
+    unit, digits = (1.0, ".4g") if one.verdict is None else (POINT, ".1f")  # metrics between 0 and 1 are in points
+    has_flips = one.right_to_wrong is not None and one.wrong_to_right is not None
+    return {
+        "task": one.task,
+        "metric": metric_name(one.metric, one.filter),
         "ref.": f"{one.reference_value / unit:{digits}}",
         "other": f"{one.value / unit:{digits}}",
         "change": f"{one.difference / unit:+{digits}}",
         "interval": interval_words(one.low, one.high, f"+{digits}", unit=unit),
-        "flips": "",
-        "p": "",
+        "flips": f"-{len(one.right_to_wrong or ())} +{len(one.wrong_to_right or ())}" if has_flips else "",
+        "p": "" if one.mcnemar_p is None else f"{one.mcnemar_p:.2g}",
         f"\u2264{margin:g} worse": (one.verdict or "").removesuffix(" samples"),
     }
-    if isinstance(one, TaskComparison) and one.mcnemar_p is not None:
-        row["flips"] = f"-{one.right_to_wrong} +{one.wrong_to_right}"
-        row["p"] = f"{one.mcnemar_p:.3f}" if one.mcnemar_p >= 0.001 else f"{one.mcnemar_p:.0e}"
-    return row
 
 
 def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
     """Yield the results of the whole comparison, then its limits."""
     if document.overall is not None:
         yield verdict_sentence(document.overall, document.margin)
-    if (perplexity := document.perplexity) is not None:
-        stderr = "" if perplexity.stderr is None else f" (standard error {perplexity.stderr:.4f})"
+    if (text := document.perplexity) is not None:
         yield (
-            f"Perplexity {perplexity.reference_value:.4f} to {perplexity.value:.4f}, a difference of"
-            f" {perplexity.difference:+.4f}{stderr}{_from_to(perplexity.low, perplexity.high)}; a factor of"
-            f" {perplexity.ratio:.4f}."
+            f"Perplexity {text.reference_value:.4f} to {text.value:.4f}, a difference of {text.difference:+.4f}"
+            f" ({interval_words(text.low, text.high, '+.4f')})."
         )
     if (predictions := document.predictions) is not None:
         yield (
             f"Predictions: mean KL divergence {predictions.mean_kl:.4g} nats per token"
-            f"{_from_to(predictions.low, predictions.high, '.4f')}, 99th percentile {predictions.p99_kl:.4g}; the"
-            f" same most likely next token in {predictions.same_top_share:.1%} of {predictions.tokens:,} tokens."
+            f" ({interval_words(predictions.low, predictions.high, '.4f')}), 99th percentile {predictions.p99_kl:.4g};"
+            f" the same most likely next token in {predictions.same_top_share:.1%} of {predictions.tokens:,} tokens."
         )
     yield from (f"Left out: {sentence}." for sentence in document.left_out)
     yield from (f"Note: {sentence}." for sentence in document.remarks)
@@ -129,16 +117,13 @@ def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
 def verdict_sentence(one: PooledComparison, margin: float) -> str:
     """Return a sentence that says if the other model is at most the margin worse, and claims no more than the interval
     shows."""
-    points = margin_text(margin)
-    interval = _from_to(one.low, one.high, "+.2f", unit=POINT)
-    numbers = f"{one.difference / POINT:+.2f} points{interval}, {one.samples:,} samples"
-    if one.verdict == "too few samples":
-        return (
-            f"At most {points} worse over {_pooled_name(one)}: too few samples ({numbers}); about"
-            f" {one.samples_needed:,} would be needed if the models are equally good, more if they are not."
-        )
     claim, shown = ("More than", "shown") if one.verdict == "worse" else ("At most", one.verdict)
-    return f"{claim} {points} worse over {_pooled_name(one)}: {shown} ({numbers})."
+    tasks = "the task" if len(one.tasks) == 1 else f"all {len(one.tasks)} tasks"
+    needed = "" if one.samples_needed is None else f"; equally good models would need {one.samples_needed:,}"
+    return (
+        f"{claim} {margin_text(margin)} worse over {tasks}: {shown} ({one.difference / POINT:+.2f} points,"
+        f" {interval_words(one.low, one.high, '+.2f', unit=POINT)}, {one.samples:,} samples{needed})."
+    )
 
 
 def margin_text(margin: float) -> str:
@@ -151,12 +136,4 @@ def interval_words(low: float | None, high: float | None, digits: str, *, unit: 
 
     digits: the format of its ends, as for ``format``.
     """
-    return "none" if low is None or high is None else f"{low / unit:{digits}} to {high / unit:{digits}}"
-
-
-def _pooled_name(one: PooledComparison) -> str:
-    return "the task" if len(one.tasks) == 1 else f"all {len(one.tasks)} tasks"
-
-
-def _from_to(low: float | None, high: float | None, digits: str = "+.4f", *, unit: float = 1.0) -> str:
-    return ", no interval" if low is None or high is None else f", {interval_words(low, high, digits, unit=unit)}"
+    return "no interval" if low is None or high is None else f"{low / unit:{digits}} to {high / unit:{digits}}"

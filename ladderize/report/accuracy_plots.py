@@ -71,8 +71,10 @@ def task_plots(content: ReportContent) -> list[ReportPlot]:
 
 def _task_row(one: ReportModel, task: TaskComparison) -> dict[str, Any]:
     points = WithInterval(task.difference, task.low, task.high).scaled(100)
-    has_flips = task.right_to_wrong is not None
-    flips = f"; {task.right_to_wrong} right to wrong, {task.wrong_to_right} wrong to right" if has_flips else ""
+    lost, gained = task.right_to_wrong, task.wrong_to_right
+    flips = (
+        f"; {len(lost)} right to wrong, {len(gained)} wrong to right" if lost is not None and gained is not None else ""
+    )
     return {
         "task": task.task,
         "metric": metric_name(task.metric, task.filter),

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from ladderize.errors import UserError
-from ladderize.eval.answers import read_answered
+from ladderize.eval.answers import read_models
 from ladderize.eval.compare import compare_models
 from ladderize.eval.options import CompareOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel
@@ -143,7 +143,7 @@ def _compare(
     }
     if strangers := stored.keys() - places.keys():
         raise UserError(f"a results.json compares {min(strangers)}, which none evaluates; evaluate again")
-    answered = cache(lambda key: read_answered(*places[key]))
+    answered = cache(lambda key: next(read_models(*places[key])))
     remarks: dict[str, None] = {}
     for key in places:
         if key != dense:
