@@ -35,7 +35,6 @@ class Option:
     metavar: str | None = None  # None: N for an integer, X for another number, nothing for a switch, else typer's
     min: float | None = None  # with an integer here, the value must be one
     max: float | None = None
-    signed: bool = False  # a number may be negative
     shown: str | None = None  # the default in words; such an option is None where it is not given
     # its names; empty: the field's. A switch with a name that begins with --no- sets its field to False
     flags: str = ""
@@ -80,11 +79,9 @@ def flag(name: str) -> str:
 
 
 def check_number(field: dataclasses.Field, value: Any) -> None:
-    """Raise UsageError for a number that is infinite or NaN, or negative where the option is not ``signed``."""
-    signed = OPTION in field.metadata and field.metadata[OPTION].signed
-    if isinstance(value, float) and not (math.isfinite(value) and (signed or value >= 0)):
-        least = "" if signed else " of at least 0"
-        raise UsageError(f"{flag(parameter_name(field))} must be a finite number{least}, not {value:g}")
+    """Raise UsageError for a number that is infinite, NaN or negative."""
+    if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+        raise UsageError(f"{flag(parameter_name(field))} must be a finite number of at least 0, not {value:g}")
 
 
 def check_options(options: Any) -> None:
@@ -155,11 +152,6 @@ def ppl_increase(said: float | str, dense: float) -> float:
     return value / 100 * dense if text.endswith("%") else value
 
 
-def parse_increase(text: str) -> float | str:
-    """Return the value of --max-ppl-increase as a number, or as text where it is in per cent. Raises UsageError."""
-    return text.strip() if ppl_increase(text, 1.0) and text.strip().endswith("%") else float(text)
-
-
 AS_JSON = Option("Print one JSON document on stdout and nothing else.", flags="--json")
 REVISION = Option("Branch, tag or commit of a model from the hub.")
 DEVICE = Option("Where to compute.", kind=DeviceName, shown="cuda if there is one")
@@ -168,16 +160,6 @@ DTYPE = Option("float32, bfloat16, float16, or auto: as stored.", "DTYPE")
 BACKEND = Option("How ranks communicate.")
 TP_SIZE = Option("Tensor-parallel ranks (processes). Under torchrun: as many as it started.", min=1)
 SEQ_LEN = Option("Tokens per window.", min=2, shown="the rows of ids, else 2048 or the model's limit")
-MOST_INCREASE = Option(
-    "Select layers while their summed sensitivities stay within this increase: 2% of the dense perplexity, or 0.1 in"
-    " perplexity.",
-    "X",
-    parse=parse_increase,
-)
-LOWER_TAU = Option(
-    "Sensitivity up to which a block is insensitive.", shown="0.05; 0.02 from 30B parameters", signed=True
-)
-UPPER_TAU = Option("Sensitivity above which a block is extremely sensitive.", signed=True)
 REPLICATE_VOCAB = Option("Keep the whole embedding and LM head on every rank. This saves their all-reduces.")
 OVERWRITE = Option("Replace OUT if it is a checkpoint.")
 NO_VERIFY = Option("Skip loading the output in plain transformers.", flags="--no-verify")

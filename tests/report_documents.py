@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.console import to_json
-from ladderize.convert.sensitivity_file import CalibrationData, LayerCost, SensitivityDocument, classify
+from ladderize.convert.sensitivity_file import CalibrationData, LayerCost, SensitivityDocument
 from ladderize.eval.comparison import (
     ComparisonDocument,
     PerplexityComparison,
@@ -196,27 +196,21 @@ def _row(model: str, layout: Layout, speedup: float, spread: float, batch: int, 
 
 
 def sensitivity_document(layers: int = 4) -> dict[str, Any]:
-    """sensitivity.json: the first layer is extremely sensitive, the second below 0, the others are not."""
+    """sensitivity.json: the first layer is sensitive, the second below 0, the others are not."""
     values = [12.0, -0.02, *(0.01 * number for number in range(layers - 2))]
     return SensitivityDocument(
         model="models/dense",
         fingerprint="abc",
         layout=f"{layers} layers: dense",
-        parameters=1_000_000,
         num_layers=layers,
         data=CalibrationData("text.txt", "00", 2, 64, 0),
         mode="layers",
         sync_tp_size=2,
         dtype="float32",
         aligned=None,
-        tau1=0.05,
-        tau2=10.0,
-        interval=0.95,
         dense_nll=math.log(4.0),
         costs=[
-            LayerCost(
-                layer, kind, math.log1p(value / 4), value, value - 0.01, value + 0.01, classify(value, 0.05, 10.0)
-            )
+            LayerCost(layer, kind, math.log1p(value / 4), value, value - 0.01, value + 0.01)
             for kind in ("ladder", "spd", "spd+ladder")
             for layer, value in enumerate(values)
         ],

@@ -161,20 +161,6 @@ def test_a_model_in_half_precision(ids, tmp_path):
         well_measured(folder, ids, tmp_path / f"{dtype}.json")
 
 
-# ---- who reads them ----
-
-
-def test_convert_says_and_records_it(model, ids, tmp_path):
-    out = tmp_path / "s.json"
-    well_measured(model, ids, out, "--sync-tp-size", 4)
-    half = ("--spd", "auto", "--sensitivity", out, "--spd-fraction", "0.5", "--no-verify")
-    outcome = invoke("convert", model, tmp_path / "spd", *half)
-    assert f"was aligned first, on {ALIGNED} other windows" in " ".join(outcome.stdout.split())
-    assert "--method align" in outcome.stdout
-    recorded = yaml.safe_load((tmp_path / "spd" / "ladderize.yaml").read_text())["selection"]["sensitivity"]
-    assert recorded["aligned"] == {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
-
-
 # ---- layouts that plan measures ----
 
 

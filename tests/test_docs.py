@@ -365,9 +365,7 @@ def lessened(arguments: list[str]) -> list[str]:
         arguments = [re.sub("^[0-9]+%$", "90%", word) for word in arguments]
         words = [re.sub("^prompt=.*", "prompt=16,output=16,batch=4", word) for word in arguments]
         return words if words != arguments else [*words, "--prompt-len=16", "--output-len=16"]
-    # what a block of random weights costs is above the budget of a page or below it, as the seed has it
-    budget = ["--max-ppl-increase=90"] if "--max-ppl-increase" in arguments else []
-    return [*arguments, *budget, *QUICK.get(arguments[0], [])]
+    return [*arguments, *QUICK.get(arguments[0], [])]
 
 
 def names_layers(arguments: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The cost of layers against the oracle, the cached prefix, intervals, classes, the command, and what is refused."""
+"""The cost of layers against the oracle, the cached prefix, intervals, the command, and what is refused."""
 
 import json
 import math
@@ -12,16 +12,16 @@ from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.convert.sensitivity_file import (
     LayerChange,
-    classify,
-    default_tau1,
     layer_changes,
     layer_costs,
     read_sensitivity,
 )
+from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.layout import Layout
 from tests import warm
 from tests.helpers import BIASES, SHAPE, fresh_rng, invoke, listing, one_sentence, save_llama
+from tests.report_documents import sensitivity_document
 from tests.test_layout_scores import oracle_nll
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -72,7 +72,7 @@ def test_intervals_come_from_windows():
     changes = [LayerChange(0, "spd", None), LayerChange(1, "spd", None)]
 
     def costs_of(table, mode="sweep"):
-        return layer_costs(changes, table, 10, mode, tau1=0.05, tau2=10.0)
+        return layer_costs(changes, table, 10, mode)
 
     for mode in ("sweep", "layers"):
         for cost in costs_of(np.tile([30.0, 20.0, 10.0], (8, 1)), mode):
@@ -86,32 +86,16 @@ def test_intervals_come_from_windows():
     assert widths[1] == pytest.approx(widths[0] / 4, rel=0.25)
 
 
-def test_classes_and_their_thresholds(llama, ids):
-    assert [classify(s, 0.05, 10.0) for s in (-1.0, 0.05, 0.051, 10.0, 10.1)] == [
-        "insensitive",
-        "insensitive",
-        "sensitive",
-        "sensitive",
-        "extremely sensitive",
-    ]
-    assert default_tau1(29 * 10**9) == 0.05
-    assert default_tau1(30 * 10**9) == 0.02
-    for given, expected in ((None, 0.05), (0.3, 0.3)):
-        document = measure_sensitivity(llama, SensitivityOptions(str(ids), "sweep", 2, samples=2, tau1=given))
-        assert (document.tau1, document.tau2) == (expected, 10.0)
-        for cost in document.costs:
-            assert cost.sensitivity_class == classify(cost.sensitivity, expected, 10.0)
-
-
 def test_the_command(llama, ids, tmp_path):
     out = tmp_path / "s.json"
     command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 13, "--out", out]
     shown = invoke(*command)
     assert shown.code == 0, shown.stderr
     assert "gives 12 windows of 16 tokens, fewer than the 13 of --samples: all are taken" in shown.stderr
-    assert shown.stdout.count("sensitive") >= LAYERS
-    assert shown.stdout.splitlines()[0].split() == ["layer", "ladder", "spd", "spd+ladder", "class"]
+    assert shown.stdout.splitlines()[0].split() == ["layer", "ladder", "spd", "spd+ladder"]
     document = json.loads(out.read_text())
+    least = min((cost for cost in document["costs"] if cost["kind"] == "spd"), key=lambda cost: cost["sensitivity"])
+    assert f"least sensitive first, spd: {least['layer']}, " in shown.stdout
     assert document["data"]["samples"] == 12
     assert read_sensitivity(out).to_dict() == {key: document[key] for key in read_sensitivity(out).to_dict()}
     assert "is there already; name another file, or pass --overwrite" in one_sentence(invoke(*command))
@@ -128,8 +112,6 @@ def test_the_command(llama, ids, tmp_path):
         (["--mode", "sweep"], 2, "--mode sweep needs --sync-tp-size N"),
         (["--mode", "points"], 2, "'points' is not one of 'layers', 'sweep'"),
         (["--seq-len", "65"], 1, "--seq-len 65 is over the model's 64 positions"),
-        (["--tau1", "3", "--tau2", "1"], 2, "--tau1 3 is above --tau2 1"),
-        (["--tau1", "-inf"], 2, "--tau1 must be a finite number, not -inf"),
         (["--dtype", "int8"], 2, "'int8' is not one of"),
     ],
 )
@@ -138,6 +120,31 @@ def test_what_is_refused(llama, ids, tmp_path, options, code, message):
     assert message in one_sentence(outcome)
     assert outcome.code == code
     assert not (tmp_path / "s.json").exists()
+
+
+def cost(**changes):
+    return lambda document: document["costs"][1].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda document: document.update(mode="points"), "mode is 'points', but must be one of layers, sweep"),
+        (lambda document: document.update(schema_version=7), "has schema_version 7"),
+        (lambda document: document.update(sync_tp_size=None), "has costs of dropped layers and no sync_tp_size"),
+        (lambda document: document.update(costs=[]), "has not one finite cost for each layer of each kind, in order"),
+        (lambda document: document.update(costs=[1, 2]), r"costs\[0\] is 1, but must be an object"),
+        (cost(layer=2), "has not one finite cost for each layer of each kind, in order"),
+        (cost(sensitivity=None), r"costs\[1\]: sensitivity is None, but must be of type float"),
+        (cost(sensitivity=10**400), "which is out of the range of a float"),
+    ],
+)
+def test_files_that_are_refused(tmp_path, damage, message):
+    document = {"schema_version": 1, **sensitivity_document()}
+    damage(document)
+    (tmp_path / "s.json").write_text(json.dumps(document))
+    with pytest.raises(UserError, match=message):
+        read_sensitivity(tmp_path / "s.json")
 
 
 def test_a_converted_model_has_no_sensitivity(llama, ids, tmp_path):

@@ -14,6 +14,7 @@ from ladderize.adapt.layers.layer_files import LayerFiles
 from ladderize.adapt.layers.spd import SpdDocument
 from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.convert.inspection import read_retrainings
+from ladderize.convert.sensitivity_file import LayerCost
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UserError
@@ -65,19 +66,16 @@ def test_the_story(tmp_path, text):
     assert ppl["dense"] < ppl["+ distillation"] < min(ppl["sync points dropped"], ppl["+ head grouping"])
     for value in ppl.values():
         assert f"{value:.4f}" in shown.stdout
-    dropped = [row["block"] for row in document["blocks"] if row["selected"]]
+    dropped = [row["block"] for row in document["blocks"] if row["dropped"]]
     assert len(dropped) == 7
     ascending = sorted(document["blocks"], key=lambda row: row["sensitivity"])
     assert {row["block"] for row in ascending[:7]} == set(dropped)
     for row in document["blocks"]:
-        trained = row["selected"]
+        trained = row["dropped"]
         assert (row["distillation"] is not None) == (row["grouping"] is not None) == trained
     # the checkpoint: what was not trained lies as it did, what was grouped but not changed much lies in the new order
     record = parse_yaml((tmp_path / "out" / "ladderize.yaml").read_text())
     assert record["recipe"]["head_map"] == "head_map.json"
-    assert [row["block"] for row in record["selection"]["blocks"] if row["selected"]] == dropped
-    assert record["selection"] == document["selection"]
-    assert document["selection"]["sensitivity"]["file"] == "sensitivity.json"  # not one in the folder that is gone
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"{ppl['dense']:.4f} (dense)" in card
     assert f"{ppl['+ distillation']:.4f} (distillation)" in card
@@ -114,24 +112,12 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
     assert listing(tmp_path) == ["out", "whole"]
 
 
-def test_classes_decide_whose_heads_the_paper_groups(tmp_path, text):
-    def document(name, *options):
-        return json.loads(run(tmp_path / name, text, "--json", *options).stdout)
-
-    papers = document("a", "--head-grouping", "paper", "--tau1", -100, "--tau2", -100)
-    assert [row["grouping"]["criterion"] for row in papers["blocks"] if row["selected"]] == ["paper"] * 7
-    sensitive = document("b", "--head-grouping", "paper", "--tau1", -100)
-    assert [row["grouping"] for row in sensitive["blocks"]] == [None] * 8
-    assert all(row["distillation"] for row in sensitive["blocks"] if row["selected"])
-
-
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
         (["--sync-tp-size", "3"], 1, "--sync-tp-size 3 does not divide"),
         (["--sync-tp-size", "1"], 2, "--sync-tp-size"),
-        (["--spd-fraction", "0.5", "--max-ppl-increase", "1"], 2, "both say how much to drop"),
-        (["--spd-fraction", "1.5"], 2, "--spd-fraction must be a number above 0 and at most 1"),
+        (["--spd-fraction", "1.5"], 2, "--spd-fraction must be above 0 and at most 1"),
         (["--head-grouping", "magic"], 2, "'magic' is not one of 'error', 'paper', 'none'"),
         (["--samples", "100000"], 1, "too few for 100000 to train on"),
         (["--lr", "-1", "--repair", "blocks"], 2, "--lr must be a finite number of at least 0, not -1"),
@@ -149,20 +135,14 @@ def test_what_is_refused(tmp_path, text, options, code, message):
     assert listing(tmp_path) == ["empty.txt"]
 
 
-def test_a_budget_takes_the_least_sensitive(tmp_path, text):
-    arguments = ["--sync-tp-size", 2, "--data", text, "--seq-len", 64, "--calibration-samples", 8, "--threads", 1]
-    arguments += ["--samples", 12, "--heldout", 4, "--no-verify", "--json"]
-    rows = json.loads(invoke("spd", MODEL, tmp_path / "out", *arguments, "--max-ppl-increase", 0.1).stdout)["blocks"]
-    dropped = [row["sensitivity"] for row in rows if row["selected"]]
-    kept = [row["sensitivity"] for row in rows if not row["selected"]]
-    assert max(dropped) <= min(kept)
-    assert sum(max(s, 0) for s in dropped) <= 0.1 < sum(max(s, 0) for s in [*dropped, min(kept)])
-
-
 def test_other_work_is_refused(tmp_path, text, monkeypatch):
     monkeypatch.setattr(spd, "group_heads", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
     assert run(tmp_path / "out", text).code == 1
-    for options, other in ((["--seq-len", 32], "data"), (["--lr", 1e-3], "options"), (["--tau1", 0.1], "tau1")):
+    for options, other in (
+        (["--seq-len", 32], "data"),
+        (["--lr", 1e-3], "options"),
+        (["--spd-fraction", 0.1], "spd_fraction"),
+    ):
         assert f"with another {other}; delete it" in one_sentence(run(tmp_path / "out", text, *options))
     assert listing(tmp_path) == ["out.ladderize-work"]
 
@@ -192,7 +172,7 @@ def test_alignment_repairs_by_default(tmp_path, text):
     assert document.repair == "align"
     (retraining,) = read_retrainings(tmp_path / "out")
     assert retraining.left_by_alignment == document.divergence["+ alignment"]
-    first = min(row.block for row in document.blocks if row.selected)
+    first = min(row.block for row in document.blocks if row.dropped)
     for row in document.blocks:  # every block from the first dropped one on reads a changed stream
         assert (row.alignment is not None) == (row.block >= first)
         assert row.distillation is None
@@ -207,3 +187,12 @@ def test_options_of_training_have_no_effect_on_alignment(tmp_path, text, option)
     outcome = invoke("spd", MODEL, tmp_path / "out", "--data", text, "--sync-tp-size", 4, *option)
     assert f"{option[0]} has no effect with --repair align" in one_sentence(outcome)
     assert outcome.code == 2
+
+
+def test_the_least_sensitive_are_dropped():
+    def dropped(fraction, *values):
+        return spd.least_sensitive([LayerCost(i, "spd", 0.0, s, s, s) for i, s in enumerate(values)], fraction)
+
+    assert dropped(0.5, 0.04, 0.3, -0.02, 12.0) == [0, 2]
+    assert dropped(0.01, 0.04, 0.3, -0.02, 12.0) == [2]  # at least one
+    assert dropped(0.6, 2, 1, 2, 1, 2) == [0, 1, 3]  # of equals the lower

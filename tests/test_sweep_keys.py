@@ -1,6 +1,5 @@
 """``ladderize sweep``: what a stage depends on decides whether it runs again."""
 
-import json
 import shlex
 import shutil
 import subprocess
@@ -141,19 +140,8 @@ def test_layouts_that_differ_in_their_heads_alone_are_two_points(place, tmp_path
     assert len({point.name for point in points}) == len({point.evaluating.key for point in points}) == 3
 
 
-def test_layers_are_chosen_by_a_sensitivity_and_by_a_recipe(place, tmp_path):
-    """As in convert, whose own options these are."""
-    sensitivity, recipe = tmp_path / "sensitivity.json", tmp_path / "recipe.yaml"
-    measured = invoke("sensitivity", place / "dense", "--data", place / "ids.npy", "--samples", 4, "--out", sensitivity)
-    assert measured.code == 0, measured.stderr
-    costs = json.loads(sensitivity.read_text())["costs"]
-    cheapest = min(costs, key=lambda cost: cost["sensitivity"])["layer"]
+def test_a_layout_of_a_recipe(place, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
     recipe.write_text("ladder: '1:3'")
-    layouts = [
-        {"ladder": "auto", "sensitivity": str(sensitivity), "ladder_fraction": 0.25},
-        {"recipe": str(recipe)},
-    ]
-    chosen, named = planner(tmp_path, spec(place, layouts=layouts, adapt=None, bench=None)).layouts
-    assert chosen.layout.ladder_layers == [cheapest]
+    (named,) = planner(tmp_path, spec(place, layouts=[{"recipe": str(recipe)}], adapt=None, bench=None)).layouts
     assert named.label == "ladder 1:3"
-    assert "--sensitivity" in chosen.converting.command

@@ -8,7 +8,6 @@ from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument,
 from ladderize.commands.builder import LAYOUT, MODELS, OUTPUT, GivenOptions, command, names_of
 from ladderize.console import Console, human_bytes
 from ladderize.convert.recipe import Recipe, read_recipe
-from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import RangeSyntaxError, format_ranges
 
@@ -36,7 +35,6 @@ class ConvertArguments:
     Recipe,
     panels={
         LAYOUT: "ladder spd sync_tp_size dense recipe",
-        "Choosing layers by sensitivity (auto)": "sensitivity spd_fraction ladder_fraction max_ppl_increase",
         "Weights": "head_map dtype copy",
         OUTPUT: "dry_run overwrite no_verify json",
         MODELS: "revision",
@@ -75,20 +73,6 @@ def convert(given: GivenOptions) -> None:
         console.warn(warning)
     for remark in report.remarks:
         console.note(f"Note: {remark}")
-    if selection := report.selection:
-        shown = [
-            {**entry.to_dict(), "sensitivity": f"{entry.sensitivity:.4g}", "selected": "yes" if entry.selected else ""}
-            for entry in selection.blocks
-        ]
-        console.table(shown, right=["block", "sensitivity"])
-        console.result(f"\nselected {selection.rule}")
-        console.prose(
-            f"estimate {selection.estimated_ppl_increase:+.4g} perplexity: the sum over the selected blocks",
-            indent=9,
-        )
-        if selection.sensitivity.aligned is not None:
-            console.prose(f"measured {alignment_words(selection.sensitivity.aligned)}", indent=9)
-        console.result("")
     if dry_run:
         console.table(report.layers, right=["layer"])
         console.result("")

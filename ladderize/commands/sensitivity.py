@@ -7,7 +7,7 @@ from ladderize.choices import AS_JSON, THREADS, argument, option
 from ladderize.commands.builder import DATA, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING, start_on
 from ladderize.console import Console
-from ladderize.convert.sensitivity_file import alignment_words, cost_rows, dense_line
+from ladderize.convert.sensitivity_file import alignment_words, ascending_lines, cost_rows, dense_line
 from ladderize.eval.options import SensitivityOptions
 
 
@@ -26,7 +26,7 @@ class SensitivityArguments:
     panels={
         DATA: "data samples align_samples seq_len seed",
         OUTPUT: "out overwrite json",
-        MEASUREMENT: "sync_tp_size mode tau1 tau2 align",
+        MEASUREMENT: "sync_tp_size mode align",
         MEMORY: "batch_size dtype device threads",
         MODELS: "revision",
     },
@@ -41,8 +41,10 @@ def sensitivity(given: GivenOptions) -> None:
     options = given.fill(SensitivityOptions, device=device)
     document = write_sensitivity(own.model, own.out, options, overwrite=own.overwrite, console=console)
     console.document(document.to_dict())
-    console.table(rows := cost_rows(document), right=[name for name in rows[0] if name != "class"])
+    console.table(rows := cost_rows(document), right=[*rows[0]])
     console.result(dense_line(document))
+    for line in ascending_lines(document):
+        console.prose(line)
     if document.aligned is not None:
         console.result(alignment_words(document.aligned))
     console.note(f"wrote {own.out}")

@@ -9,7 +9,6 @@ from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, THREADS, argument, 
 from ladderize.commands.builder import (
     DATA,
     LAYOUT,
-    MEASUREMENT,
     MEMORY,
     METHOD,
     MODELS,
@@ -39,9 +38,8 @@ class SpdArguments:
     SpdArguments,
     SpdOptions,
     panels={
-        LAYOUT: "sync_tp_size spd_fraction max_ppl_increase",
+        LAYOUT: "sync_tp_size spd_fraction",
         DATA: "data calibration_samples samples heldout seq_len seed",
-        MEASUREMENT: "tau1 tau2",
         METHOD: "repair head_grouping",
         OPTIMISATION: "epochs patience lr batch_size",
         MEMORY: "dtype device threads",
@@ -82,8 +80,7 @@ def spd_rows(document: "SpdDocument") -> list[dict[str, str]]:
         {
             "block": str(block.block),
             "S": f"{block.sensitivity:+.4f}",
-            "class": block.sensitivity_class,
-            "attention sync": "dropped" if block.selected else "kept",
+            "attention sync": "dropped" if block.dropped else "kept",
             "head grouping: error": _change(block.grouping, "error_{}", ".2e"),
             "alignment: error of the MLP's writes": _change(
                 None if block.alignment is None else block.alignment.projections[-1], "error_{}", ".1%"

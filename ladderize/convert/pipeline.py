@@ -15,7 +15,7 @@ from ladderize.checkpoint.writing import Content, write_checkpoint
 from ladderize.console import SCHEMA_VERSION, SILENT, Console
 from ladderize.convert.card import make_card, source_card
 from ladderize.convert.plan import RECORD, Changes, Plan, make_plan
-from ladderize.convert.recipe import Recipe, Selection
+from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import Verification
 from ladderize.convert.verify import verify as verify_output
 from ladderize.families.registry import family_of
@@ -51,7 +51,6 @@ class ConversionReport(Record):
     weight_files_rewritten: list[str]
     permuted_layers: list[int]
     replaced_tensors: list[str]
-    selection: Selection | None
     extra_files: list[str]
     carried_over: list[str]
     not_carried_over: list[str]
@@ -152,8 +151,6 @@ def make_record(plan: Plan) -> dict[str, Any]:
             "fingerprint": fingerprint(plan.source),
         },
     }
-    if plan.selection is not None:
-        record["selection"] = plan.selection.to_dict()
     if plan.changes.replace:
         record["replaced_tensors"] = sorted(plan.changes.replace)
     return record | dict(plan.changes.record)
@@ -174,7 +171,6 @@ def report_of(plan: Plan) -> ConversionReport:
         weight_files_rewritten=[shard.file for shard in plan.shards if shard.rewritten],
         permuted_layers=plan.changes.permuted_layers,
         replaced_tensors=sorted(plan.changes.replace),
-        selection=plan.selection,
         extra_files=sorted(plan.changes.extra_files),
         carried_over=plan.carried,
         not_carried_over=plan.left_behind,

@@ -29,7 +29,7 @@ from ladderize.checkpoint.writing import Shard, plan_shards
 from ladderize.console import to_json
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
 from ladderize.convert.inspection import read_retrainings
-from ladderize.convert.recipe import Recipe, Selection
+from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.families.registry import family_of, is_authors, is_ladderized
 from ladderize.files import output
@@ -86,7 +86,6 @@ class Plan:
     after: Layout
     shards: list[Shard]
     changes: Changes
-    selection: Selection | None
     carried: list[str]
     left_behind: list[str]
     remarks: list[str]
@@ -116,7 +115,6 @@ def make_plan(
     if isinstance(recipe, Layout):
         recipe.check_layers(before.num_layers)
         recipe = Recipe.from_layout(recipe)
-    recipe, selection = recipe.resolve(before)
     after = recipe.layout(before)
     after.check_model(config)
     if not (is_ladderized(config) or is_authors(config) or recipe.dense or changes.replace) and after.is_dense:
@@ -128,7 +126,7 @@ def make_plan(
     if quantisation is not None:
         check_unchanged(recipe, changes)
     source = read_checkpoint(folder if is_local else fetch_weights(src, revision))
-    check_fingerprint(source, src, changes.head_map, selection)
+    check_fingerprint(source, src, changes.head_map)
     remarks = [*source.remarks, *check_quantised(source)]
     if quantisation is not None:
         check_ranks(source, quantisation, after.sync_tp_size or 1)
@@ -155,7 +153,6 @@ def make_plan(
         after=after,
         shards=shards,
         changes=changes,
-        selection=selection,
         carried=[name for name in carried if name not in changes.extra_files],
         left_behind=left_behind,
         remarks=remarks,
@@ -192,15 +189,13 @@ def check_unchanged(recipe: Recipe, changes: Changes) -> None:
         raise UserError(f"{kept}, so tensors cannot be replaced; adapt the unquantised model, then quantise")
 
 
-def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None, selection: Selection | None) -> None:
-    """Raise UserError unless head map and sensitivities were made for this very model."""
-    made = [("the head map was computed for", head_map.fingerprint)] if head_map is not None else []
-    if selection is not None:
-        made.append((f"{selection.sensitivity.file} was measured on", selection.sensitivity.fingerprint))
-    if made and (found := fingerprint(source)):
-        for what, other in made:
-            if other != found:
-                raise UserError(f"{what} another model than {name} (their fingerprints differ); make one for this one")
+def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None) -> None:
+    """Raise UserError unless the head map was made for this very model."""
+    if head_map is not None and head_map.fingerprint != fingerprint(source):
+        raise UserError(
+            f"the head map was computed for another model than {name} (their fingerprints differ); make one for this"
+            " one"
+        )
 
 
 def layout_warnings(source: Checkpoint, before: Layout, after: Layout) -> list[str]:

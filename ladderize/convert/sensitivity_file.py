@@ -1,15 +1,14 @@
 """sensitivity.json: the costs of changed layers of a dense model. Imports no torch.
 
-``ladderize sensitivity`` writes it; ``convert --spd auto`` and ``--ladder auto``, ``plan``, ``sweep`` and ``report``
-read it. A cost is given in nats per token, which add up (0.01 nats are 1 % of perplexity), and in perplexity: the S of
-the SPD paper (arXiv 2502.20727), which decides a block's class.
+``ladderize sensitivity`` and ``spd`` write it; ``plan`` and ``report`` read it. A cost is given in nats per token,
+which add up (0.01 nats are 1 % of perplexity), and in perplexity: the S of the SPD paper (arXiv 2502.20727).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
@@ -19,15 +18,10 @@ from ladderize.layout import Layout
 if TYPE_CHECKING:
     import numpy as np
 
-SensitivityClass = Literal["insensitive", "sensitive", "extremely sensitive"]
-CLASSES: tuple[SensitivityClass, ...] = get_args(SensitivityClass)
-INSENSITIVE = CLASSES[0]
 LADDER, SPD, SPD_LADDER = "ladder", "spd", "spd+ladder"  # kinds of layers, as ``Layout.layer_name`` says them
 # layers: each layer alone becomes each kind. sweep: from the last layer backwards one more is dropped at a time, as in
 # the paper.
 Mode = Literal["layers", "sweep"]
-TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's; the lower one holds from LARGE parameters on
-TAU2 = 10.0
 RESAMPLES, INTERVAL = 2000, 0.95  # of the bootstrap over windows; the share of its results between low and high
 
 
@@ -70,15 +64,12 @@ class LayerCost(Record):
     low, high: the ends of its bootstrap interval over windows.
     """
 
-    KEYS: ClassVar = {"sensitivity_class": "class"}
-
     layer: int
     kind: str
     nats: float
     sensitivity: float
     low: float
     high: float
-    sensitivity_class: SensitivityClass
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,6 @@ class SensitivityDocument(Record):
     layout: the model's, dense.
     dtype: of the computation, by torch's name.
     aligned: the windows that each changed model was aligned on; None: models were scored as converted.
-    interval: the share of bootstrap resamples between low and high.
     dense_nll: of the dense model, nats per token.
     costs: of each kind in turn, one for each layer.
     """
@@ -96,16 +86,12 @@ class SensitivityDocument(Record):
     model: str
     fingerprint: str
     layout: str
-    parameters: int
     num_layers: int
     data: CalibrationData
     mode: Mode
     sync_tp_size: int | None
     dtype: str
     aligned: AlignmentWindows | None
-    tau1: float
-    tau2: float
-    interval: float
     dense_nll: float
     costs: list[LayerCost]
 
@@ -147,9 +133,7 @@ def layer_changes(mode: Mode, num_layers: int, sync_tp_size: int | None) -> list
     return changes
 
 
-def layer_costs(
-    changes: Sequence[LayerChange], nll: "np.ndarray", tokens: int, mode: Mode, *, tau1: float, tau2: float
-) -> list[LayerCost]:
+def layer_costs(changes: Sequence[LayerChange], nll: "np.ndarray", tokens: int, mode: Mode) -> list[LayerCost]:
     """Return the cost of each change.
 
     nll: [windows, changes + 1] in nats, summed over a window's scored tokens; the dense model is last.
@@ -167,26 +151,14 @@ def layer_costs(
     ends = [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2]
     low, high = np.quantile(resampled[:, :-1] - resampled[:, before], ends, axis=0).tolist()
     nats = (means[:-1] - means[before]).tolist()
-    return [
-        LayerCost(change.layer, change.kind, nats[i], values[i], low[i], high[i], classify(values[i], tau1, tau2))
-        for i, change in enumerate(changes)
-    ]
-
-
-def default_tau1(parameters: int) -> float:
-    return TAU1_LARGE if parameters >= LARGE else TAU1
-
-
-def classify(sensitivity: float, tau1: float, tau2: float) -> SensitivityClass:
-    """Return the paper's class of a block: dropped as it is, distilled, or regrouped and distilled."""
-    return CLASSES[(sensitivity > tau1) + (sensitivity > tau2)]
+    return [LayerCost(*change[:2], *figures) for change, *figures in zip(changes, nats, values, low, high, strict=True)]
 
 
 def read_sensitivity(path: Path) -> SensitivityDocument:
     """Read a sensitivity.json; raises UserError for a malformed one."""
     document = SensitivityDocument.from_dict(read_document(path, "sensitivity file"), path)
     layers = list(range(document.num_layers))
-    numbers = [document.tau1, document.tau2, document.dense_nll]
+    numbers = [document.dense_nll]
     numbers += [value for cost in document.costs for value in (cost.nats, cost.sensitivity)]
     complete = document.costs and all(
         [cost.layer for cost in document.of_kind(kind)] == layers for kind in document.kinds
@@ -204,8 +176,7 @@ def alignment_words(aligned: AlignmentWindows) -> str:
 
 
 def cost_rows(document: SensitivityDocument) -> list[dict[str, str]]:
-    """Return a row for each layer, for people: S of each kind, half its interval, and the class (of spd if there)."""
-    classes = document.of_kind(SPD) or document.costs
+    """Return a row for each layer, for people: S of each kind and half its interval."""
     return [
         {
             "layer": str(layer),
@@ -214,10 +185,22 @@ def cost_rows(document: SensitivityDocument) -> list[dict[str, str]]:
                 for cost in document.costs
                 if cost.layer == layer
             },
-            "class": classes[layer].sensitivity_class,
         }
         for layer in range(document.num_layers)
     ]
+
+
+def ascending_lines(document: SensitivityDocument) -> list[str]:
+    """Return a line for each kind with its layers, the least sensitive first."""
+    return [
+        f"least sensitive first, {kind}: {', '.join(str(cost.layer) for cost in ascending(document.of_kind(kind)))}"
+        for kind in document.kinds
+    ]
+
+
+def ascending(costs: Sequence[LayerCost]) -> list[LayerCost]:
+    """Return costs with the least sensitive layer first, of equal ones the lower."""
+    return sorted(costs, key=lambda cost: (cost.sensitivity, cost.layer))
 
 
 def dense_line(document: SensitivityDocument) -> str:

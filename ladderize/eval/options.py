@@ -6,19 +6,17 @@ from typing import Literal
 from ladderize.choices import (
     DEVICE,
     DTYPE,
-    LOWER_TAU,
     MAX_SEED,
     REVISION,
     SEQ_LEN,
     TP_SIZE,
-    UPPER_TAU,
     Dtype,
     check_choices,
     check_options,
     distinct_names,
     option,
 )
-from ladderize.convert.sensitivity_file import TAU2, Mode
+from ladderize.convert.sensitivity_file import Mode
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -130,17 +128,8 @@ class SensitivityOptions:
         shown="16384 tokens; more for wide models",
         needs="align",
     )
-    tau1: float | None = option(LOWER_TAU)
-    tau2: float = option(UPPER_TAU, TAU2)
 
     def __post_init__(self) -> None:
         check_options(self)
-        check_taus(self.tau1, self.tau2)
         if self.mode == "sweep" and self.sync_tp_size is None:
             raise UsageError("--mode sweep needs --sync-tp-size N")
-
-
-def check_taus(tau1: float | None, tau2: float) -> None:
-    """Raise UsageError where ``tau1`` is above ``tau2``."""
-    if tau1 is not None and tau1 > tau2:
-        raise UsageError(f"--tau1 {tau1:g} is above --tau2 {tau2:g}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ladderize.convert.sensitivity_file import LADDER, SPD, SPD_LADDER, SensitivityDocument, dense_line
+from ladderize.convert.sensitivity_file import INTERVAL, LADDER, SPD, SPD_LADDER, SensitivityDocument, dense_line
 from ladderize.eval.compare import metric_name
 from ladderize.eval.comparison import TaskComparison
 from ladderize.report.documents import FoundDocuments, RetrainingRun
@@ -38,6 +38,7 @@ from ladderize.sweep_document import AS_CONVERTED, THEN
 
 TOKENS_AXIS: Spec = {"format": "~s", "labelExpr": "datum.value === 0 ? '0' : datum.label", "tickCount": 5}
 KIND_LOOKS = {LADDER: ("ladder", "circle"), SPD: ("spd", "square"), SPD_LADDER: ("both", "diamond")}
+LEAST_COST = 0.05  # of perplexity; less is next to nothing
 WIDE_RANGE = 20  # times the middle value: where the highest is above, the scale is logarithmic away from 0
 POWERS = [10.0**exponent for exponent in range(-3, 7)]
 RUN_COLOURS = ("ladder", "spd", "both", "baseline", "dense")
@@ -225,9 +226,8 @@ def _plot(document: SensitivityDocument, name: str) -> ReportPlot:
     return ReportPlot(
         name=name,
         title="Sensitivity of each layer",
-        caption=f"{Path(document.model).name}{ranks}{aligned}; {windows}, {document.interval:.0%} bootstrap intervals:"
-        f" {dense_line(document)}. Dashed lines: tau1 {document.tau1:g}, tau2 {document.tau2:g}, the ends of the"
-        " classes.",
+        caption=f"{Path(document.model).name}{ranks}{aligned}; {windows}, {INTERVAL:.0%} bootstrap intervals:"
+        f" {dense_line(document)}.",
         summary=f"The cost of {document.num_layers} layers as {', '.join(document.kinds)}, each with its interval.",
         panels=[_panel(document)],
         legend=[(kind, *KIND_LOOKS[kind]) for kind in document.kinds],
@@ -244,14 +244,13 @@ def _panel(document: SensitivityDocument) -> PlotPanel:
             "y": cost.sensitivity,
             "y1": cost.low,
             "y2": cost.high,
-            "words": f"layer {cost.layer} as {cost.kind}: {cost.sensitivity:.4g} ({cost.low:.4g} to {cost.high:.4g}),"
-            f" {cost.sensitivity_class}",
+            "words": f"layer {cost.layer} as {cost.kind}: {cost.sensitivity:.4g} ({cost.low:.4g} to {cost.high:.4g})",
         }
         for cost in document.costs
     ]
     lowest, highest = min(cost.low for cost in document.costs), max(cost.high for cost in document.costs)
     y = quantitative("y", "increase of perplexity")
-    threshold = max(statistics.median(abs(cost.sensitivity) for cost in document.costs), document.tau1, 1e-3)
+    threshold = max(statistics.median(abs(cost.sensitivity) for cost in document.costs), LEAST_COST)
     if highest > WIDE_RANGE * threshold:
         powers = [power for power in POWERS if power >= threshold]
         ticks = [*(-power for power in reversed(powers) if -power >= lowest), 0, *(p for p in powers if p <= highest)]
@@ -262,7 +261,6 @@ def _panel(document: SensitivityDocument) -> PlotPanel:
     encoding = {"x": x, "y": y, "xOffset": {"field": "kind", "type": "nominal", "sort": document.kinds}}
     layers = [
         level("y", 0),
-        *(level("y", tau, dashed=True) for tau in (document.tau1, document.tau2) if tau <= 2 * highest),
         intervals("y", {**encoding, "color": look["color"]}, width=2),
         marks({**encoding, **look}, 50),
     ]

@@ -260,7 +260,7 @@ def _layouts(spec: SweepSpec, builder: StageBuilder, config: Mapping[str, Any], 
     names = [choice.name for choice in spec.layouts]
     for choice in spec.layouts:
         with errors_begin_with(choice.where):
-            layout = choice.recipe.resolve(dense)[0].layout(dense)
+            layout = choice.recipe.layout(dense)
             layout.check_model(config)
         words = str(layout).partition(" layers: ")[2]
         name = choice.name

@@ -10,19 +10,14 @@ from ladderize.adapt.data_specs import SourceSpec, parse_specs
 from ladderize.adapt.methods import COMPUTE_DTYPE, CONVERTED, TRAINING_SEED, WORK_DIR, Write, check_training
 from ladderize.choices import (
     DEVICE,
-    LOWER_TAU,
-    MOST_INCREASE,
     REVISION,
     SEQ_LEN,
-    UPPER_TAU,
     Dtype,
     check_at_least,
     check_options,
     option,
-    ppl_increase,
 )
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.options import check_taus
 from ladderize.files.records import Record
 from ladderize.layout import Layout, format_ranges, parse_ranges
 from ladderize.ranks.device import default_device
@@ -36,7 +31,6 @@ LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # to align on, or so many per input
 SHORT = 1 << 14  # instead of LEAST_TOKENS; eight times as many gain little (docs/results.md)
 RANDOM_SHARE = 0.25  # windows of random tokens for each window of the data (docs/align.md)
 MOST_RANDOM = 10
-DEFAULT_FRACTION = 0.7  # of the blocks that spd drops
 
 
 @dataclass(frozen=True)
@@ -234,36 +228,23 @@ class SpdOptions(BlockwiseOptions):
     sync_tp_size: int = option(
         "TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.", ..., min=2
     )
-    spd_fraction: float | None = option(
-        "Fraction of all blocks to drop, least sensitive first.", shown=str(DEFAULT_FRACTION)
-    )
-    max_ppl_increase: str | float | None = option(MOST_INCREASE)
+    spd_fraction: float = option("Fraction of all blocks to drop, least sensitive first.", 0.7)
     calibration_samples: int = option(  # the paper's
         "Windows for sensitivity and head grouping, out of --samples.", 128, min=1
     )
-    tau1: float | None = option(LOWER_TAU)
-    tau2: float = option(UPPER_TAU, 10.0)
     repair: Literal["align", "blocks"] = option(
         "align: solve the projections from the first dropped block on by least squares. blocks: distil each dropped"
         " block, as in the paper.",
         "align",
     )
     head_grouping: Literal["error", "paper", "none"] = option(
-        "Regroup attention heads over ranks. error: of every dropped block, to minimise its output error. paper: of"
-        " extremely sensitive blocks, by the paper's criterion.",
+        "Regroup the attention heads of dropped blocks over ranks. error: minimise the block's output error. paper: by"
+        " the paper's criterion.",
         "error",
     )
     revision: str | None = option(REVISION)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_taus(self.tau1, self.tau2)
-        if self.max_ppl_increase is not None:
-            ppl_increase(self.max_ppl_increase, 1.0)
-        if self.spd_fraction is not None and self.max_ppl_increase is not None:
-            raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
-
-    @property
-    def fraction(self) -> float | None:
-        """The fraction of all blocks to drop; None where max_ppl_increase decides."""
-        return DEFAULT_FRACTION if self.spd_fraction is None and self.max_ppl_increase is None else self.spd_fraction
+        if not 0 < self.spd_fraction <= 1:
+            raise UsageError(f"--spd-fraction must be above 0 and at most 1, not {self.spd_fraction:g}")

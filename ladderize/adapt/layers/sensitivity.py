@@ -17,15 +17,12 @@ from ladderize.adapt.layers.layout_scores import (
 )
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype
-from ladderize.checkpoint.config import parameter_count
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import (
-    INTERVAL,
     CalibrationData,
     SensitivityDocument,
-    default_tau1,
     layer_changes,
     layer_costs,
 )
@@ -115,20 +112,15 @@ def measure_sensitivity(
 
         aligner = AlignedLayouts(blocks, to_align, options.batch_size)
         nll = score_aligned(aligner, layouts, scored, known=known, keep=keep, ranks=ranks, console=console)
-    parameters, tokens = parameter_count(checkpoint.config), scored.shape[1] - 1
-    tau1 = default_tau1(parameters) if options.tau1 is None else options.tau1
+    tokens = scored.shape[1] - 1
     return SensitivityDocument(
         model=str(model),
         layout=str(dense),
-        parameters=parameters,
         num_layers=dense.num_layers,
         mode=options.mode,
         sync_tp_size=options.sync_tp_size,
-        tau1=tau1,
-        tau2=options.tau2,
-        interval=INTERVAL,
         dense_nll=float(nll[:, -1].mean() / tokens),
-        costs=layer_costs(changes, nll, tokens, options.mode, tau1=tau1, tau2=options.tau2),
+        costs=layer_costs(changes, nll, tokens, options.mode),
         **about,
     )
 

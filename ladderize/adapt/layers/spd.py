@@ -4,8 +4,8 @@ The paper's recipe (arXiv 2502.20727, section 4) with two changes: every dropped
 ones, and by default by alignment (least squares) instead of distillation.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -31,8 +31,8 @@ from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console
 from ladderize.convert.heads import HEAD_MAP, GroupingReport, HeadMap, read_head_map
 from ladderize.convert.plan import Changes
-from ladderize.convert.recipe import Recipe, SelectedBlock, Selection
-from ladderize.convert.sensitivity_file import CLASSES
+from ladderize.convert.recipe import Recipe
+from ladderize.convert.sensitivity_file import LayerCost, ascending, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import Perplexity
@@ -52,9 +52,12 @@ ADVICE_AFTER = {
 
 
 @dataclass(frozen=True)
-class SpdBlock(SelectedBlock):
-    """A block of the selection with the steps that it got; None where it got none."""
+class SpdBlock(Record):
+    """A block, its sensitivity, and the steps that it got; None where it got none."""
 
+    block: int
+    sensitivity: float
+    dropped: bool
     grouping: GroupingReport | None
     alignment: LayerReport | None
     distillation: BlockReport | None
@@ -71,7 +74,6 @@ class SpdDocument(Record):
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
-    selection: Selection
     repair: str
     perplexity: dict[str, Perplexity]
     divergence: dict[str, float]
@@ -107,13 +109,6 @@ def spd(
         )
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
     run = CheckpointRun(out, SPD_FILE, options.work_dir, (checkpoint,), ranks, console, overwrite=overwrite)
-    recipe = Recipe(
-        spd="auto",
-        sync_tp_size=options.sync_tp_size,
-        sensitivity=str(run.folder / SENSITIVITY),
-        spd_fraction=options.fraction,
-        max_ppl_increase=options.max_ppl_increase,
-    )
     with console.stage("reading the data"):
         windows = training_windows(checkpoint, options)
     calibration = windows.train[: options.calibration_samples].numpy()
@@ -126,7 +121,7 @@ def spd(
         "options": settings.to_dict(),
         "dtype": str(dtype).removeprefix("torch."),
     }
-    names = ("sync_tp_size", "spd_fraction", "max_ppl_increase", "tau1", "tau2", "repair", "head_grouping")
+    names = ("sync_tp_size", "spd_fraction", "repair", "head_grouping")
     asked = {name: getattr(options, name) for name in names}
     identity = {"method": "spd", "model": fingerprint(checkpoint), "calibration": len(calibration), **asked, **about}
     opened = run.open_work(identity)
@@ -134,16 +129,14 @@ def spd(
         return run.written(SpdDocument)
     with opened as work:
         measure(model, options, calibration, data, about["dtype"], work, ranks, console)
-        chosen, selection = recipe.resolve(dense)
-        assert selection is not None
-        # the work folder will be gone, and OUT has the file
-        selection = replace(selection, sensitivity=replace(selection.sensitivity, file=SENSITIVITY))
-        layout = chosen.layout(dense)
-        head_map = group(teacher, selection, options, calibration, work, ranks, console)
+        costs = read_sensitivity(work.folder / SENSITIVITY).costs
+        dropped = least_sensitive(costs, options.spd_fraction)
+        layout = Layout.from_layers(dense.num_layers, spd=dropped, sync_tp_size=options.sync_tp_size)
+        head_map = group(teacher, dropped, options, calibration, work, ranks, console)
         orders = {} if head_map is None else head_map.orders
         grouped = partial(permuted_weights, stored, orders)
         aligns = options.repair == "align"
-        layers = layers_to_align(layout) if aligns else tuple(selection.layers)
+        layers = layers_to_align(layout) if aligns else tuple(dropped)
         count = max(1, default_tokens(teacher.config) // windows.train.shape[1]) if aligns else len(windows.train)
         learnt = Windows(windows.train[:count], windows.heldout)
         student = StudentBlocks(layout, layers, grouped)
@@ -171,20 +164,21 @@ def spd(
             model=model,
             out=out,
             layout=str(layout),
-            selection=selection,
             repair=options.repair,
             perplexity=measured.perplexity,
             divergence=measured.divergence,
             blocks=[
                 SpdBlock(
-                    **vars(entry),
-                    grouping=head_map.report.get(entry.block) if head_map is not None else None,
-                    alignment=work.files.report(LayerReport, entry.block) if aligns and entry.block in layers else None,
-                    distillation=work.files.report(BlockReport, entry.block)
-                    if not aligns and entry.block in layers
+                    cost.layer,
+                    cost.sensitivity,
+                    cost.layer in dropped,
+                    grouping=head_map.report.get(cost.layer) if head_map is not None else None,
+                    alignment=work.files.report(LayerReport, cost.layer) if aligns and cost.layer in layers else None,
+                    distillation=work.files.report(BlockReport, cost.layer)
+                    if not aligns and cost.layer in layers
                     else None,
                 )
-                for entry in selection.blocks
+                for cost in costs
             ],
             data=data,
             options=settings,
@@ -195,11 +189,11 @@ def spd(
         changes = Changes(
             head_map=head_map,
             replace=work.files.tensors(layers),
-            record={"selection": selection.to_dict(), "alignment" if aligns else "distillation": done},
+            record={"alignment" if aligns else "distillation": done},
             extra_files={SENSITIVITY: (work.folder / SENSITIVITY).read_text()},
             note=measured_note(measured.perplexity, data),
         )
-        run.write(work, model, chosen, document, changes, revision=options.revision, verify=verify)
+        run.write(work, model, Recipe.from_layout(layout), document, changes, revision=options.revision, verify=verify)
     return document
 
 
@@ -223,8 +217,6 @@ def measure(
         sync_tp_size=options.sync_tp_size,
         samples=len(calibration),
         seed=options.seed,
-        tau1=options.tau1,
-        tau2=options.tau2,
         dtype=cast(Dtype, dtype),
         device=str(ranks.device),
         revision=options.revision,
@@ -235,23 +227,25 @@ def measure(
     ranks.barrier()
 
 
+def least_sensitive(costs: Sequence[LayerCost], fraction: float) -> list[int]:
+    """Return the layers to drop, ascending: the least sensitive ``fraction`` of all, at least one."""
+    return sorted(cost.layer for cost in ascending(costs)[: max(1, round(fraction * len(costs)))])
+
+
 def group(
     teacher: Blocks,
-    selection: Selection,
+    layers: Sequence[int],
     options: SpdOptions,
     calibration: np.ndarray,
     work: LayerFolder,
     ranks: Ranks,
     console: Console,
 ) -> HeadMap | None:
-    """Return the head map of the dropped blocks, with the paper's criterion of extremely sensitive ones; None where
-    there are none.
+    """Return the head map of the dropped blocks; None where heads stay.
 
     The ranks share the blocks. A map that is there already is read.
     """
-    classes = {"error": CLASSES, "paper": CLASSES[-1:], "none": ()}[options.head_grouping]
-    layers = [each.block for each in selection.blocks if each.selected and each.sensitivity_class in classes]
-    if not layers:
+    if options.head_grouping == "none":
         return None
     kv_heads = kv_head_count(teacher.config)
     if kv_heads % options.sync_tp_size:
