@@ -1,13 +1,12 @@
 """Tensor-parallel training and prefill by schedule on this CPU. Run it on an idle machine.
 
-    python benchmarks/domino.py [--only ddp,bound,grid,prefill] [--out FILE] [--repeat N] [--quick]
+    python benchmarks/domino.py [--only ddp,bound,prefill] [--out FILE] [--repeat N] [--quick]
 
 ddp      sequential TP2 over shared memory beside DDP on two processes: the same model, the same tokens per step, in one
          run. DDP of the Hugging Face model, as ``adapt`` trains today, and of the runtime's model, so that what the
          model takes and what sharing it takes are told apart.
 bound    one rank of an emulated TP8, with a link that is so slow that the sequential schedule waits for 30 % of its
          step: which share of the no-communication bound domino reaches.
-grid     the same with 2, 3 and 4 chunks, and 1, 2 and 4 columns.
 prefill  prompts of several lengths and batches by domino and by the sequential schedule, over shared memory and over
          an emulated link.
 
@@ -30,11 +29,10 @@ from ladderize.console import Console
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import TrainingBenchDocument, TrainingRow, speedup_interval
+from ladderize.runtime.bench.document import BenchDocument, BenchRow, speedup_interval
 from ladderize.runtime.bench.inference import bench
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice, TrainingBenchOptions
-from ladderize.runtime.bench.training import bench_training
-from ladderize.runtime.bench.training_step import step_opener
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.training import step_opener
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.launch import run
@@ -46,6 +44,7 @@ SHAPE = Path(__file__).parent / "shapes" / "200m.json"
 # as many KV heads as heads, as the paper's models: ranks that hold the same KV heads would sum their weights' gradients
 EIGHT = Path(__file__).parent / "shapes" / "slow_link.json"
 RESULTS = Path(__file__).parent / "results" / "domino.json"
+BOTH = ("sequential", "domino")
 RANKS, SHARE, TARGET, SLOWER = 8, 0.30, 0.92, 1.15
 QUIET = Console(quiet=True)
 
@@ -140,15 +139,15 @@ def ddp(rounds: int, quick: bool) -> dict[str, Any]:
 # ---- an emulated TP8 ----
 
 
-def emulated(options: dict[str, Any], beta: float, layout: str = "dense") -> TrainingBenchDocument:
+def emulated(options: dict[str, Any], beta: float, layout: str = "dense") -> BenchDocument:
     choice = ModelChoice(random_weights=str(EIGHT), num_layers=options.pop("layers"), layout=layout, dtype="bfloat16")
-    settings = TrainingBenchOptions(emulate_tp=RANKS, threads=1, **options)
-    return bench_training(choice, settings, f"5,{beta:.6f}", console=QUIET)
+    settings = BenchOptions(train=True, emulate_tp=RANKS, threads=1, **{"schedules": BOTH, **options})
+    return bench(choice, settings, f"5,{beta:.6f}", console=QUIET)
 
 
-def waited_share(row: TrainingRow) -> float:
+def waited_share(row: BenchRow) -> float:
     """What a variant waits for, of its step."""
-    return 1 - row.no_communication_ms / row.step_ms
+    return 1 - sum(median(part) for part in (row.no_communication_samples_ms or {}).values()) / row.ms["step"]
 
 
 def fitting_beta(waited: Callable[[float], float], wanted: float) -> tuple[float, list[tuple[float, float]]]:
@@ -173,39 +172,21 @@ def sequential_beta(size: dict[str, Any], repeat: int) -> tuple[float, list[tupl
 
 
 def bound(rounds: int, quick: bool) -> dict[str, Any]:
-    size = {"layers": 2 if quick else 4, "batch_sizes": (4,), "seq_len": 64 if quick else 256}
+    size = {"layers": 2 if quick else 4, "batch_sizes": (4,), "prompt_len": 64 if quick else 256}
     beta, tried = sequential_beta(size, max(3, rounds // 3))
     document = emulated({**size, "repeat": rounds}, beta, "dense,ladder,spd,spd+ladder")
-    print(f"\nemulated TP{RANKS}, bfloat16, 4 x {size['seq_len']} tokens, 5 us + bytes / {beta:.3f} GB/s")
+    print(f"\nemulated TP{RANKS}, bfloat16, 4 x {size['prompt_len']} tokens, 5 us + bytes / {beta:.3f} GB/s")
     show_rows(document.rows)
     return {"beta_gb_s": beta, "tried": tried, "target": TARGET, "document": document.to_dict()}
 
 
-def show_rows(rows: list[TrainingRow]) -> None:
+def show_rows(rows: list[BenchRow]) -> None:
     print(f"  {'':24} {'step ms':>9} {'waited':>7} {'of no-comm':>11} {'speed-up':>9} {'forward':>8}")
     for row in rows:
         print(
-            f"  {row.model + ', ' + row.schedule:24} {row.step_ms:9.1f} {waited_share(row):7.1%}"
-            f" {row.bound_share:11.3f} {row.speedup_step:8.2f}x {row.speedup_forward:7.2f}x"
+            f"  {row.model + ', ' + row.schedule:24} {row.ms['step']:9.1f} {waited_share(row):7.1%}"
+            f" {row.bound_share:11.3f} {row.speedup['step']:8.2f}x {row.speedup['forward']:7.2f}x"
         )
-
-
-def grid(rounds: int, quick: bool) -> dict[str, Any]:
-    size = {"layers": 2 if quick else 4, "batch_sizes": (12,), "seq_len": 32 if quick else 96}
-    beta, _ = sequential_beta(size, max(3, rounds // 3))
-    found = {}
-    print(f"\nchunks x columns: emulated TP{RANKS}, 12 x {size['seq_len']} tokens, 5 us + bytes / {beta:.3f} GB/s")
-    for chunks in (2, 3, 4):
-        for columns in (1, 2, 4):
-            more = {"domino_chunks": chunks, "domino_columns": columns, "repeat": rounds}
-            document = emulated({**size, **more}, beta)
-            plain, domino = document.rows
-            found[f"{chunks} chunks, {columns} columns"] = document.to_dict()
-            print(
-                f"  {chunks} chunks, {columns} columns: {domino.bound_share:.3f} of no communication (sequential"
-                f" {plain.bound_share:.3f}), {domino.speedup_step:.2f}x"
-            )
-    return {"beta_gb_s": beta, "documents": found}
 
 
 # ---- prefill ----
@@ -229,8 +210,7 @@ def prefill(rounds: int, quick: bool) -> dict[str, Any]:
                 prompt_len=length,
                 output_len=2,
                 batch_sizes=batches,
-                schedule="domino",
-                baselines=("sequential",),
+                schedules=("domino", "sequential"),
                 repeat=rounds,
                 threads=1,
             )
@@ -238,15 +218,16 @@ def prefill(rounds: int, quick: bool) -> dict[str, Any]:
             found[f"{name}, {length} tokens"] = document.to_dict()
             for domino, plain in zip(document.rows[::2], document.rows[1::2], strict=True):
                 low, high = speedup_interval(plain.samples_ms["prefill"], domino.samples_ms["prefill"])
-                took = f"{plain.prefill_ms:8.1f} ms / {domino.prefill_ms:8.1f} ms"
-                ratio = f"{plain.prefill_ms / domino.prefill_ms:.2f}x ({low:.2f}-{high:.2f})"
+                slow, fast = plain.ms["prefill"], domino.ms["prefill"]
+                took = f"{slow:8.1f} ms / {fast:8.1f} ms"
+                ratio = f"{slow / fast:.2f}x ({low:.2f}-{high:.2f})"
                 print(f"  {domino.batch_size:3} x {length:5} tokens: {took} = {ratio}")
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="ddp,bound,grid,prefill")
+    parser.add_argument("--only", default="ddp,bound,prefill")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--repeat", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does the script run?")
@@ -254,7 +235,7 @@ def main() -> None:
     record: dict[str, Any] = {"schema_version": 1, "torch": torch.__version__, "shape": SHAPE.name}
     if args.out.is_file():  # parts that were measured before stay
         record = {**json.loads(args.out.read_text()), **record}
-    parts = {"ddp": ddp, "bound": bound, "grid": grid, "prefill": prefill}
+    parts = {"ddp": ddp, "bound": bound, "prefill": prefill}
     for part in args.only.split(","):
         record[part] = parts[part](args.repeat, args.quick)
         args.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -46,16 +46,16 @@ def main() -> None:
     )
     rows = []
     for real, made in zip(measured.rows, emulated.rows, strict=True):
-        ratio = made.speedup_prefill / real.speedup_prefill
+        ratio = made.speedup["prefill"] / real.speedup["prefill"]
         rows.append(
             {
                 "layout": real.model,
-                "measured": real.speedup_prefill,
-                "emulated": made.speedup_prefill,
+                "measured": real.speedup["prefill"],
+                "emulated": made.speedup["prefill"],
                 "ratio": ratio,
             }
         )
-        told = [f"{row.prefill_ms:6.1f} ms {row.speedup_prefill:.3f}x" for row in (real, made)]
+        told = [f"{row.ms['prefill']:6.1f} ms {row.speedup['prefill']:.3f}x" for row in (real, made)]
         print(f"{real.model:12} measured {told[0]}   emulated {told[1]}   ratio {ratio:.3f}")
     shape = ModelChoice(random_weights=str(SHAPES / "200m.json"), layout="dense,ladder,spd+ladder")
     options = BenchOptions(emulate_tp=8, repeat=15, threads=1)
@@ -64,7 +64,7 @@ def main() -> None:
         for phase in ("prefill", "decode"):
             found = row.communication[phase]
             if row.overlaps(phase):
-                hid = f"{found.hidden_ms:.2f} ms of {found.alone_ms:.2f}"
+                hid = f"{found.alone_ms - found.exposed_ms:.2f} ms of {found.alone_ms:.2f}"
                 print(f"{row.model:12} --emulate-tp 8 --link 200,1, {phase}: hid {hid}")
     if args.out:
         record = {"schema_version": 1, "fitted": rows, "emulated": emulated.to_dict(), "hiding": hiding.to_dict()}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from domino import fitting_beta, show_rows, waited_share
+from domino import BOTH, fitting_beta, show_rows, waited_share
 from torch import Tensor
 
 from ladderize.checkpoint.config import expected_tensors
@@ -25,10 +25,10 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import TrainingBenchDocument, environment
-from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions
-from ladderize.runtime.bench.training import bench_training
-from ladderize.runtime.bench.training_step import ModelStep, Outcome, outcome_of
+from ladderize.runtime.bench.document import BenchDocument, environment
+from ladderize.runtime.bench.inference import bench
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.training import ModelStep, Outcome, outcome_of
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.loader import RandomSource
@@ -104,24 +104,23 @@ def compare_with_cpu(device: torch.device) -> dict[str, float]:
     return found
 
 
-def emulated(args: argparse.Namespace, shape: str, seq_len: int, beta: float, **more: Any) -> TrainingBenchDocument:
-    options = TrainingBenchOptions(
+def emulated(args: argparse.Namespace, shape: str, seq_len: int, beta: float, **more: Any) -> BenchDocument:
+    options = BenchOptions(
+        train=True,
         emulate_tp=args.ranks,
         batch_sizes=(ROWS * args.tokens // seq_len,),
-        seq_len=seq_len,
+        prompt_len=seq_len,
         device=args.device,
-        **more,
+        **{"schedules": BOTH, **more},
     )
     choice = ModelChoice(random_weights=shape, num_layers=args.layers, layout="dense", dtype="bfloat16")
-    document = bench_training(choice, options, f"20,{beta:.4f}", console=Console(quiet=True))
+    document = bench(choice, options, f"20,{beta:.4f}", console=Console(quiet=True))
     gc.collect()
     torch.cuda.empty_cache()
     return document
 
 
-def measure(
-    args: argparse.Namespace, shape: str, seq_len: int
-) -> tuple[TrainingBenchDocument, list[tuple[float, float]]]:
+def measure(args: argparse.Namespace, shape: str, seq_len: int) -> tuple[BenchDocument, list[tuple[float, float]]]:
     wanted = 1 - sum(MEGATRON) / 2
 
     def waited(beta: float) -> float:

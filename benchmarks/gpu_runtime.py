@@ -25,6 +25,7 @@ from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.inference import bench as timed
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.rounds import synchronize
+from ladderize.runtime.shards import Shape, read_shape, weight_bytes
 
 # Seconds of 511 decode steps at tp_size 8: batch -> dense, ladder, no communication
 # (github.com/mayank31398/ladder-residual-inference, branch pp, logs/final)
@@ -59,12 +60,13 @@ def whole(args: argparse.Namespace) -> tuple[BenchDocument, str]:
     options = {"prompt_len": args.prompt_len or 128, "output_len": args.output_len, "warmup": 1, "repeat": 5}
     document = bench(choice, BenchOptions(device=args.device, **options))
     dense, ladder, both = document.rows
-    limit = dense.weight_bytes / rate * 1e3
+    shape = Shape.from_config(read_shape(args.model), tp_size=1, rank=0)
+    limit = weight_bytes(shape, 2, packed=False) / rate * 1e3
+    step = dense.ms["decode"]
     return document, (
-        f"{args.model} bf16, TP1, batch 1: {dense.decode_ms_per_token:.3f} ms per token,"
-        f" {limit / dense.decode_ms_per_token:.1%} of the bandwidth limit ({rate / 1e12:.2f} TB/s); ladder"
-        f" {ladder.decode_ms_per_token / dense.decode_ms_per_token:.4f}x of dense, spd 8 + ladder"
-        f" {both.decode_ms_per_token / dense.decode_ms_per_token:.4f}x"
+        f"{args.model} bf16, TP1, batch 1: {step:.3f} ms per token,"
+        f" {limit / step:.1%} of the bandwidth limit ({rate / 1e12:.2f} TB/s); ladder"
+        f" {ladder.ms['decode'] / step:.4f}x of dense, spd 8 + ladder {both.ms['decode'] / step:.4f}x"
     )
 
 
@@ -90,10 +92,10 @@ def shard(args: argparse.Namespace, batch: int) -> tuple[BenchDocument, str]:
     document = bench(choice, dataclasses.replace(options, repeat=3), f"{delay * 1e3:.3f},1e6")
     dense = document.rows[0]
     free = dense.communication["decode"].no_communication_ms
-    exposed = dense.decode_ms_per_token - free
-    shares = {row.model: (dense.decode_ms_per_token - row.decode_ms_per_token) / exposed for row in document.rows[1:]}
+    step = dense.ms["decode"]
+    shares = {row.model: (step - row.ms["decode"]) / (step - free) for row in document.rows[1:]}
     return document, (
-        f"{args.shard} shard, emulated TP8, batch {batch}, {delay * 1e3:.1f} us: dense {dense.decode_ms_per_token:.3f}"
+        f"{args.shard} shard, emulated TP8, batch {batch}, {delay * 1e3:.1f} us: dense {step:.3f}"
         f" ms, without communication {free:.3f}; recovered: "
         + ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
         + f" (ladder published: {(dense_s - ladder_s) / (dense_s - free_s):.2f})"

@@ -44,7 +44,7 @@ done
 arguments=(bench --random-weights benchmarks/shapes/slow_link.json --tp-size 2 --dtype float32 --repeat 9 --threads 1)
 case " $* " in
   *" --engine vllm "*) arguments+=(--batch-size 1 --prompt-len 128 --output-len 17) ;;
-  *" --train "*) arguments+=(--backend gloo --batch-size 2 --seq-len 128) ;;
+  *" --train "*) arguments+=(--backend gloo --batch-size 2 --prompt-len 128 --schedules sequential,domino) ;;
   *) arguments+=(--backend gloo --prompt-len 128 --output-len 2 --replicate-vocab) ;;
 esac
 if [ "${1:-}" = -- ]; then

@@ -54,12 +54,9 @@ from ladderize.plan.run import plan_layouts as plan_layouts
 from ladderize.report.page import ReportSummary as ReportSummary
 from ladderize.report.page import write_report as write_report
 from ladderize.runtime.bench.document import BenchDocument as BenchDocument
-from ladderize.runtime.bench.document import TrainingBenchDocument as TrainingBenchDocument
 from ladderize.runtime.bench.inference import bench as bench
 from ladderize.runtime.bench.options import BenchOptions as BenchOptions
 from ladderize.runtime.bench.options import ModelChoice as ModelChoice
-from ladderize.runtime.bench.options import TrainingBenchOptions as TrainingBenchOptions
-from ladderize.runtime.bench.training import bench_training as bench_training
 from ladderize.runtime.generate import GenerateDocument as GenerateDocument
 from ladderize.runtime.generate import generate as generate
 from ladderize.runtime.generate_file import GenerateFileDocument as GenerateFileDocument

@@ -27,8 +27,8 @@ def speedup(bench: BenchDocument, point: SweepPoint) -> str:
     row = next((row for row in bench.rows if row.is_model and row.model == point.timed), None)
     if row is None:
         return ""
-    low, high = row.speedup_decode_interval
-    return f"{row.speedup_decode:.2f}x ({low:.2f} to {high:.2f})"
+    low, high = row.speedup_interval["decode"]
+    return f"{row.speedup['decode']:.2f}x ({low:.2f} to {high:.2f})"
 
 
 def table(root: Path) -> list[str]:

@@ -29,7 +29,6 @@ from ladderize.runtime.collectives.observed import Observed
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.decode import Generator
 from ladderize.runtime.model import TPLlama
-from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.step import Step
 from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
@@ -87,12 +86,15 @@ def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatc
     for phase in ("prefill", "decode"):
         assert "proven" not in dense["overlap"][phase]
         assert ladder["overlap"][phase]["proven"] is True
-        assert ladder["overlap"][phase]["share"] > 2 * dense["overlap"][phase]["share"]
+        share = [
+            row["overlap"][phase]["under_compute_ms"] / row["overlap"][phase]["in_flight_ms"] for row in (dense, ladder)
+        ]
+        assert share[1] > 2 * share[0]
     assert listing(tmp_path / "traces") == ["0-dense-batch1-rank0.json", "1-ladder-batch1-rank0.json"]
     events = json.loads((tmp_path / "traces" / "1-ladder-batch1-rank0.json").read_text())["traceEvents"]
     assert sum(event["name"] == "all-reduce: wait" for event in events if event.get("ph") == "X") > 4
     for backend in (Early, Late):
-        monkeypatch.setattr(bench_run, "emulate", lambda ranks, link, device, backend=backend: backend(ranks, link))
+        monkeypatch.setattr(inference, "emulate", lambda ranks, link, device, backend=backend: backend(ranks, link))
         outcome = bench(*arguments, text=text)
         assert outcome.code == 1
         assert (
@@ -122,11 +124,10 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
     assert [row["kind"] == "model" for row in rows[:5]] == [True, False, True, True, False]
     layers, hidden = SHAPE["num_hidden_layers"], SHAPE["hidden_size"]
     for row, reduces in zip(rows[:5], (2 * layers, None, 2 * layers, layers, layers), strict=True):
-        assert row["speedup_decode"] > 0
+        assert row["speedup"]["decode"] > 0
         assert len(row["samples_ms"]["prefill"]) == 2
-        assert row["output_tokens_per_s"] == pytest.approx(1e3 * row["batch_size"] / row["decode_ms_per_token"])
-        assert row["end_to_end_ms"] == pytest.approx(row["prefill_ms"] + 3 * row["decode_ms_per_token"])
-        assert (row["peak_memory_bytes"] or row["weight_bytes"] + row["kv_cache_bytes"]) >= row["weight_bytes"]
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch_size"] / row["ms"]["decode"])
+        assert row["ms"]["end_to_end"] == pytest.approx(row["ms"]["prefill"] + 3 * row["ms"]["decode"])
         if reduces is None:
             assert not {"communication", "no_communication_samples_ms"} & row.keys()
         else:
@@ -150,24 +151,22 @@ def test_random_weights_emulated_with_more_virtual_ranks(shape):
     assert not re.search(r"\d-\d", outcome.stdout.split("speed-up: over")[0])  # no interval
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_domino_prefill_is_checked_and_counted(checked_model, batch):
-    schedule = "--schedule domino --domino-chunks 3 --domino-columns 2 --baselines sequential,no-comm"
-    lengths = f"--prompt-len 9 --output-len 3 --batch-size {batch}"
-    document = timed(checked_model, text=f"{schedule} {lengths} --emulate-tp 2 --link 900,1")
-    assert document["options"]["schedule"] == "domino"
-    assert document["options"]["domino_chunks"] == 3
+def test_a_domino_prefill_is_checked_and_counted(checked_model):
+    """By both schedules in one run; one row is cut along its tokens, three are dealt out."""
+    text = "--schedules domino,sequential --baselines no-comm --prompt-len 9 --output-len 3 --batch-size 1,3"
+    document = timed(checked_model, text=f"{text} --emulate-tp 2 --link 900,1")
     (check,) = document["checks"].values()
     assert check["logit_difference"] < check["tolerance"]
-    assert check["greedy_tokens"] > 5 * 33  # two texts, equal and padded, and one by itself; and those that are read
-    own, silent, plain = document["rows"]
-    assert [row["schedule"] for row in (own, silent, plain)] == ["domino", "domino", "sequential"]
-    assert plain["kind"] != "model"
-    # 2 dropped of 8, 3 parts of 2 columns; the same bytes in all
-    assert own["communication"]["prefill"]["all_reduces"] == 6 * 6
-    assert plain["communication"]["prefill"]["all_reduces"] == 6
-    assert own["communication"]["prefill"]["bytes"] == plain["communication"]["prefill"]["bytes"]
-    assert own["communication"]["decode"]["all_reduces"] == 6
+    assert check["greedy_tokens"] > 9 * 33  # two texts, equal and padded, and one by itself; and those that are read
+    for own, silent, plain in (document["rows"][:3], document["rows"][3:]):
+        assert [row["schedule"] for row in (own, silent, plain)] == ["domino", "domino", "sequential"]
+        assert [row["kind"] == "model" for row in (own, silent, plain)] == [True, False, False]
+        assert plain["model"] == f"{own['model']} by the schedule sequential"
+        # 2 dropped of 8, 2 parts; the same bytes in all
+        assert own["communication"]["prefill"]["all_reduces"] == 2 * 6
+        assert plain["communication"]["prefill"]["all_reduces"] == 6
+        assert own["communication"]["prefill"]["bytes"] == plain["communication"]["prefill"]["bytes"]
+        assert own["communication"]["decode"]["all_reduces"] == 6
 
 
 # ---- the checks: what they have to see ----
@@ -223,14 +222,13 @@ def parts_in_a_wrong_order(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "family"),
-    [("dense", "llama"), ("ladder with biases", "llama"), *(("mixed", family) for family in FAMILIES)],
+    ("name", "family"), [("ladder with biases", "llama"), *(("mixed", family) for family in FAMILIES)]
 )
 def test_the_reference_is_the_whole_model(tmp_path, name, family):
     """It is computed layer by layer; windows and lengths are those of the whole model's own forward."""
     model = make_model(name, model_type=family, max_position_embeddings=160)
     model.save_pretrained(tmp_path)
-    found = reference_check.compute_reference(spec.checkpoint_spec(str(tmp_path), tp_size=1), "cpu", 8)
+    found = reference_check.compute_reference(spec.checkpoint_spec(str(tmp_path), tp_size=1), ALONE.device, 8)
     with torch.no_grad():
         logits = model(torch.tensor(found.ids)).logits[:, found.positions]
     torch.testing.assert_close(torch.from_numpy(found.logits), logits, rtol=1e-4, atol=1e-4)
@@ -242,8 +240,7 @@ def checked_model(tmp_path_factory):
     while True:
         folder = tmp_path_factory.mktemp("checked") / "m"
         make_model("mixed", max_position_embeddings=160).save_pretrained(folder)
-        reference = reference_check.compute_reference(spec.checkpoint_spec(str(folder), tp_size=1), "cpu", 8)
-        torch.set_num_threads(1)
+        reference = reference_check.compute_reference(spec.checkpoint_spec(str(folder), tp_size=1), ALONE.device, 8)
         ranked = np.sort(reference.logits, -1)
         if (ranked[..., -1] - ranked[..., -2]).min() > 1e-4:
             return folder
@@ -253,13 +250,10 @@ def test_the_right_model_passes_the_check(checked_model, tmp_path):
     outcome = bench(checked_model, "--out", tmp_path / "bench.json")
     assert outcome.code == 0, outcome.stderr
     (check,) = json.loads((tmp_path / "bench.json").read_text())["checks"].values()
-    # the prompts are longer than those that are timed, so that a wrong position shows
-    assert check["prompt_tokens"] == [64, 43]
-    assert check["decode_steps"] == 32
     assert check["equal_greedy_tokens"] == check["greedy_tokens"] > 2 * 2 * 33
     assert check["logit_difference"] < check["tolerance"]
     assert "Reference check of m: passed. Largest logit difference to transformers in float32" in outcome.stdout
-    assert f"all {check['greedy_tokens']} tokens equal" in outcome.stdout
+    assert f"{check['greedy_tokens']} of {check['greedy_tokens']} tokens equal" in outcome.stdout
 
 
 @pytest.mark.parametrize(
@@ -270,7 +264,7 @@ def test_the_right_model_passes_the_check(checked_model, tmp_path):
         (a_window_on_the_kv_cache, EMULATED),
         (a_rank_of_dropped_points_left_out, ""),
         (one_weight_is_off, EMULATED),
-        (parts_in_a_wrong_order, f"{EMULATED} --schedule domino --batch-size 2"),
+        (parts_in_a_wrong_order, f"{EMULATED} --schedules domino --batch-size 2"),
     ],
 )
 def test_a_wrong_model_is_not_timed(checked_model, tmp_path, monkeypatch, fault, text):
@@ -293,15 +287,7 @@ class LeavesOut(Observed):
         return Handle(lambda: x) if self.count == self.number else super().all_reduce_async(x)
 
 
-@pytest.mark.parametrize(
-    ("layout", "more", "left_out", "asked"),
-    [
-        ("spd+ladder", "", "4 all-reduces of 2048 bytes", "5 of 2560"),
-        # 2 rows and 1 row: 9 messages each
-        ("dense", "--schedule domino --batch-size 3 --prompt-len 9", "17 all-reduces", "18 of 15552"),
-    ],
-)
-def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch, layout, more, left_out, asked):
+def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch):
     """Emulated sums are delays: nobody sees in the logits that one was not even begun."""
     forward = TPLlama.forward
 
@@ -314,15 +300,13 @@ def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch, layout, more
             self.collectives = whole
 
     monkeypatch.setattr(TPLlama, "forward", mutated)
-    message = one_sentence(bench("--random-weights", shape, "--layout", layout, text=f"{EMULATED} {more}"))
-    assert f"its prefill completed {left_out}" in message
-    assert f"the layout asks for {asked}:" in message
+    message = one_sentence(bench("--random-weights", shape, "--layout", "spd+ladder", text=EMULATED))
+    assert "its prefill completed 4 all-reduces of 2048 bytes" in message
+    assert "the layout asks for 5 of 2560:" in message
 
 
 def test_without_the_check_results_say_so(checked_model, monkeypatch):
-    monkeypatch.setattr(
-        reference_check, "references", lambda specs, options: pytest.fail("--no-check asks for no reference")
-    )
+    monkeypatch.setattr(reference_check, "compute_reference", lambda *given: pytest.fail("--no-check asks for none"))
     outcome = bench(checked_model, "--no-check")
     assert outcome.code == 0, outcome.stderr
     assert "Not checked against a reference" in outcome.stdout
@@ -340,8 +324,7 @@ def amplified(tmp_path_factory):
             state[name] = weight.normal_(0, 0.6)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     model = spec.checkpoint_spec(str(folder), tp_size=1)
-    reference = reference_check.compute_reference(model, "cpu", 8)
-    torch.set_num_threads(1)
+    reference = reference_check.compute_reference(model, ALONE.device, 8)
     return model, reference
 
 
@@ -355,7 +338,7 @@ def test_the_tolerance_is_of_this_very_model(amplified):
     rounding_less = dataclasses.replace(reference, rms_error=reference.rms_error / 9, largest_error=99.0)
     with torch.inference_mode():
         found = reference_check.check_against_reference([generator], reference, model, ALONE)
-        assert found.rms_difference < found.rms_tolerance
+        assert found["rms_difference"] < found["rms_tolerance"]
         failure = reference_check.check_against_reference([generator], rounding_less, model, ALONE)
         assert "the logits are, in their root mean square," in failure
 
@@ -398,7 +381,7 @@ def test_the_models_that_pass_are_timed(two_models, tmp_path, wrong, right):
     assert set(document["checks"]) == {str(tmp_path / right)}
     baselines = ["no-comm baseline"] if wrong == "b" else []  # of the first model
     assert [row["model"] for row in document["rows"]] == [str(tmp_path / right), *baselines]
-    assert document["rows"][0]["speedup_decode"] == 1
+    assert document["rows"][0]["speedup"]["decode"] == 1
     assert len(re.findall(rf"^{wrong} +failed", outcome.stdout, re.MULTILINE)) == 2
     assert "Check FAILED, so not timed: " in outcome.stdout
     page = tmp_path / "report.html"
@@ -406,29 +389,7 @@ def test_the_models_that_pass_are_timed(two_models, tmp_path, wrong, right):
     assert f"<li>bench.json: {last.removeprefix('Error: ')}</li>" in page.read_text()
 
 
-# ---- what is doubtful, and what fails late ----
-
-
-def test_what_is_doubtful_is_said(shape, monkeypatch):
-    """Rounds that disagree by more than the models differ, and a model that is slower without communication."""
-    arguments = ("--random-weights", shape, "--layout", "dense,ladder")
-    noise = iter(range(10**6))
-    monkeypatch.setattr(inference.TimedGenerator, "sample", lambda self: (1 + (next(noise) * 7 % 10) / 2,) * 2)
-    outcome = bench(*arguments, text=f"{EMULATED} --repeat 9")
-    assert outcome.code == 0, outcome.stderr
-    assert "Warning: the rounds disagree by more than the rows differ" in outcome.stderr
-    assert "ladder (batch 1, prefill)" in outcome.stderr
-    head = next(line for line in outcome.stdout.splitlines() if line.startswith("model"))
-    assert "95 % interval" in head
-    assert "all-reduces  waited ms  hidden ms  comm. alone ms" in head
-
-    def backwards(self):
-        return (1.0, 1.0) if self.generator.model.collectives.name == "none" else (0.5, 0.5)
-
-    monkeypatch.setattr(inference.TimedGenerator, "sample", backwards)
-    outcome = bench(*arguments, text=EMULATED)
-    assert "?: unknown" in outcome.stdout
-    assert "-500" not in outcome.stdout
+# ---- what fails late ----
 
 
 def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch):
@@ -483,24 +444,22 @@ def test_first_words_come_before_torch():
 
 # ---- what is refused ----
 
-RANDOM, DOMINO = "--random-weights 8b", "--random-weights 8b --schedule domino --tp-size 2"
+RANDOM = "--random-weights 8b"
 
 
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
-        ("", 2, "name checkpoints, or a shape with --random-weights"),
-        ("MODEL --random-weights 8b", 2, "and not both"),
+        ("MODEL --random-weights 8b", 2, "name checkpoints, or a shape with --random-weights, and not both"),
         ("MODEL --layout dense", 2, "--layout goes with --random-weights"),
         ("MODEL --link 1,1", 2, "--emulate-tp and --link must be given together"),
         (f"MODEL {EMULATED} --tp-size 2", 2, "leave --tp-size out"),
         ("MODEL --emulate-tp 3 --link 1,1", 1, "--emulate-tp 3 does not divide"),
         ("MODEL --batch-size 1,x", 2, "--batch-size '1,x' is not a comma-separated list"),
         ("MODEL --baselines magic", 2, "--baselines magic is not one of"),
+        ("MODEL --schedules domino,magic", 2, "--schedules domino,magic must name sequential or domino"),
         ("MODEL --prompt-len 100000", 1, "over the model's"),
         ("MODEL --out /nowhere/bench.json", 1, "does not exist"),
-        ("--random-weights 9b", 1, "--random-weights 9b is neither one of 1b, 3b, 8b, 70b, 405b, qwen3-32b, "),
-        ("MODEL --emulate-tp 2 --link 1e300,1", 2, "alpha must be from 0"),
         ("MODEL --batch-size 99999999999", 1, "are free; choose fewer or smaller models"),
         (f"{RANDOM} --num-layers 1000000000", 2, "--num-layers"),
         (f"{RANDOM} --layout ladder,domino", 2, "--layout domino is not one of"),
@@ -508,37 +467,36 @@ RANDOM, DOMINO = "--random-weights 8b", "--random-weights 8b --schedule domino -
         (f"{RANDOM} --layout dense --sync-tp-size 8", 2, "--sync-tp-size has no effect"),
         (f"{RANDOM} --emulate-tp 16 --link nccl_two_nodes_ib_ndr", 1, "was measured up to 512 bytes only"),
         (f"{RANDOM} --layout ladder --baselines parallel", 1, "needs a dense model as the first one"),
-        (f"{RANDOM} --domino-chunks 3 --tp-size 2", 2, "have no effect without --schedule domino"),
-        (f"{DOMINO} --domino-chunks 1", 2, "--domino-chunks"),
-        (f"{DOMINO} --domino-chunks 4 --batch-size 8,3", 1, "3 rows (--batch"),
-        (f"{DOMINO} --domino-columns 5", 1, "does not divide the hidden size 4096"),
-        (f"{RANDOM} --schedules domino", 2, "--schedules has no effect without --train"),
-        (f"{RANDOM} --seq-len 9", 2, "--seq-len has no effect without --train"),
+        (f"{RANDOM} --train --output-len 9", 2, "--output-len has no effect with --train"),
+        (f"{RANDOM} --train --baselines no-comm", 2, "--baselines has no effect with --train"),
+        (f"{RANDOM} --train --dtype float16 --num-layers 1", 1, "float16 has too small a range for training"),
+        (f"{RANDOM} --engine vllm --backend gloo", 2, "--backend has no effect with --engine vllm; LADDERIZE_VLLM_"),
+        (f"{RANDOM} --engine vllm --train", 2, "--train has no effect with --engine vllm"),
+        (f"{RANDOM} --engine vllm --baselines no-comm", 2, "--baselines no-comm is not one of plugin"),
     ],
 )
 def test_bad_arguments(text, code, message):
-    outcome = bench(text=text.replace("MODEL", str(MODEL)))
+    outcome = invoke("bench", *text.replace("MODEL", str(MODEL)).split())
     assert message in one_sentence(outcome)
     assert outcome.code == code
 
 
 def test_options_from_python(shape):
     choice = ModelChoice(models=("a",))
-    with pytest.raises(UsageError, match="no effect without --schedule domino"):
-        check_bench_usage(choice, BenchOptions(tp_size=2, domino_chunks=2), None)
-    with pytest.raises(UserError):
-        check_bench_usage(choice, BenchOptions(tp_size=2, schedule="domino", domino_chunks=1), None)
-    with pytest.raises(UsageError, match="--schedule magic is not one of"):
-        check_bench_usage(choice, BenchOptions(schedule="magic"), None)
-    options = BenchOptions(tp_size=2, schedule="domino", domino_chunks=4, domino_columns=2)
-    assert options.prefill_schedule == Schedule("domino", 4, 2)
-    assert BenchOptions.from_dict(options.to_dict(), "x") == options
+    for options, message in (
+        (BenchOptions(schedules=("magic",)), "--schedules magic must name"),
+        (BenchOptions(train=True, baselines=("no-comm",)), "have no effect with --train"),
+        (BenchOptions(output_len=1), "--output-len must be an integer of at least 2"),
+        (BenchOptions(batch_sizes=()), "--batch-size"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            check_bench_usage(choice, options, None)
     options = BenchOptions(emulate_tp=2, batch_sizes=parse_counts("1,4,1"), prompt_len=8)
     assert options.batch_sizes == (1, 4)
+    assert BenchOptions.from_dict(options.to_dict(), "x") == options
     plan = bench_plan.plan_bench(ModelChoice(random_weights=str(shape)), options, "1,1")
     assert [spec.name for spec in plan.specs] == ["dense", "ladder", "spd", "spd+ladder"]
     assert plan.options.ranks == 2
-    assert plan.link.seconds(0) == pytest.approx(1e-6)
 
 
 def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
@@ -553,11 +511,10 @@ def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
     for path in MODEL.resolve().iterdir():
         (converted / path.name).symlink_to(path)
     both = [model, spec.checkpoint_spec(str(converted), tp_size=1)]
-    needed, cache = bench_plan.needed_bytes(both, options, ALONE.device)
+    needed = bench_plan.needed_bytes(both, options, ALONE.device)
     own = generator.model.weights.resident_bytes
-    assert own <= needed <= 1.3 * own  # packed, the tied LM head is a copy
-    assert cache == generator.cache.nbytes
-    monkeypatch.setattr(memory, "available_bytes", lambda device: needed + cache)
-    bench_plan.check_bench_memory(needed + cache, ALONE)
+    assert own <= needed - generator.cache.nbytes <= 1.3 * own  # packed, the tied LM head is a copy
+    monkeypatch.setattr(memory, "available_bytes", lambda device: needed)
+    bench_plan.check_bench_memory(needed, ALONE)
     with pytest.raises(UserError, match="in each of 2 processes needs .* are free; choose fewer or smaller models"):
-        bench_plan.check_bench_memory(needed + cache, dataclasses.replace(ALONE, local_size=2))
+        bench_plan.check_bench_memory(needed, dataclasses.replace(ALONE, local_size=2))

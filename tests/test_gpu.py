@@ -6,7 +6,7 @@ from torch.profiler import record_function
 
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.trace import trace
-from ladderize.runtime.bench.training_step import outcome_of, step_opener
+from ladderize.runtime.bench.training import outcome_of, step_opener
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.collectives.observed import Traced

@@ -68,7 +68,7 @@ def measured(out, point, bench):
     speed = -(point["attention_sync"] + point["mlp_sync"]).count("blocking")
     if bench is not None:
         rows = json.loads((out / bench).read_text())["rows"]
-        speed = next(row["speedup_end_to_end"] for row in rows if row["model"] == point["timed"])
+        speed = next(row["speedup"]["end_to_end"] for row in rows if row["model"] == point["timed"])
     return Entrant(-results["models"][0]["ladderize"]["perplexity"]["perplexity"], speed)
 
 

@@ -20,8 +20,8 @@ SWEEP = "sweep.json"
 READABLE = "sweep.json, results.json, bench.json or sensitivity.json"
 # the files of a folder that are read; others, such as config.json, belong to something else
 PATTERNS = ("results*.json", "bench*.json", "sensitivity*.json")
-# a key that only one kind of document has; it is no dictionary of all, since bench --train has rows and options too
-OF_SWEEP, OF_RESULTS, OF_BENCH, OF_SENSITIVITY, OF_TRAINING = "points", "models", "rows", "costs", "checked"
+# a key that only one kind of document has
+OF_SWEEP, OF_RESULTS, OF_BENCH, OF_SENSITIVITY = "points", "models", "rows", "costs"
 AnyDocument = TypeVar("AnyDocument")
 
 
@@ -137,9 +137,9 @@ def _add_file(path: Path, found: FoundDocuments, *, is_named: bool = True) -> No
         found.results.append(one(EvalResults.from_dict(content, path)))
     elif OF_SENSITIVITY in content:
         found.sensitivities.append(one(read_sensitivity(path)))
-    elif OF_BENCH in content and OF_TRAINING not in content:
-        found.benches.append(one(BenchDocument.from_dict(content, path)))
-    elif is_named or OF_TRAINING not in content:
+    elif OF_BENCH in content and not (bench := BenchDocument.from_dict(content, path)).options.train:
+        found.benches.append(one(bench))
+    elif is_named or OF_BENCH not in content:
         raise UserError(f"{path} is none of the documents that a report is made of: {READABLE}")
 
 

@@ -115,8 +115,7 @@ class Timing:
 
     def speedup(self, phase: str) -> WithInterval:
         """Return the speed-up of a phase of PHASE_WORDS."""
-        ends = getattr(self.row, f"speedup_{phase}_interval") if self.has_interval else ()
-        return WithInterval(getattr(self.row, f"speedup_{phase}"), *ends)
+        return WithInterval(self.row.speedup[phase], *(self.row.speedup_interval[phase] if self.has_interval else ()))
 
     @property
     def whole(self) -> WithInterval:

@@ -101,8 +101,8 @@ def _speed_panel(content: ReportContent, settings: list[Setting]) -> PlotPanel:
 
 def _pass_words(row: BenchRow, phase: str) -> str:
     if phase == "decode":
-        return f"; {row.decode_ms_per_token:.3f} ms, {row.output_tokens_per_s:.1f} tokens/s"
-    return f"; {row.prefill_ms:.3f} ms" if phase == "prefill" else ""
+        return f"; {row.ms['decode']:.3f} ms, {row.tokens_per_s:.1f} tokens/s"
+    return f"; {row.ms['prefill']:.3f} ms" if phase == "prefill" else ""
 
 
 def _speed_lines(rows: list[dict[str, Any]], title: str) -> Spec:
@@ -143,9 +143,9 @@ def _time_parts(timing: Timing, phase: str) -> tuple[float, float | None, WithIn
     """Return the milliseconds of a pass: without communication; of communication under compute, None for a layout that
     overlaps nothing; and waited."""
     part = (timing.row.communication or {})[phase]
-    # differences of two medians: hidden_ms may come out below 0, or above all communication, which no time can be
+    # a difference of two medians: it may come out below 0, or above all communication, which no time can be
     most = min(part.alone_ms, part.no_communication_ms)
-    hidden = min(max(0.0, part.hidden_ms), most) if timing.row.overlaps(phase) else None
+    hidden = min(max(0.0, part.alone_ms - part.exposed_ms), most) if timing.row.overlaps(phase) else None
     return part.no_communication_ms, hidden, WithInterval(part.exposed_ms, *part.exposed_interval_ms)
 
 

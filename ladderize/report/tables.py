@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.console import human_bytes
 from ladderize.eval.table import margin_text
 from ladderize.report.documents import FoundDocuments
 from ladderize.report.join import ReportContent
@@ -102,9 +101,8 @@ def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict
         "accuracy": percent_cell(one.accuracy),
         "KL to dense, nats": estimate_cell(one.divergence, lambda kl: f"{kl.value:.4f}"),
         "same top token": percent_cell(predictions.same_top_share if predictions is not None else None),
-        f"prefill ms, {kind}": number_cell(row.prefill_ms if row is not None else None, "{:.2f}"),
-        f"decode ms, {kind}": number_cell(row.decode_ms_per_token if row is not None else None, "{:.2f}"),
-        "peak memory": number_cell(row.peak_memory_bytes if row is not None else None, human_bytes),
+        f"prefill ms, {kind}": number_cell(row.ms["prefill"] if row is not None else None, "{:.2f}"),
+        f"decode ms, {kind}": number_cell(row.ms["decode"] if row is not None else None, "{:.2f}"),
         "not promoted": one.not_promoted or "",
         "failed": one.failure or "",
     }

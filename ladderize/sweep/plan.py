@@ -250,7 +250,7 @@ class Planner:
             return Entrant(accuracy, -(layout.attention_sync + layout.mlp_sync).count(BLOCKING))
         times = self.root / bench.result
         rows = BenchDocument.from_dict(read_document(times, "benchmark"), times).rows
-        speeds = (row.speedup_end_to_end for row in rows if row.is_model and row.model == self.timed(point))
+        speeds = (row.speedup["end_to_end"] for row in rows if row.is_model and row.model == self.timed(point))
         return Entrant(accuracy, next(speeds, 0.0))  # 0: it failed the benchmark's check
 
 

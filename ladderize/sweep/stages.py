@@ -62,7 +62,7 @@ KINDS = {
     "bench": StageKind(
         1,
         BENCH_JSON,
-        "models random_weights layout num_layers sync_tp_size engine revision train schedules seq_len out profile json",
+        "models random_weights layout num_layers sync_tp_size engine revision train out profile json",
     ),
 }
 

@@ -25,7 +25,7 @@ MARGIN = 1.0  # points of accuracy, where the file says nothing
 KEYS = ("model", "out", "data", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
 PATH_KEYS = ("data", "eval_data", "perplexity", "include_path", "head_map", "recipe")
 # keys whose lists are no grids
-LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines")}
+LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines", "schedules")}
 
 
 @dataclass(frozen=True)

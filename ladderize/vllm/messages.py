@@ -72,7 +72,6 @@ class Messages:
 
         made: the output of the sub-module that hid the message.
 
-
         One rank waits, too. Without an operator here, Inductor (torch 2.13, CPUs) fuses later readers of ``partial``
         with an earlier norm, ahead of the product that fills it.
         """
@@ -165,8 +164,6 @@ def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Coll
         return Collectives(), "none, there is one rank"
     if device.type == "cuda":
         return VllmOnStream(group, device), "vLLM's all-reduces, on a stream of their own"
-    if backend.name == "vllm":
-        return VllmAllReduce(group), f"none, by {BACKEND_VARIABLE}=vllm: vLLM's all-reduces on CPUs do not overlap"
     ranks = Ranks(group.rank_in_group, group.world_size, device, group=group.cpu_group)
     model = vllm_config.model_config
     tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -176,20 +173,6 @@ def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Coll
         )
     except UserError as error:
         raise ValueError(f"{BACKEND_VARIABLE}={backend.name}: {error}") from None
-
-
-class VllmAllReduce(Collectives):
-    """Collectives by vLLM's all-reduce, which returns the finished sum."""
-
-    name = "vllm"
-
-    def __init__(self, group: GroupCoordinator) -> None:
-        super().__init__(group.world_size)
-        self.group = group
-
-    def all_reduce_async(self, x: Tensor) -> Handle:
-        total: Tensor = self.group.all_reduce(x)
-        return Handle(lambda: total)
 
 
 class VllmOnStream(OnStream):

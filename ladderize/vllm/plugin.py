@@ -14,7 +14,7 @@ def register_plugin() -> None:
 
     from ladderize.families.supported import SUPPORTED
     from ladderize.modeling import ladderized_class
-    from ladderize.vllm.environment import STOCK_ALIASES, architecture, stock, version_problem
+    from ladderize.vllm.environment import architecture, stock, version_problem
 
     problem = version_problem()
     for family in SUPPORTED:
@@ -29,9 +29,8 @@ def register_plugin() -> None:
 
     from ladderize.vllm.verify import VerifyLadderized, VerifyStock
 
-    for name in (*map(stock, SUPPORTED), *STOCK_ALIASES):
-        MODELS_CONFIG_MAP.setdefault(name, VerifyStock)
     for family in SUPPORTED:
+        MODELS_CONFIG_MAP.setdefault(stock(family), VerifyStock)
         MODELS_CONFIG_MAP[architecture(family)] = VerifyLadderized
         if architecture(family) not in ModelRegistry.models:
             ModelRegistry.register_model(architecture(family), "ladderize.vllm.model:LadderizedForCausalLM")

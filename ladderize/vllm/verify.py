@@ -13,7 +13,7 @@ from ladderize.errors import UserError
 from ladderize.families.base import Decoder
 from ladderize.families.registry import decoder_of, find_family, is_ladderized
 from ladderize.layout import OVERLAPPED, Layout
-from ladderize.runtime.shards import check_runnable
+from ladderize.runtime.shards import check_runnable, virtual_ranks
 from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture
 
 if TYPE_CHECKING:
@@ -112,26 +112,19 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
     from vllm.config import CompilationMode
     from vllm.platforms import current_platform
 
-    cuda = current_platform.is_cuda_alike()
+    cuda, model = current_platform.is_cuda_alike(), vllm_config.model_config
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
-    offload, adapters = vllm_config.offload_config, vllm_config.lora_config
-    graphs = cuda and sends(layout, backend) and not vllm_config.model_config.enforce_eager
+    adapters, ranks = vllm_config.lora_config, parallel.tensor_parallel_size
+    graphs = cuda and sends(layout, backend) and not model.enforce_eager
+    several = any(virtual_ranks(layout, layer, ranks) > 1 for layer in range(layout.num_layers))
     # on GPUs the order of the program rests on the cuts in the graph, which only vLLM's own compilation makes
     modes = {CompilationMode.STOCK_TORCH_COMPILE, *([CompilationMode.DYNAMO_TRACE_ONCE] if cuda else [])}
-    contexts = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
-    untested = {
-        "--runner pooling": vllm_config.model_config.runner_type == "pooling",
-        "context parallelism": contexts > 1,
-        "prefetch offloading of weights": (
-            offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0
-        ),
-        "use_inductor_graph_partition": bool(compilation.use_inductor_graph_partition),
-        "fuse_attn_quant": bool(compilation.pass_config.fuse_attn_quant),
-        f"compilation mode {compilation.mode}": compilation.mode in modes,
-    }
     of_any_layout = {
+        "a ladderized model has no pipeline stages; use --pipeline-parallel-size 1 and more --tensor-parallel-size": (
+            parallel.pipeline_parallel_size > 1
+        ),
         f"{BACKEND_VARIABLE}=emulated stands for ranks that are not there; use --tensor-parallel-size 1": (
-            parallel.tensor_parallel_size > 1 and backend.link is not None
+            ranks > 1 and backend.link is not None
         ),
         f"{BACKEND_VARIABLE}={backend.name} is for CPUs; unset it: on a GPU vLLM's own all-reduces are used": (
             backend.name in ("shm", "gloo") and cuda
@@ -145,15 +138,23 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
         ),
     }
     of_sync_points = {
+        "quantised weights and adapters need a process for each virtual rank; use --tensor-parallel-size"
+        f" {layout.sync_tp_size}": several and (model.quantization is not None or adapters is not None),
         "--fully-sharded-loras sums inside each projection, beside the sync points of this layout; leave it out": (
             adapters is not None and adapters.fully_sharded_loras
         ),
         "--enable-dbo and --ubatch-size run batches side by side, whose messages would meet; leave them out for this"
         " layout": parallel.use_ubatching,
-        **{
-            f"{what} was not tested with overlapped or dropped sync points; leave it out": wrong
-            for what, wrong in untested.items()
-        },
+        "context parallelism and --runner pooling were not tested with this layout; leave them out": (
+            max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1
+            or model.runner_type == "pooling"
+        ),
+        "use_inductor_graph_partition, fuse_attn_quant and compilation modes 1 and 2 may change the order of messages;"
+        " leave them out for this layout": (
+            compilation.use_inductor_graph_partition
+            or compilation.pass_config.fuse_attn_quant
+            or compilation.mode in modes
+        ),
     }
     problems = of_any_layout if layout.is_dense else of_any_layout | of_sync_points
     return next((sentence for sentence, wrong in problems.items() if wrong), None)

@@ -12,7 +12,7 @@ from ladderize.errors import UserError
 from ladderize.memory import PeakMemory, available_bytes, check_room, peak_bytes
 from ladderize.ranks.environment import Place
 from ladderize.ranks.group import INFERENCE_TIMEOUT, MEETING_TIMEOUT, SAME_WORK_TIMEOUT, TRAINING_TIMEOUT, join_group
-from ladderize.runtime.bench.run import ALONE_REPEAT, ALONE_ROUNDS, AloneTimes
+from ladderize.runtime.bench.run import ALONE_REPEAT, ALONE_ROUNDS, seconds_alone
 from ladderize.runtime.collectives.choose import _peers_reachable
 from ladderize.runtime.decode import check_mask
 from tests.simulated_gpu.device import DEVICE, MEMORY_BYTES, SimulatedGpu
@@ -43,8 +43,11 @@ def test_nccl_knows_its_gpu_and_does_not_wait_for_days():
     assert timedelta(minutes=10) <= SAME_WORK_TIMEOUT < INFERENCE_TIMEOUT
 
 
-def test_memory_that_torch_keeps_ready_is_free():
+def test_memory_that_torch_keeps_ready_is_free_and_a_part_is_left_to_libraries():
     with SimulatedGpu(seed()):
+        check_room(MEMORY_BYTES * 15 // 16, DEVICE, "a model", "lower it", processes=8)  # each has a GPU
+        with pytest.raises(UserError, match="a model needs"):
+            check_room(MEMORY_BYTES * 15 // 16 + 1, DEVICE, "a model", "lower it")
         before = available_bytes(DEVICE)
         assert before == MEMORY_BYTES
         held = torch.zeros(1 << 20, device=DEVICE)
@@ -52,13 +55,6 @@ def test_memory_that_torch_keeps_ready_is_free():
         del held
         assert torch.cuda.mem_get_info()[0] < before
         assert available_bytes(DEVICE) == before
-
-
-def test_a_part_of_a_gpu_is_left_to_libraries():
-    with SimulatedGpu(seed()):
-        check_room(MEMORY_BYTES * 15 // 16, DEVICE, "a model", "lower it")
-        with pytest.raises(UserError, match="a model needs"):
-            check_room(MEMORY_BYTES * 15 // 16 + 1, DEVICE, "a model", "lower it")
 
 
 def test_the_peak_is_of_what_was_held_at_once():
@@ -71,14 +67,6 @@ def test_the_peak_is_of_what_was_held_at_once():
         assert memory.rise == 4 << 20
         assert peak_bytes(DEVICE) == (4 << 20) + kept.nbytes
         assert second.nbytes == 1 << 20
-
-
-def test_ranks_of_one_machine_share_its_memory_and_have_a_gpu_each():
-    with SimulatedGpu(seed()):
-        check_room(MEMORY_BYTES // 2, DEVICE, "a model", "take a smaller one", processes=8)
-    with mock.patch("ladderize.memory.available_bytes", return_value=MEMORY_BYTES):
-        with pytest.raises(UserError, match="a model in each of 8 processes needs"):
-            check_room(MEMORY_BYTES // 2, torch.device("cpu"), "a model", "take a smaller one", processes=8)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +94,10 @@ def test_a_mask_of_prompts_of_different_lengths_has_to_have_room():
 def test_messages_are_timed_as_a_graph():
     with SimulatedGpu(seed(), RANKS) as gpu:
         group = AlikeRanks(0, RANKS, DEVICE)
-        alone = AloneTimes(group, collectives("one-shot", gpu), None, torch.float32)
-        assert alone.seconds("all_reduce", 4096) > 0
+        carried = collectives("one-shot", gpu)
+        assert seconds_alone(group, carried, torch.float32, "all_reduce", 4096) > 0
         kernels = [entry for entry in gpu.log if entry[0] == "run" and entry[2] == "one_shot_all_reduce_copy"]
         assert len(kernels) == 2 * ALONE_REPEAT  # a warm-up and the capture; then the graph is replayed
         assert gpu.replays == ALONE_ROUNDS
-        assert alone.seconds("all_gather", 4096) > 0
+        assert seconds_alone(group, carried, torch.float32, "all_gather", 4096) > 0
     assert not gpu.problems, gpu.problems[0]

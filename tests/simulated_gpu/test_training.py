@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.training_step import outcome_of, step_opener
+from ladderize.runtime.bench.training import outcome_of, step_opener
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.spec import checkpoint_spec
 from ladderize.runtime.training.batch import Batch

@@ -125,7 +125,7 @@ class Engines:
 
         Raises AssertionError if a rank failed, or if ranks answered differently.
         """
-        together = {"tensor_parallel_size": self.ranks // options.get("pipeline_parallel_size", 1)}
+        together = {"tensor_parallel_size": self.ranks}
         executor = {"distributed_executor_backend": "external_launcher" if self.ranks > 1 else "uni"}
         engine = {**SMALL, **together, **executor, "model": str(model), **options}
         job = Job(engine, list(steps), free_port(), environment or {})

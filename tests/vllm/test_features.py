@@ -1,4 +1,4 @@
-"""What vLLM does beside plain reading and decoding: in pieces, from its cache, with drafts, with adapters, in stages,
+"""What vLLM does beside plain reading and decoding: in pieces, from its cache, with drafts, with adapters,
 with what it compiled before.
 
 Every answer is compared with transformers, which does nothing of this.
@@ -15,14 +15,13 @@ from tests.vllm.models import check, make, random_prompts
 SMALLER = {"num_hidden_layers": 2, "intermediate_size": 160}  # a shape of its own: its cache is empty at first
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "spd and ladder"), (2, "mixed"), (2, "spd 4")])
-def test_prompts_in_pieces_and_prefixes_from_the_cache(engines, tmp_path, ranks, name):
+def test_prompts_in_pieces_and_prefixes_from_the_cache(engines, tmp_path):
     """Chunked prefill: at most 20 tokens in a step, pieces of prompts and decoded tokens of others side by side. Then a
     prompt that was read already, and one that begins like it."""
-    model = make(name, tmp_path)
+    model = make("spd 4", tmp_path)
     prompts = random_prompts(90, 5, 41, 60)
     again = [prompts[0], prompts[0][:64] + random_prompts(9)[0][1:]]
-    before, after = engines(ranks).run(
+    before, after = engines(2).run(
         *(tmp_path, Generate(prompts), Generate(again)),
         max_num_batched_tokens=20,
         enable_prefix_caching=True,
@@ -34,10 +33,9 @@ def test_prompts_in_pieces_and_prefixes_from_the_cache(engines, tmp_path, ranks,
     assert [completion["cached"] for completion in after["completions"]] == [64, 64]
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "ladder all"), (2, "mixed"), (2, "spd and ladder")])
-def test_drafted_tokens(engines, tmp_path, ranks, name):
+def test_drafted_tokens(engines, tmp_path):
     """N-gram speculation: several tokens of a request are checked in one step, and some of them kept."""
-    model = make(name, tmp_path)
+    model = make("mixed", tmp_path)
     prompts = [prompt * 4 for prompt in random_prompts(5, 9)]
     with torch.no_grad():  # a model that nearly always repeats the last token, so that drafts are right
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
@@ -46,7 +44,7 @@ def test_drafted_tokens(engines, tmp_path, ranks, name):
                 parameter.mul_(0.05)
         model.model.norm.weight.fill_(1.0)
     model.save_pretrained(tmp_path)
-    (result,) = engines(ranks).run(
+    (result,) = engines(2).run(
         tmp_path,
         Generate(prompts, tokens=40),
         speculative_config={
@@ -62,20 +60,17 @@ def test_drafted_tokens(engines, tmp_path, ranks, name):
     assert result["accepted"] > 0
 
 
-@pytest.mark.parametrize(
-    ("ranks", "name"), [(1, "ladder all"), (1, "spd 4"), (2, "spd 2"), (2, "spd 4"), (2, "spd and ladder")]
-)
-def test_adapters(engines, tmp_path, ranks, name):
+def test_adapters(engines, tmp_path):
     """Two LoRA adapters and none, side by side in one batch, on all linear layers."""
     prompts = random_prompts(12, 30, 7)
-    model = make(name, tmp_path / "model")
+    model = make("spd below ladder", tmp_path / "model")
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config, adapter_name="first")
     adapted.add_adapter("second", config)
     randomise(torch.nn.ModuleList(module for key, module in adapted.named_modules() if key.endswith("lora_B")), 1)
     adapted.save_pretrained(tmp_path)
     folders = [str(tmp_path / "first"), None, str(tmp_path / "second")]
-    (result,) = engines(ranks).run(
+    (result,) = engines(2).run(
         tmp_path / "model",
         Generate(prompts, adapters=folders),
         enable_lora=True,
@@ -94,16 +89,6 @@ def test_adapters(engines, tmp_path, ranks, name):
     adapted.set_adapter("second")
     with pytest.raises(AssertionError):  # the adapters matter
         check(adapted, prompts[:1], {"completions": result["completions"][:1]})
-
-
-# compiled: an eager engine of vLLM on a CPU never makes the tensors in which a second stage receives
-@pytest.mark.parametrize("name", ["ladder all", "ladder upper half", "spd 2", "spd and ladder"])
-def test_two_stages(engines, tmp_path, name):
-    """Pipeline parallelism: the second process gets what the first one still waits for."""
-    model = make(name, tmp_path)
-    prompts = random_prompts(3, 40, 70)
-    (result,) = engines(2).run(tmp_path, Generate(prompts), pipeline_parallel_size=2)
-    check(model, prompts, result)
 
 
 def test_layouts_have_compiled_models_of_their_own(engines, tmp_path):

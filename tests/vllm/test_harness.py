@@ -1,10 +1,10 @@
-"""What the other tests here rest on: an engine of vLLM's own Llama, and ranks that fail."""
+"""What the other tests here rest on: an engine of vLLM's own Llama."""
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.helpers import all_gone, randomise
+from tests.helpers import randomise
 from tests.vllm.jobs import Generate
 from tests.vllm.models import SHAPE, check, random_prompts
 
@@ -21,14 +21,3 @@ def test_stock_llama_equals_transformers(engines, tmp_path):
         model.model.layers[3].self_attn.o_proj.bias.mul_(1.01)
     with pytest.raises(AssertionError, match=r"^(log-probabilities|token \d+ of)"):  # which comes first is drawn
         check(model, prompts, result)
-
-
-def test_a_failed_job_ends_its_ranks(engines, tmp_path):
-    """The next job has new ones."""
-    group = engines(2)
-    group.start()
-    numbers = [rank.process.pid for rank in group.members]
-    with pytest.raises(AssertionError, match="nowhere"):
-        group.run(tmp_path / "nowhere", Generate([[1]]))
-    assert group.members == []
-    assert all_gone(numbers)

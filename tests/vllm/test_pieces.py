@@ -13,9 +13,8 @@ from tests.vllm.jobs import IN_PIECES, Counts, Generate
 from tests.vllm.models import check, make, random_prompts
 
 
-@pytest.mark.parametrize("name", ["ladder all", "spd and ladder", "drawn"])
-def test_pieces_are_cuda_graphs(engines, tmp_path, name):
-    model = make(name, tmp_path)
+def test_pieces_are_cuda_graphs(engines, tmp_path):
+    model = make("drawn", tmp_path)
     prompts = random_prompts(2, 9, 33)
     how = {"compilation_config": IN_PIECES}
     alone, together, counts = engines(2).run(tmp_path, Generate(prompts[:1]), Generate(prompts), Counts(), **how)
@@ -30,56 +29,29 @@ def test_pieces_are_cuda_graphs(engines, tmp_path, name):
 # ---- that it would be found ----
 
 
-@pytest.fixture
-def operators():
-    """elsewhere: a result in memory of its own, as the wait of CPUs has. later, now: a sum of what nobody holds."""
+def test_an_input_that_moves_is_found():
+    """A piece that reads a result in memory of its own, as the wait of CPUs has."""
+    from tests.vllm.pieces import Pieces
+
     library, kept = torch.library.Library("ladderize_test", "FRAGMENT"), []
 
     def elsewhere(x):
         kept.append(x.clone())
         return kept[-1]
 
-    def now(made):
-        made.copy_(kept.pop())
-
     library.define("elsewhere(Tensor x) -> Tensor")
-    library.define("later(Tensor x, Tensor(a!) reads) -> ()")
-    library.define("now(Tensor(a!) made) -> ()")
-    for name, function in (
-        ("elsewhere", elsewhere),
-        ("later", lambda x, reads: kept.append(x)),
-        ("now", now),
-    ):
-        library.impl(name, function, "CompositeExplicitAutograd")
-        shape = torch.empty_like if name == "elsewhere" else lambda *arguments: None
-        torch.library.register_fake(f"ladderize_test::{name}", shape, lib=library)
-    yield torch.ops.ladderize_test
-    library._destroy()
-
-
-def in_pieces(function):
-    from tests.vllm.pieces import Pieces
-
-    cuts = [f"ladderize_test::{name}" for name in ("elsewhere", "later", "now")]
-    return torch.compile(function, backend=lambda graph, inputs: Pieces(graph, cuts).run, fullgraph=True)
-
-
-def test_an_input_that_moves_is_found(operators):
-    run, x = in_pieces(lambda x: operators.elsewhere(x + 1) * 2), torch.ones(5)
+    library.impl("elsewhere", elsewhere, "CompositeExplicitAutograd")
+    torch.library.register_fake("ladderize_test::elsewhere", torch.empty_like, lib=library)
+    run = torch.compile(
+        lambda x: torch.ops.ladderize_test.elsewhere(x + 1) * 2,
+        backend=lambda graph, inputs: Pieces(graph, ["ladderize_test::elsewhere"]).run,
+        fullgraph=True,
+    )
+    x = torch.ones(5)
     assert run(x).tolist() == [4] * 5
     with pytest.raises(AssertionError, match="not from where they are"):
         run(x)
-
-
-def test_a_message_that_nobody_holds_is_found(operators):
-    def sends(x):
-        partial, made = x * 2, x * 5
-        operators.later(partial, made)
-        made = made + 1
-        operators.now(made)
-        return made * 1
-
-    assert in_pieces(sends)(torch.ones(5)).isnan().all()
+    library._destroy()
 
 
 # ---- on a stream ----

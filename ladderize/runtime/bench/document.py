@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ladderize.choices import EngineName
 from ladderize.files.records import Record
 from ladderize.layout import OVERLAPPED
-from ladderize.runtime.bench.options import BenchOptions, GroupOptions, TrainingBenchOptions
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.schedule import ScheduleName
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ladderize.ranks.group import Ranks
 
 PHASES, PASSES = ("prefill", "decode"), ("forward", "backward")  # the timed parts of inference, and of a training step
-END_TO_END = "end_to_end"  # the prefill and all decode steps
+END_TO_END, STEP = "end_to_end", "step"  # the prefill and all decode steps; both passes
 MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
-PARALLEL, NO_COMM, UNSCHEDULED = "parallel baseline", "no-comm baseline", "sequential baseline"  # their rows
+PARALLEL, NO_COMM = "parallel baseline", "no-comm baseline"  # their rows
 
 LEAST_ROUNDS = 3  # with fewer there is no interval
 ENOUGH_ROUNDS = 5  # with fewer an interval is too narrow
@@ -106,7 +106,6 @@ class PhaseCommunication(Record):
     all_reduces, bytes: of the layers.
     alone_ms: time of all collectives with nothing beside them, the vocabulary's too.
     exposed_ms: time waited for them. It is a difference of two medians, so it may come out below 0.
-    hidden_ms: alone_ms - exposed_ms.
     """
 
     all_reduces: int
@@ -115,7 +114,6 @@ class PhaseCommunication(Record):
     alone_ms: float
     exposed_ms: float
     exposed_interval_ms: list[float]
-    hidden_ms: float
 
 
 @dataclass(frozen=True)
@@ -129,21 +127,37 @@ class Overlap(Record):
 
     in_flight_ms: float
     under_compute_ms: float
-    share: float
     proven: bool | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of the time in flight that is under compute."""
+        return self.under_compute_ms / self.in_flight_ms if self.in_flight_ms else 0.0
 
 
 @dataclass(frozen=True)
-class VariantRow(Record):
-    """A model at one batch size.
+class BenchRow(Record):
+    """A model, or a baseline, at one batch size, by one schedule.
 
-    PARTS: the parts that tables show, each with ``..._ms``, ``speedup_...`` and ``speedup_..._interval``.
+    kind: MODEL_ROW or BASELINE_ROW.
     tp_size: ranks, real or emulated.
+    ms: the medians of PHASES and END_TO_END, or of PASSES and STEP.
+    speedup, speedup_interval: over the first row of the batch size, by the same names.
+    tokens_per_s: of decoding, or of training.
+    samples_ms: of every counted round, by part.
+    communication, no_communication_samples_ms: by part; None in the row of the no-comm baseline, and in vLLM.
+    overlap: by part, with --profile.
+    bound_share: in training, the share that the model's fastest step without communication has of this step.
+    architecture: vLLM's model class.
     """
 
-    PARTS: ClassVar[tuple[str, ...]] = ()
+    LEFT_OUT: ClassVar = (
+        "communication", "no_communication_samples_ms", "overlap", "bound_share", "architecture",
+    )  # fmt: skip
 
     model: str
+    kind: str
+    schedule: ScheduleName
     layout: str
     attention_sync: list[str]
     mlp_sync: list[str]
@@ -152,178 +166,63 @@ class VariantRow(Record):
     dtype: str
     tp_size: int
     batch_size: int
-    weight_bytes: int
-    peak_memory_bytes: int | None
-
-    @property
-    def is_random(self) -> bool:
-        """True without a checkpoint: only the times mean something."""
-        return self.weights == "random"
-
-    @property
-    def has_overlap(self) -> bool:
-        """True where the layout lets a sum run under compute."""
-        return OVERLAPPED in (*self.attention_sync, *self.mlp_sync)
-
-    def part_ms(self, part: str) -> float:
-        """Return the time of a part: of a pass, or of a whole step."""
-        milliseconds: float = getattr(self, "decode_ms_per_token" if part == "decode" else f"{part}_ms")
-        return milliseconds
-
-    def speedup(self, part: str) -> tuple[float, list[float]]:
-        """Return a part's speed-up over the first row of the batch size, and its interval."""
-        return getattr(self, f"speedup_{part}"), getattr(self, f"speedup_{part}_interval")
-
-
-@dataclass(frozen=True)
-class BenchRow(VariantRow):
-    """A measured row of inference: a model, or a baseline. Samples are of every counted round.
-
-    kind: MODEL_ROW or BASELINE_ROW.
-    schedule: the schedule of the prefill.
-    communication, no_communication_samples_ms: by phase; None in the row of the no-comm baseline, and in vLLM.
-    overlap: by phase, with --profile.
-    architecture: vLLM's model class.
-    fused_norm: True if vLLM was configured to fuse norms into all-reduces; this and ``architecture`` are None on
-    ladderize's runtime.
-    """
-
-    PARTS: ClassVar = PHASES
-    LEFT_OUT: ClassVar = (
-        "communication", "no_communication_samples_ms", "overlap", "architecture", "fused_norm",
-    )  # fmt: skip
-
-    kind: str
-    kv_cache_bytes: int
-    prefill_ms: float
-    decode_ms_per_token: float
-    output_tokens_per_s: float
-    end_to_end_ms: float
-    speedup_prefill: float
-    speedup_decode: float
-    speedup_end_to_end: float
-    speedup_prefill_interval: list[float]
-    speedup_decode_interval: list[float]
-    speedup_end_to_end_interval: list[float]
+    ms: dict[str, float]
+    speedup: dict[str, float]
+    speedup_interval: dict[str, list[float]]
+    tokens_per_s: float
     samples_ms: dict[str, list[float]]
     communication: dict[str, PhaseCommunication] | None = None
     no_communication_samples_ms: dict[str, list[float]] | None = None
     overlap: dict[str, Overlap] | None = None
-    schedule: ScheduleName = "sequential"
+    bound_share: float | None = None
     architecture: str | None = None
-    fused_norm: bool | None = None
 
     @property
     def is_model(self) -> bool:
         """True for a model, False for a baseline."""
         return self.kind == MODEL_ROW
 
-    def overlaps(self, part: str) -> bool:
-        """Return True if the layout or, in the prefill, the schedule lets a sum run under compute."""
-        return self.is_model and (self.has_overlap or (part == "prefill" and self.schedule == "domino"))
-
-
-@dataclass(frozen=True)
-class TrainingRow(VariantRow):
-    """A measured row of training: a forward and a backward pass over the whole batch, without the optimizer.
-
-    bound_ms: the step of the same model without communication, by the schedule that is fastest then.
-    bound_share: bound_ms / step_ms.
-    """
-
-    PARTS: ClassVar = ("step", *PASSES)
-    LEFT_OUT: ClassVar = ("overlap",)
-
-    schedule: ScheduleName
-    step_ms: float
-    forward_ms: float
-    backward_ms: float
-    tokens_per_s: float
-    no_communication_ms: float
-    bound_ms: float
-    bound_share: float
-    speedup_step: float
-    speedup_forward: float
-    speedup_backward: float
-    speedup_step_interval: list[float]
-    speedup_forward_interval: list[float]
-    speedup_backward_interval: list[float]
-    communication: dict[str, PhaseCommunication]
-    samples_ms: dict[str, list[float]]
-    no_communication_samples_ms: dict[str, list[float]]
-    overlap: dict[str, Overlap] | None = None
+    @property
+    def is_random(self) -> bool:
+        """True without a checkpoint: only the times mean something."""
+        return self.weights == "random"
 
     def overlaps(self, part: str) -> bool:
-        """Return True if a sum may run under compute: in a backward pass always, under weights' gradients."""
-        return part == "backward" or self.has_overlap or self.schedule == "domino"
+        """Return True if the layout or the schedule lets a sum run under compute.
 
-
-def variant_name(model: str, schedule: str) -> str:
-    """Return the words for a model that runs by a schedule."""
-    return model if schedule == "sequential" else f"{model} by the schedule {schedule}"
-
-
-# ---- documents ----
+        In a backward pass one always may, under weights' gradients; decoding is never cut by a schedule.
+        """
+        is_cut = self.schedule == "domino" and part != "decode"
+        return part == "backward" or is_cut or OVERLAPPED in (*self.attention_sync, *self.mlp_sync)
 
 
 @dataclass(frozen=True)
-class ReferenceAgreement(Record):
-    """The differences of a model from transformers in float32.
-
-    logit_difference: the largest difference of a logit.
-    rms_difference: the root mean square of all differences.
-    equal_greedy_tokens: decoded tokens that were the reference's.
-    prompt_tokens: of the two prompts, padded to one length where they differ.
-    """
-
-    logit_difference: float
-    tolerance: float
-    rms_difference: float
-    rms_tolerance: float
-    equal_greedy_tokens: int
-    greedy_tokens: int
-    prompt_tokens: list[int]
-    decode_steps: int
-
-
-@dataclass(frozen=True)
-class GradientAgreement(Record):
-    """The relative differences of a variant's loss and gradients from those of its model's sequential schedule, whose
-    sums block.
-
-    gradient_norm: of all gradients of all ranks together, of this variant.
-    gradient_difference: of the worst tensor.
-    tolerance: of that tensor.
-    """
-
-    loss: float
-    gradient_norm: float
-    loss_difference: float
-    gradient_difference: float
-    tolerance: float
-
-
-@dataclass(frozen=True)
-class TimedDocument(Record):
-    """The fields that the documents of all benchmarks share.
+class BenchDocument(Record):
+    """The document bench.json, of inference or training, on ladderize's runtime or in vLLM.
 
     complete: False until all is done, and for good where the rest failed.
     backend: the backend of the all-reduces.
     link: the link of an emulated group, whose all-reduces are delays.
     alone_ms: time of each collective with nothing beside it, by name and size.
     failed: the reason why a variant has no row, by its name.
-    checks: of the variants that passed, by name.
+    checks: the differences from the reference, of the variants that passed, by name.
+    engine: ``vllm``, or None for ladderize's runtime.
+    messages: the backend of messages in flight in vLLM; None where no row is in the plugin's class.
     """
 
+    LEFT_OUT: ClassVar = ("engine", "messages")
+
     complete: bool
-    options: GroupOptions
+    options: BenchOptions
     backend: str
     environment: Environment
     link: Link | None
     alone_ms: dict[str, float]
-    rows: Sequence[Any]
+    rows: list[BenchRow]
     failed: dict[str, str]
-    checks: Mapping[str, Any] = field(default_factory=dict)
+    checks: dict[str, dict[str, float]] = field(default_factory=dict)
+    engine: EngineName | None = None
+    messages: str | None = None
 
     @property
     def emulated(self) -> bool:
@@ -334,47 +233,16 @@ class TimedDocument(Record):
     def disproved(self) -> list[str]:
         """The names of the passes in whose trace nothing overlapped, although it should."""
         return [
-            f"{variant_name(row.model, row.schedule)} ({part})"
+            f"{row.model} ({part})"
             for row in self.rows
             for part, overlap in (row.overlap or {}).items()
             if overlap.proven is False
         ]
 
-    def has_interval(self, row: VariantRow) -> bool:
-        """Return True if a row has an interval: there are enough rounds, and the row is not the first of its batch
-        size."""
-        first = next(one for one in self.rows if one.batch_size == row.batch_size)
-        return self.options.repeat >= LEAST_ROUNDS and row is not first
 
-
-@dataclass(frozen=True)
-class BenchDocument(TimedDocument):
-    """The document bench.json of inference, on ladderize's runtime or in vLLM.
-
-    engine: ``vllm``, or None for ladderize's runtime.
-    messages: the backend of messages in flight in vLLM; None where no row is in the plugin's class.
-    """
-
-    LEFT_OUT: ClassVar = ("engine", "messages")
-
-    options: BenchOptions
-    rows: list[BenchRow]
-    checks: dict[str, ReferenceAgreement] = field(default_factory=dict)
-    engine: EngineName | None = None
-    messages: str | None = None
-
-
-@dataclass(frozen=True)
-class TrainingBenchDocument(TimedDocument):
-    """The document of ``bench --train``.
-
-    checked: True if gradients were compared before anything was timed.
-    """
-
-    options: TrainingBenchOptions
-    rows: list[TrainingRow]
-    checks: dict[str, GradientAgreement] = field(default_factory=dict)
-    checked: bool = True
+def variant_name(model: str, schedule: str, options: BenchOptions) -> str:
+    """Return the name of the row of a model by a schedule: the model's own by the first schedule that is timed."""
+    return model if schedule == options.schedules[0] else f"{model} by the schedule {schedule}"
 
 
 # ---- figures ----
@@ -398,20 +266,10 @@ def timed_figures(seconds: Seconds, first: Seconds, passes: Mapping[str, int], t
     reference, own = with_total(medians[:count]), with_total(medians[count:])
     before, after = with_total(drawn[:count]), with_total(drawn[count:])  # in each resample
     return {
-        **{f"{name}_ms": 1e3 * value for name, value in own.items()},
-        **{f"speedup_{name}": reference[name] / own[name] for name in own},
-        **{f"speedup_{name}_interval": _interval(before[name] / after[name]) for name in own},
+        "ms": {name: 1e3 * value for name, value in own.items()},
+        "speedup": {name: reference[name] / own[name] for name in own},
+        "speedup_interval": {name: _interval(before[name] / after[name]) for name in own},
     }
-
-
-def inference_figures(seconds: Seconds, first: Seconds, decode_steps: int, batch: int) -> dict[str, Any]:
-    """Return the times, rates and speed-ups of a ``BenchRow``.
-
-    first: the samples that speed-ups are over.
-    """
-    figures = timed_figures(seconds, first, {"prefill": 1, "decode": decode_steps}, END_TO_END)
-    step = figures.pop("decode_ms")
-    return {**figures, "decode_ms_per_token": step, "output_tokens_per_s": 1e3 * batch / step}
 
 
 def speedup_interval(reference: Sequence[float], times: Sequence[float]) -> list[float]:

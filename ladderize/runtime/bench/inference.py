@@ -4,9 +4,8 @@ Two regimes, never mixed: prefill is bound by compute and sends long messages; d
 sends short ones, whose latency counts.
 """
 
-import functools
 from collections.abc import Generator as Walk
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,32 +20,24 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import (
     BASELINE_ROW,
     MODEL_ROW,
-    NO_COMM,
     PARALLEL,
     PHASES,
-    UNSCHEDULED,
     BenchDocument,
-    BenchRow,
-    VariantRow,
-    inference_figures,
+    environment,
     variant_name,
 )
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, needed_bytes, plan_bench
 from ladderize.runtime.bench.reference_check import check_models, checked_specs
 from ladderize.runtime.bench.report import run_and_show
-from ladderize.runtime.bench.rounds import (
-    Message,
-    Timed,
-    Variant,
-    expected_messages,
-    record_messages,
-    sent_sums,
-)
-from ladderize.runtime.bench.run import RuntimeRun
+from ladderize.runtime.bench.rounds import Message, Timed, Variant, expected_messages, record_messages, sent_sums
+from ladderize.runtime.bench.run import BenchRun
+from ladderize.runtime.bench.training import TrainingRun
 from ladderize.runtime.choose_operations import choose_operations
-from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.base import Collectives, NoCommunication
+from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.differentiable import PendingSum
+from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
@@ -65,119 +56,104 @@ def bench(
 ) -> BenchDocument:
     """Check the chosen models, time them against each other, and return the result; a console that speaks shows it.
 
-    Raises UsageError or UserError if something cannot be measured, a model fails the reference check, or a trace
-    disproves an overlap. What was measured by then is kept in ``out`` and shown.
+    Raises UsageError or UserError if something cannot be measured, a model fails its check, or a trace disproves an
+    overlap. What was measured by then is kept in ``out`` and shown.
 
     link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it.
     out: a JSON file, written after each batch size, and before traces are made.
     """
     check_device(options.device)
-    plan = plan_bench(choice, options, link)
-    return run_and_show(measure_inference, plan, options.device, out, console)
+    return run_and_show(measure, plan_bench(choice, options, link), options.device, out, console)
 
 
-@torch.inference_mode()
-def measure_inference(group: Ranks, plan: BenchPlan[BenchOptions], console: Console) -> BenchDocument:
+def measure(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocument:
     """Check the models and time those that pass. All ranks call it.
 
     Raises UserError if none passes, or if they do not fit into memory.
     """
-    options = plan.options
-    check_bench_memory(sum(needed_bytes(plan.specs, options, group.device)), group)
-    operations = choose_operations(group, plan.specs[0].torch_dtype)
-    if operations.note:
-        console.warn(operations.note)
-    run = InferenceRun(group, plan, console, operations.name)
-    run.check()
-    document: BenchDocument = run.measure()
-    run.collectives.close()
+    options, operations = plan.options, None
+    check_bench_memory(needed_bytes(plan.specs, options, group.device), group)
+    if not options.train:
+        operations = choose_operations(group, plan.specs[0].torch_dtype)
+        if operations.note:
+            console.warn(operations.note)
+    collectives, backend = _collectives(group, plan)
+    run_class = TrainingRun if options.train else InferenceRun
+    one = run_class(group, plan, console, collectives)
+    one.backend = backend
+    one.environment = environment(group, operations=operations and operations.name)
+    document = one.measure()
+    collectives.close()
     return document
 
 
-class InferenceRun(RuntimeRun[BenchOptions]):
+def _collectives(group: Ranks, plan: BenchPlan) -> tuple[Collectives, str]:
+    """Return the collectives that carry the messages, and words for them. All ranks call it."""
+    ranks, link = plan.options.emulate_tp, plan.link
+    if ranks is not None and link is not None:
+        return emulate(ranks, link, group.device), f"emulated: {ranks} ranks over {link.name}"
+    in_flight = max(schedule.in_flight for schedule in plan.options.timed_schedules)
+    return choose(plan.options.backend, group, max_bytes=plan.longest_message, in_flight=in_flight)
+
+
+class InferenceRun(BenchRun):
     """A run of prefills and decode steps.
 
     specs: the models that are timed.
-    baselines: of the first model that was named: where that is not timed, there are none.
     """
 
-    document_class = BenchDocument
-
-    def __init__(
-        self, group: Ranks, plan: BenchPlan[BenchOptions], console: Console, operations: str | None = None
-    ) -> None:
-        super().__init__(group, plan, console, operations)
-        self.specs, self.baselines = plan.specs, self.options.baselines
-        self.weights = self.weight_cache(replicate_vocab=self.options.replicate_vocab)
-
-    def weight_cache(self, *, replicate_vocab: bool) -> WeightCache:
-        """Return an empty cache of weights."""
-        columns = self.options.prefill_schedule.columns
-        return WeightCache(self.group.device, pack=True, replicate_vocab=replicate_vocab, columns=columns)
-
-    def check(self) -> None:
+    @torch.inference_mode()
+    def __init__(self, group: Ranks, plan: BenchPlan, console: Console, collectives: Collectives) -> None:
         """Compare checkpoints with transformers, and leave those that fail out. All ranks call it."""
-        collectives, weights = self.collectives, self.weights
-        if self.options.emulate_tp is not None:  # emulated sums are not sums: the whole model is checked on one rank
-            collectives, weights = Collectives(), self.weight_cache(replicate_vocab=False)
-        checked = checked_specs(self.specs, self.options)
-        self.checks, self.failed = check_models(checked, self.options, collectives, weights, self.group, self.console)
-        if self.specs[0].name in self.failed:
+        super().__init__(group, plan.options, console, plan.link)
+        options, self.collectives = plan.options, collectives
+        self.silence = NoCommunication(collectives.ranks)
+        self.weights = weights = WeightCache(group.device, pack=True, replicate_vocab=options.replicate_vocab)
+        if options.emulate_tp is not None:  # emulated sums are not sums: the whole model is checked on one rank
+            collectives, weights = Collectives(), WeightCache(group.device, pack=True)
+        checked = checked_specs(plan.specs, options)
+        self.checks, self.failed = check_models(checked, options, collectives, weights, group, console)
+        if plan.specs[0].name in self.failed:  # they are of the first model that was named
             self.baselines = ()
-        self.specs = [spec for spec in self.specs if spec.name not in self.failed]
+        self.specs = [spec for spec in plan.specs if spec.name not in self.failed]
+
+    @torch.inference_mode()
+    def measure(self) -> BenchDocument:
+        return super().measure()
 
     def open_variants(self, batch: int) -> list[Variant]:
-        """Open the models, then the baselines of the first.
+        """Open the models, then the baseline of the first.
 
         Models of one shape share a cache, since only one runs at a time. Raises UserError if one sends other messages
         than its layout asks for.
         """
-        options, columns = self.options, self.options.prompt_len + self.options.output_len
-        planned = [(spec.name, spec, MODEL_ROW) for spec in self.specs]
-        for baseline, name in (("parallel", PARALLEL), ("sequential", UNSCHEDULED)):
-            if baseline in self.baselines:
-                planned.append((name, self.specs[0], BASELINE_ROW))
+        options = self.options
+        timed = [(spec, schedule, TPLlama) for spec in self.specs for schedule in options.timed_schedules]
+        if "parallel" in self.baselines:
+            timed.append((self.specs[0], SEQUENTIAL, ParallelLlama))
         variants: list[Variant] = []
         cache: KVCache | None = None
         with self.console.stage("loading weights"):
-            for name, spec, kind in planned:
-                timed: list[TimedGenerator] = []
+            for spec, schedule, model_class in timed:
+                pair: list[TimedGenerator] = []
                 for collectives in (self.collectives, self.silence):
-                    model_class = ParallelLlama if name == PARALLEL else TPLlama
                     how: dict[str, Any] = {"model_class": model_class, "cache": cache}
-                    generator = open_generator(spec, collectives, self.weights, self.group, batch, columns, **how)
-                    cache = generator.cache
-                    generator.schedule = options.prefill_schedule if kind == MODEL_ROW else SEQUENTIAL
-                    timed.append(TimedGenerator(generator, options, batch))
+                    generator = open_generator(
+                        spec, collectives, self.weights, self.group, batch, options.columns, **how
+                    )
+                    generator.schedule, cache = schedule, generator.cache
+                    pair.append(TimedGenerator(generator, options, batch))
+                if model_class is ParallelLlama:
+                    variants.append(Variant(PARALLEL, spec, *pair, kind=BASELINE_ROW))
+                    continue
                 overlapping = set(PHASES) if spec.layout.count(OVERLAPPED) else set()
-                overlapping |= {"prefill"} if options.prefill_schedule.is_domino else set()
-                promised = overlapping if kind == MODEL_ROW else set()
-                silent, schedule = timed[1], generator.schedule.name
-                variants.append(Variant(name, spec, timed[0], silent, kind, schedule, promised))
+                overlapping |= {"prefill"} if schedule.is_domino else set()
+                name = variant_name(spec.name, schedule.name, options)
+                kind = MODEL_ROW if name == spec.name else BASELINE_ROW
+                variants.append(Variant(name, spec, *pair, kind, schedule.name, overlapping))
         for variant in variants:
             variant.messages = _messages(variant)
         return variants
-
-    def rows_of(self, variants: Sequence[Variant], batch: int) -> list[VariantRow]:
-        options, first = self.options, variants[0]
-        speed = functools.partial(inference_figures, decode_steps=options.decode_steps, batch=batch)
-        rows: list[VariantRow] = []
-        for variant in variants:
-            generator = variant.timed.generator
-            figures: dict[str, Any] = {
-                **variant.row_figures(options.ranks, batch),
-                "kind": variant.kind,
-                "weight_bytes": generator.model.weights.nbytes,
-                "kv_cache_bytes": generator.cache.nbytes,
-            }
-            sent = {phase: self.communication(variant, phase) for phase in PHASES}
-            silent = variant.silent.samples_ms()
-            measured = speed(variant.timed.seconds, first.timed.seconds)
-            rows.append(BenchRow(**figures, **measured, communication=sent, no_communication_samples_ms=silent))
-            if variant is first and "no-comm" in self.baselines:
-                figures |= {"model": NO_COMM, "kind": BASELINE_ROW, "overlap": None, "samples_ms": silent}
-                rows.append(BenchRow(**figures, **speed(variant.silent.seconds, first.timed.seconds)))
-        return rows
 
 
 # ---- the timed models ----
@@ -223,7 +199,6 @@ class TimedGenerator(Timed):
         self.generator, self.model, self.decode_steps = generator, generator.model, options.decode_steps
         self.prompts = random_prompts(generator.model.shape.vocab, batch, options.prompt_len, options.seed)
         self.draws = torch.zeros(batch, options.decode_steps, device=generator.device)
-        self.own_bytes = generator.model.weights.resident_bytes + generator.cache.nbytes
 
     def prepare(self) -> None:
         for _ in range(2):  # a prompt is captured when it comes again, which must not be in a counted round
@@ -251,4 +226,4 @@ def _messages(variant: Variant) -> dict[str, list[Message]]:
         "prefill": replace(prefill, vocabulary=shared * schedule.parts(rows, tokens)),
         "decode": replace(decode, vocabulary=shared),
     }
-    return record_messages(timed, variant_name(variant.name, variant.schedule), expected)
+    return record_messages(timed, variant.name, expected)

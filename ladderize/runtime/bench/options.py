@@ -32,7 +32,7 @@ from ladderize.ranks.device import default_device
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, ScheduleName
 
 LAYOUT_NAMES = {"dense": (), "ladder": ("ladder",), "spd": ("spd",), "spd+ladder": ("spd", "ladder")}
-BASELINES = ("parallel", "no-comm", "sequential")
+BASELINES = ("parallel", "no-comm")
 PLUGIN = "plugin"  # with --engine vllm: the dense model in the class that runs layouts
 
 
@@ -52,7 +52,6 @@ BATCH_SIZES = Option(
     "A,B",
     flags="--batch-size",
     parse=parse_counts,
-    shown="1; 2 with --train",
 )
 PROMPT_LEN = Option("Tokens per prompt.", min=1)
 OUTPUT_LEN = Option("Tokens to generate. The prefill makes the first one.", min=2)
@@ -82,11 +81,31 @@ class ModelChoice:
 
 
 @dataclass(frozen=True)
-class GroupOptions(Record):
-    """The options that all benchmarks share. None: not given."""
+class BenchOptions(Record):
+    """The options of a benchmark: ``options`` of bench.json. vLLM heeds a part of them (``VLLM_OPTIONS``).
 
+    None: not given.
+    """
+
+    train: bool = option("Time training steps (forward and backward, no optimizer) instead of inference.", False)
     tp_size: int = option(TP_SIZE, 1)
-    batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1,))
+    batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1,), shown="1")
+    prompt_len: int = option(PROMPT_LEN, 128, help="Tokens per prompt; with --train, per row.")
+    output_len: int = option(OUTPUT_LEN, 33)
+    schedules: tuple[str, ...] = option(
+        "Time every model by each: sequential, and domino, which computes one part of the batch while another's sum is"
+        " sent. In inference, of the prefill.",
+        (SEQUENTIAL.name,),
+        metavar="A,B",
+        parse=distinct_names,
+    )
+    baselines: tuple[str, ...] = option(
+        "Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none); with --engine vllm:"
+        " plugin (in the class that runs layouts).",
+        (),
+        metavar="A,B",
+        parse=distinct_names,
+    )
     warmup: int = option(UNCOUNTED_ROUNDS, 2)
     repeat: int = option(COUNTED_ROUNDS, 7)
     profile: Path | None = option(
@@ -102,18 +121,13 @@ class GroupOptions(Record):
         "Emulate TP size N in one process: it computes rank 0's part, and --link gives the delays.", min=2
     )
     check: bool = option(
-        "Skip comparing checkpoints with transformers in float32 before timing; with --train, the schedules' gradients"
-        " with each other.",
+        "Skip comparing checkpoints with transformers in float32 before timing; with --train, gradients with those of"
+        " the sequential schedule.",
         True,
         flags="--no-check",
     )
     device: str = option(DEVICE, default_device)
-    domino_chunks: int | None = option(
-        "Domino: parts that the batch is cut into. One row is cut along its tokens.", min=2, shown=str(Schedule.chunks)
-    )
-    domino_columns: int | None = option(
-        "Domino: parts in which a sub-module's sum is computed and sent.", min=1, shown=str(Schedule.columns)
-    )
+    replicate_vocab: bool = option(REPLICATE_VOCAB, False)
 
     @property
     def ranks(self) -> int:
@@ -125,33 +139,10 @@ class GroupOptions(Record):
         """The option that gave the number of ranks."""
         return "--tp-size" if self.emulate_tp is None else "--emulate-tp"
 
-    def scheduled(self, name: str) -> Schedule:
-        """Return the schedule of this name: domino with the chunks and columns that were asked for."""
-        if name != "domino":
-            return SEQUENTIAL
-        given = {"chunks": self.domino_chunks, "columns": self.domino_columns}
-        return Schedule("domino", **{key: value for key, value in given.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class BenchOptions(GroupOptions):
-    """The options for timing inference: ``options`` of bench.json. vLLM heeds a part of them (``VLLM_OPTIONS``)."""
-
-    prompt_len: int = option(PROMPT_LEN, 128)
-    output_len: int = option(OUTPUT_LEN, 33)
-    baselines: tuple[str, ...] = option(
-        "Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none), sequential (with"
-        " --schedule domino); with --engine vllm: plugin (in the class that runs layouts).",
-        (),
-        metavar="A,B",
-        parse=distinct_names,
-    )
-    replicate_vocab: bool = option(REPLICATE_VOCAB, False)
-    schedule: ScheduleName = option(
-        "Of prefill: sequential, or domino, which computes one part of the batch while another's sum is sent.",
-        "sequential",
-        metavar="NAME",
-    )
+    @property
+    def timed_schedules(self) -> list[Schedule]:
+        """The schedules to time, in the order in which they were given."""
+        return [Schedule("domino") if name == "domino" else SEQUENTIAL for name in self.schedules]
 
     @property
     def decode_steps(self) -> int:
@@ -159,61 +150,24 @@ class BenchOptions(GroupOptions):
         return self.output_len - 1
 
     @property
-    def prefill_schedule(self) -> Schedule:
-        """The schedule of the prefill; a decode step is always one part."""
-        return self.scheduled(self.schedule)
+    def columns(self) -> int:
+        """The number of tokens of a whole text."""
+        return self.prompt_len + (0 if self.train else self.output_len)
 
 
+OF_INFERENCE = {"output_len", "baselines", "replicate_vocab"}
 VLLM_OPTIONS = {"tp_size", "batch_size", "warmup", "repeat", "profile", "threads", "seed", "prompt_len", "output_len",
                 "baselines"}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TrainingBenchOptions(GroupOptions):
-    """The options for timing training steps: ``options`` of its document. Each model is timed by each schedule."""
-
-    batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (2,))  # rows of a step
-    seq_len: int = option("With --train: tokens per row.", 128, min=2)
-    schedules: tuple[str, ...] = option(
-        "With --train: schedules to time, of sequential and domino.",
-        ("sequential", "domino"),
-        metavar="A,B",
-        shown="both",
-        parse=distinct_names,
-    )
-
-    @property
-    def timed_schedules(self) -> list[Schedule]:
-        """The schedules to time."""
-        return [self.scheduled(name) for name in get_args(ScheduleName) if name in self.schedules]
-
-
-def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | None) -> None:
-    """Raise UsageError for arguments that do not go together or take no effect.
+def check_bench_usage(
+    choice: ModelChoice, options: BenchOptions, link: str | None, *, baselines: Sequence[str] = BASELINES
+) -> None:
+    """Raise UsageError for arguments that do not go together, take no effect, or are out of range.
 
     link: of ``--link``.
+    baselines: the names that ``--baselines`` takes.
     """
-    _check_usage(choice, options)
-    _check_baselines(options, BASELINES)
-    _check_communication(options, link, (options.schedule,), "--schedule")
-
-
-def check_vllm_usage(choice: ModelChoice, options: BenchOptions) -> None:
-    """Raise UsageError for arguments of ``--engine vllm`` that do not go together."""
-    _check_usage(choice, options)
-    _check_baselines(options, (PLUGIN,))
-
-
-def check_training_usage(choice: ModelChoice, options: TrainingBenchOptions, link: str | None) -> None:
-    """Raise UsageError for arguments of ``--train`` that do not go together or take no effect."""
-    if not options.schedules or set(options.schedules) - set(get_args(ScheduleName)):
-        raise UsageError(f"--schedules {','.join(options.schedules)} must name {' or '.join(get_args(ScheduleName))}")
-    _check_usage(choice, options)
-    _check_communication(options, link, options.schedules, "--schedules")
-
-
-def _check_usage(choice: ModelChoice, options: GroupOptions) -> None:
-    """Raise UsageError for models that do not go together, and for numbers out of range, which Python may give."""
     if bool(choice.models) == (choice.random_weights is not None):
         raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
     for name in ("layout", "num_layers", "sync_tp_size"):
@@ -225,26 +179,17 @@ def _check_usage(choice: ModelChoice, options: GroupOptions) -> None:
     check_options(options)
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         raise UsageError(f"--batch-size {options.batch_sizes} must name positive integers")
-
-
-def _check_baselines(options: BenchOptions, known: Sequence[str]) -> None:
+    if not options.schedules or set(options.schedules) - set(get_args(ScheduleName)):
+        raise UsageError(f"--schedules {','.join(options.schedules)} must name {' or '.join(get_args(ScheduleName))}")
+    if options.train and (options.baselines or options.replicate_vocab):
+        raise UsageError("--baselines and --replicate-vocab have no effect with --train")
     for name in options.baselines:
-        if name not in known:
-            raise UsageError(f"--baselines {name} is not one of {', '.join(known)}")
-
-
-def _check_communication(
-    options: GroupOptions, link: str | None, schedules: tuple[str, ...], schedules_option: str
-) -> None:
-    """Raise UsageError for ranks, a link and schedules that do not go together."""
+        if name not in baselines:
+            raise UsageError(f"--baselines {name} is not one of {', '.join(baselines)}")
     if (options.emulate_tp is None) != (link is None):
         raise UsageError("--emulate-tp and --link must be given together")
     if options.emulate_tp is not None and options.tp_size != 1:
         raise UsageError("--emulate-tp runs one process in place of a group; leave --tp-size out")
-    if "domino" in schedules:
-        options.scheduled("domino")  # checks its numbers
-    elif options.domino_chunks or options.domino_columns:
-        raise UsageError(f"--domino-chunks and --domino-columns have no effect without {schedules_option} domino")
 
 
 def layout_names(text: str | None) -> list[str]:

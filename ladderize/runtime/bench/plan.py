@@ -4,7 +4,6 @@ starts."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import torch
 
@@ -14,7 +13,6 @@ from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.options import (
     BenchOptions,
-    GroupOptions,
     ModelChoice,
     check_bench_usage,
     layout_names,
@@ -23,53 +21,56 @@ from ladderize.runtime.bench.options import (
 from ladderize.runtime.bench.reference_check import checked_specs, longest_checked
 from ladderize.runtime.collectives.links import Link, parse_link
 from ladderize.runtime.launch import check_group_size
-from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import Shape, cache_bytes, dense_config, read_shape, weight_bytes, with_layers
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, shape_spec
 
-SomeOptions = TypeVar("SomeOptions", bound=GroupOptions)
+LOSS_STATISTICS = 8  # float32 numbers of a token that the ranks exchange for the losses, at most
 
 
 @dataclass(frozen=True)
-class BenchPlan(Generic[SomeOptions]):
+class BenchPlan:
     """Checked models, the options for timing them, and the link of an emulated group.
 
     longest_message: bytes of the longest message that is sent.
-    in_flight: messages that a rank may have sent before it waits for the first of them.
     """
 
     specs: list[ModelSpec]
-    options: SomeOptions
+    options: BenchOptions
     link: Link | None
     longest_message: int
-    in_flight: int = 1
 
 
-def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -> BenchPlan[BenchOptions]:
+def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -> BenchPlan:
     """Return the checked plan. Raises UsageError for faults of the arguments alone, UserError or LayoutError for
     others.
 
     link: as --link has it.
     """
     check_bench_usage(choice, options, link)
-    parsed = parsed_link(options, link)
-    specs, schedule, batch = chosen_models(choice, options), options.prefill_schedule, max(options.batch_sizes)
+    if link is None:
+        check_group_size(options.tp_size, options.device)
+    parsed = None if link is None else parse_link(link, options.ranks)
+    specs = chosen_models(choice, options)
     for spec in specs:
         check_positions(spec, options)
-        check_cuts(spec, schedule, options, options.prompt_len, "--prompt-len")
+        if options.train and spec.dtype == "float16":
+            raise UserError(f"{spec.name}: float16 has too small a range for training; give --dtype bfloat16")
     if "parallel" in options.baselines:
         check_dense("parallel", specs[0])
     make_profile_folder(options.profile)
+    rows = max(options.batch_sizes)
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
-    longest = max(hidden * batch * options.prompt_len, vocab * batch)
+    # the stream of all rows; the logits, or in training what the losses exchange for each token
+    numbers = max(hidden, LOSS_STATISTICS) if options.train else hidden
+    longest = max(numbers * rows * options.prompt_len, 0 if options.train else vocab * rows)
     if parsed is not None:
         parsed.seconds(4 * longest)  # raises for a size that the link's time is not known for
     if checked := checked_specs(specs, options):
         longest = max(longest, longest_checked(checked, options.prompt_len))
-    return BenchPlan(specs, options, parsed, 4 * longest, schedule.in_flight)
+    return BenchPlan(specs, options, parsed, 4 * longest)
 
 
-def chosen_models(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]:
+def chosen_models(choice: ModelChoice, options: BenchOptions) -> list[ModelSpec]:
     """Return the checked models that ``choice`` names, split over the ranks of ``options``."""
     ranks, option = options.ranks, options.ranks_option
     if choice.random_weights is None:
@@ -93,30 +94,12 @@ def chosen_models(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]
     ]
 
 
-def parsed_link(options: GroupOptions, link: str | None) -> Link | None:
-    """Return the link of an emulated group. Raises UsageError or UserError for a bad link, or for too few devices."""
-    if link is not None:
-        return parse_link(link, options.ranks)
-    check_group_size(options.tp_size, options.device)
-    return None
-
-
-def check_cuts(spec: ModelSpec, schedule: Schedule, options: GroupOptions, tokens: int, tokens_name: str) -> None:
-    """Raise UserError unless the schedule can cut every batch.
-
-    tokens_name: the option that gives a row's tokens.
-    """
-    for rows in options.batch_sizes:
-        schedule.check(rows, tokens, int(spec.config["hidden_size"]), rows_name="--batch-size", tokens_name=tokens_name)
-
-
 def check_positions(spec: ModelSpec, options: BenchOptions) -> None:
-    """Raise UserError if prompt and output have more tokens than the model handles."""
-    tokens = options.prompt_len + options.output_len
-    if tokens > spec.positions:
+    """Raise UserError if a text has more tokens than the model handles."""
+    if options.columns > spec.positions:
+        names = "--prompt-len" if options.train else "--prompt-len and --output-len"
         raise UserError(
-            f"{spec.name}: --prompt-len and --output-len make {tokens} tokens, over the model's {spec.positions}"
-            " positions"
+            f"{spec.name}: {names} make {options.columns} tokens, over the model's {spec.positions} positions"
         )
 
 
@@ -134,21 +117,6 @@ def make_profile_folder(folder: Path | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def needed_bytes(specs: Sequence[ModelSpec], options: BenchOptions, device: torch.device) -> tuple[int, int]:
-    """Return the bytes of one rank's weights and of the largest batch's KV cache.
-
-    Weights that layouts share count once. One model has a cache at a time.
-    """
-    weights, caches = {}, []
-    for spec in specs:
-        shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0, replicate_vocab=options.replicate_vocab)
-        width, on_cpu = spec.torch_dtype.itemsize, device.type == "cpu"
-        weights[spec.weights_key(shape)] = weight_bytes(shape, width, packed=on_cpu)
-        columns = options.prompt_len + options.output_len
-        caches.append(cache_bytes(shape, max(options.batch_sizes), columns, 4 if on_cpu else width))  # see KVCache
-    return sum(weights.values()), max(caches)
-
-
 def check_bench_memory(needed: int, group: Ranks) -> None:
     """Raise UserError if the ranks of this machine cannot hold ``needed`` bytes each. All ranks call it.
 
@@ -156,3 +124,26 @@ def check_bench_memory(needed: int, group: Ranks) -> None:
     """
     advice = "choose fewer or smaller models, fewer layers, a smaller --batch-size, or more ranks"
     check_room(needed, group.device, "what is timed", advice, processes=group.local_size)
+
+
+def needed_bytes(specs: Sequence[ModelSpec], options: BenchOptions, device: torch.device) -> int:
+    """Return the bytes of one rank's weights, and of the largest batch's KV cache or one model's gradients.
+
+    Weights that layouts share count once. One model has a cache, or gradients, at a time.
+    """
+    weights, more = {}, []
+    for spec in specs:
+        shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0, replicate_vocab=options.replicate_vocab)
+        width, on_cpu = 4 if options.train else spec.torch_dtype.itemsize, device.type == "cpu"
+        own = weight_bytes(shape, width, packed=on_cpu and not options.train)
+        weights[weights_key(spec, shape, train=options.train)] = own
+        cached = cache_bytes(shape, max(options.batch_sizes), options.columns, 4 if on_cpu else width)  # see KVCache
+        more.append(own if options.train else cached)
+    return sum(weights.values()) + max(more)
+
+
+def weights_key(spec: ModelSpec, shape: Shape, *, train: bool) -> tuple[object, ...]:
+    """Return a key that is equal for models that share their weights, and in training how gradients are summed."""
+    # where a sum is dropped, each rank knows only a part of the gradient of its bias
+    dropped = spec.layout.attention_sync if train and shape.decoder.o_bias else ()
+    return *spec.weights_key(shape), dropped

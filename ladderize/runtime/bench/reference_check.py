@@ -8,8 +8,7 @@ layers compute in its own dtype, too, and transformers' own error sets the toler
 """
 
 import math
-import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +18,10 @@ from torch import Tensor
 
 from ladderize.blocks import Blocks, open_checkpoint, window_streams
 from ladderize.console import Console
-from ladderize.ranks.environment import Place
-from ladderize.ranks.group import Ranks, host_id
-from ladderize.ranks.threads import cores
-from ladderize.runtime.bench.document import ReferenceAgreement
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import Generator
-from ladderize.runtime.launch import Report, run_processes
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
 
 TEXTS = 2
@@ -77,9 +72,9 @@ def text_lengths(positions: int, prompt_len: int) -> tuple[int, int, int]:
 
 
 def checked_specs(specs: list[ModelSpec], options: BenchOptions) -> list[ModelSpec]:
-    """Return the models that are compared with a reference: all checkpoints; none with --no-check or ``--backend
-    none``."""
-    if not options.check or options.backend == "none":
+    """Return the models that are compared with a reference: all checkpoints; none with --no-check, ``--backend none``
+    or --train."""
+    if not options.check or options.backend == "none" or options.train:
         return []
     return [spec for spec in specs if spec.folder is not None]
 
@@ -91,28 +86,8 @@ def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
     return TEXTS * max(hidden * (longer + steps), vocab * PIECE)
 
 
-def references(
-    specs: list[ModelSpec], options: BenchOptions, on: Collection[int] | None = None
-) -> dict[str, Reference]:
-    """Return the reference of each checkpoint, computed in a process of its own: the runtime needs this one's memory.
-
-    on: the cores to compute on, with those of ranks that wait; None: this rank's.
-    """
-    arguments = specs, options.device, options.prompt_len, on or cores()
-    return dict(run_processes(_references, arguments))
-
-
-def _references(
-    place: Place, report: Report, specs: list[ModelSpec], device: str, prompt_len: int, on: Collection[int]
-) -> dict[str, Reference]:
-    if hasattr(os, "sched_setaffinity"):  # it has inherited the share of the rank that started it
-        os.sched_setaffinity(0, on)
-    return {spec.name: compute_reference(spec, device, prompt_len) for spec in specs}
-
-
-def compute_reference(spec: ModelSpec, device: str, prompt_len: int) -> Reference:
+def compute_reference(spec: ModelSpec, device: torch.device, prompt_len: int) -> Reference:
     """Return random texts and transformers' logits for them in float32, without padding and without a cache."""
-    torch.set_num_threads(len(cores()))
     longer, shorter, steps = text_lengths(spec.positions, prompt_len)
     tokens = longer + steps
     ids = torch.randint(0, spec.config["vocab_size"], (TEXTS, tokens), generator=torch.Generator().manual_seed(0))
@@ -127,11 +102,11 @@ def compute_reference(spec: ModelSpec, device: str, prompt_len: int) -> Referenc
     return Reference(ids.tolist(), (longer, shorter), positions, exact.numpy(), rms, largest)
 
 
-def _logits(spec: ModelSpec, device: str, ids: Tensor, positions: list[int], dtype: torch.dtype) -> Tensor:
+def _logits(spec: ModelSpec, device: torch.device, ids: Tensor, positions: list[int], dtype: torch.dtype) -> Tensor:
     """Return the logits of transformers' layers in ``dtype`` after each of ``positions``: float32 [texts,
     len(positions), vocab]."""
     assert spec.folder is not None
-    blocks = Blocks(open_checkpoint(str(spec.folder)), dtype, torch.device(device))
+    blocks = Blocks(open_checkpoint(str(spec.folder)), dtype, device)
     with torch.no_grad():
         (stream,) = window_streams(blocks, lambda index: blocks.layer(index, blocks.layout), ids, batch_size=len(ids))
         return blocks.logits(stream[:, positions].to(device)).cpu()
@@ -144,26 +119,27 @@ def check_models(
     weights: WeightCache,
     group: Ranks,
     console: Console,
-) -> tuple[dict[str, ReferenceAgreement], dict[str, str]]:
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """Compare every checkpoint with its reference before it is timed; all ranks call it.
 
     Returns the differences of the models that pass, and the failures of the others in words, both by name.
     """  # fmt: skip
-    checks: dict[str, ReferenceAgreement] = {}
+    checks: dict[str, dict[str, float]] = {}
     failed: dict[str, str] = {}
     if not specs:
         return checks, failed
-    host, of_ranks = host_id(), group.gather((host_id(), cores()))
-    free = set().union(*(cores_of for host_of, cores_of in of_ranks if host_of == host))
+    expected = None
     with console.stage("computing the reference with transformers in float32"):
-        expected = group.broadcast(references(specs, options, free) if group.is_main else None)
-    schedule = options.prefill_schedule
+        if group.is_main:
+            expected = {spec.name: compute_reference(spec, group.device, options.prompt_len) for spec in specs}
+        expected = group.broadcast(expected)
+    # one row by itself, too: domino cuts it along its tokens
+    reads = [(one, rows) for one in options.timed_schedules for rows in ((TEXTS, 1) if one.is_domino else (TEXTS,))]
     for spec in specs:
         with console.stage(f"checking {spec.name} against transformers"):
             reference = expected[spec.name]
             generators = []
-            # one row by itself: domino cuts it along its tokens
-            for rows in (TEXTS, *([1] if schedule.is_domino else [])):
+            for schedule, rows in reads:
                 columns = len(reference.ids[0])
                 generator = open_generator(spec, collectives, weights, group, rows, columns)
                 generator.schedule = schedule
@@ -178,8 +154,8 @@ def check_models(
 
 def check_against_reference(
     generators: Sequence[Generator], reference: Reference, spec: ModelSpec, group: Ranks
-) -> ReferenceAgreement | str:
-    """Compare the model's logits with the reference; return the differences, or a failure in words.
+) -> dict[str, float] | str:
+    """Compare the model's logits with the reference; return the differences (docs/files.md), or a failure in words.
 
     All ranks call it. Each checks its own results, and all return the same failure.
 
@@ -210,9 +186,14 @@ def check_against_reference(
     if failure := next((found[0] for found in group.gather(failures[:1]) if found), None):
         ranks = generators[0].model.collectives.ranks
         return f"{spec.name} with {ranks} rank{'s' * (ranks > 1)} in {spec.dtype}, {failure}"
-    longer, shorter = reference.prompts
-    steps = len(reference.ids[0]) - longer
-    return ReferenceAgreement(largest, tolerance, rms, rms_tolerance, equal, tokens, [longer, shorter], steps)
+    return {
+        "logit_difference": largest,
+        "tolerance": tolerance,
+        "rms_difference": rms,
+        "rms_tolerance": rms_tolerance,
+        "equal_greedy_tokens": equal,
+        "greedy_tokens": tokens,
+    }
 
 
 def _answers(generator: Generator, reference: Reference) -> Iterator[tuple[str, list[tuple[tuple[int, int], Tensor]]]]:

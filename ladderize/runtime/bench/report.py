@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UserError
 from ladderize.files.documents import check_writable, write_json
 from ladderize.ranks.environment import already_started, is_main_rank
 from ladderize.runtime.bench.document import (
+    LEAST_ROUNDS,
+    PASSES,
+    PHASES,
+    STEP,
     BenchDocument,
+    BenchRow,
     PhaseCommunication,
-    TimedDocument,
-    TrainingBenchDocument,
     few_rounds,
-    variant_name,
 )
 from ladderize.runtime.launch import run
 
@@ -25,13 +27,12 @@ TITLES = {
     "forward": "Forward pass",
     "backward": "Backward pass",
 }
-SomeDocument = TypeVar("SomeDocument", bound=TimedDocument)
-NO_NUMBERS = ("model", "class", "schedule")  # the columns that are no numbers
+NO_NUMBERS = ("model", "class")  # the columns that are no numbers
 
 
 def run_and_show(
-    measure: Callable[..., SomeDocument], plan: Any, device: str, out: Path | None, console: Console
-) -> SomeDocument:
+    measure: Callable[..., BenchDocument], plan: Any, device: str, out: Path | None, console: Console
+) -> BenchDocument:
     """Call ``measure(ranks, plan, console)`` on every rank and return its document.
 
     Each document that rank 0 reports is written to ``out`` at once. The last one is shown at the end, also after an
@@ -39,9 +40,9 @@ def run_and_show(
     """
     if out is not None:
         check_writable(out)
-    newest: list[SomeDocument] = []
+    newest: list[BenchDocument] = []
 
-    def keep(document: SomeDocument) -> None:
+    def keep(document: BenchDocument) -> None:
         newest[:] = [document]
         if out is not None:
             write_json(out, document.to_dict())
@@ -50,7 +51,7 @@ def run_and_show(
     if options.tp_size > 1 and not already_started():
         console.note(f"starting {options.tp_size} ranks")
     try:
-        document: SomeDocument = run(
+        document: BenchDocument = run(
             measure, plan, console, tp_size=options.tp_size, device=device, threads=options.threads, report=keep
         )
         if is_main_rank():
@@ -61,24 +62,19 @@ def run_and_show(
             show_bench(shown, console)
             if out is not None:
                 console.note(f"wrote {out}")
-    _check_sound(document)
-    return document
-
-
-def _check_sound(document: TimedDocument) -> None:
-    """Raise UserError if a model or schedule failed its check, or nothing overlapped in the trace of a pass."""
     if document.failed:
         first, *others = document.failed.values()
         raise UserError(f"{first}, so it was not timed" + (f", and neither were {len(others)} more" if others else ""))
     if disproved := document.disproved:
         names = " and ".join(disproved)
         raise UserError(f"nothing overlapped in the trace of {names}, although it should: its row is not valid")
+    return document
 
 
 # ---- tables ----
 
 
-def show_bench(document: TimedDocument, console: Console) -> None:
+def show_bench(document: BenchDocument, console: Console) -> None:
     """Print the tables of a benchmark, one for each part, what they mean, and doubts as warnings."""
     if not document.rows:
         return
@@ -86,7 +82,7 @@ def show_bench(document: TimedDocument, console: Console) -> None:
     heading = f"{_heading(document)}, " + (f"medians of {rounds} interleaved rounds" if rounds > 1 else "one round")
     console.prose(heading + ("" if document.complete else "; UNFINISHED, these are the rows measured so far"))
     rows = labelled(document.rows)
-    for part in document.rows[0].PARTS:
+    for part in (STEP, *PASSES) if document.options.train else PHASES:
         console.result(f"\n{TITLES[part]}{' (emulated)' if document.emulated else ''}")
         lines = [_line(document, row, label, part) for row, label in rows]
         lines += [dict.fromkeys(lines[0], "") | {"model": Path(name).name, "ms": "failed"} for name in document.failed]
@@ -101,55 +97,44 @@ def show_bench(document: TimedDocument, console: Console) -> None:
         console.warn(warning)
 
 
-def _heading(document: TimedDocument) -> str:
-    """Return words for the engine, the ranks and what connects or emulates them, and the sizes."""
+def _heading(document: BenchDocument) -> str:
+    """Return words for the engine, the ranks and what connects or emulates them, the sizes, and the schedule."""
     options, link = document.options, document.link
     words = f"{options.ranks} rank{'s' * (options.ranks > 1)}, {document.backend}"
     if options.emulate_tp is not None and link is not None:
         words = f"EMULATED: rank 0 of {options.ranks}, {link.name}"
-    if isinstance(document, BenchDocument):
-        if document.engine is not None:
-            words = f"vLLM {document.environment.vllm}, {words}"
-            words += "" if document.messages is None else f", messages in flight by {document.messages}"
-        words += f"; prompt {document.options.prompt_len}, output {document.options.output_len}"
-    elif isinstance(document, TrainingBenchDocument):
-        words += f"; {document.options.seq_len} tokens in each row"
-    if any(row.schedule == "domino" for row in document.rows):
-        domino = options.scheduled("domino")
-        words += f"; domino by {domino.chunks} chunks, {domino.columns} columns"
-    return words
+    if document.engine == "vllm":
+        words = f"vLLM {document.environment.vllm}, {words}"
+        words += "" if document.messages is None else f", messages in flight by {document.messages}"
+    words += f"; {'rows of' if options.train else 'prompt'} {options.prompt_len} tokens"
+    words += "" if options.train else f", output {options.output_len}"
+    return words if options.schedules[0] == "sequential" else f"{words}; schedule {options.schedules[0]}"
 
 
-def _line(document: TimedDocument, row: Any, label: str, part: str) -> dict[str, str]:
+def _line(document: BenchDocument, row: BenchRow, label: str, part: str) -> dict[str, str]:
     """Return a row's line in the table of a part. Columns without any entry are left out later."""
     sent = (row.communication or {}).get(part)
     sent = sent if sent is not None and sent.alone_ms else None
     traced = (row.overlap or {}).get(part)
-    speedup, interval = row.speedup(part)
-    line = {
+    first = next(one for one in document.rows if one.batch_size == row.batch_size)
+    has_interval = document.options.repeat >= LEAST_ROUNDS and row is not first
+    return {
         "model": label,
-        "class": (getattr(row, "architecture", None) or "").removesuffix("ForCausalLM"),
-        "schedule": row.schedule if len({one.schedule for one in document.rows}) > 1 else "",
+        "class": (row.architecture or "").removesuffix("ForCausalLM"),
         "batch": str(row.batch_size),
-        "ms": short_ms(row.part_ms(part)),
-        "tokens/s": f"{row.output_tokens_per_s:.1f}" if part == "decode" else "",
-    }
-    if part == "step":
-        memory = row.peak_memory_bytes
-        line |= {"tokens/s": f"{row.tokens_per_s:.0f}", "of no-comm": f"{row.bound_share:.2f}"}
-        line |= {"peak memory": "" if memory is None else human_bytes(memory)}
-    return line | {
-        "speed-up": f"{speedup:.2f}x",
-        "95 % interval": "{:.2f}-{:.2f}".format(*interval) if document.has_interval(row) else "",
+        "ms": short_ms(row.ms[part]),
+        "tokens/s": f"{row.tokens_per_s:.1f}" if part in ("decode", STEP) else "",
+        "of no-comm": f"{row.bound_share:.2f}" if part == STEP else "",
+        "speed-up": f"{row.speedup[part]:.2f}x",
+        "95 % interval": "{:.2f}-{:.2f}".format(*row.speedup_interval[part]) if has_interval else "",
         "all-reduces": "" if sent is None else str(sent.all_reduces),
         "waited ms": "" if sent is None else waited_text(sent),
-        "hidden ms": hidden_text(sent) if sent is not None and row.overlaps(part) else "",
         "comm. alone ms": "" if sent is None else short_ms(sent.alone_ms),
         "in trace": f"{traced.share:.0%}" if traced is not None and traced.in_flight_ms else "",
     }
 
 
-def labelled(rows: Sequence[Any]) -> list[tuple[Any, str]]:
+def labelled(rows: Sequence[BenchRow]) -> list[tuple[BenchRow, str]]:
     """Return each row with a label: the last part of its model's name, or all of it where labels would be equal."""
     short = {row.model: Path(row.model).name for row in rows}
     unique = len(set(short.values())) == len(short)
@@ -173,46 +158,33 @@ def waited_text(communication: PhaseCommunication) -> str:
     return f"<{short_ms(high)}" if low <= 0 else short_ms(communication.exposed_ms)
 
 
-def hidden_text(communication: PhaseCommunication) -> str:
-    """Return the ms of the communication that ran under compute, by the rule of ``waited_text``."""
-    low, high = communication.exposed_interval_ms
-    if low <= 0:
-        least = communication.alone_ms - high
-        return f">{short_ms(least)}" if 0 < least < communication.alone_ms else "?"
-    if communication.hidden_ms <= 0:  # it waited longer than the collectives take alone
-        return "none"
-    return short_ms(communication.hidden_ms)
-
-
 # ---- what the tables mean ----
 
 
-def _explained_columns(document: TimedDocument) -> Iterator[str]:
+def _explained_columns(document: BenchDocument) -> Iterator[str]:
     sent = [one for row in document.rows for one in (row.communication or {}).values() if one.alone_ms]
     yield "speed-up: over the first row of its batch size; its 95 % interval says how far the rounds disagree."
     if sent:
-        yield "waited ms: longer than the same model without communication."
-        yield "hidden ms: comm. alone ms (the communication by itself) minus waited ms; for what overlaps."
+        yield "waited ms: longer than the same model without communication; comm. alone ms: with nothing beside it."
     if any(one.exposed_interval_ms[0] <= 0 for one in sent):
-        yield "<, >: at most, at least (95 %), where the waiting is too short to be measured; ?: unknown."
+        yield "<: at most (95 %), where the waiting is too short to be measured; ?: unknown."
     if any(row.overlap for row in document.rows):
         yield "in trace: the share of the communication that ran under compute in the trace."
-    if isinstance(document, TrainingBenchDocument):
-        yield "A step is a forward and a backward pass, without the optimizer."
+    if document.options.train:
         yield "of no-comm: the share that the fastest step of this model without communication has of the step."
     if any(row.is_random for row in document.rows):
         yield "Weights are random: only the times are meaningful."
 
 
-def _explained_checks(document: TimedDocument) -> Iterator[str]:
+def _explained_checks(document: BenchDocument) -> Iterator[str]:
     """Yield the outcome of the checks before timing, and what they did not see."""
     for failure in document.failed.values():
         yield f"Check FAILED, so not timed: {failure}."
-    if isinstance(document, TrainingBenchDocument):
-        if not document.checked:
+    if document.options.train:
+        if not document.options.check:
             yield "Not checked: whether the schedules give the same gradients."
         elif document.checks:
-            worst = max(check.gradient_difference / check.tolerance for check in document.checks.values())
+            worst = max(check["gradient_difference"] / check["tolerance"] for check in document.checks.values())
             yield (
                 "Checked before timing: every schedule gives the loss and the gradients of the sequential one whose"
                 f" sums block; the largest difference is {worst:.0%} of the tolerance."
@@ -221,24 +193,18 @@ def _explained_checks(document: TimedDocument) -> Iterator[str]:
     rows = labelled(document.rows)
     labels = {row.model: label for row, label in rows}
     for model, check in document.checks.items():
-        equal = "all" if check.equal_greedy_tokens == check.greedy_tokens else f"{check.equal_greedy_tokens} of"
         yield (
             f"Reference check of {labels.get(model, model)}: passed. Largest logit difference to transformers in"
-            f" float32 {check.logit_difference:.2g} (tolerance {check.tolerance:.2g}), root mean square"
-            f" {check.rms_difference:.2g} ({check.rms_tolerance:.2g}); {equal} {check.greedy_tokens} tokens equal."
+            f" float32 {check['logit_difference']:.2g} (tolerance {check['tolerance']:.2g}), root mean square"
+            f" {check['rms_difference']:.2g} ({check['rms_tolerance']:.2g});"
+            f" {check['equal_greedy_tokens']:.0f} of {check['greedy_tokens']:.0f} tokens equal."
         )
     unchecked = {row.model for row, _ in rows if row.is_model and not row.is_random} - set(document.checks)
     if unchecked:
         yield f"Not checked against a reference: {', '.join(sorted(unchecked))}."
-    if any(row.fused_norm is not None for row, _ in rows) and document.options.tp_size > 1:
-        fused = dict.fromkeys(label for row, label in rows if row.fused_norm)
-        yield (
-            f"Norms are fused into the all-reduces before them in: {', '.join(fused) or 'no row'}."
-            " An overlapped sum is not fused."
-        )
 
 
-def _warnings(document: TimedDocument) -> Iterator[str]:
+def _warnings(document: BenchDocument) -> Iterator[str]:
     """Yield the doubts about an emulated link's times and about the rounds."""
     if (link := document.link) is not None:
         if link.derived:
@@ -249,15 +215,3 @@ def _warnings(document: TimedDocument) -> Iterator[str]:
             yield f"extrapolated beyond the sizes that {link.name} was measured at: messages of {extrapolated}"
     if few := few_rounds(document.options.repeat):
         yield few
-        return
-    doubtful = []
-    for row, label in labelled(document.rows):
-        for part in row.PARTS:
-            low, high = row.speedup(part)[1]
-            if document.has_interval(row) and low <= 1 <= high:
-                doubtful.append(f"{variant_name(label, row.schedule)} (batch {row.batch_size}, {part})")
-    if doubtful:
-        yield (
-            "the rounds disagree by more than the rows differ, so these speed-ups may be noise:"
-            f" {', '.join(doubtful)}; raise --repeat, or keep the machine idle"
-        )

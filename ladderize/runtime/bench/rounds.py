@@ -22,13 +22,12 @@ from torch.profiler import record_function
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
-from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import MODEL_ROW, Overlap
-from ladderize.runtime.bench.options import GroupOptions
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import Recording
-from ladderize.runtime.schedule import Schedule
+from ladderize.runtime.schedule import Schedule, ScheduleName
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec
 
@@ -45,14 +44,11 @@ class Timed(ABC):
     """A model and its input, which run once in every round, part by part.
 
     model: the object whose ``collectives`` carry its messages.
-    own_bytes: bytes held before and after a run; None: peak memory is not measured.
     seconds: of every counted round, by part.
     """
 
     parts: ClassVar[tuple[str, ...]]
     model: Any
-    own_bytes: int | None = None
-    peak_memory_bytes: int | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -111,44 +107,22 @@ class Variant:
     timed: Any
     silent: Any = None
     kind: str = MODEL_ROW
-    schedule: str = "sequential"
+    schedule: ScheduleName = "sequential"
     overlapping: set[str] = field(default_factory=set)
     messages: dict[str, list[Any]] = field(default_factory=dict)
     overlap: dict[str, Overlap] | None = None
+    architecture: str | None = None
 
     def trace_path(self, folder: Path, number: int, batch: int, rank: int) -> Path:
         """Return the file of a rank's trace.
 
         number: of the variant.
         """
-        stem = Path(self.name).name + ("" if self.schedule == "sequential" else f"-{self.schedule}")
-        stem = "".join(c if c.isalnum() or c in "+-." else "_" for c in stem)
+        stem = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(self.name).name)
         return folder / f"{number}-{stem}-batch{batch}-rank{rank}.json"
 
-    def row_figures(self, ranks: int, batch: int) -> dict[str, Any]:
-        """Return the fields of a row that describe the timed model.
 
-        ranks: real or emulated.
-        """
-        layout, folder = self.spec.layout, self.spec.folder
-        return {
-            "model": self.name,
-            "layout": str(layout),
-            "attention_sync": list(layout.attention_sync),
-            "mlp_sync": list(layout.mlp_sync),
-            "sync_tp_size": layout.sync_tp_size,
-            "weights": "random" if folder is None else str(folder),
-            "dtype": self.spec.dtype,
-            "tp_size": ranks,
-            "batch_size": batch,
-            "peak_memory_bytes": self.timed.peak_memory_bytes,
-            "schedule": self.schedule,
-            "samples_ms": self.timed.samples_ms(),
-            "overlap": self.overlap,
-        }
-
-
-def time_rounds(group: Ranks, variants: Sequence[Variant], options: GroupOptions, console: Console, title: str) -> None:
+def time_rounds(group: Ranks, variants: Sequence[Variant], options: BenchOptions, console: Console, title: str) -> None:
     """Run as many rounds over all variants as ``options`` say; all ranks call it."""
     order: list[Timed] = [one for variant in variants for one in (variant.timed, variant.silent) if one is not None]
     shuffle = random.Random(options.seed)  # the same on every rank
@@ -161,21 +135,12 @@ def time_rounds(group: Ranks, variants: Sequence[Variant], options: GroupOptions
             advance(0, f"round {counted} of {options.repeat}" if counted > 0 else warming)
             shuffle.shuffle(order)
             for one in order:
-                _take_sample(group, one, counted=counted > 0)
+                group.barrier()
+                seconds = one.sample()
+                if counted > 0:  # the group is done when its last rank is
+                    for part, of_ranks in zip(one.parts, zip(*group.gather(seconds), strict=True), strict=True):
+                        one.seconds[part].append(max(of_ranks))
             advance(1)
-
-
-def _take_sample(group: Ranks, timed: Timed, *, counted: bool) -> None:
-    memory = contextlib.nullcontext() if timed.own_bytes is None else PeakMemory(group.device)
-    with memory:
-        group.barrier()
-        seconds = timed.sample()
-    if counted:
-        # the group is done when its last rank is
-        for part, of_ranks in zip(timed.parts, zip(*group.gather(seconds), strict=True), strict=True):
-            timed.seconds[part].append(max(of_ranks))
-    elif isinstance(memory, PeakMemory) and memory.rise is not None and timed.own_bytes is not None:
-        timed.peak_memory_bytes = max(timed.peak_memory_bytes or 0, timed.own_bytes + memory.rise)
 
 
 # ---- the messages of a pass, against those that its layout asks for ----

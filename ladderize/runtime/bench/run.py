@@ -4,9 +4,9 @@ import dataclasses
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any
 
 import torch
 
@@ -14,20 +14,22 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import (
+    BASELINE_ROW,
+    END_TO_END,
+    NO_COMM,
+    STEP,
+    BenchDocument,
+    BenchRow,
     Environment,
     Overlap,
     PhaseCommunication,
-    TimedDocument,
-    VariantRow,
     difference_interval,
-    environment,
+    timed_figures,
 )
-from ladderize.runtime.bench.plan import BenchPlan, SomeOptions
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.rounds import Variant, sending_over, synchronize, time_rounds
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
-from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.graphs import capture
@@ -37,102 +39,32 @@ ALONE_ROUNDS, ALONE_REPEAT = 6, 10
 MIN_OVERLAP = 0.01  # of the time in flight: less under compute than this is none at all
 
 
-class AloneTimes:
-    """The time of single collectives with nothing beside them, by name and size; measured when first asked for."""
+class BenchRun(ABC):
+    """One rank's part of a benchmark. Subclasses open what is timed.
 
-    def __init__(self, group: Ranks, collectives: Collectives, link: Link | None, dtype: torch.dtype) -> None:
-        self.group, self.collectives, self.link, self.dtype = group, collectives, link, dtype
-        self.measured: dict[tuple[str, int], float] = {}
-
-    def seconds(self, collective: str, size: int) -> float:
-        """Return the seconds of one collective. All ranks call it.
-
-        collective: all_reduce or all_gather.
-        size: bytes of the message, of an all-gather those from each rank.
-        """
-        if (collective, size) not in self.measured:
-            self.measured[collective, size] = self._measure(collective, size)
-        return self.measured[collective, size]
-
-    def milliseconds(self) -> dict[str, float]:
-        """Return all times so far, in ms: ``alone_ms`` of bench.json."""
-        return {f"{name} of {size} bytes": seconds * 1e3 for (name, size), seconds in sorted(self.measured.items())}
-
-    def _measure(self, collective: str, size: int) -> float:
-        if self.link is not None:
-            return self.link.seconds(size * (self.collectives.ranks if collective == "all_gather" else 1))
-        if self.collectives.ranks == 1 or isinstance(self.collectives, NoCommunication):
-            return 0.0
-        message = torch.zeros(size, dtype=torch.uint8, device=self.group.device)
-        message = message.view(torch.bfloat16 if size % self.dtype.itemsize else self.dtype)
-        communicate = getattr(self.collectives, collective)
-
-        def back_to_back() -> None:
-            for _ in range(ALONE_REPEAT):  # after a barrier ranks do not start at once
-                communicate(message)
-
-        run: Callable[[], None] = back_to_back
-        if self.group.device.type == "cuda":  # launched one by one, small messages take as long as their launches
-            run = capture(back_to_back, self.group.device, warm_ups=1)[0].replay
-        samples = []
-        for _ in range(ALONE_ROUNDS):
-            self.group.barrier()
-            synchronize(self.group.device)
-            begin = time.perf_counter()
-            run()
-            synchronize(self.group.device)
-            samples.append(max(self.group.gather(time.perf_counter() - begin)) / ALONE_REPEAT)
-        return statistics.median(samples[1:])
-
-
-class BenchRun(ABC, Generic[SomeOptions]):
-    """One rank's part of a benchmark. Subclasses say what is timed, and what a row holds.
-
-    backend: the name of the backend that carries messages.
     link: of an emulated group.
+    alone_ms: the times of single collectives with nothing beside them, by name and size, as far as they were asked for.
+    baselines: those that are timed.
     failed: the reason why a variant is not timed, by its name.
     checks: the differences from a reference of variants that passed, by name.
     """
 
-    document_class: ClassVar[type[TimedDocument]]
+    def __init__(self, group: Ranks, options: BenchOptions, console: Console, link: Link | None) -> None:
+        self.group, self.options, self.console, self.link = group, options, console, link
+        self.baselines = options.baselines
+        self.alone_ms: dict[str, float] = {}
+        self.rows: list[BenchRow] = []
+        self.failed: dict[str, str] = {}
+        self.checks: dict[str, dict[str, float]] = {}
 
     environment: Environment
     backend: str
-    link: Link | None
-
-    def __init__(self, group: Ranks, options: SomeOptions, console: Console) -> None:
-        self.group, self.options, self.console = group, options, console
-        self.rows: list[VariantRow] = []
-        self.failed: dict[str, str] = {}
-        self.checks: dict[str, Any] = {}
 
     @abstractmethod
     def open_variants(self, batch: int) -> list[Variant]:
         """Return what is timed at this batch size. All ranks call it."""
 
-    @abstractmethod
-    def rows_of(self, variants: Sequence[Variant], batch: int) -> list[VariantRow]:
-        """Return the rows of timed variants; speed-ups are over the first. All ranks call it."""
-
-    @abstractmethod
-    def alone_times(self, variant: Variant) -> AloneTimes:
-        """Return the times alone of the collectives that carry a variant's messages."""
-
-    def document(self, *, complete: bool, **more: Any) -> Any:
-        """Return the document so far."""
-        return self.document_class(
-            complete=complete,
-            options=self.options,
-            backend=self.backend,
-            environment=self.environment,
-            link=self.link,
-            rows=list(self.rows),
-            failed=dict(self.failed),
-            checks=dict(self.checks),
-            **more,
-        )
-
-    def measure(self) -> Any:
+    def measure(self) -> BenchDocument:
         """Time everything and return the document, which is reported after each batch size, and before traces are made.
 
         All ranks call it. Raises UserError if all variants fail their check.
@@ -159,17 +91,113 @@ class BenchRun(ABC, Generic[SomeOptions]):
             raise UserError(f"{next(iter(self.failed.values()))}, so nothing was timed")
         return self.document(complete=True)
 
+    def document(self, *, complete: bool, **more: Any) -> BenchDocument:
+        """Return the document so far."""
+        return BenchDocument(
+            complete=complete,
+            options=self.options,
+            backend=self.backend,
+            environment=self.environment,
+            link=self.link,
+            alone_ms=dict(sorted(self.alone_ms.items())),
+            rows=list(self.rows),
+            failed=dict(self.failed),
+            checks=dict(self.checks),
+            **more,
+        )
+
+    # ---- rows ----
+
+    def rows_of(self, variants: Sequence[Variant], batch: int) -> Iterator[BenchRow]:
+        """Yield the rows of timed variants; speed-ups are over the first. All ranks call it."""
+        options, first = self.options, variants[0].timed.seconds
+        for variant in variants:
+            timed, silent = variant.timed, variant.silent
+            row = self._row(variant, variant.timed.seconds, first, batch)
+            if silent is not None:
+                row = dataclasses.replace(
+                    row,
+                    communication={part: self.communication(variant, part) for part in timed.parts},
+                    no_communication_samples_ms=silent.samples_ms(),
+                )
+            if options.train:
+                # a model's fastest step without communication, whatever the schedule
+                same = (one.silent for one in variants if one.spec is variant.spec)
+                bound = min(sum(map(one.median_ms, one.parts)) for one in same)
+                row = dataclasses.replace(row, bound_share=bound / row.ms[STEP])
+            yield row
+            if variant is variants[0] and "no-comm" in self.baselines:
+                named = dataclasses.replace(variant, name=NO_COMM, kind=BASELINE_ROW, overlap=None)
+                yield self._row(named, silent.seconds, first, batch)
+
+    def _row(self, variant: Variant, seconds: Any, first: Any, batch: int) -> BenchRow:
+        """Return the row of a variant that took these seconds, without what is known of its messages."""
+        options, layout, folder = self.options, variant.spec.layout, variant.spec.folder
+        total, steps = (STEP, 1) if options.train else (END_TO_END, options.decode_steps)
+        before, after = variant.timed.parts
+        figures = timed_figures(seconds, first, {before: 1, after: steps}, total)
+        tokens, whole = (batch * options.prompt_len, STEP) if options.train else (batch, after)
+        return BenchRow(
+            model=variant.name,
+            kind=variant.kind,
+            schedule=variant.schedule,
+            layout=str(layout),
+            attention_sync=list(layout.attention_sync),
+            mlp_sync=list(layout.mlp_sync),
+            sync_tp_size=layout.sync_tp_size,
+            weights="random" if folder is None else str(folder),
+            dtype=variant.spec.dtype,
+            tp_size=options.ranks,
+            batch_size=batch,
+            tokens_per_s=1e3 * tokens / figures["ms"][whole],
+            samples_ms={part: [1e3 * one for one in seconds[part]] for part in variant.timed.parts},
+            overlap=variant.overlap,
+            architecture=variant.architecture,
+            **figures,
+        )
+
+    def communication(self, variant: Variant, part: str) -> PhaseCommunication:
+        """Return the communication of a variant in a part. All ranks call it."""
+        timed, silent, messages = variant.timed, variant.silent, variant.messages[part]
+        collectives, dtype = timed.model.collectives, variant.spec.torch_dtype
+        sums = [message.bytes for message in messages if not message.vocabulary]
+        return PhaseCommunication(
+            all_reduces=len(sums),
+            bytes=sum(sums),
+            no_communication_ms=silent.median_ms(part),
+            alone_ms=sum(self.time_alone(collectives, dtype, one.collective, one.bytes) for one in messages),
+            exposed_ms=timed.median_ms(part) - silent.median_ms(part),
+            exposed_interval_ms=[1e3 * end for end in difference_interval(timed.seconds[part], silent.seconds[part])],
+        )
+
+    def time_alone(self, collectives: Collectives, dtype: torch.dtype, name: str, size: int) -> float:
+        """Return the ms of one collective with nothing beside it, measured when first asked for. All ranks call it.
+
+        name: all_reduce or all_gather.
+        size: bytes of the message, of an all-gather those from each rank.
+        """
+        key = f"{name} of {size} bytes"
+        if key not in self.alone_ms:
+            if self.link is not None:
+                seconds = self.link.seconds(size * (collectives.ranks if name == "all_gather" else 1))
+            else:
+                seconds = seconds_alone(self.group, collectives, dtype, name, size)
+            self.alone_ms[key] = 1e3 * seconds
+        return self.alone_ms[key]
+
+    # ---- traces ----
+
     def traced(self, variant: Variant, path: Path) -> dict[str, Overlap]:
         """Write the trace of a variant; return the overlap of each part, with ``proven`` where there should be some."""
-        timed, alone = variant.timed, self.alone_times(variant)
-        with sending_over(timed.model, Traced(timed.model.collectives)) as traced:
+        timed, collectives, dtype = variant.timed, variant.timed.model.collectives, variant.spec.torch_dtype
+        with sending_over(timed.model, Traced(collectives)) as traced:
             overlap = trace(
                 lambda: timed.run_marked(TRACED_PASSES),
                 timed.parts,
                 path,
                 self.group.device,
                 traced,
-                lambda size: alone.seconds("all_reduce", size),
+                lambda size: self.time_alone(collectives, dtype, "all_reduce", size) / 1e3,
             )
         # ranks copy the messages of shared memory themselves: none is in flight
         promised = set() if traced.name == "shm" else variant.overlapping
@@ -181,47 +209,27 @@ class BenchRun(ABC, Generic[SomeOptions]):
         }
 
 
-class RuntimeRun(BenchRun[SomeOptions]):
-    """A run on ladderize's runtime.
+def seconds_alone(group: Ranks, collectives: Collectives, dtype: torch.dtype, name: str, size: int) -> float:
+    """Measure one collective of ``size`` bytes; return the seconds. All ranks call it."""
+    if collectives.ranks == 1 or isinstance(collectives, NoCommunication):
+        return 0.0
+    message = torch.zeros(size, dtype=torch.uint8, device=group.device)
+    message = message.view(torch.bfloat16 if size % dtype.itemsize else dtype)
+    communicate = getattr(collectives, name)
 
-    silence: collectives of as many ranks, without communication.
-    """
+    def back_to_back() -> None:
+        for _ in range(ALONE_REPEAT):  # after a barrier ranks do not start at once
+            communicate(message)
 
-    def __init__(
-        self, group: Ranks, plan: BenchPlan[SomeOptions], console: Console, operations: str | None = None
-    ) -> None:
-        """Choose the collectives. All ranks call it, and close ``collectives`` at the end."""
-        super().__init__(group, plan.options, console)
-        options, link = plan.options, plan.link
-        if options.emulate_tp is not None and link is not None:
-            self.collectives: Collectives = emulate(options.emulate_tp, link, group.device)
-            self.backend = f"emulated: {options.emulate_tp} ranks over {link.name}"
-        else:
-            self.collectives, self.backend = choose(
-                options.backend, group, max_bytes=plan.longest_message, in_flight=plan.in_flight
-            )
-        self.environment, self.link = environment(group, operations=operations), link
-        self.silence = NoCommunication(self.collectives.ranks)
-        self.alone = AloneTimes(group, self.collectives, link, plan.specs[0].torch_dtype)
-
-    def alone_times(self, variant: Variant) -> AloneTimes:
-        return self.alone
-
-    def document(self, *, complete: bool, **more: Any) -> Any:
-        return super().document(complete=complete, alone_ms=self.alone.milliseconds(), **more)
-
-    def communication(self, variant: Variant, part: str) -> PhaseCommunication:
-        """Return the communication of a variant in a part. All ranks call it."""
-        timed, silent, messages = variant.timed, variant.silent, variant.messages[part]
-        sums = [message.bytes for message in messages if not message.vocabulary]
-        alone = 1e3 * sum(self.alone.seconds(one.collective, one.bytes) for one in messages)
-        exposed = timed.median_ms(part) - silent.median_ms(part)
-        return PhaseCommunication(
-            all_reduces=len(sums),
-            bytes=sum(sums),
-            no_communication_ms=silent.median_ms(part),
-            alone_ms=alone,
-            exposed_ms=exposed,
-            exposed_interval_ms=[1e3 * end for end in difference_interval(timed.seconds[part], silent.seconds[part])],
-            hidden_ms=alone - exposed,
-        )
+    run: Callable[[], None] = back_to_back
+    if group.device.type == "cuda":  # launched one by one, small messages take as long as their launches
+        run = capture(back_to_back, group.device, warm_ups=1)[0].replay
+    samples = []
+    for _ in range(ALONE_ROUNDS):
+        group.barrier()
+        synchronize(group.device)
+        begin = time.perf_counter()
+        run()
+        synchronize(group.device)
+        samples.append(max(group.gather(time.perf_counter() - begin)) / ALONE_REPEAT)
+    return statistics.median(samples[1:])

@@ -99,7 +99,7 @@ def flights_of(part: str, flights: Iterable[Flight], events: Iterable[dict[str, 
 def overlap_of(flights: Sequence[Flight]) -> Overlap:
     """Return the overlap of these messages together."""
     in_flight, covered = sum(flight.in_flight for flight in flights), sum(flight.covered for flight in flights)
-    return Overlap(in_flight / 1e3, covered / 1e3, covered / in_flight if in_flight else 0.0)
+    return Overlap(in_flight / 1e3, covered / 1e3)
 
 
 def cpu_flights(events: Iterable[dict[str, Any]], alone: Sequence[float]) -> list[Flight]:

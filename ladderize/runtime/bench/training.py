@@ -1,129 +1,58 @@
-"""``ladderize bench --train``: training steps of each model by each schedule."""
+"""``ladderize bench --train``: training steps of each model by each schedule.
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+A step is a forward and a backward pass over a batch of random tokens: cross-entropy on random targets, gradients of all
+parameters in float32. The optimizer is no part of it: it does not communicate. Before any timing, every schedule must
+give the loss and gradients of the sequential one of the same model, every sum waited for at once; the tests compare
+that one with transformers. This check computes in float32, since bfloat16 alone takes a gradient up to 0.2 off.
+"""
 
-from ladderize.console import SILENT, Console
-from ladderize.errors import UserError
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ladderize.checkpoint.config import expected_tensors
+from ladderize.console import Console
 from ladderize.layout import OVERLAPPED
-from ladderize.ranks.device import check_device
+from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import (
-    PASSES,
-    TrainingBenchDocument,
-    TrainingRow,
-    VariantRow,
-    timed_figures,
-    variant_name,
+from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, PASSES, variant_name
+from ladderize.runtime.bench.plan import BenchPlan, weights_key
+from ladderize.runtime.bench.rounds import (
+    Message,
+    Timed,
+    Variant,
+    expected_messages,
+    read_sums,
+    record_messages,
+    sent_sums,
 )
-from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions, check_training_usage
-from ladderize.runtime.bench.plan import (
-    BenchPlan,
-    check_bench_memory,
-    check_cuts,
-    chosen_models,
-    make_profile_folder,
-    parsed_link,
-)
-from ladderize.runtime.bench.report import run_and_show
-from ladderize.runtime.bench.rounds import Variant
-from ladderize.runtime.bench.run import RuntimeRun
-from ladderize.runtime.bench.training_step import (
-    Blocking,
-    check_outcome,
-    outcome_of,
-    step_opener,
-    trained_key,
-)
-from ladderize.runtime.schedule import SEQUENTIAL
-from ladderize.runtime.shards import Shape, weight_bytes
+from ladderize.runtime.bench.run import BenchRun
+from ladderize.runtime.collectives.base import Collectives, Handle, NoCommunication
+from ladderize.runtime.collectives.observed import Observed
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec
 from ladderize.runtime.training.batch import Batch
+from ladderize.runtime.training.model import TPTraining
+from ladderize.runtime.training.weights import TrainedWeights, build_weights
 
-LOSS_STATISTICS = 8  # float32 numbers of a token that the ranks exchange for the losses, at most
-
-
-def bench_training(
-    choice: ModelChoice,
-    options: TrainingBenchOptions,
-    link: str | None = None,
-    *,
-    out: Path | None = None,
-    console: Console = SILENT,
-) -> TrainingBenchDocument:
-    """Check and time training steps of the chosen models by the chosen schedules, and return the result; a console that
-    speaks shows it.
-
-    Raises UsageError or UserError if something cannot be measured, a schedule gives other gradients than the sequential
-    one, or a trace disproves an overlap. What was measured by then is kept in ``out`` and shown.
-
-    link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it.
-    out: a JSON file, written after each batch size, and before traces are made.
-    """
-    check_device(options.device)
-    plan = plan_training_bench(choice, options, link)
-    return run_and_show(measure_training, plan, options.device, out, console)
+_TOLERANCE = 1e-4  # of the norm of what is compared: for another order of sums in float32
+# A tensor whose gradient is tiny beside all others' is compared with this share of their norm instead of its own.
+SMALL_TENSOR = 1e-3
 
 
-def plan_training_bench(
-    choice: ModelChoice, options: TrainingBenchOptions, link: str | None = None
-) -> BenchPlan[TrainingBenchOptions]:
-    """Return the checked plan. Raises UsageError for faults of the arguments alone, UserError or LayoutError for
-    others.
-
-    link: as --link has it.
-    """
-    check_training_usage(choice, options, link)
-    parsed = parsed_link(options, link)
-    specs = chosen_models(choice, options)
-    for spec in specs:
-        if spec.dtype == "float16":
-            raise UserError(f"{spec.name}: float16 has too small a range for training; give --dtype bfloat16")
-        if options.seq_len > spec.positions:
-            raise UserError(f"{spec.name}: --seq-len {options.seq_len} is over the model's {spec.positions} positions")
-        for schedule in options.timed_schedules:
-            check_cuts(spec, schedule, options, options.seq_len, "--seq-len")
-    # the stream of all rows, or the statistics of the losses; gradients are summed at the end of a step by another way
-    numbers = max(LOSS_STATISTICS, *(int(spec.config["hidden_size"]) for spec in specs))
-    longest = 4 * numbers * max(options.batch_sizes) * options.seq_len
-    if parsed is not None:
-        parsed.seconds(longest)  # raises for a size that the link's time is not known for
-    make_profile_folder(options.profile)
-    in_flight = max(schedule.in_flight for schedule in options.timed_schedules)
-    return BenchPlan(specs, options, parsed, longest, in_flight)
-
-
-def training_bytes(specs: Sequence[ModelSpec], ranks: int) -> int:
-    """Return the bytes of one rank's float32 weights and of one model's gradients. Weights that layouts share count
-    once."""
-    weights = {}
-    for spec in specs:
-        shape = Shape.from_config(spec.config, tp_size=ranks, rank=0)
-        weights[trained_key(spec, shape)] = weight_bytes(shape, 4, packed=False)
-    return sum(weights.values()) + max(weights.values())
-
-
-def measure_training(group: Ranks, plan: BenchPlan[TrainingBenchOptions], console: Console) -> TrainingBenchDocument:
-    """Check every variant and time those that pass. All ranks call it.
-
-    Raises UserError if none passes, or if a model does not fit into memory.
-    """
-    check_bench_memory(training_bytes(plan.specs, plan.options.ranks), group)
-    run = TrainingRun(group, plan, console)
-    document: TrainingBenchDocument = run.measure()
-    run.collectives.close()
-    return document
-
-
-class TrainingRun(RuntimeRun[TrainingBenchOptions]):
+class TrainingRun(BenchRun):
     """A run of training steps."""
 
-    document_class = TrainingBenchDocument
-
-    def __init__(self, group: Ranks, plan: BenchPlan[TrainingBenchOptions], console: Console) -> None:
-        super().__init__(group, plan, console)
-        self.specs, self.open_step = plan.specs, step_opener(group, self.options.ranks)
+    def __init__(self, group: Ranks, plan: BenchPlan, console: Console, collectives: Collectives) -> None:
+        super().__init__(group, plan.options, console, plan.link)
+        self.specs, self.collectives, self.silence = plan.specs, collectives, NoCommunication(collectives.ranks)
+        self.open_step = step_opener(group, plan.options.ranks)
 
     def open_variants(self, batch: int) -> list[Variant]:
         """Open every model with every schedule, and leave out those whose gradients are not the sequential schedule's.
@@ -135,14 +64,14 @@ class TrainingRun(RuntimeRun[TrainingBenchOptions]):
 
     def _variants_of(self, spec: ModelSpec, rows: int) -> Iterator[Variant]:
         options, group = self.options, self.group
-        batch = Batch.random(spec.config["vocab_size"], rows, options.seq_len, options.seed, group.device)
+        batch = Batch.random(spec.config["vocab_size"], rows, options.prompt_len, options.seed, group.device)
         wanted = None
         if options.check:
             blocking = self.open_step(spec, SEQUENTIAL, Blocking(self.collectives), batch)
             wanted = outcome_of(blocking.in_float32(), group)
         for schedule in options.timed_schedules:
             timed, silent = (self.open_step(spec, schedule, one, batch) for one in (self.collectives, self.silence))
-            name = variant_name(spec.name, schedule.name)
+            name = variant_name(spec.name, schedule.name, options)
             messages = timed.recorded_messages(name)
             if wanted is not None:
                 agreement = check_outcome(outcome_of(timed.in_float32(), group), wanted, group)
@@ -152,33 +81,184 @@ class TrainingRun(RuntimeRun[TrainingBenchOptions]):
                 self.checks[f"{name}, {rows} rows"] = agreement
             overlapping = {"backward"}  # always, under the products of weights' gradients
             overlapping |= {"forward"} if schedule.is_domino or spec.layout.count(OVERLAPPED) else set()
-            more: dict[str, Any] = {"schedule": schedule.name, "overlapping": overlapping, "messages": messages}
-            yield Variant(spec.name, spec, timed, silent, **more)
+            kind = MODEL_ROW if name == spec.name else BASELINE_ROW
+            yield Variant(name, spec, timed, silent, kind, schedule.name, overlapping, messages)
 
-    def rows_of(self, variants: Sequence[Variant], batch: int) -> list[VariantRow]:
-        options = self.options
-        silent_ms = {id(one): sum(map(one.silent.median_ms, PASSES)) for one in variants}
-        rows: list[VariantRow] = []
-        for variant in variants:
-            timed = variant.timed
-            figures = timed_figures(timed.seconds, variants[0].timed.seconds, dict.fromkeys(PASSES, 1), "step")
-            # a model's fastest step without communication, whatever the schedule
-            bound = min(silent_ms[id(one)] for one in variants if one.spec is variant.spec)
-            rows.append(
-                TrainingRow(
-                    **variant.row_figures(options.ranks, batch),
-                    **figures,
-                    tokens_per_s=1e3 * batch * options.seq_len / figures["step_ms"],
-                    no_communication_ms=silent_ms[id(variant)],
-                    bound_ms=bound,
-                    bound_share=bound / figures["step_ms"],
-                    weight_bytes=timed.own_bytes,
-                    communication={part: self.communication(variant, part) for part in PASSES},
-                    no_communication_samples_ms=variant.silent.samples_ms(),
-                )
+
+class ModelStep(Timed):
+    """A model with a batch.
+
+    group: the ranks of ``collectives``, or this one alone where they are emulated.
+    """
+
+    parts = PASSES
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: TrainedWeights,
+        schedule: Schedule,
+        collectives: Collectives,
+        batch: Batch,
+        group: Ranks,
+    ) -> None:
+        super().__init__(group.device)
+        self.spec, self.weights, self.schedule, self.batch, self.group = spec, weights, schedule, batch, group
+        self.model = TPTraining(weights, spec.config, spec.layout, collectives, schedule=schedule)
+        self.partial = weights.partial_numbers  # in the one message that sums gradients
+
+    def in_float32(self) -> "ModelStep":
+        """Return the same step from the same weights, computed in float32."""
+        weights = copy.copy(self.weights)
+        weights.compute = torch.float32
+        spec = replace(self.spec, dtype="float32")
+        return ModelStep(spec, weights, self.schedule, self.model.collectives, self.batch, self.group)
+
+    def run(self, passes: int | None = None) -> Iterator[int]:
+        loss = self.forward()
+        yield 1
+        self.backward(loss)
+        yield 1
+        self.clear()
+
+    @property
+    def is_real(self) -> bool:
+        """True where there are other ranks whose gradients are really summed."""
+        return self.group.size > 1 and self.model.collectives.name != "none"
+
+    def forward(self) -> Tensor:
+        """Return the mean loss [], float32."""
+        sums: Tensor = self.model(self.batch)
+        return sums[0] / self.batch.targets.numel()
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients, also of parameters that several ranks hold in part. There must be none before."""
+        loss.backward()
+        if self.is_real:
+            self.weights.sum_partial_gradients(self.group)
+        elif self.model.collectives.ranks > 1:  # the same message, for its emulated delay
+            self.model.collectives.all_reduce(loss.new_zeros(self.partial))
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Return the gradient of this rank's part of each trained tensor, by name."""
+        return {
+            name: parameter.grad for name, parameter in self.weights.named_parameters() if parameter.grad is not None
+        }
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self.weights.zero_grad(set_to_none=True)
+
+    def recorded_messages(self, name: str) -> dict[str, list[Message]]:
+        """Return the messages of each pass. Raises UserError for unexpected ones.
+
+        The gradient of a sub-module's input is as large as the sum that it reads.
+
+        name: the step, for the message of the error.
+        """
+        itemsize, small = self.spec.torch_dtype.itemsize, Message("all_reduce", 4 * self.partial)
+        sizes = (itemsize, self.schedule, *self.batch.input_ids.shape)
+        expected = {
+            part: expected_messages(self.weights.shape, count(self.spec.layout), *sizes)
+            for part, count in zip(PASSES, (sent_sums, read_sums), strict=True)
+        }
+        if self.model.collectives.ranks > 1 and not self.is_real:
+            due = expected["backward"]
+            expected["backward"] = replace(due, all_reduces=due.all_reduces + 1, bytes=due.bytes + small.bytes)
+        sent = record_messages(self, name, expected)
+        if self.is_real:  # it goes another way (``sum_partial_gradients``)
+            sent["backward"].append(small)
+        return sent
+
+
+OpenStep = Callable[[ModelSpec, Schedule, Collectives, Batch], ModelStep]
+
+
+def step_opener(group: Ranks, ranks: int) -> OpenStep:
+    """Return a function that opens steps of ``ranks`` ranks, real or emulated. Weights are read once for models that
+    share them."""
+    loaded: dict[object, TrainedWeights] = {}
+    avoid_cudnn_attention()  # as in training
+
+    def open_step(spec: ModelSpec, schedule: Schedule, collectives: Collectives, batch: Batch) -> ModelStep:
+        shape = Shape.from_config(spec.config, tp_size=ranks, rank=group.rank)
+        key = weights_key(spec, shape, train=True)
+        if key not in loaded:
+            loaded[key] = build_weights(
+                functools.partial(spec.source, device=group.device),
+                spec.config,
+                shape,
+                spec.layout,
+                trained=frozenset(expected_tensors(spec.config)),
+                compute=spec.torch_dtype,
             )
-        return rows
+        return ModelStep(spec, loaded[key], schedule, collectives, batch, group)
 
-    def document(self, *, complete: bool, **more: Any) -> TrainingBenchDocument:
-        document: TrainingBenchDocument = super().document(complete=complete, checked=self.options.check, **more)
-        return document
+    return open_step
+
+
+# ---- the check ----
+
+
+class Blocking(Observed):
+    """A backend whose all-reduces are waited for at once."""
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        total = self.inner.all_reduce(x)
+        return Handle(lambda: total)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The loss of a step, this rank's gradients, and the norm of all ranks' gradients."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    norm: float
+
+
+def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
+    """Run ``step`` once and return its outcome. All ranks call it."""
+    loss = step.forward()
+    step.backward(loss)
+    gradients = {name: gradient.detach().clone() for name, gradient in step.gradients().items()}
+    step.clear()
+    squares = group.gather(sum(_norm(gradient) ** 2 for gradient in gradients.values()))
+    return Outcome(float(loss.detach()), gradients, sum(squares) ** 0.5)
+
+
+def check_outcome(outcome: Outcome, wanted: Outcome, group: Ranks) -> dict[str, float] | str:
+    """Compare a float32 step's loss and gradients with those of the reference; return the differences, or a failure in
+    words.
+
+    All ranks call it and return the same.
+    """
+    loss = abs(outcome.loss - wanted.loss) / max(abs(wanted.loss), 1e-12)
+    worst, name = max(group.gather(_worst(outcome, wanted)))
+    if not math.isfinite(wanted.loss) or not math.isfinite(wanted.norm):
+        return (
+            f"the loss is {wanted.loss:.6g} and the norm of its gradients {wanted.norm:.6g}: check the model's weights"
+        )
+    if not loss <= _TOLERANCE:  # also for NaN
+        return f"the loss is {outcome.loss:.6g}, where the sequential schedule gives {wanted.loss:.6g}"
+    if not worst <= _TOLERANCE:
+        return f"the gradient of {name} is {worst:.3g} off that of the sequential schedule, relative"
+    return {"loss_difference": loss, "gradient_difference": worst, "tolerance": _TOLERANCE}
+
+
+def _worst(outcome: Outcome, wanted: Outcome) -> tuple[float, str]:
+    """Return the largest relative difference of a tensor's gradient, and its name.
+
+    NaN counts as infinite, and so does a gradient that only one of the two has.
+    """
+    if missing := outcome.gradients.keys() ^ wanted.gradients.keys():
+        return math.inf, min(missing)
+    differences = [
+        (_norm(outcome.gradients[name] - gradient) / max(_norm(gradient), SMALL_TENSOR * wanted.norm, 1e-30), name)
+        for name, gradient in wanted.gradients.items()
+    ]
+    return max(((math.inf if math.isnan(one) else one, name) for one, name in differences), default=(0.0, ""))
+
+
+def _norm(gradient: Tensor) -> float:
+    return float(gradient.float().norm())
