@@ -29,7 +29,7 @@ from ladderize.console import Console
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BenchDocument, BenchRow, speedup_interval
+from ladderize.runtime.bench.document import BenchDocument, BenchRow, timed_figures
 from ladderize.runtime.bench.inference import bench
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.training import step_opener
@@ -128,7 +128,8 @@ def ddp(rounds: int, quick: bool) -> dict[str, Any]:
         tensor, *others = part["seconds"].items()
         print(f"\n{dtype}, {layers} layers of hidden 1024, {rows} x {tokens} tokens, forward and backward")
         for name, seconds in (tensor, *others):
-            ratio, (low, high) = median(tensor[1]) / median(seconds), speedup_interval(tensor[1], seconds)
+            figures = timed_figures({"step": seconds}, {"step": tensor[1]}, {"step": 1}, "step")
+            ratio, (low, high) = figures["speedup"]["step"], figures["speedup_interval"]["step"]
             note = "" if name == tensor[0] else f"   TP2 takes {ratio:.2f}x ({low:.2f}-{high:.2f}; target {SLOWER})"
             print(f"  {name:36} {1e6 * median(seconds) / rows / tokens:8.1f} us/token{note}")
         part["tp_over"] = {name: median(tensor[1]) / median(seconds) for name, seconds in others}
@@ -210,17 +211,16 @@ def prefill(rounds: int, quick: bool) -> dict[str, Any]:
                 prompt_len=length,
                 output_len=2,
                 batch_sizes=batches,
-                schedules=("domino", "sequential"),
+                schedules=BOTH,
                 repeat=rounds,
                 threads=1,
             )
             document = bench(choice, options, "20,0.3" if "emulate_tp" in ranks else None, console=QUIET)
             found[f"{name}, {length} tokens"] = document.to_dict()
-            for domino, plain in zip(document.rows[::2], document.rows[1::2], strict=True):
-                low, high = speedup_interval(plain.samples_ms["prefill"], domino.samples_ms["prefill"])
-                slow, fast = plain.ms["prefill"], domino.ms["prefill"]
-                took = f"{slow:8.1f} ms / {fast:8.1f} ms"
-                ratio = f"{slow / fast:.2f}x ({low:.2f}-{high:.2f})"
+            for plain, domino in zip(document.rows[::2], document.rows[1::2], strict=True):
+                low, high = domino.speedup_interval["prefill"]
+                took = f"{plain.ms['prefill']:8.1f} ms / {domino.ms['prefill']:8.1f} ms"
+                ratio = f"{domino.speedup['prefill']:.2f}x ({low:.2f}-{high:.2f})"
                 print(f"  {domino.batch_size:3} x {length:5} tokens: {took} = {ratio}")
     return found
 

@@ -27,8 +27,9 @@ from ladderize.console import Console
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import PLUGIN, BenchOptions, ModelChoice
 from ladderize.runtime.shards import read_shape
-from ladderize.vllm.bench import PLUGIN_ROW, bench_vllm
+from ladderize.vllm.bench import bench_vllm
 from ladderize.vllm.environment import BACKEND_VARIABLE
+from ladderize.vllm.served import PLUGIN_ROW
 
 LAYOUTS = "dense,ladder,spd,spd+ladder"
 

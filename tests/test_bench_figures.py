@@ -12,14 +12,12 @@ from ladderize.runtime import launch as distributed
 from ladderize.runtime.bench import document, report
 from ladderize.runtime.bench import run as bench_run
 from ladderize.runtime.bench.document import Overlap, PhaseCommunication
-from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.bench.reference_check import text_lengths
 from ladderize.runtime.bench.rounds import ExpectedMessages, expected_messages, read_sums, sent_sums
 from ladderize.runtime.bench.trace import Flight, cpu_flights, flights_of, gpu_flights, overlap_of
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import Emulated
 from ladderize.runtime.collectives.links import Link, known_interconnects, parse_link
-from ladderize.runtime.collectives.observed import Recording
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from tests.groups import traced_swaps
@@ -39,13 +37,6 @@ def test_link_by_hand_and_by_name():
             parse_link(text, 8)
     with pytest.raises(UserError, match="measured with 4 and 8 ranks, not 32"):
         parse_link("nccl_nvlink_h100", 32)
-
-
-def test_a_link_without_bandwidth_is_refused_above_its_range():
-    link = parse_link("nccl_two_nodes_ib_ndr", 16)
-    assert link.seconds(512) == pytest.approx(47e-6)
-    with pytest.raises(UserError, match="was measured up to 512 bytes only"):
-        link.seconds(513)
 
 
 def test_the_table_is_the_published_one():
@@ -80,17 +71,6 @@ def test_emulated_messages_take_turns(monkeypatch):
     assert slept == pytest.approx([102, 104])
     assert emulated.all_gather(x).shape == (4,)
     assert slept[-1] == pytest.approx(104 + 1 + 4)
-
-
-def test_recording_keeps_what_happened():
-    ticks = iter(range(100))
-    recording = Recording(Collectives(2), lambda: float(next(ticks)))
-    handle = recording.all_reduce_async(torch.zeros(4))
-    recording.all_reduce(torch.zeros(2))
-    handle.wait()
-    assert [seen.bytes for seen in recording.all_reduces] == [16, 8]
-    first, second = recording.all_reduces
-    assert first.started < second.start < second.end <= first.wait
 
 
 def test_expected_messages_of_uneven_parts():
@@ -203,14 +183,6 @@ def test_what_a_trace_must_show(monkeypatch, name, promised, proven):
     assert bench_run.BenchRun.traced(run, variant, None)["prefill"].proven is proven
 
 
-def test_intervals_of_rounds_that_agree_and_that_do_not():
-    slow, fast = [10.0, 11.0, 12.0, 13.0, 14.0], [5.0, 5.5, 6.0, 6.5, 7.0]
-    assert document.speedup_interval(slow, fast) == pytest.approx([2, 2])  # in every round
-    low, high = document.speedup_interval(slow, list(reversed(slow)))
-    assert low < 1 < high
-    assert document.difference_interval(slow, [x - 3 for x in slow]) == pytest.approx([3, 3])
-
-
 def test_an_interval_holds_its_speed_up():
     """A round is slow in one of its phases, each in another round: no round is as fast as the medians."""
     slow_first, slow_last = [9.0, 9, 9, 1, 1, 1, 1], [1.0, 1, 1, 1, 9, 9, 9]
@@ -239,12 +211,3 @@ def test_lengths_of_the_checked_texts():
     assert text_lengths(131072, 4) == (64, 43, 32)
     assert text_lengths(64, 32) == (32, 22, 32)
     assert text_lengths(2, 1) == (1, 1, 1)
-
-
-def test_named_layouts():
-    assert named_layout("dense", 4, 2).is_dense
-    assert named_layout("ladder=2:", 4, 2).ladder_layers == [2, 3]
-    both = named_layout("spd+ladder", 4, 2)
-    assert both.spd_layers == [0, 1, 2, 3]
-    assert both.ladder_layers == [1, 2, 3]  # nothing enters the first layer
-    assert both.sync_tp_size == 2

@@ -9,8 +9,8 @@ from ladderize.layout import Layout
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.spec import checkpoint_spec, shape_spec
 from ladderize.vllm import environment as vllm_environment
-from ladderize.vllm.bench import PLUGIN_ROW, served_models
 from ladderize.vllm.environment import configuration_refusal
+from ladderize.vllm.served import PLUGIN_ROW, served_models
 from tests.helpers import SHAPE, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]

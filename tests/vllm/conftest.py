@@ -11,9 +11,8 @@ from tests.vllm.engines import Engines
 
 # Processes of vLLM are imported and compiled for long on two cores; a job has its own limit (engines.py).
 TIMEOUT = 2400
-# Two workers share the files, in this order. Files that are not named come next; the last one ends a group of ranks.
+# Two workers share the files, in this order. Files that are not named come next.
 LONG_FILES = ["test_tokens.py", "test_eval.py", "test_bench.py", "test_plugin.py", "test_server.py", "test_features.py"]
-LAST = "test_harness.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after that of tests/conftest.py, which knows other files by the same names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONG_FILES)} | {LAST: len(LONG_FILES) + 1}
+    places = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONG_FILES)))  # stable: a file's own order stays
     for item in items:
         if not item.get_closest_marker("timeout"):

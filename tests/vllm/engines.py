@@ -47,7 +47,6 @@ class Rank:
             "MASTER_ADDR": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
-            "NUMBA_NUM_THREADS": "1",  # it drafts, and would give torch as many threads too: see rank.py
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[(worker + i) % len(cores)]) for i in range(ranks)),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",

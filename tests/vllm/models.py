@@ -80,14 +80,11 @@ def random_prompts(*lengths: int) -> list[list[int]]:
     return [[1, *torch.randint(2, SHAPE["vocab_size"], (length - 1,)).tolist()] for length in lengths]
 
 
-def check(
-    model: Any, prompts: list[list[int]], result: dict[str, Any], tolerance: float = 2e-4, average: float | None = None
-) -> None:
+def check(model: Any, prompts: list[list[int]], result: dict[str, Any], tolerance: float = 2e-4) -> None:
     """What vLLM generated is what ``model`` of transformers says: the likeliest token at every place, and the
-    log-probabilities of all that vLLM reports there, each within ``tolerance``, and within ``average`` on average. One
-    forward pass for each prompt, without a cache."""
+    log-probabilities of all that vLLM reports there, each within ``tolerance``. One forward pass for each prompt,
+    without a cache."""
     assert len(result["completions"]) == len(prompts)
-    errors: list[float] = []
     for prompt, completion in zip(prompts, result["completions"], strict=True):
         tokens = completion["tokens"]
         assert tokens
@@ -101,9 +98,5 @@ def check(
             assert float(expected[place, token]) >= best - tolerance, f"token {place} of {tokens} after {prompt}"
             assert str(token) in values
             wrong = {t: (value, float(expected[place, int(t)])) for t, value in values.items()}
-            errors += [abs(found - own) for found, own in wrong.values()]
             far = {t: pair for t, pair in wrong.items() if abs(pair[0] - pair[1]) > tolerance}
             assert not far, f"log-probabilities (vLLM, transformers) at {place} of {tokens} after {prompt}: {far}"
-    if average is not None:
-        mean = sum(errors) / len(errors)
-        assert mean < average, f"log-probabilities are off by {mean} on average"

@@ -7,7 +7,6 @@ WORLD_SIZE; a job brings the port at which its ranks meet.
 
 import contextlib
 import ctypes
-import functools
 import gc
 import json
 import os
@@ -34,7 +33,6 @@ def main() -> None:
     from vllm.v1.worker import cpu_worker  # noqa: F401  (half of the import's seconds)
 
     name_segments()
-    replace_kernels_once()
     gc.collect()
     gc.freeze()  # what the imports made need not be looked through after every engine
     answers.write(f"{ANSWER}{json.dumps({'ready': os.getpid()})}\n")
@@ -65,16 +63,6 @@ def name_segments() -> None:
         return os.environ[SEGMENTS] + named(communicator).replace("/", "")
 
     _CPUSHMDistributed.make_group_name = staticmethod(ours)
-
-
-def replace_kernels_once() -> None:
-    """vLLM looks for its kernels in all modules whenever it builds an engine, and stumbles over some that the first
-    engine has loaded (numba's, of n-gram speculation)."""
-    from vllm.platforms import current_platform
-
-    current_platform.register_triton_kernel_overrides = functools.cache(
-        current_platform.register_triton_kernel_overrides
-    )
 
 
 def run(job: Job) -> list[Any]:
@@ -168,17 +156,7 @@ def generate(llm: Any, step: Generate) -> dict[str, Any]:
             for output in outputs
         ],
         "steps": steps,
-        "accepted": accepted_drafts(llm),
     }
-
-
-def accepted_drafts(llm: Any) -> int | None:
-    """How many drafted tokens were taken over so far, where the engine keeps statistics."""
-    if llm.llm_engine.logger_manager is None:
-        return None
-    return sum(
-        int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_accepted_tokens"
-    )
 
 
 def streams(llm: Any, step: Streams) -> list[list[list[float]]]:

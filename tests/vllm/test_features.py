@@ -1,5 +1,5 @@
-"""What vLLM does beside plain reading and decoding: in pieces, from its cache, with drafts, with adapters,
-with what it compiled before.
+"""What vLLM does beside plain reading and decoding: in pieces, from its cache, with adapters, with what it compiled
+before.
 
 Every answer is compared with transformers, which does nothing of this.
 """
@@ -31,33 +31,6 @@ def test_prompts_in_pieces_and_prefixes_from_the_cache(engines, tmp_path):
     assert before["steps"] >= sum(map(len, prompts)) // 20
     check(model, again, after)
     assert [completion["cached"] for completion in after["completions"]] == [64, 64]
-
-
-def test_drafted_tokens(engines, tmp_path):
-    """N-gram speculation: several tokens of a request are checked in one step, and some of them kept."""
-    model = make("mixed", tmp_path)
-    prompts = [prompt * 4 for prompt in random_prompts(5, 9)]
-    with torch.no_grad():  # a model that nearly always repeats the last token, so that drafts are right
-        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
-        for layer in model.model.layers:
-            for parameter in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters()):
-                parameter.mul_(0.05)
-        model.model.norm.weight.fill_(1.0)
-    model.save_pretrained(tmp_path)
-    (result,) = engines(2).run(
-        tmp_path,
-        Generate(prompts, tokens=40),
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        },
-        disable_log_stats=False,
-        enforce_eager=True,
-    )
-    check(model, prompts, result)
-    assert result["accepted"] > 0
 
 
 def test_adapters(engines, tmp_path):

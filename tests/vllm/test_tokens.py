@@ -43,14 +43,12 @@ def test_compiled(engines, tmp_path, name, ranks):
     check(model, prompts, together)
 
 
-@pytest.mark.parametrize("name", ["spd 2", "spd below ladder"])
-def test_bfloat16(engines, tmp_path, name):
-    """Rounding moves log-probabilities by less than 0.05 on average, single ones by 0.4 and, of a rare model, more. The
-    dense layout's are 0.4 away on average at least."""
-    model = make(name, tmp_path)
+def test_bfloat16(engines, tmp_path):
+    """Rounding moves single log-probabilities by 0.4 and, of a rare model, more."""
+    model = make("spd 2", tmp_path)
     prompts = random_prompts(*LENGTHS)
     (result,) = engines(1).run(tmp_path, Generate(prompts), dtype="bfloat16", enforce_eager=True)
-    check(model.bfloat16().float(), prompts, result, tolerance=1.0, average=0.1)
+    check(model.bfloat16().float(), prompts, result, tolerance=1.0)
 
 
 def test_messages_over_gloo(engines, tmp_path):
@@ -77,3 +75,7 @@ def test_the_dense_layout_is_vllms_own_model(engines, tmp_path):
     dense = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
     check(dense, prompts, ours)
     check(dense, prompts, theirs)
+    with torch.no_grad():
+        dense.model.layers[3].self_attn.o_proj.weight.mul_(1.01)
+    with pytest.raises(AssertionError, match=r"^(log-probabilities|token \d+ of)"):  # another model is noticed
+        check(dense, prompts, ours)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ladderize.ranks.group import Ranks
 
 PHASES, PASSES = ("prefill", "decode"), ("forward", "backward")  # the timed parts of inference, and of a training step
-END_TO_END, STEP = "end_to_end", "step"  # the prefill and all decode steps; both passes
+END_TO_END, WHOLE_STEP = "end_to_end", "step"  # the prefill and all decode steps; both passes
 MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
 PARALLEL, NO_COMM = "parallel baseline", "no-comm baseline"  # their rows
 
@@ -141,7 +141,7 @@ class BenchRow(Record):
 
     kind: MODEL_ROW or BASELINE_ROW.
     tp_size: ranks, real or emulated.
-    ms: the medians of PHASES and END_TO_END, or of PASSES and STEP.
+    ms: the medians of PHASES and END_TO_END, or of PASSES and WHOLE_STEP.
     speedup, speedup_interval: over the first row of the batch size, by the same names.
     tokens_per_s: of decoding, or of training.
     samples_ms: of every counted round, by part.
@@ -270,12 +270,6 @@ def timed_figures(seconds: Seconds, first: Seconds, passes: Mapping[str, int], t
         "speedup": {name: reference[name] / own[name] for name in own},
         "speedup_interval": {name: _interval(before[name] / after[name]) for name in own},
     }
-
-
-def speedup_interval(reference: Sequence[float], times: Sequence[float]) -> list[float]:
-    """Return the interval [low, high] of median(reference) / median(times); both have one time for each round."""
-    before, after = _drawn_medians(reference, times)
-    return _interval(before / after)
 
 
 def difference_interval(times: Sequence[float], less: Sequence[float]) -> list[float]:

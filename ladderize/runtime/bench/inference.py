@@ -63,10 +63,10 @@ def bench(
     out: a JSON file, written after each batch size, and before traces are made.
     """
     check_device(options.device)
-    return run_and_show(measure, plan_bench(choice, options, link), options.device, out, console)
+    return run_and_show(measure_models, plan_bench(choice, options, link), options.device, out, console)
 
 
-def measure(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocument:
+def measure_models(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocument:
     """Check the models and time those that pass. All ranks call it.
 
     Raises UserError if none passes, or if they do not fit into memory.

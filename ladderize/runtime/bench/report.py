@@ -12,7 +12,7 @@ from ladderize.runtime.bench.document import (
     LEAST_ROUNDS,
     PASSES,
     PHASES,
-    STEP,
+    WHOLE_STEP,
     BenchDocument,
     BenchRow,
     PhaseCommunication,
@@ -82,7 +82,7 @@ def show_bench(document: BenchDocument, console: Console) -> None:
     heading = f"{_heading(document)}, " + (f"medians of {rounds} interleaved rounds" if rounds > 1 else "one round")
     console.prose(heading + ("" if document.complete else "; UNFINISHED, these are the rows measured so far"))
     rows = labelled(document.rows)
-    for part in (STEP, *PASSES) if document.options.train else PHASES:
+    for part in (WHOLE_STEP, *PASSES) if document.options.train else PHASES:
         console.result(f"\n{TITLES[part]}{' (emulated)' if document.emulated else ''}")
         lines = [_line(document, row, label, part) for row, label in rows]
         lines += [dict.fromkeys(lines[0], "") | {"model": Path(name).name, "ms": "failed"} for name in document.failed]
@@ -123,8 +123,8 @@ def _line(document: BenchDocument, row: BenchRow, label: str, part: str) -> dict
         "class": (row.architecture or "").removesuffix("ForCausalLM"),
         "batch": str(row.batch_size),
         "ms": short_ms(row.ms[part]),
-        "tokens/s": f"{row.tokens_per_s:.1f}" if part in ("decode", STEP) else "",
-        "of no-comm": f"{row.bound_share:.2f}" if part == STEP else "",
+        "tokens/s": f"{row.tokens_per_s:.1f}" if part in ("decode", WHOLE_STEP) else "",
+        "of no-comm": f"{row.bound_share:.2f}" if part == WHOLE_STEP else "",
         "speed-up": f"{row.speedup[part]:.2f}x",
         "95 % interval": "{:.2f}-{:.2f}".format(*row.speedup_interval[part]) if has_interval else "",
         "all-reduces": "" if sent is None else str(sent.all_reduces),

@@ -17,7 +17,7 @@ from ladderize.runtime.bench.document import (
     BASELINE_ROW,
     END_TO_END,
     NO_COMM,
-    STEP,
+    WHOLE_STEP,
     BenchDocument,
     BenchRow,
     Environment,
@@ -124,7 +124,7 @@ class BenchRun(ABC):
                 # a model's fastest step without communication, whatever the schedule
                 same = (one.silent for one in variants if one.spec is variant.spec)
                 bound = min(sum(map(one.median_ms, one.parts)) for one in same)
-                row = dataclasses.replace(row, bound_share=bound / row.ms[STEP])
+                row = dataclasses.replace(row, bound_share=bound / row.ms[WHOLE_STEP])
             yield row
             if variant is variants[0] and "no-comm" in self.baselines:
                 named = dataclasses.replace(variant, name=NO_COMM, kind=BASELINE_ROW, overlap=None)
@@ -133,10 +133,10 @@ class BenchRun(ABC):
     def _row(self, variant: Variant, seconds: Any, first: Any, batch: int) -> BenchRow:
         """Return the row of a variant that took these seconds, without what is known of its messages."""
         options, layout, folder = self.options, variant.spec.layout, variant.spec.folder
-        total, steps = (STEP, 1) if options.train else (END_TO_END, options.decode_steps)
+        total, steps = (WHOLE_STEP, 1) if options.train else (END_TO_END, options.decode_steps)
         before, after = variant.timed.parts
         figures = timed_figures(seconds, first, {before: 1, after: steps}, total)
-        tokens, whole = (batch * options.prompt_len, STEP) if options.train else (batch, after)
+        tokens, whole = (batch * options.prompt_len, WHOLE_STEP) if options.train else (batch, after)
         return BenchRow(
             model=variant.name,
             kind=variant.kind,

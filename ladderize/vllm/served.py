@@ -1,0 +1,79 @@
+"""The rows of ``ladderize bench --engine vllm``, as folders that vLLM serves. Imports no vLLM."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ladderize.families.registry import known_family
+from ladderize.layout import CONFIG_KEYS, Layout
+from ladderize.runtime.bench.options import PLUGIN, BenchOptions
+from ladderize.runtime.bench.plan import check_dense
+from ladderize.runtime.spec import ModelSpec
+from ladderize.vllm.environment import architecture, stock
+
+PLUGIN_ROW = "plugin's dense"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A row: a folder that vLLM opens, and the model in it. Weights are random where the model has no folder.
+
+    architecture: vLLM's model class, its own or the plugin's.
+    is_baseline: True for the dense model in the plugin's class.
+    """
+
+    spec: ModelSpec
+    folder: Path
+    architecture: str
+    is_baseline: bool = False
+
+    @property
+    def name(self) -> str:
+        """The row's name."""
+        return PLUGIN_ROW if self.is_baseline else self.spec.name
+
+
+@dataclass(frozen=True)
+class VllmPlan:
+    """The rows to time, and the options.
+
+    starter: the process that started the ranks.
+    """
+
+    served: list[Served]
+    options: BenchOptions
+    starter: int
+
+
+def served_models(specs: list[ModelSpec], options: BenchOptions, work: Path) -> list[Served]:
+    """Make a folder for each row under ``work``, and return the rows. Checkpoints' files are linked; only configs are
+    written.
+
+    Raises UserError for the baseline of a model that is not dense.
+    """
+    rows = [_served(spec, work / str(number), plugin=not spec.layout.is_dense) for number, spec in enumerate(specs)]
+    if PLUGIN in options.baselines:
+        check_dense(PLUGIN, specs[0])
+        rows.insert(1, replace(_served(specs[0], work / PLUGIN, plugin=True), is_baseline=True))
+    return rows
+
+
+def _served(spec: ModelSpec, folder: Path, *, plugin: bool) -> Served:
+    folder.mkdir()
+    if spec.folder is not None:
+        for path in spec.folder.resolve().iterdir():
+            if path.name != "config.json":
+                (folder / path.name).symlink_to(path)
+    config = vllm_config(spec.config, spec.layout, plugin=plugin)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return Served(spec, folder, config["architectures"][0])
+
+
+def vllm_config(config: dict[str, Any], layout: Layout, *, plugin: bool) -> dict[str, Any]:
+    """Return config.json for vLLM's own class, or for the plugin's, which runs dense layouts, too."""
+    kept = {key: value for key, value in config.items() if key not in {*CONFIG_KEYS, "auto_map"}}
+    family = known_family(config)
+    kept["model_type"] = family.ladderized_type if plugin else family.model_type
+    kept["architectures"] = [architecture(family) if plugin else stock(family)]
+    return kept | (layout.to_config() if plugin else {})
