@@ -27,8 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 
 import ladderize
 from ladderize.adapt.data.packing import IGNORED_TARGET, collate
-from ladderize.adapt.data.training_data import DataOptions, open_data
-from ladderize.adapt.data_specs import data_sources
+from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.train.loop import Loop, micro_batches
 from ladderize.adapt.train.options import Budget, RetrainOptions
 from ladderize.convert.pipeline import convert_checkpoint
@@ -77,8 +76,8 @@ def make_data(folder: Path, args: argparse.Namespace) -> None:
 
 def read_rows(file: Path, args: argparse.Namespace):
     """Return the rows that `ladderize adapt` would train on."""
-    asked = DataOptions(args.seq_len, args.vocab, seed=0, heldout=1)
-    return open_data(data_sources(str(file)), None, asked).train
+    rows, *_ = open_data([str(file)], None, seq_len=args.seq_len, vocab_size=args.vocab, seed=0, heldout=1)
+    return rows
 
 
 def unpacked(rows) -> list[dict]:
@@ -102,14 +101,13 @@ class Ours:
     @staticmethod
     def options(args: argparse.Namespace, rows: int) -> RetrainOptions:
         return RetrainOptions(
-            data=data_sources("rows.npy"),
+            data=("rows.npy",),
             train="all",
             seq_len=args.seq_len,
             budget=Budget(steps=10**6),
             batch_size=rows,
             micro_batch_size=rows,
             lr=LR,
-            lr_schedule="constant",
             warmup_steps=0,
             dtype=args.dtype,
             device=args.device,

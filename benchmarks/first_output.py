@@ -38,7 +38,6 @@ COMMANDS = {
     "adapt": ["adapt", "ladder-all", "out", "--distill-from", "dense", *TEXT, "--max-tokens", "100k"],
     "adapt, lora": ["adapt", "ladder-all", "out", "--method", "lora", *TEXT, "--max-tokens", "100k"],
     "adapt, blocks": ["adapt", "spd-all", "out", "--method", "blocks", "--distill-from", "dense", *TEXT],
-    "adapt --show-data": ["adapt", "ladder-all", *TEXT, "--show-data"],
     "eval": ["eval", "dense", "ladder-all", "--perplexity", "train.jsonl"],
     "bench": ["bench", "dense", "ladder-all", "--tp-size", "2"],
     "bench --random-weights": ["bench", "--random-weights", "1b", "--emulate-tp", "8", "--link", "20,100"],

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from gpu_spd import random_checkpoint
 
-from ladderize.adapt.data_specs import data_sources
 from ladderize.adapt.train.loop import Loop, micro_batches
 from ladderize.adapt.train.memory import estimate
 from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
@@ -71,7 +70,7 @@ def packed_rows(count: int, tokens: int, vocab: int) -> Rows:
 
 def options_for(folder: Path, device: str, **more: Any) -> RetrainOptions:
     given = {"objective": Objective(0.5), "warmup_steps": 0, "budget": Budget(steps=1000)} | more
-    return RetrainOptions(data=data_sources("rows.npy"), distill_from=str(folder / "dense"), device=device, **given)
+    return RetrainOptions(data=("rows.npy",), distill_from=str(folder / "dense"), device=device, **given)
 
 
 @contextmanager
@@ -80,10 +79,10 @@ def open_loop(model: Path, options: RetrainOptions, rows: Any, work: Path) -> It
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
     task = open_task(str(model), options, Launch(device.type))
     reset_accelerate()
-    accelerator = open_accelerator(options, work, "bf16" if task.compute == torch.bfloat16 else None)
+    accelerator = open_accelerator(options.device, "bf16" if task.compute == torch.bfloat16 else None)
     trained = make_model(task, accelerator, Ranks(0, 1, device), SILENT)
     with TrainingFolder(work, {}) as folder:
-        yield task, Loop(trained, rows, list(rows[:2]), task.training, folder, SILENT, task.stored)
+        yield task, Loop(trained, rows, list(rows[:2]), task.options, folder, SILENT, task.stored)
     reset_accelerate()
 
 
@@ -124,7 +123,7 @@ def measure(folder: Path, model: str, rows: Rows, device: str, steps: int, **mor
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as work, open_loop(folder / model, options, rows, Path(work)) as (task, loop):
-        batches = micro_batches(rows, task.training, loop.model, 0)
+        batches = micro_batches(rows, task.options, loop.model, 0)
         samples = [loop.step(batches, 0.0, lambda: False)["tokens_per_s"] for _ in range(steps + 2)][2:]
         begin = time.perf_counter()
         loop.folder.save(loop.progress, loop.model)
@@ -134,7 +133,7 @@ def measure(folder: Path, model: str, rows: Rows, device: str, steps: int, **mor
         "samples": samples,
         "save_seconds": seconds,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-        "announced_memory_bytes": estimate(task).memory_bytes,
+        "announced_memory_bytes": estimate(task)["memory_bytes"],
     }
 
 

@@ -135,7 +135,7 @@ def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Pa
 
 
 def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> Path:
-    from ladderize.adapt.data_specs import parse_specs
+
     from ladderize.adapt.layers.distill import adapt_blocks
     from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions
     from ladderize.adapt.train.options import FULL_LR, WIDTH, Budget, Objective, RetrainOptions
@@ -164,7 +164,7 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
         "hidden": {"distill_weight": 1.0, "hidden_weight": 1.0},
     }
     options = RetrainOptions(
-        data=parse_specs([bench.train]),
+        data=(str(bench.train),),
         distill_from=None if recipe == "ce" else str(bench.model),
         objective=Objective(**weights[recipe]),
         budget=Budget(tokens=cell.tokens),

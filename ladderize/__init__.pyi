@@ -1,6 +1,5 @@
 """The public API: where each name of ``import ladderize`` comes from. ``__init__.py`` reads it; so do type checkers."""
 
-from ladderize.adapt.data_specs import data_sources as data_sources
 from ladderize.adapt.layers.distill import Distillation as Distillation
 from ladderize.adapt.layers.distill import adapt_blocks as adapt_blocks
 from ladderize.adapt.layers.options import BlockwiseOptions as BlockwiseOptions
@@ -10,7 +9,6 @@ from ladderize.adapt.layers.sensitivity import write_sensitivity as write_sensit
 from ladderize.adapt.layers.spd import SpdDocument as SpdDocument
 from ladderize.adapt.layers.spd import spd as spd
 from ladderize.adapt.lora import LoraOptions as LoraOptions
-from ladderize.adapt.train.merge import MergeReport as MergeReport
 from ladderize.adapt.train.merge import merge as merge
 from ladderize.adapt.train.options import Budget as Budget
 from ladderize.adapt.train.options import Objective as Objective

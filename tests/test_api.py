@@ -26,7 +26,6 @@ from ladderize import (
     UsageError,
     UserError,
     convert_checkpoint,
-    data_sources,
 )
 from ladderize.errors import LadderizeError
 from tests import warm
@@ -123,7 +122,7 @@ def blockwise(**given):
 
 
 def retraining(**given):
-    data = data_sources(str(ROOT / "constraints.txt"))  # any file that is there
+    data = (str(ROOT / "constraints.txt"),)  # any file that is there
     options = RetrainOptions(**{"data": data, "budget": Budget(steps=1), **given})
     options.check()
     options.budget.check()
@@ -161,7 +160,6 @@ def retraining(**given):
         (lambda: retraining(objective=Objective(1.0)), "have no effect without each other"),
         (lambda: retraining(seq_len=1), "--seq-len must be an integer of at least 2, not 1"),
         (lambda: retraining(lora=LoraOptions(rank=0)), "--lora-rank must be an integer of at least 1"),
-        (lambda: data_sources("a.doc"), "neither a file that ends in"),
         (lambda: ladderize.generate("m", []), "there is nothing to continue"),
         (lambda: ladderize.generate_file("m", "x.txt", samples=3), "x.txt must end in .jsonl"),
         (

@@ -9,8 +9,7 @@ import datasets
 import numpy as np
 import pytest
 
-from ladderize.adapt.data.training_data import DataOptions, open_data
-from ladderize.adapt.data_specs import parse_specs
+from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions
 from ladderize.adapt.layers.windows import read_rows, training_windows
 from ladderize.blocks import open_checkpoint
@@ -63,9 +62,8 @@ def write_data(kind, folder):
 @pytest.mark.parametrize("kind", ["text", "completion", "ids", "parquet", "glob", "txt", "rows", "flat"])
 def test_the_rows_are_those_of_retraining(kind, tmp_path, checkpoint):
     data = write_data(kind, tmp_path)
-    read = read_rows(checkpoint, *parse_specs([data]))
-    options = DataOptions(100_000, VOCAB, 0, heldout=0)
-    expected = open_data(parse_specs([data]), load_tokenizer(DEMO), options).train
+    read = read_rows(checkpoint, data)
+    expected, *_ = open_data([data], load_tokenizer(DEMO), seq_len=100_000, vocab_size=VOCAB, seed=0, heldout=0)
     assert sorted(ids.tolist() for ids in read) == [ids for ids, _ in examples_of(list(expected))]
     if kind in ("text", "parquet", "glob", "completion"):
         assert [ids[-1] for ids in read] == [EOS] * len(TEXTS)
@@ -82,7 +80,7 @@ def test_a_conversation_is_read_once_however_many_examples_it_gives(tmp_path, ch
         *({**turn, "content": text} for turn, text in zip(TURNS[3:], random.sample(TEXTS, 2), strict=True)),
     ]
     (tmp_path / "a.jsonl").write_text(2 * (json.dumps({"messages": turns}) + "\n"))
-    read = read_rows(open_checkpoint(str(folder)), *parse_specs([str(tmp_path / "a.jsonl")]))
+    read = read_rows(open_checkpoint(str(folder)), str(tmp_path / "a.jsonl"))
     assert [ids.tolist() for ids in read] == 2 * [load_tokenizer(folder).apply_chat_template(turns, return_dict=False)]
 
 
@@ -91,7 +89,7 @@ def test_windows_are_cut_from_the_joined_rows_and_held_out_apart(kind, tmp_path,
     data = write_data(kind, tmp_path)
     options = BlockwiseOptions(data, samples=9, heldout=3, seq_len=8)
     windows = training_windows(checkpoint, options)
-    joined = np.concatenate(read_rows(checkpoint, options.source))
+    joined = np.concatenate(read_rows(checkpoint, options.data))
     every = joined[: len(joined) // 8 * 8].reshape(-1, 8)
     drawn = np.random.default_rng(0).permutation(len(every))[:12]
     assert windows.train.tolist() == every[drawn[:9]].tolist()

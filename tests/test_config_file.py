@@ -39,8 +39,8 @@ def test_a_run_from_a_file_is_the_run_from_the_command_line(tmp_path):
     ("text", "code", "message"),
     [
         ("lr: 0.1\nlearning_rat: 3", 1, "adapt has no option 'learning_rat'"),
-        ("lr_schedul: cosine", 1, "did you mean lr_schedule"),
-        ("lr_schedule: linear", 2, "--config .*: Invalid value for '--lr-schedule'.*'linear' is not one of 'cosine'"),
+        ("batch_siz: 3", 1, "did you mean batch_size"),
+        ("schedule: linear", 2, "--config .*: Invalid value for '--schedule'.*'linear' is not one of 'sequential'"),
         ("lr: fast", 2, "--config .*'--lr'"),
         ("overwrite: 1", 1, "overwrite is 1, but it is a switch: write true or false"),
         ("lr: true", 1, "lr is True, but it is no switch"),

@@ -103,7 +103,7 @@ def reference(case):
     checkpoint = read_checkpoint(case.folder)
 
     def opened(one, layout):
-        return open_model(one, layout, "sdpa", collecting=bool(case.objective.hidden_weight), device=CPU)
+        return open_model(one, layout, collecting=bool(case.objective.hidden_weight), device=CPU)
 
     layout = Layout.from_config(checkpoint.config)
     student = make_student(

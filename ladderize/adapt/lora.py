@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.choices import check_options, option, split_names
+from ladderize.choices import check_options, option
 from ladderize.console import code_span, sentence
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
@@ -44,29 +44,14 @@ class AdapterBase(Record):
 
 @dataclass(frozen=True)
 class LoraOptions(Record):
-    """The options of LoRA adapters. Raises UsageError for values that fit no model."""
+    """The options of LoRA adapters on all seven projections of a layer. Raises UsageError for values out of range."""
 
     rank: int = option("lora: rank.", 16, flags="--lora-rank", min=1)
     alpha: float | None = option("lora: alpha; scales by alpha / rank.", flags="--lora-alpha", shown="twice the rank")
     dropout: float = option("lora: dropout before A.", 0.0, flags="--lora-dropout", min=0.0, max=0.99, shown="0")
-    targets: tuple[str, ...] = option(
-        "lora: projections that get adapters.",
-        LORA_TARGETS,
-        flags="--lora-targets",
-        metavar="A,B",
-        parse=split_names,
-        shown="all seven of a layer",
-    )
 
     def __post_init__(self) -> None:
         check_options(self)
-        if not self.targets or set(self.targets) - set(LORA_TARGETS):
-            raise UsageError(f"--lora-targets must name some of {', '.join(LORA_TARGETS)}, not {list(self.targets)}")
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """The ends of the names of the matrices that get adapters."""
-        return tuple(f"{name}.weight" for name in self.targets)
 
 
 def lora_config(layers: Sequence[int], options: LoraOptions) -> "LoraConfig":
@@ -79,7 +64,7 @@ def lora_config(layers: Sequence[int], options: LoraOptions) -> "LoraConfig":
         r=options.rank,
         lora_alpha=int(alpha) if alpha % 1 == 0 else alpha,
         lora_dropout=options.dropout,
-        target_modules=list(options.targets),
+        target_modules=list(LORA_TARGETS),
         layers_to_transform=sorted(set(layers)),
         layers_pattern="layers",  # else any number in a name would be a layer
     )

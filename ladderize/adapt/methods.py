@@ -16,10 +16,7 @@ ALIGN: Final = "align"
 
 CONVERTED: Final = "converted"  # of --train
 
-Attention = Literal["sdpa", "flash_attention_2"]  # transformers' implementations
-FLASH: Final = "flash_attention_2"
 Write = Literal["best", "last"]  # the weights that become the output
-ScheduleKind = Literal["cosine", "wsd", "constant"]  # of the learning rate
 
 METRICS = "metrics.jsonl"  # of retraining: a line for each step and each validation
 

@@ -26,8 +26,6 @@ from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.runtime.schedule import Schedule, ScheduleName
 
-SHOWN_ROWS = 4  # of --show-data
-
 
 @dataclass(frozen=True)
 class AdaptArguments:
@@ -42,7 +40,6 @@ class AdaptArguments:
     distill_from: str | None = None
     device: DeviceName | None = None
     dry_run: bool = option("full, lora: show the memory and disk it takes, and stop. No weights are read.", False)
-    show_data: bool = option(f"full, lora: print the first {SHOWN_ROWS} rows of the data, decoded, and stop.", False)
     overwrite: bool = option(OVERWRITE, False, help="Replace OUT if it is a checkpoint (lora: an adapter).")
     verify: bool = option(NO_VERIFY, True)
     as_json: bool = option(AS_JSON, False)
@@ -71,13 +68,12 @@ OPTIONS: dict[Method, tuple[type, ...]] = {
     AdaptArguments,
     *chain.from_iterable(OPTIONS.values()),
     panels={
-        DATA: "data seq_len samples show_data seed",
-        METHOD: "method distill_from train distill_weight hidden_weight align lora_rank lora_alpha lora_dropout"
-        " lora_targets",
-        OPTIMISATION: "max_tokens max_steps batch_size lr lr_schedule warmup_steps weight_decay max_grad_norm",
+        DATA: "data seq_len samples seed",
+        METHOD: "method distill_from train distill_weight hidden_weight align lora_rank lora_alpha lora_dropout",
+        OPTIMISATION: "max_tokens max_steps batch_size lr warmup_steps max_grad_norm",
         VALIDATION: "eval_data heldout eval_every write resume",
-        MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule attention dtype device",
-        OUTPUT: "log_with overwrite no_verify json",
+        MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule dtype device",
+        OUTPUT: "overwrite no_verify json",
     },
     left_out="epochs patience work_dir",
 )
@@ -85,7 +81,7 @@ def adapt(given: GivenOptions) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
     own = given.fill(AdaptArguments)
     check_options(own)
-    if own.out is None and not (own.show_data or own.dry_run):
+    if own.out is None and not own.dry_run:
         raise UsageError("OUT is missing: name the folder to write")
     console = Console(own.as_json)
     with console.stage(LOADING):
@@ -109,10 +105,10 @@ def adapt_options(given: GivenOptions) -> RetrainOptions | WindowOptions:
     if own.method in (FULL, LORA):
         return _retrain_options(given, own)
     data = given.params["data"]
-    if own.distill_from is None or len(data) > 1 or own.dry_run or own.show_data:
+    if own.distill_from is None or len(data) > 1 or own.dry_run:
         raise UsageError(
             f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from, and one"
-            " --data file; it has no --dry-run and no --show-data"
+            " --data file; it has no --dry-run"
         )
     kind: type[WindowOptions] = AlignOptions if own.method == ALIGN else BlockwiseOptions
     return given.fill(kind, data=data[0], layers=own.train)
@@ -125,8 +121,7 @@ def _retrain_options(given: GivenOptions, own: AdaptArguments) -> RetrainOptions
     objective, budget = given.fill(Objective), given.fill(Budget)
     if own.distill_from is not None and "distill_weight" not in given.names:
         objective = replace(objective, distill_weight=1.0)
-    if not own.show_data:
-        budget.check()
+    budget.check()
     more = {"objective": objective, "lora": given.fill(LoraOptions), "schedule": Schedule(schedule.schedule)}
     options = given.fill(RetrainOptions, budget=budget, **more)
     options.check()
@@ -160,21 +155,16 @@ def _rewrite(own: AdaptArguments, options: WindowOptions, console: Console) -> N
 
 
 def _retrain(own: AdaptArguments, options: RetrainOptions, console: Console) -> None:
-    """Retrain the whole model, or show what --dry-run or --show-data asks for."""
+    """Retrain the whole model, or with --dry-run show what it takes."""
     from ladderize.adapt.train.memory import estimate_training
-    from ladderize.adapt.train.run import adapt_checkpoint, show_data_of
+    from ladderize.adapt.train.run import adapt_checkpoint
 
     if own.dry_run:
-        estimate = estimate_training(own.model, options)
-        console.document(estimate.to_dict())
-        console.prose(estimate.text())
+        document, text = estimate_training(own.model, options)
+        console.document(document)
+        console.prose(text)
         return
     start_on(own.device, None)
-    if own.show_data:
-        text, document = show_data_of(own.model, options, SHOWN_ROWS)
-        console.document(document)
-        console.result(text)
-        return
     out = own.out
     assert out is not None
     adaptation = adapt_checkpoint(own.model, out, options, console=console, overwrite=own.overwrite, verify=own.verify)

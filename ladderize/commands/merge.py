@@ -23,7 +23,7 @@ class MergeArguments:
 
 @command(MergeArguments, panels={MODELS: "base revision", OUTPUT: "overwrite no_verify json"}, configurable=False)
 def merge(given: GivenOptions) -> None:
-    """Merge a LoRA adapter into its base model. The logits are compared with PEFT's before OUT appears."""
+    """Merge a LoRA adapter into its base model, and write an ordinary checkpoint."""
     own = given.fill(MergeArguments)
     console = Console(own.as_json)
     with console.stage(LOADING):
@@ -35,9 +35,4 @@ def merge(given: GivenOptions) -> None:
     console.result(f"merged   {len(report.replaced_tensors)} tensors of {report.source}")
     console.result(f"layout   {report.layout}")
     console.result(f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {how}")
-    console.prose(
-        f"logits   largest difference to PEFT's: {report.max_abs_logit_difference:.2g}; largest logit:"
-        f" {report.max_abs_logit:.3g}",
-        indent=9,
-    )
     console.result(f"wrote {own.out}")

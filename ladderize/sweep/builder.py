@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.data_specs import parse_specs
+from ladderize.adapt.data_files import data_files
 from ladderize.checkpoint.opening import open_sound_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.data import file_sha256
@@ -71,12 +71,9 @@ class Inputs:
         return self.file(path), array
 
     def sources(self, names: str | list[str]) -> list[Any]:
-        """Return what identifies sources of training data. A dataset on the hub is identified by its name alone."""
-        specs = parse_specs(names if isinstance(names, list) else [names])
-        return [
-            (spec.weight, spec.text if spec.is_streamed else [self.data(name) for name in spec.files()])
-            for spec in specs
-        ]
+        """Return what identifies sources of training data: the content of their files."""
+        names = names if isinstance(names, list) else [names]
+        return [[self.data(file) for file in data_files(name)] for name in names]
 
     def file(self, path: Path) -> str:
         """Return the sha256 of a file's content, which is read again only where size or time have changed."""

@@ -1,11 +1,11 @@
 """Rows of training data, and short ways to what becomes of them."""
 
 import json
+from types import SimpleNamespace
 
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.packing import pack
-from ladderize.adapt.data.training_data import DataOptions, open_data
-from ladderize.adapt.data_specs import parse_specs
+from ladderize.adapt.data.training_data import open_data
 from tests.helpers import ROOT
 
 DEMO = ROOT / "ladderize" / "demo" / "model"
@@ -51,13 +51,10 @@ def write_jsonl(path, rows):
     return str(path)
 
 
-def options(**changed):
-    return DataOptions(**{"seq_len": 64, "vocab_size": VOCAB, "seed": 3, **changed})
-
-
 def opened(data, tokenizer, *, eval_data=(), **changed):
-    specs = parse_specs([data] if isinstance(data, str) else data)
-    return open_data(specs, tokenizer, options(**changed), parse_specs(eval_data, "--eval-data"))
+    given = {"seq_len": 64, "vocab_size": VOCAB, "seed": 3, "eval_names": eval_data, **changed}
+    train, heldout, counts = open_data([data] if isinstance(data, str) else data, tokenizer, **given)
+    return SimpleNamespace(train=train, heldout=heldout, counts=counts)
 
 
 def encode(tokenizer, row, *, seq_len=64, vocab_size=VOCAB):

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,17 +47,16 @@ def hf_training(folder: Path, dense: Path, device: torch.device, *, everything: 
     """The Hugging Face model in training beside its teacher, in float32, on an Accelerator of the device."""
     reset_accelerate()
     try:
-        asked: Any = SimpleNamespace(device=device.type, log_with=())
-        accelerator = open_accelerator(asked, folder)
+        accelerator = open_accelerator(device.type)
         assert accelerator.device.type == device.type
         checkpoint, teacher = open_checkpoint(str(folder)), open_checkpoint(str(dense))
-        how: dict[str, Any] = {"attention": "sdpa", "collecting": True, "device": device}
+        how: dict[str, Any] = {"collecting": True, "device": device}
         student = make_student(
             open_model(checkpoint, Layout.from_config(checkpoint.config), **how),
             torch.float32,
             trained=trained_tensors(checkpoint.tensors, range(LAYERS), everything),
         )
         taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), **how), torch.float32, student)
-        yield HFTraining(accelerator, student, taught, compared=range(LAYERS), weight_decay=0.1)
+        yield HFTraining(accelerator, student, taught, compared=range(LAYERS))
     finally:
         reset_accelerate()

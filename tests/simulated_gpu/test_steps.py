@@ -9,7 +9,7 @@ import torch
 
 from ladderize.adapt.data.packing import pack
 from ladderize.adapt.train.loop import Loop, micro_batches
-from ladderize.adapt.train.options import Objective, RateSchedule
+from ladderize.adapt.train.options import Objective
 from ladderize.adapt.train.tensor_parallel import TensorParallelTraining
 from ladderize.blocks import open_checkpoint
 from ladderize.console import SILENT
@@ -32,7 +32,7 @@ OPTIONS = SimpleNamespace(
     max_grad_norm=1e-3,
     seed=3,
     objective=OBJECTIVE,
-    schedule=RateSchedule("constant", 1e-3),
+    rate=lambda step, share: 1e-3,
 )
 
 
@@ -99,7 +99,6 @@ def tensor_parallel(folder, dense, device, gpu):
         Ranks(0, 1, device),
         AlikeRanks(0, RANKS, device),
         compared=range(LAYERS),
-        weight_decay=0.1,
     )
 
 

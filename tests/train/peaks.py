@@ -62,7 +62,7 @@ def peak_and_estimate(ranks, model, out, options):
         return metrics
 
     def made(task, *given, original=run.make_loop):
-        found.append(estimate(task).memory_bytes - OTHER_BYTES)
+        found.append(estimate(task)["memory_bytes"] - OTHER_BYTES)
         return original(task, *given)
 
     def taught(*given, original=run.make_teacher):

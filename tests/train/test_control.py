@@ -30,8 +30,6 @@ def test_a_control_learns_the_text_and_is_a_plain_llama(place, tmp_path):
     losses = losses_of(out)
     assert losses[-1] < 0.95 * losses[0]
     assert document["layout"] == "4 layers: dense"
-    assert document["attention_sync"] == document["mlp_sync"] == ["blocking"] * 4
-    assert document["sync_tp_size"] is None
     assert document["layers"] == [0, 1, 2, 3]
     assert document["heldout_perplexity"]["after"] < document["heldout_perplexity"]["before"]  # its rows are trained on
     assert changed_tensors(place / "dense", out) == all_tensors(out).keys()
@@ -41,26 +39,10 @@ def test_a_control_learns_the_text_and_is_a_plain_llama(place, tmp_path):
         assert torch.equal(logits, ladderize.load(out)(ids).logits)
     perplexity = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).exp()
     assert document["heldout_perplexity"]["after"] == pytest.approx(float(perplexity), rel=1e-4)
-    card = (out / "README.md").read_text()
-    assert "A dense Llama, made of" in card
-    assert "Layers 0:4 were retrained (`full`)" in card
+    assert "Layers 0:4 were retrained (`full`)" in (out / "README.md").read_text()
     # a dense model that was trained further may be converted like any other
     converted = invoke_well("convert", out, tmp_path / "ladder", "--ladder", "all", "--no-verify")
     assert "Warning" not in converted.stderr
-
-
-def test_a_control_by_an_adapter(place, tmp_path):
-    document = succeed(place, tmp_path / "adapter", "--method", "lora", "--train", "all", model="dense", steps=3)
-    assert document["base"]["layout"] == "4 layers: dense"
-    assert "On another layout, it does not work." in (tmp_path / "adapter" / "README.md").read_text()
-    invoke_well("merge", tmp_path / "adapter", tmp_path / "out")
-    from peft import PeftModel
-
-    dense, ids = AutoModelForCausalLM.from_pretrained(place / "dense"), torch.randint(3, 97, (2, 9))
-    with torch.no_grad():
-        merged = plain(tmp_path / "out")(ids).logits
-        expected = PeftModel.from_pretrained(dense, tmp_path / "adapter").eval()(ids).logits
-    torch.testing.assert_close(merged, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

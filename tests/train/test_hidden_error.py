@@ -5,12 +5,9 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ladderize.adapt.data.packing import collate
-from ladderize.adapt.lora import LORA_TARGETS, LoraOptions, lora_config
-from ladderize.adapt.train import student
-from ladderize.adapt.train.options import Objective
+from ladderize.adapt.lora import LoraOptions, lora_config
 from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.student import (
     make_student,
@@ -23,9 +20,9 @@ from ladderize.layout import Layout
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 from tests.adapt_data.rows import packed
-from tests.helpers import FAMILIES, LAYOUTS, fresh_rng, make_layout, make_model, one_sentence
+from tests.helpers import FAMILIES, LAYOUTS, fresh_rng, make_layout, make_model
 from tests.oracle import Oracle
-from tests.train.commands import CPU, adapt, losses_of, succeed
+from tests.train.commands import CPU, losses_of, succeed
 
 SCALE = 5.0 / 3  # of LoRA
 
@@ -61,11 +58,11 @@ def oracle_error(weights, layout, config, teacher, rows):
     return total
 
 
-def model_of(folder, layout, *, lora=None, recompute=False, attention="sdpa"):
+def model_of(folder, layout, *, lora=None, recompute=False):
     """Student and teacher, as ``run.make_model`` makes them."""
     checkpoint, dense = read_checkpoint(folder / "student"), read_checkpoint(folder / "dense")
     student, teacher = (
-        open_model(one, modes, attention, collecting=True, device=CPU.device)
+        open_model(one, modes, collecting=True, device=CPU.device)
         for one, modes in ((checkpoint, layout), (dense, Layout.dense(layout.num_layers)))
     )
     trained = frozenset() if lora else frozenset(checkpoint.tensors)
@@ -94,7 +91,7 @@ def check_against_the_oracle(tmp_path, rows, name, method, model_type):
     dense.save_pretrained(tmp_path / "dense")
     lora = None
     if method == "lora":
-        lora = lora_config(range(4), LoraOptions(rank=3, alpha=5.0, targets=LORA_TARGETS))
+        lora = lora_config(range(4), LoraOptions(rank=3, alpha=5.0))
     training = model_of(tmp_path, layout, lora=lora, recompute=method == "recompute")
     weights = {key: value.clone() for key, value in student.state_dict().items()}
     names = training.named
@@ -136,31 +133,6 @@ def check_against_the_oracle(tmp_path, rows, name, method, model_type):
     torch.testing.assert_close(scored, logits.flatten(0, 1), rtol=1e-6, atol=1e-7)
 
 
-def test_rows_that_are_computed_as_one(tmp_path, rows, monkeypatch):
-    """As FlashAttention wants them: told where the texts begin, and how long the longest is, so that it need not ask
-    the device."""
-    layout = make_layout("mixed")
-    make_model("mixed").save_pretrained(tmp_path / "student")
-    make_model("dense").save_pretrained(tmp_path / "dense")
-    training = model_of(tmp_path, layout)
-    batch = Batch.of(collate(rows), CPU.device)
-    expected = training.losses(batch)
-
-    def text_by_text(module, query, key, value, mask, *, cu_seq_lens_q, cu_seq_lens_k, max_length_q, **more):
-        assert mask is None
-        assert (query.shape[0], cu_seq_lens_q is cu_seq_lens_k) == (1, True)
-        sizes = cu_seq_lens_q.diff().tolist()
-        assert max(sizes) == max_length_q == more["max_length_k"]
-        parts = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
-        outputs = [ALL_ATTENTION_FUNCTIONS["sdpa"](module, *part, None, scaling=more["scaling"])[0] for part in parts]
-        return torch.cat(outputs, 1), None
-
-    ALL_ATTENTION_FUNCTIONS.register("text by text", text_by_text)
-    monkeypatch.setattr(student, "FLASH", "text by text")
-    alone = model_of(tmp_path, layout, attention="text by text")
-    torch.testing.assert_close(alone.losses(batch), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_a_teacher_that_adds_nothing_to_a_row_of_padding_is_no_error():
     real = torch.tensor([[True, True], [False, False]])
     teacher = SubModuleOutputs([0], real)
@@ -191,31 +163,3 @@ def test_a_training_on_it_brings_the_outputs_nearer(place, tmp_path):
     assert "loss (KL + 2 hidden error)" in (tmp_path / "out" / "README.md").read_text()
     lines = [json.loads(line) for line in metrics.open()]
     assert all("hidden_error" in line or "heldout_hidden_error" in line for line in lines)
-
-
-FINITE = "--hidden-weight must be a finite number of at least 0"
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        (("--hidden-weight", 1), "or --hidden-weight above 0, have no effect without each other"),
-        (("--distill-weight", 0, "--distill-from", "DENSE"), "have no effect without each other"),
-        *(
-            (("--hidden-weight", value, "--distill-from", "DENSE"), f"{FINITE}, not {value}")
-            for value in (-1, "inf", "nan")
-        ),
-    ],
-)
-def test_weights_that_cannot_be_meant(place, tmp_path, more, expected):
-    outcome = adapt(place, tmp_path / "out", *(place / "dense" if word == "DENSE" else word for word in more))
-    assert outcome.code == 2
-    assert expected in one_sentence(outcome)
-
-
-def test_the_words_of_the_loss():
-    assert Objective(hidden_weight=0.5).label == "cross-entropy + 0.5 hidden error"
-    assert Objective(0.25, hidden_weight=1).label == "0.25 KL + 0.75 cross-entropy + 1 hidden error"
-    assert Objective(0.25, 3.0).total(1.0, 2.0, 4.0) == 0.75 * 1 + 0.25 * 2 + 3 * 4
-    assert Objective(hidden_weight=3.0).has_teacher
-    assert not Objective().has_teacher

@@ -1,6 +1,5 @@
 """Several processes make the steps of one."""
 
-import json
 import random
 import sys
 
@@ -78,14 +77,7 @@ def test_fsdp2_makes_the_steps_of_one_process_and_goes_on(qwen3, tmp_path):
 
 def test_what_only_gpus_can_do_is_refused(place, tmp_path, monkeypatch):
     """Accelerate would train without it and say nothing."""
-    whole = estimate_of(place)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert estimate_of(place)["gathered"] > whole.get("gathered", 0)
     outcome = invoke(*arguments(place, tmp_path / "out", steps=1))
     assert "FSDP or DeepSpeed, which Accelerate runs on GPUs only" in one_sentence(outcome)
     assert listing(tmp_path) == []
-
-
-def estimate_of(place):
-    """Return the parts of the memory that --dry-run counts."""
-    return json.loads(invoke(*arguments(place, "out", "--dry-run", "--json", steps=1)).stdout)["memory_parts"]

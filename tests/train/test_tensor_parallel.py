@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.data_specs import parse_specs
 from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
 from ladderize.adapt.train.run import adapt_checkpoint
 from ladderize.adapt.train.states import read_metrics
@@ -32,14 +31,13 @@ DOMINO = Schedule("domino")
 def options(place, tp_size=1, schedule=SEQUENTIAL, **more):
     return RetrainOptions(
         **{
-            "data": parse_specs([str(place / "ids.npy")]),
-            "eval_data": parse_specs([str(place / "eval.npy")]),
+            "data": (str(place / "ids.npy"),),
+            "eval_data": (str(place / "eval.npy"),),
             "budget": Budget(steps=STEPS),
             "batch_size": 4,
             "micro_batch_size": 2,
             "seq_len": 2 * LENGTH,
             "lr": 1e-3,
-            "lr_schedule": "constant",  # shorter runs then make the first steps of longer ones
             "warmup_steps": 2,
             "eval_every": 8,
             "max_grad_norm": CLIPPED[1],
@@ -58,7 +56,7 @@ def taught(place, hidden=0.0):
 
 # name -> how a run differs from the others
 RUNS = {
-    "full": lambda place: {"weight_decay": 0.1},
+    "full": lambda place: {},
     "taught": taught,
     "hidden": lambda place: taught(place, 0.8),
     "odd": lambda place: {"train": "all", **BRIEF},

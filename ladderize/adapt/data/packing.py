@@ -1,4 +1,4 @@
-"""Packed rows, which hold several examples side by side in at most ``seq_len`` tokens, and batches shown as text.
+"""Packed rows, which hold several examples side by side in at most ``seq_len`` tokens, and batches of them.
 
 A packed row has three columns. ``input_ids``. ``targets``: at each position the NEXT token of the same example where
 the loss counts it, else -100, so no shift is needed later. ``lengths``: the tokens of each example. Examples are kept
@@ -8,8 +8,8 @@ the model is called with ``use_cache=False`` and without an attention mask
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, groupby, islice
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -76,29 +76,3 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         positions[number] -= np.repeat(starts, np.diff([*starts, longest]))
     batch = {"input_ids": ids, "position_ids": positions, "targets": targets}
     return {name: torch.from_numpy(value) for name, value in batch.items()}
-
-
-def show_batch(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
-    """Return the text of every row's examples, for --show-data.
-
-    Scored tokens stand in double brackets; control characters are escaped.
-
-    tokenizer: None shows ids.
-    """
-
-    def shown(tokens: Iterable[tuple[int, bool]]) -> str:
-        text = ""
-        for counts, group in groupby(tokens, key=lambda token: token[1]):
-            ids = [token for token, _ in group]
-            part = tokenizer.decode(ids) if tokenizer is not None else " ".join(map(str, ids))
-            part = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in part)
-            text += f"[[{part}]]" if counts else part
-        return text
-
-    lines = ["[[...]]: tokens that the loss counts"]
-    for number, row in enumerate(rows, start=1):
-        scored = [False, *(target != IGNORED_TARGET for target in row["targets"][:-1])]  # of the token after it
-        lines.append(f"row {number}: {len(scored)} tokens, {sum(scored)} scored, {len(row['lengths'])} examples")
-        tokens = zip(row["input_ids"], scored, strict=True)
-        lines += [f"    {shown(islice(tokens, length))}" for length in row["lengths"]]
-    return "\n".join(lines)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ladderize.adapt.data_specs import SourceSpec, parse_specs
 from ladderize.adapt.methods import COMPUTE_DTYPE, CONVERTED, TRAINING_SEED, WORK_DIR, Write, check_training
 from ladderize.choices import (
     DEVICE,
@@ -61,13 +60,6 @@ class WindowOptions:
     def __post_init__(self) -> None:
         check_options(self)
         check_training(self.dtype, None)
-        if self.source.is_streamed:
-            raise UsageError(f"{self.source.name} is streamed, and this method reads its data whole; give a file")
-
-    @property
-    def source(self) -> SourceSpec:
-        (spec,) = parse_specs([self.data])
-        return spec
 
     def tokens_wanted(self, config: Mapping[str, Any]) -> int | None:
         """Return the number of tokens to learn from where ``samples`` is None; None: as many as the data give."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from ladderize.adapt.data.sources import source_sha256
+from ladderize.adapt.data_files import data_files
 from ladderize.adapt.layers.head_grouping import permuted_weights
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerFolder, LayerWeights, StudentBlocks
 from ladderize.adapt.layers.measures import Contender, heldout_measures, loaded
@@ -57,7 +58,7 @@ class WindowData(Record):
     def of(cls, windows: Windows, options: WindowOptions) -> "WindowData":
         """Return the record of these windows; reads all data once."""
         sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
-        return cls(options.data, source_sha256(options.source), *sizes)
+        return cls(options.data, source_sha256(options.data), *sizes)
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,7 @@ def rewrite(
     Raises UserError.
     """
     model, out, teacher_name = str(model), str(out), str(teacher_name)
-    options.source.files()  # raises UserError where they are missing
+    data_files(options.data)  # raises UserError where they are missing
     ranks = join_ranks(options.device)
     checkpoint, dense = open_checkpoint(model, revision), open_checkpoint(teacher_name)
     layout = check_pair(checkpoint, dense, model, teacher_name)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from ladderize.adapt.data_files import data_files
 from ladderize.adapt.layers.align import LayerReport, align
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
@@ -99,7 +100,7 @@ def spd(
     Raises UserError.
     """
     model, out = str(model), str(out)
-    options.source.files()  # raises UserError where they are missing
+    data_files(options.data)  # raises UserError where they are missing
     ranks = join_ranks(options.device)
     checkpoint = open_checkpoint(model, options.revision)
     dense = Layout.from_config(checkpoint.config)

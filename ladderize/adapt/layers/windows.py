@@ -15,7 +15,6 @@ from torch import Tensor
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.sources import open_rows, row_of_ids
 from ladderize.adapt.data.training_data import ROWS_AT_ONCE
-from ladderize.adapt.data_specs import SourceSpec
 from ladderize.adapt.layers.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, WindowOptions
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
@@ -52,11 +51,11 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
     both = options.samples is not None and options.heldout is not None
     enough = None
     if tokens is not None:
-        seq_len = options.seq_len or min(row_of_ids([options.source]) or 2048, positions)
+        seq_len = options.seq_len or min(row_of_ids([options.data]) or 2048, positions)
         count = (options.samples or tokens // seq_len + 1) + (options.heldout or 0)
         enough = 2 * (count + LEAST_WINDOWS_HELDOUT) * seq_len
     drawn = draw_windows(
-        read_rows(checkpoint, options.source, enough=enough, seed=options.seed),
+        read_rows(checkpoint, options.data, enough=enough, seed=options.seed),
         spec=options.data,
         positions=positions,
         seq_len=options.seq_len,
@@ -93,17 +92,15 @@ def split_windows(drawn: np.ndarray, samples: int | None, heldout: int | None, t
     return Windows(ids[:samples], ids[samples : samples + heldout])
 
 
-def read_rows(
-    checkpoint: Checkpoint, spec: SourceSpec, *, enough: int | None = None, seed: int = 0
-) -> list[np.ndarray]:
+def read_rows(checkpoint: Checkpoint, name: str, *, enough: int | None = None, seed: int = 0) -> list[np.ndarray]:
     """Return the ids of every row of files, int64 [tokens] each.
 
     enough: stop after so many tokens, in an order drawn with ``seed``; None: all rows, in their order.
     Raises UserError for data that cannot be used.
     """
-    tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(spec.text) else None
-    encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"], spec.name)
-    rows, read = open_rows(spec), []
+    tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(name) else None
+    encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"], f"--data {name}")
+    rows, read = open_rows(name), []
     order = np.arange(len(rows)) if enough is None else np.random.default_rng(seed).permutation(len(rows))
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         numbers = order[begin : begin + ROWS_AT_ONCE].tolist()

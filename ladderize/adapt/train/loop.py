@@ -90,13 +90,10 @@ class Order(Sampler[int]):
 def micro_batches(rows: Any, options: TrainOptions, model: TrainingModel, first: int) -> Iterator[HostBatch]:
     """Yield this rank's micro-batches, from row ``first`` of the training on.
 
-    rows: as ``open_data`` returns them; a stream is read again up to ``first``.
+    rows: as ``open_data`` returns them.
     """
-    how: dict[str, Any] = {"batch_size": options.micro_batch_size, "collate_fn": collate, "drop_last": True}
-    if hasattr(rows, "__len__"):
-        loader = DataLoader(rows, sampler=Order(len(rows), options.seed, first), **how)
-    else:
-        loader = DataLoader(rows.skip(first) if first else rows, **how)
+    order = Order(len(rows), options.seed, first)
+    loader = DataLoader(rows, options.micro_batch_size, sampler=order, collate_fn=collate, drop_last=True)
     # A group of tensor-parallel ranks, which Accelerate does not know of, reads the same rows.
     prepared = prepare_data_loader(loader, num_processes=model.data_size, process_index=model.data_rank)
     return iter(prepared)
@@ -179,7 +176,7 @@ class Loop:
         micros = list(itertools.islice(batches, accelerator.gradient_accumulation_steps))
         # Data-parallel ranks draw different numbers, and a repeated step the same ones.
         torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + model.data_rank)
-        rate = options.schedule.rate(progress.step, spent)
+        rate = options.rate(progress.step, spent)
         for group in model.optimizer.param_groups:  # DeepSpeed updates within the last backward pass
             group["lr"] = rate
         # scored targets, and all that are not padding
@@ -319,21 +316,19 @@ class Loop:
     # ---- what is said ----
 
     def write(self, values: Mapping[str, float]) -> None:
-        """Add a line to metrics.jsonl, and pass it on to the trackers."""
+        """Add a line to metrics.jsonl."""
         if self.accelerator.is_main_process:
             # JSON has no infinity
             line = {key: value if math.isfinite(value) else None for key, value in values.items()}
             with self.folder.metrics.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        step = int(values["step"])
-        self.accelerator.log({key: value for key, value in values.items() if key != "step"}, step=step)
 
     def warn_of_few(self, progress: Progress) -> None:
         """Warn where hardly any token of the first step is scored: the mask, or the chat template, may be wrong."""
         if progress.scored < FEW_SCORED * progress.tokens:
             self.console.warn(
-                f"only {progress.scored:,} of the {progress.tokens:,} tokens so far count in the loss; --show-data"
-                " shows which"
+                f"only {progress.scored:,} of the {progress.tokens:,} tokens so far count in the loss; is the loss_mask"
+                " or the chat template right?"
             )
 
     def bar_detail(self, metrics: Mapping[str, float]) -> str:

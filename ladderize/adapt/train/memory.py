@@ -2,17 +2,15 @@
 peaks."""
 
 import math
-from dataclasses import dataclass
+from typing import Any
 
-from ladderize.adapt.methods import FLASH
-from ladderize.adapt.train.options import RetrainOptions, TrainOptions
+from ladderize.adapt.train.options import RetrainOptions
 from ladderize.adapt.train.states import STATE_BYTES, STATES_KEPT, WEIGHT_BYTES
 from ladderize.adapt.train.student import trained_tensors
 from ladderize.adapt.train.task import Launch, Task, open_task, sharding_asked
 from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.checkpoint.config import expected_tensors, head_dim, kv_head_count, parameter_count
 from ladderize.console import human_bytes, human_count
-from ladderize.files.records import Record
 from ladderize.layout import DROPPED
 from ladderize.ranks.environment import launched
 
@@ -20,46 +18,22 @@ FP32 = 4
 OTHER_BYTES = 500_000_000  # for the interpreter and the libraries, roughly
 
 
-@dataclass(frozen=True)
-class TrainingEstimate(Record):
-    """The document of --dry-run.
-
-    memory_parts: the memory of each process by its parts, in bytes, approximately.
-    state_bytes: the most that unfinished work takes on disk.
-    """
-
-    model: str
-    options: TrainOptions
-    processes: int
-    parameters: int
-    trained_parameters: int
-    memory_bytes: int
-    memory_parts: dict[str, int]
-    state_bytes: int
-
-    def text(self) -> str:
-        """Return the estimate in words."""
-        parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in self.memory_parts.items() if value)
-        trained, whole = human_count(self.trained_parameters), human_count(self.parameters)
-        return (
-            f"{self.options.method}: {trained} of {whole} parameters in training, {self.options.in_words}. Memory of"
-            f" each process ({self.processes} in all): about {human_bytes(self.memory_bytes)} ({parts}). Unfinished"
-            f" work takes {human_bytes(self.state_bytes)} of the disk at most."
-        )
-
-
 def trained_numbers(task: Task) -> int:
     """Return the number of parameters that are trained."""
-    shapes, lora = expected_tensors(task.checkpoint.config), task.options.lora
+    shapes, rank = expected_tensors(task.checkpoint.config), task.options.lora.rank
     if task.is_lora:
         inside = trained_tensors(shapes, task.layers, False)
-        return sum(lora.rank * sum(shapes[name]) for name in inside if name.endswith(lora.tensors))
+        return sum(rank * sum(shapes[name]) for name in inside if name.endswith("_proj.weight"))
     return sum(math.prod(shapes[name]) for name in trained_tensors(shapes, task.layers, task.everything))
 
 
-def estimate(task: Task) -> TrainingEstimate:
-    """Return the memory of each process: weights, gradients, moments, activations and the teacher."""
-    config, training, layout, tp_size = task.checkpoint.config, task.training, task.layout, task.options.tp_size
+def estimate(task: Task) -> dict[str, Any]:
+    """Return the document of --dry-run.
+
+    Its memory_parts are the memory of each process in bytes, approximately: weights, gradients, moments, activations
+    and the teacher. Its state_bytes are the most that unfinished work takes on disk.
+    """
+    config, options, layout, tp_size = task.checkpoint.config, task.options, task.layout, task.options.tp_size
     vocab, hidden, inner, heads = (
         int(config[key]) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     )
@@ -71,7 +45,7 @@ def estimate(task: Task) -> TrainingEstimate:
     if task.is_lora and task.changed and not is_sharded:
         own = layer * (layout.num_layers - min(layout.converted_layers, default=0))
     # Left out: norms and replicated KV heads are on every rank.
-    ranks, tokens = task.launch.processes if is_sharded else tp_size, training.micro_batch_size * training.seq_len
+    ranks, tokens = task.launch.processes if is_sharded else tp_size, options.micro_batch_size * options.seq_len
     kept = []  # per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's width
     for mode in layout.attention_sync[0 if task.everything else min(task.layers, default=0) :]:
         virtual = (layout.sync_tp_size or 1) // tp_size if mode == DROPPED else 1
@@ -85,8 +59,7 @@ def estimate(task: Task) -> TrainingEstimate:
         activations = hidden * FP32 * len(kept) + max(0, max(kept) * width - of_logits // tokens)
     if task.compared:  # both models' outputs of attention and MLP, and fp32 copies
         activations += hidden * (4 * len(task.compared) * compute + 3 * FP32)
-    if task.options.attention != FLASH:  # the mask, a copy made on the way, and the values added to the scores
-        activations += training.seq_len * (2 + compute)
+    activations += options.seq_len * (2 + compute)  # the mask, a copy made on the way, and what is added to the scores
     parts = {
         "weights": (trained * FP32 + frozen * compute) // ranks,
         "gradients": trained * FP32 // ranks,
@@ -102,14 +75,20 @@ def estimate(task: Task) -> TrainingEstimate:
     }
     # the kept states, the one being written, and the best weights
     on_disk = trained * (STATE_BYTES * (STATES_KEPT + 1) + WEIGHT_BYTES)
-    processes = task.launch.processes
-    return TrainingEstimate(
-        task.model, training, processes, parameters, trained, sum(parts.values()), parts, state_bytes=on_disk
-    )
+    return {
+        "model": task.model,
+        "options": options.to_dict(),
+        "processes": task.launch.processes,
+        "parameters": parameters,
+        "trained_parameters": trained,
+        "memory_bytes": sum(parts.values()),
+        "memory_parts": parts,
+        "state_bytes": on_disk,
+    }
 
 
-def estimate_training(model: str, options: RetrainOptions) -> TrainingEstimate:
-    """Return what ``adapt_checkpoint`` would take with these options; of the models only headers are read.
+def estimate_training(model: str, options: RetrainOptions) -> tuple[dict[str, Any], str]:
+    """Return what ``adapt_checkpoint`` would take, as a document and in words. Of the models only headers are read.
 
     Raises UserError, UsageError or LayoutError for models and options that do not go together.
     """
@@ -117,4 +96,12 @@ def estimate_training(model: str, options: RetrainOptions) -> TrainingEstimate:
     options.budget.check()
     options.check_data()
     launch = Launch(options.device, max(launched().size, options.tp_size), sharded=sharding_asked())
-    return estimate(open_task(model, options, launch))
+    task = open_task(model, options, launch)
+    document = estimate(task)
+    parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in document["memory_parts"].items() if value)
+    trained, whole = human_count(document["trained_parameters"]), human_count(document["parameters"])
+    return document, (
+        f"{options.method}: {trained} of {whole} parameters in training, {task.options.in_words}. Memory of each"
+        f" process ({launch.processes} in all): about {human_bytes(document['memory_bytes'])} ({parts}). Unfinished"
+        f" work takes {human_bytes(document['state_bytes'])} of the disk at most."
+    )

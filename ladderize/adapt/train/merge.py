@@ -2,8 +2,8 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from ladderize.adapt.lora import ADAPTATION, ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterBase
 from ladderize.adapt.methods import METRICS
 from ladderize.blocks import open_checkpoint
-from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint, check_entries, torch_dtype
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors, read_tensor, write_tensors
 from ladderize.console import SILENT, Console, sentence
@@ -28,17 +27,6 @@ from ladderize.files.regular import read_text, resolved
 from ladderize.layout import Layout
 from ladderize.modeling import load
 
-LOGIT_TOLERANCE = 1e-4  # of the largest logit: two orders of summation in float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeReport(ConversionReport):
-    """The document of ``ladderize merge --json``; docs/files.md explains the keys."""
-
-    adapter: str
-    max_abs_logit: float
-    max_abs_logit_difference: float
-
 
 def merge(
     adapter: str | Path,
@@ -49,14 +37,14 @@ def merge(
     overwrite: bool = False,
     verify: bool = True,
     revision: str | None = None,
-) -> MergeReport:
+) -> ConversionReport:
     """Write ``out``: the adapter's base with the adapter merged into it by PEFT. Returns a report.
 
     The whole model is in memory, in float32 (or float64, if stored so). Changed weights are rounded once, to their
-    stored dtype. The logits of ``out`` are compared with PEFT's before it appears.
+    stored dtype.
 
     base, revision: the base, where it is not where the adapter says.
-    verify: load ``out`` in plain transformers too.
+    verify: load ``out`` in plain transformers.
     Raises UserError.
     """
     folder, out = Path(adapter).expanduser(), resolved(out, "OUT ")
@@ -80,23 +68,20 @@ def merge(
     record = {"merged_adapter": {"adapter": str(folder), "sha256": digest, "base_fingerprint": found}}
     for source in (folder, checkpoint.folder):
         output.check_target(out, source, overwrite=overwrite)
-    differences: dict[str, Any] = {}
     with output.scratch_folder(out) as scratch:
+        merged = scratch / "merged.safetensors"
         with console.stage("merging"):
-            compare = merge_tensors(folder, checkpoint, base, scratch / "merged.safetensors", console)
-        replaced, story = locate_tensors(scratch / "merged.safetensors"), story_of(folder, document)
-        report = convert_checkpoint(
+            merge_tensors(folder, checkpoint, base, merged, console)
+        return convert_checkpoint(
             base,
             out,
             Recipe(),
-            Changes(replace=replaced, record=record, **story),
+            Changes(replace=locate_tensors(merged), record=record, **story_of(folder, document)),
             revision=revision,
             overwrite=overwrite,
             verify=verify,
-            check=lambda written: differences.update(compare(written)),
             console=console,
         )
-    return MergeReport(**vars(report), adapter=str(folder), **differences)
 
 
 def check_adapter(folder: Path) -> dict[str, Any]:
@@ -122,12 +107,8 @@ def check_adapter(folder: Path) -> dict[str, Any]:
     return read_document(folder / ADAPTATION, ADAPTATION) if (folder / ADAPTATION).is_file() else {}
 
 
-def merge_tensors(
-    folder: Path, checkpoint: Checkpoint, name: str, file: Path, console: Console
-) -> Callable[[Path], Mapping[str, float | int]]:
+def merge_tensors(folder: Path, checkpoint: Checkpoint, name: str, file: Path, console: Console) -> None:
     """Write the tensors that merging changes into ``file``, in their stored dtype.
-
-    Returns a function that compares a written checkpoint's logits with PEFT's and raises UserError where they differ.
 
     name: the base's, for messages.
     Raises UserError where PEFT cannot merge.
@@ -135,9 +116,6 @@ def merge_tensors(
     from peft import LoraConfig, get_peft_model
 
     dtype = "float64" if any(info.dtype == "F64" for info in checkpoint.tensors.values()) else "float32"
-    size = (4, min(32, most_positions(checkpoint.config)))
-    ids = torch.randint(checkpoint.config["vocab_size"], size, generator=torch.Generator().manual_seed(0))
-    logits_of = torch.no_grad()(lambda model: model(input_ids=ids, use_cache=False).logits)
     locate_tensors(folder / ADAPTER_TENSORS)  # raises UserError where the file is broken
     with console.contained():
         model: Any = load(checkpoint.folder, dtype=dtype)
@@ -147,13 +125,12 @@ def merge_tensors(
             model = get_peft_model(model, LoraConfig.from_pretrained(str(folder)))
             # The same as PeftModel.from_pretrained, which does not say which tensors are left over.
             loaded = model.load_adapter(str(folder), "default", torch_device="cpu")
-            peft = logits_of(model)
             model = model.merge_and_unload(safe_merge=True)
         except Exception as error:  # a stranger's config may lead PEFT to any error
             raise UserError(f"PEFT cannot merge {folder} into {name}: {sentence(error)[:400]}") from error
     if other := [*loaded.missing_keys, *loaded.unexpected_keys]:
         raise UserError(f"{folder}: {ADAPTER_CONFIG} and {ADAPTER_TENSORS} differ: only one of them has {other[0]}")
-    state, exact, changed = model.state_dict(), logits_of(model), {}
+    state, changed = model.state_dict(), {}
     for tensor, info in checkpoint.tensors.items():
         if not torch.equal(read_tensor(checkpoint.folder, info, dtype=state[tensor].dtype), state[tensor]):
             changed[tensor] = (torch_dtype(info.dtype), info.shape)
@@ -162,25 +139,9 @@ def merge_tensors(
         values = state[tensor].to(changed[tensor][0])
         if not values.isfinite().all():
             raise UserError(f"{tensor} with its LoRA is too large for {values.dtype}; convert {name} to bfloat16 first")
-        state[tensor].copy_(values)
         return values
 
     write_tensors(file, changed, round_once)
-    rounded = logits_of(model)
-
-    def compare(written: Path) -> Mapping[str, float | int]:
-        with console.contained():
-            stored = logits_of(load(written, dtype=dtype))
-        largest = float(peft.abs().max())
-        for one, other, what in ((peft, exact, "merged"), (rounded, stored, "written")):
-            if not (apart := float((one - other).abs().max())) <= LOGIT_TOLERANCE * largest:  # NaN, too
-                raise UserError(
-                    f"{folder}, {what} into {name}, computes other logits than with PEFT: {apart:.3g} apart, of up to"
-                    f" {largest:.3g}; nothing was written"
-                )
-        return {"max_abs_logit": largest, "max_abs_logit_difference": float((peft - stored).abs().max())}
-
-    return compare
 
 
 def story_of(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:

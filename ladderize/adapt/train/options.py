@@ -3,11 +3,10 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from ladderize.adapt.data_specs import SourceSpec, parse_specs
+from ladderize.adapt.data_files import data_files
 from ladderize.adapt.lora import LoraOptions
 from ladderize.adapt.methods import (
     COMPUTE_DTYPE,
@@ -15,14 +14,12 @@ from ladderize.adapt.methods import (
     FULL,
     LORA,
     TRAINING_SEED,
-    Attention,
     Method,
-    ScheduleKind,
     Write,
     check_training,
 )
 from ladderize.checkpoint.config import most_positions
-from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, option, split_names
+from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, option
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -40,7 +37,6 @@ SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 LEAST_PER_STEP, MOST_PER_STEP = 2048, 65536
 PER_STEP = 16384  # where the budget is of steps
 MICRO_BATCH_TOKENS = 8192
-DECAY = 0.2  # wsd: the last part of the training
 MOST_TOKENS = 10**18  # more than any data have
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -128,68 +124,7 @@ class Budget(Record):
 
 
 @dataclass(frozen=True)
-class RateSchedule(Record):
-    """A learning-rate schedule: linear warm-up over ``warmup_steps``, then ``kind`` down to 0.
-
-    cosine: half a wave over the whole budget. wsd (warm-up, stable, decay; Hu et al., arXiv 2404.06395): constant, and
-    linear over the last fifth. constant: no decay.
-    """
-
-    kind: str
-    peak: float
-    warmup_steps: int = 0
-
-    def rate(self, step: int, share: float) -> float:
-        """Return the learning rate of step ``step`` (from 0).
-
-        share: the share of the budget spent before it.
-        """
-        decayed = {
-            "cosine": 0.5 * (1 + math.cos(math.pi * share)),
-            "wsd": min(1.0, (1 - share) / DECAY),
-            "constant": 1.0,
-        }[self.kind]
-        return self.peak * min(1.0, (step + 1) / (self.warmup_steps + 1)) * decayed
-
-
-# Options that may change when a run resumes, for example after the loss exploded.
-CHANGEABLE = ("budget", "schedule", "max_grad_norm", "micro_batch_size", "eval_every")
-
-
-@dataclass(frozen=True)
-class TrainOptions(Record):
-    """All options of a training, with defaults resolved."""
-
-    method: str
-    train: str
-    heldout: int | None
-    seq_len: int  # tokens of a row
-    batch_size: int  # rows of a step, over all processes
-    weight_decay: float
-    seed: int
-    objective: Objective
-    lora: LoraOptions | None
-    budget: Budget
-    schedule: RateSchedule
-    max_grad_norm: float
-    micro_batch_size: int  # rows of a step at once on one device
-    eval_every: int
-
-    @property
-    def in_words(self) -> str:
-        """The length and the size of its steps."""
-        steps = self.budget.about_steps(self.batch_size * self.seq_len)
-        about = "about " if self.budget.tokens else ""
-        rows = f"{self.batch_size} rows of {self.seq_len} tokens, {self.micro_batch_size} at once"
-        return f"{about}{steps:,} steps of {rows}"
-
-    def fixed(self) -> dict[str, Any]:
-        """Return the options that must not change when a run resumes."""
-        return {name: value for name, value in self.to_dict().items() if name not in CHANGEABLE}
-
-
-@dataclass(frozen=True)
-class RetrainOptions:
+class RetrainOptions(Record):
     """The options of ``ladderize adapt``; see its --help. None: ``resolve`` chooses the default for the model.
 
     align: align with ``distill_from`` before training; the aligned checkpoint stays beside OUT.
@@ -197,13 +132,11 @@ class RetrainOptions:
     Raises UsageError for a value out of its range.
     """
 
-    data: tuple[SourceSpec, ...] = option(
-        "json, jsonl, parquet, txt, npy, npz:array, a folder or a glob of one kind, or hub:OWNER/NAME:SPLIT. Give it"
-        " several times to mix sources.",
+    data: tuple[str, ...] = option(
+        "json, jsonl, parquet, txt, npy, npz:array, or a folder or glob of one kind. Give it several times to read all"
+        " of several sources.",
         ...,
-        metavar="FILE[=WEIGHT]",
-        kind=tuple[str, ...],
-        parse=parse_specs,
+        metavar="FILE",
     )
     method: Method = option(
         "full: train all weights of the chosen layers. lora: train LoRA adapters. blocks: train each block alone on the"
@@ -223,14 +156,7 @@ class RetrainOptions:
     )
     objective: Objective = field(default_factory=Objective)
     lora: LoraOptions = field(default_factory=LoraOptions)
-    eval_data: tuple[SourceSpec, ...] = option(
-        "Data to validate on.",
-        (),
-        metavar="FILE",
-        kind=tuple[str, ...],
-        parse=partial(parse_specs, option="--eval-data"),
-        shown="examples held out of --data",
-    )
+    eval_data: tuple[str, ...] = option("Data to validate on.", (), metavar="FILE", shown="examples held out of --data")
     heldout: int | None = option(
         "Examples to hold out of each --data for validation.",
         min=0,
@@ -252,16 +178,11 @@ class RetrainOptions:
         "Peak learning rate.",
         shown="full 2e-5, lora 1e-4, blocks 5e-5; times 4096 / hidden size; less after align",
     )
-    lr_schedule: ScheduleKind = option(
-        "Learning-rate schedule. wsd: constant, then linear to the end over the last fifth.", "cosine"
-    )
     warmup_steps: int | None = option(
         "Steps of linear warm-up.", min=0, shown="5 % of all, at most 200; after align at least 10, or 20 %"
     )
-    weight_decay: float = option("AdamW's weight decay, of matrices only.", 0.0, min=0.0, shown="0")
     max_grad_norm: float = option("Clip the gradient's norm to this.", 1.0, shown="1")
     gradient_checkpointing: bool = option("Recompute activations instead of keeping them.", False)
-    attention: Attention = option("sdpa, or flash_attention_2 (its package, a GPU, bfloat16).", "sdpa", metavar="NAME")
     align: bool = option(
         "full, lora: align first (as --method align does, briefly, on the first --data) and train from there. The"
         " aligned checkpoint stays in OUT-aligned.",
@@ -293,12 +214,6 @@ class RetrainOptions:
     seed: int = option(TRAINING_SEED, 0)
     dtype: Dtype = option(COMPUTE_DTYPE, "auto")
     device: str = option(DEVICE, default_device)
-    log_with: tuple[str, ...] = option(
-        "Accelerate's trackers beside metrics.jsonl, such as tensorboard, wandb, trackio.",
-        (),
-        metavar="A,B",
-        parse=split_names,
-    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -318,8 +233,6 @@ class RetrainOptions:
             raise UsageError("--heldout has no effect with --eval-data")
         if self.schedule.is_domino and self.tp_size == 1:
             raise UsageError("--schedule domino has no effect without a --tp-size above 1")
-        if self.attention != "sdpa" and self.tp_size > 1:
-            raise UsageError(f"--attention {self.attention} has no effect with --tp-size {self.tp_size}")
         if self.align and self.distill_from is None:
             raise UsageError("--align needs --distill-from DENSE, the checkpoint that MODEL was converted from")
         if self.method == LORA and self.tp_size > 1:
@@ -330,13 +243,14 @@ class RetrainOptions:
 
     def check_data(self) -> None:
         """Raise UserError for missing files."""
-        for spec in (*self.data, *self.eval_data):
-            if not spec.is_streamed:
-                spec.files()
+        for name in self.data:
+            data_files(name)
+        for name in self.eval_data:
+            data_files(name, "--eval-data")
 
     def resolve(
         self, config: Mapping[str, Any], ranks: int, *, accumulation: int = 1, left_by_alignment: float | None = None
-    ) -> TrainOptions:
+    ) -> "TrainOptions":
         """Return all options with the defaults resolved for a model.
 
         ranks: the ranks that read different data: all processes / ``tp_size``.
@@ -382,22 +296,52 @@ class RetrainOptions:
             peak *= min(1.0, max(LEAST_PEAK, math.sqrt(left_by_alignment / WHOLE_PEAK_FROM)))
             warmup = max(warmup, min(ALIGNED_WARMUP, int(steps * ALIGNED_SHARE)))
         return TrainOptions(
-            method=self.method,
-            train=self.train,
-            heldout=self.heldout,
+            **{field.name: getattr(self, field.name) for field in fields(self) if field.name not in RESOLVED},
             seq_len=seq_len,
             batch_size=batch_size,
-            weight_decay=self.weight_decay,
-            seed=self.seed,
-            objective=self.objective,
-            lora=self.lora if self.method == LORA else None,
-            budget=self.budget,
-            schedule=RateSchedule(
-                self.lr_schedule,
-                self.lr if self.lr is not None else peak,
-                self.warmup_steps if self.warmup_steps is not None else warmup,
-            ),
-            max_grad_norm=self.max_grad_norm,
             micro_batch_size=micro,
+            lr=self.lr if self.lr is not None else peak,
+            warmup_steps=self.warmup_steps if self.warmup_steps is not None else warmup,
             eval_every=self.eval_every or max(1, min(500, steps // 10)),
         )
+
+
+RESOLVED = ("seq_len", "batch_size", "micro_batch_size", "lr", "warmup_steps", "eval_every")
+# A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
+FIXED = ("method", "train", "heldout", "seq_len", "batch_size", "seed", "objective", "lora")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RetrainOptions):
+    """The options of a training, with every default resolved.
+
+    seq_len: tokens of a row.
+    batch_size: rows of a step, over all processes.
+    micro_batch_size: rows of a step at once on one device.
+    """
+
+    seq_len: int
+    batch_size: int
+    micro_batch_size: int
+    lr: float
+    warmup_steps: int
+    eval_every: int
+
+    def rate(self, step: int, share: float) -> float:
+        """Return the learning rate of step ``step`` (from 0): linear warm-up, and half a cosine down to 0.
+
+        share: the share of the budget spent before it.
+        """
+        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1)) * 0.5 * (1 + math.cos(math.pi * share))
+
+    @property
+    def in_words(self) -> str:
+        """The length of the training and the size of its steps."""
+        steps = self.budget.about_steps(self.batch_size * self.seq_len)
+        about = "about " if self.budget.tokens else ""
+        rows = f"{self.batch_size} rows of {self.seq_len} tokens, {self.micro_batch_size} at once"
+        return f"{about}{steps:,} steps of {rows}"
+
+    def fixed(self) -> dict[str, Any]:
+        """Return the options that must not change when a run resumes."""
+        return {name: value for name, value in self.to_dict().items() if name in FIXED}

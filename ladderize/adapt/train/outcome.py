@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from safetensors.torch import load_file
 
-from ladderize.adapt.data.training_data import DataCounts
 from ladderize.adapt.lora import ADAPTATION, AdapterBase, adapter_base, not_an_adapter, write_adapter
 from ladderize.adapt.methods import LORA, METRICS
 from ladderize.adapt.teacher import check_improved, target_text
@@ -29,23 +28,10 @@ from ladderize.layout import format_ranges
 
 
 @dataclass(frozen=True)
-class HeldoutPerplexity(Record):
-    """Held-out perplexity over ``tokens`` scored tokens.
-
-    after: with the weights as stored.
-    dense: the teacher's, if there is one.
-    """
-
-    before: float
-    after: float
-    tokens: int
-    dense: float | None = None
-
-
-@dataclass(frozen=True)
 class Adaptation(Record):
     """The content of adaptation.json; docs/files.md explains the keys.
 
+    heldout_perplexity: before, after (with the weights as stored), of the dense teacher, and the tokens scored.
     criterion: the measure that decided which weights are best, with its values; None: nothing was held out.
     base: an adapter's.
     """
@@ -56,9 +42,6 @@ class Adaptation(Record):
     out: str
     method: str
     layout: str
-    attention_sync: list[str]
-    mlp_sync: list[str]
-    sync_tp_size: int | None
     layers: list[int]
     distill_from: str | None
     data: list[str]
@@ -68,8 +51,8 @@ class Adaptation(Record):
     written_step: int
     training_seconds: float
     loss: dict[str, float]
-    heldout_perplexity: HeldoutPerplexity | None
-    data_counts: DataCounts
+    heldout_perplexity: dict[str, float] | None
+    data_counts: dict[str, int]
     options: TrainOptions
     dtype: str
     fingerprints: dict[str, str | None]
@@ -86,10 +69,10 @@ class Adaptation(Record):
         if criterion and objective.distill_weight:
             lines.append("held-out {name} {before:.4g} before, {after:.4g} after".format(**criterion))
         if heldout:
-            perplexity = f"held-out perplexity {heldout.before:.4f} before, {heldout.after:.4f} after"
+            perplexity = "held-out perplexity {before:.4f} before, {after:.4f} after".format(**heldout)
             lines.append(f"{perplexity} (step {self.written_step}, as stored)")
-            if heldout.dense is not None:
-                lines.append(target_text(heldout.before, heldout.after, heldout.dense))
+            if "dense" in heldout:
+                lines.append(target_text(heldout["before"], heldout["after"], heldout["dense"]))
         return lines
 
     def card_note(self) -> str:
@@ -110,14 +93,14 @@ def check_out(job: RetrainJob, sources: Iterable[Checkpoint]) -> None:
 
 
 def result_digest(task: Task, identity: Mapping[str, Any]) -> str:
-    """Return a digest of everything that decides the result: ``run_identity``, and the options beside it."""
-    return run_digest({**identity, **task.training.to_dict(), "write": task.options.write})
+    """Return a digest of everything that decides the result."""
+    return run_digest({"identity": identity, "options": {**task.options.to_dict(), "resume": None}})
 
 
 def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
     """Return the step whose weights become OUT. Raises UserError where training never lowered the held-out criterion,
     unless the last weights were asked for."""
-    objective = task.training.objective
+    objective = task.options.objective
     if task.options.write == "last" or progress.before is None or progress.last is None:
         return progress.step
     if progress.kept_step is None:
@@ -128,29 +111,34 @@ def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
 
 
 def describe(
-    task: Task, job: RetrainJob, progress: Progress, losses: list[float], chosen: int, counts: DataCounts, **more: Any
+    task: Task,
+    job: RetrainJob,
+    progress: Progress,
+    losses: list[float],
+    chosen: int,
+    counts: dict[str, int],
+    identity: Mapping[str, Any],
 ) -> Adaptation:
     """Return the document of a training that has ended.
 
     losses: of all steps.
-    more: further fields of the document.
     """
-    heldout, criterion, objective = None, None, task.training.objective
+    heldout, criterion, options = None, None, task.options
     before, after = progress.before, progress.best if chosen == progress.kept_step else progress.last
     if before is not None and after is not None:
-        perplexities = before.perplexity, after.perplexity
-        heldout = HeldoutPerplexity(*perplexities, before.tokens, progress.dense_perplexity)
-        scores = {"before": before.criterion(objective), "after": after.criterion(objective)}
-        criterion = {"name": objective.criterion.label, **scores}
+        heldout = {"before": before.perplexity, "after": after.perplexity, "tokens": before.tokens}
+        if progress.dense_perplexity is not None:
+            heldout["dense"] = progress.dense_perplexity
+        scores = {"before": before.criterion(options.objective), "after": after.criterion(options.objective)}
+        criterion = {"name": options.objective.criterion.label, **scores}
     return Adaptation(
         model=task.model,
         out=job.out,
-        method=task.options.method,
+        method=options.method,
         layout=str(task.layout),
-        **task.layout.to_config(),
         layers=list(task.layers),
-        distill_from=task.options.distill_from,
-        data=[spec.text for spec in task.options.data],
+        distill_from=options.distill_from,
+        data=list(options.data),
         steps=progress.step,
         tokens=progress.tokens,
         scored_tokens=progress.scored,
@@ -159,10 +147,11 @@ def describe(
         loss={"first": losses[0], "last": losses[-1]},
         heldout_perplexity=heldout,
         data_counts=counts,
-        options=task.training,
+        options=options,
+        dtype=identity["dtype"],
+        fingerprints={name: identity[name] for name in ("model", "teacher")},
         criterion=criterion,
         base=adapter_base(task.checkpoint, task.model) if task.is_lora else None,
-        **more,
     )
 
 
@@ -172,7 +161,7 @@ def write_outcome(
     progress: Progress,
     work: TrainingFolder,
     chosen: int,
-    counts: DataCounts,
+    counts: dict[str, int],
     identity: Mapping[str, Any],
     console: Console,
 ) -> Adaptation:
@@ -186,17 +175,12 @@ def write_outcome(
             f"{task.model} has changed since the training began, and {work.folder} holds its retrained weights; restore"
             " the model"
         )
-    adaptation = describe(
-        *(task, job, progress, read_metrics(work.metrics, "loss"), chosen, counts),
-        dtype=identity["dtype"],
-        fingerprints={name: identity[name] for name in ("model", "teacher")},
-    )
-    digest, weights = result_digest(task, identity), work.weights(chosen)
-    content = adaptation.to_dict()
-    files = {ADAPTATION: to_json({**content, RUN: digest}) + "\n", METRICS: work.metrics.read_text()}
+    adaptation = describe(task, job, progress, read_metrics(work.metrics, "loss"), chosen, counts, identity)
+    weights, content = work.weights(chosen), {**adaptation.to_dict(), RUN: result_digest(task, identity)}
+    files = {ADAPTATION: to_json(content) + "\n", METRICS: work.metrics.read_text()}
     if adaptation.base is not None:
-        tensors, out = load_file(weights), Path(job.out)
-        write_adapter(out, task.lora, tensors, adaptation.base, files, overwrite=job.overwrite)
+        how = {"overwrite": job.overwrite}
+        write_adapter(Path(job.out), task.lora, load_file(weights), adaptation.base, files, **how)
         return adaptation
     convert_checkpoint(
         task.model,
@@ -205,10 +189,6 @@ def write_outcome(
         overwrite=job.overwrite,
         verify=job.verify,
         console=console,
-        changes=Changes(
-            replace=locate_tensors(weights),
-            extra_files=files,
-            note=adaptation.card_note(),
-        ),
+        changes=Changes(replace=locate_tensors(weights), extra_files=files, note=adaptation.card_note()),
     )
     return adaptation

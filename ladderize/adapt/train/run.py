@@ -1,23 +1,21 @@
 """``ladderize adapt --method full`` and ``lora``: retrain a whole checkpoint, and write a checkpoint or an adapter."""
 
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.tracking import get_available_trackers
 
+from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.layers.align import ALIGNING
 from ladderize.adapt.layers.options import AlignOptions, short_tokens
 from ladderize.adapt.layers.rewrite import rewrite
 from ladderize.adapt.lora import ADAPTATION
-from ladderize.adapt.train.loop import Loop, Order
-from ladderize.adapt.train.options import Budget, RetrainOptions, TrainOptions
+from ladderize.adapt.train.loop import Loop
+from ladderize.adapt.train.options import RetrainOptions
 from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, result_digest, write_outcome
 from ladderize.adapt.train.states import TrainingFolder
 from ladderize.adapt.train.student import make_student, make_teacher, open_model
@@ -25,10 +23,9 @@ from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, run_
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
 from ladderize.adapt.train.training_model import HFTraining, TrainingModel
 from ladderize.blocks import open_checkpoint
-from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console, human_count
 from ladderize.convert.inspection import ALIGNMENT, read_retrainings
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
@@ -39,9 +36,6 @@ from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.environment import already_started, launched
 from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, join_ranks
 from ladderize.runtime.launch import check_group_size, run
-
-if TYPE_CHECKING:
-    from ladderize.adapt.data.training_data import TrainingData
 
 
 def adapt_checkpoint(
@@ -67,7 +61,6 @@ def adapt_checkpoint(
     options.check()
     options.budget.check()
     options.check_data()
-    check_trackers(options.log_with)
     if options.align:
         # faults of the training are told before the alignment takes minutes
         open_task(job.model, options, Launch(options.device, max(launched().size, options.tp_size)))
@@ -89,17 +82,6 @@ def adapt_checkpoint(
     return document
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker that Accelerate would silently leave out."""
-    installed = {str(tracker) for tracker in get_available_trackers()}
-    for name in names:
-        if name not in installed:
-            raise UserError(
-                f"--log-with {name} is no tracker of Accelerate that is installed here; install its package, or take"
-                f" one of: {', '.join(sorted(installed)) or 'none'}"
-            )
-
-
 # ---- --align ----
 
 
@@ -117,8 +99,6 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
     if history or Layout.from_config(checkpoint.config).is_dense:
         what = f"was retrained already ({history[-1].method})" if history else "is dense"
         raise UserError(f"{model} {what}; --align aligns converted weights that were not trained yet; leave it out")
-    if options.data[0].is_streamed:
-        raise UsageError(f"--align reads {options.data[0].name} whole, which is streamed; put a file first")
     if job.overwrite or RUN not in read_own(out / ADAPTATION):
         check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
     folder = work_folder(job.out, None, checkpoint.folder)
@@ -130,7 +110,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
     else:
         console.note(f"aligning first; the result stays in {beside}")
         asked = AlignOptions(
-            options.data[0].text,
+            options.data[0],
             seq_len=options.seq_len,
             tokens=short_tokens(checkpoint.config),
             seed=options.seed,
@@ -147,18 +127,15 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
 # ---- one rank's part ----
 
 
-def open_accelerator(options: RetrainOptions, logs: Path, precision: str | None = None) -> Accelerator:
-    """Return an Accelerator as the launcher's environment configures it, on the device of the options.
+def open_accelerator(device: str, precision: str | None = None) -> Accelerator:
+    """Return an Accelerator as the launcher's environment configures it.
 
-    logs: the folder of trackers.
     precision: the mixed precision where the launcher was given none.
     """
     avoid_cudnn_attention()
     accelerator = Accelerator(
-        cpu=options.device == "cpu",
+        cpu=device == "cpu",
         mixed_precision=precision,
-        log_with=list(options.log_with) or None,
-        project_dir=str(logs) if options.log_with else None,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False  # training reads rows without end
@@ -173,10 +150,9 @@ def reset_accelerate() -> None:
 
 def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
     """Do one rank's part of the job; returns the document on the main rank, None on the others."""
-    logs = Path(f"{resolved(job.out)}-logs")
     reset_accelerate()
     try:
-        accelerator = open_accelerator(job.options, logs)
+        accelerator = open_accelerator(job.options.device)
         launch = Launch(
             ranks.device.type,
             accelerator.num_processes,
@@ -189,7 +165,7 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
         task = open_task(job.model, job.options, launch)
         if task.compute == torch.bfloat16 and launch.precision == "no" and task.options.tp_size == 1:
             AcceleratorState._reset_state()
-            accelerator = open_accelerator(job.options, logs, "bf16")
+            accelerator = open_accelerator(job.options.device, "bf16")
         return train(task, accelerator, ranks, job, console)
     finally:
         reset_accelerate()
@@ -200,7 +176,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
 
     Raises UserError.
     """
-    options, training = task.options, task.training
+    options = task.options
     folder = work_folder(job.out, None, *(source.folder for source in task.sources))
     if ranks.is_main:
         output.clean_up(resolved(job.out))  # a killed swap may have set OUT aside
@@ -215,11 +191,19 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
         return Adaptation.from_dict(earlier, ADAPTATION)
     check_out(job, task.sources)
     with console.stage("reading the data"), accelerator.main_process_first():
-        data = read_data(task.checkpoint, options, training)
-    if hasattr(data.train, "__len__") and len(data.train) < training.batch_size:
+        rows, heldout, counts = open_data(
+            options.data,
+            load_tokenizer(task.checkpoint.folder),
+            seq_len=options.seq_len,
+            vocab_size=task.checkpoint.config["vocab_size"],
+            seed=options.seed,
+            heldout=options.heldout,
+            eval_names=options.eval_data,
+        )
+    if len(rows) < options.batch_size:
         raise UserError(
-            f"the data give only {len(data.train)} rows of {training.seq_len} tokens, fewer than --batch-size"
-            f" {training.batch_size}; give more data or lower --batch-size"
+            f"the data give only {len(rows)} rows of {options.seq_len} tokens, fewer than --batch-size"
+            f" {options.batch_size}; give more data or lower --batch-size"
         )
     with ranks.main_first():
         if ranks.is_main and not options.resume:
@@ -228,9 +212,8 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
     if not folder.is_dir():
         raise UserError(f"{folder} is visible to the main process only; name an OUT that all machines can see")
     with work:
-        start_trackers(accelerator, training)
         try:
-            loop = make_loop(task, accelerator, ranks, data, work, console)
+            loop = make_loop(task, accelerator, ranks, rows, heldout, work, console)
             progress = loop.run()
         except torch.OutOfMemoryError:
             raise UserError(
@@ -243,38 +226,25 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
         loop.model.close()
         document = None
         if ranks.is_main:
-            document = write_outcome(task, job, progress, work, chosen, data.counts, identity, console)
+            document = write_outcome(task, job, progress, work, chosen, counts, identity, console)
             work.remove()
-        for tracker in accelerator.trackers:  # ``end_training`` would end the process group too, which is not ours
-            tracker.finish()
     return document
 
 
-def start_trackers(accelerator: Accelerator, training: TrainOptions) -> None:
-    """Start Accelerate's trackers, if there are any, with the resolved options."""
-    if accelerator.log_with:
-        folder = Path(accelerator.project_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        config = {key: value for key, value in training.to_dict().items() if isinstance(value, int | float | str)}
-        accelerator.init_trackers("ladderize", config=config, init_kwargs={"wandb": {"dir": str(folder)}})
-
-
-def read_data(checkpoint: Checkpoint, options: RetrainOptions, training: TrainOptions) -> "TrainingData":
-    """Return the rows to train and to validate on."""
-    from ladderize.adapt.data.training_data import DataOptions, open_data
-
-    asked = DataOptions(training.seq_len, checkpoint.config["vocab_size"], training.seed, heldout=training.heldout)
-    return open_data(options.data, load_tokenizer(checkpoint.folder), asked, options.eval_data)
-
-
 def make_loop(
-    task: Task, accelerator: Accelerator, ranks: Ranks, data: Any, work: TrainingFolder, console: Console
+    task: Task,
+    accelerator: Accelerator,
+    ranks: Ranks,
+    rows: Any,
+    heldout: list[dict[str, Any]],
+    work: TrainingFolder,
+    console: Console,
 ) -> Loop:
     """Return the training loop, with the models built and the last state, if there is one, loaded."""
     # Only the main process looks: another machine may see an older state of the folder.
     step: int = ranks.broadcast((work.latest() if ranks.is_main else None) or 0)
     model = make_model(task, accelerator, ranks, console)
-    loop = Loop(model, data.train, data.heldout, task.training, work, console, task.stored)
+    loop = Loop(model, rows, heldout, task.options, work, console, task.stored)
     if step:
         loop.progress = work.load(step, model)
         console.note(f"resuming after step {step}, saved in {work.folder}")
@@ -285,56 +255,40 @@ def make_loop(
 
 def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) -> TrainingModel:
     """Return the model in training: its weights, its teacher, and the optimizer."""
-    options, training, is_sharded = task.options, task.training, task.launch.sharded
+    options, is_sharded = task.options, task.launch.sharded
     if options.tp_size > 1:
         return build_tensor_parallel(task, accelerator, ranks, console)
     how: dict[str, Any] = {"collecting": bool(task.compared), "device": None if is_sharded else accelerator.device}
     with console.stage("loading the models" if task.teacher is not None else "loading the model"):
         student = make_student(
-            open_model(task.checkpoint, task.layout, options.attention, **how),
+            open_model(task.checkpoint, task.layout, **how),
             task.compute,
             trained=task.trained,
             lora=task.lora,
-            seed=training.seed,
+            seed=options.seed,
             gradient_checkpointing=options.gradient_checkpointing,
         )
         teacher = None
         if task.teacher is not None:
-            dense = open_model(task.teacher, Layout.dense(task.layout.num_layers), options.attention, **how)
+            dense = open_model(task.teacher, Layout.dense(task.layout.num_layers), **how)
             teacher = make_teacher(dense, task.compute, None if is_sharded else student)
     return HFTraining(
         accelerator,
         student,
         teacher,
         compared=task.compared,
-        weight_decay=training.weight_decay,
-        micro_batch_size=training.micro_batch_size,
-        max_grad_norm=training.max_grad_norm,
+        micro_batch_size=options.micro_batch_size,
+        max_grad_norm=options.max_grad_norm,
     )
 
 
 def announce(task: Task, model: TrainingModel, console: Console) -> None:
     """Say which parameters are trained, on how many processes, for how long."""
-    training, options, processes = task.training, task.options, task.launch.processes
+    options, processes = task.options, task.launch.processes
     numbers = sum(math.prod(shape) for shape in model.shapes.values())
     shared = f", {options.tp_size} for each copy of the model, schedule {options.schedule.name}"
     console.note(
         f"trainable parameters: {human_count(numbers)} ({options.method}, layers {format_ranges(task.layers)}) on"
         f" {processes} process{'es' if processes > 1 else ''}{shared if options.tp_size > 1 else ''};"
-        f" {training.in_words}, peak learning rate {training.schedule.peak:.3g}"
+        f" {options.in_words}, peak learning rate {options.lr:.3g}"
     )
-
-
-def show_data_of(model: str, options: RetrainOptions, rows: int) -> tuple[str, dict[str, Any]]:
-    """Return the first ``rows`` rows of the training, as text and as a document. Nothing is trained."""
-    from ladderize.adapt.data.packing import show_batch
-
-    checkpoint = open_checkpoint(model)
-    if options.budget == Budget():
-        options = replace(options, budget=Budget(steps=1))
-    training = options.resolve(checkpoint.config, 1)
-    train = read_data(checkpoint, options, training).train
-    streamed = not hasattr(train, "__len__")
-    source = iter(train) if streamed else (train[number] for number in Order(len(train), training.seed, 0))
-    taken = list(itertools.islice(source, rows))
-    return show_batch(taken, load_tokenizer(checkpoint.folder)), {"model": model, "rows": taken}

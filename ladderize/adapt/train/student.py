@@ -15,12 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from ladderize.adapt.lora import add_adapters
-from ladderize.adapt.methods import FLASH
 from ladderize.blocks import Blocks
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import sentence
 from ladderize.convert.remote_code.modeling_ladderized import base_linear
-from ladderize.errors import UserError
 from ladderize.families.registry import decoder_of
 from ladderize.layout import DROPPED, Layout
 from ladderize.modeling import ladderized_class
@@ -61,18 +58,12 @@ class ScoredLogits(nn.Module):
         """Return the logits [scored tokens, vocab].
 
         ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins. It
-        looks by waiting for the device, with FlashAttention in every layer, so it is told where that is
-        possible.
+        looks by waiting for the device, so it is told where that is possible.
 
         outputs: receives what the sub-modules add to the stream; needs layers that are ``CollectingLayer``.
         """
         rows: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-        attention = self.model.config._attn_implementation
-        if attention == FLASH:  # FlashAttention keeps packed texts apart only in a single row
-            rows = {name: tensor.reshape(1, -1) for name, tensor in rows.items()}
-            for side in ("q", "k"):
-                rows |= {f"cu_seq_lens_{side}": batch.starts, f"max_length_{side}": batch.longest}
-        elif attention == SDPA_AS_TOLD:
+        if self.model.config._attn_implementation == SDPA_AS_TOLD:
             rows["attention_mask"] = batch.additive_mask(self.compute)
         more = {} if outputs is None else {"sub_module_outputs": outputs}
         hidden = self.model.model(**rows, use_cache=False, **more).last_hidden_state
@@ -137,7 +128,7 @@ class CollectingLayer:
         return state, attention, mlp
 
 
-def open_model(checkpoint: Checkpoint, layout: Layout, attention: str, *, collecting: bool, device: Any) -> Any:
+def open_model(checkpoint: Checkpoint, layout: Layout, *, collecting: bool, device: Any) -> Any:
     """Return the model of a checkpoint as it is stored, of our own class even where it is dense.
 
     collecting: layers can return what their sub-modules add to the stream.
@@ -152,15 +143,13 @@ def open_model(checkpoint: Checkpoint, layout: Layout, attention: str, *, collec
             config=blocks.model_config(layout),
             dtype="auto",
             use_safetensors=True,
-            attn_implementation=attention,
+            attn_implementation="sdpa",
             **({} if device is None else {"device_map": {"": device}}),
         )
-    except ImportError as error:
-        raise UserError(f"--attention {attention} cannot be used here ({sentence(error)})") from None
     finally:
         if had_bars:
             logging.enable_progress_bar()
-    if attention == "sdpa" and not any(blocks.decoder.windows):  # masks of windows are left to transformers
+    if not any(blocks.decoder.windows):  # masks of windows are left to transformers
         ALL_ATTENTION_FUNCTIONS.register(SDPA_AS_TOLD, ALL_ATTENTION_FUNCTIONS["sdpa"])
         model.config._attn_implementation = SDPA_AS_TOLD
     if collecting:

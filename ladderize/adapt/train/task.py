@@ -8,7 +8,7 @@ from accelerate.utils import parse_flag_from_env
 
 from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.lora import lora_config
-from ladderize.adapt.methods import CONVERTED, FLASH, LORA
+from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.teacher import check_pair
 from ladderize.adapt.train.options import RetrainOptions, TrainOptions
 from ladderize.adapt.train.student import trained_tensors
@@ -69,8 +69,7 @@ class Task:
     teacher: Checkpoint | None
     layout: Layout
     layers: tuple[int, ...]
-    options: RetrainOptions
-    training: TrainOptions
+    options: TrainOptions
     compute: torch.dtype
     launch: Launch
     changed: bool
@@ -136,8 +135,6 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
         )
     launched = "bfloat16" if options.dtype == "auto" and launch.precision == "bf16" else options.dtype
     compute = compute_dtype(launched, stored_dtype(checkpoint))
-    if options.attention == FLASH and (launch.device != "cuda" or compute == torch.float32):
-        raise UserError(f"--attention {FLASH} computes on GPUs, in bfloat16; take sdpa, or pass --dtype bfloat16")
     history = read_retrainings(checkpoint.folder)
     return Task(
         model=model,
@@ -145,8 +142,7 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
         teacher=teacher,
         layout=layout,
         layers=layers_to_train(layout, options.train),
-        options=options,
-        training=options.resolve(
+        options=options.resolve(
             checkpoint.config,
             launch.processes // tp_size,
             accumulation=launch.accumulation,
@@ -172,9 +168,9 @@ def run_identity(task: Task) -> dict[str, Any]:
         "layout": task.layout.to_config(),
         "teacher": fingerprint(task.teacher) if task.teacher is not None else None,
         "tokenizer": tokenizer_hash(task.checkpoint.folder),
-        "data": [source_identity(spec) for spec in (*task.options.data, *task.options.eval_data)],
+        "data": [source_identity(name) for name in (*task.options.data, *task.options.eval_data)],
         "dtype": str(task.compute).removeprefix("torch."),
         "processes": task.launch.processes,
         "tp_size": task.options.tp_size,
-        **task.training.fixed(),
+        **task.options.fixed(),
     }

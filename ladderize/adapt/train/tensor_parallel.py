@@ -43,7 +43,6 @@ class TensorParallelTraining(TrainingModel):
         tensor: Ranks,
         *,
         compared: Any = (),
-        weight_decay: float = 0.0,
     ) -> None:
         self.weights, self.shape, self.collectives, self.tensor = student.weights, student.shape, collectives, tensor
         self.vocabulary = collectives, self.shape.vocab_start, self.shape.vocab
@@ -60,7 +59,7 @@ class TensorParallelTraining(TrainingModel):
             )
         scored = None if teacher is None else teacher.scored_logits
         super().__init__(accelerator, wrapped, scored, compared, tp_size=tensor.size)
-        self.optimizer = make_optimizer(self.parameters, weight_decay, fused=True)
+        self.optimizer = make_optimizer(self.parameters, fused=True)
         # The share of each row's squares that this rank counts, so that rows held by several ranks count once: [rows it
         # holds].
         shares: dict[Tensor, Tensor] = {parameter: torch.ones(len(parameter)) for parameter in self.parameters}
@@ -127,13 +126,12 @@ def build_tensor_parallel(
         data,
         tensor,
         compared=task.compared,
-        weight_decay=task.training.weight_decay,
     )
 
 
 def open_collectives(task: Task, tensor: Ranks, console: Console) -> Collectives:
     """Return the collectives by which the ranks of a model sum: one object for student and teacher."""
-    tokens, schedule = task.training.micro_batch_size * task.training.seq_len, task.options.schedule
+    tokens, schedule = task.options.micro_batch_size * task.options.seq_len, task.options.schedule
     stream = tokens * int(task.checkpoint.config["hidden_size"]) * task.compute.itemsize
     most = max(stream, tokens * STATISTICS_BYTES)
     in_flight = schedule.in_flight + (schedule.chunks if task.compared else 0)  # sums of dropped attentions

@@ -136,11 +136,9 @@ class TrainingModel(ABC):
         gone."""
 
 
-def make_optimizer(parameters: Sequence[nn.Parameter], weight_decay: float, *, fused: bool) -> torch.optim.AdamW:
-    """Return AdamW, which decays matrices only. The loop sets its learning rate at every step."""
-    matrices, others = ([p for p in parameters if (p.ndim > 1) == wide] for wide in (True, False))
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused)
+def make_optimizer(parameters: Sequence[nn.Parameter], *, fused: bool) -> torch.optim.AdamW:
+    """Return AdamW without weight decay. The loop sets its learning rate at every step."""
+    return torch.optim.AdamW(parameters, weight_decay=0.0, betas=BETAS, eps=EPSILON, fused=fused)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -161,13 +159,12 @@ class HFTraining(TrainingModel):
         teacher: ScoredLogits | None,
         *,
         compared: Sequence[int] = (),
-        weight_decay: float = 0.0,
         micro_batch_size: int = 1,
         max_grad_norm: float = 1.0,
     ) -> None:
         self.vocabulary = Collectives(), 0, int(student.config.vocab_size)
         own = [parameter for parameter in student.parameters() if parameter.requires_grad]
-        optimizer = make_optimizer(own, weight_decay, fused=accelerator.distributed_type != DistributedType.DEEPSPEED)
+        optimizer = make_optimizer(own, fused=accelerator.distributed_type != DistributedType.DEEPSPEED)
         plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == "DEEPSPEED" else None
         if plugin is not None:
             told = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_clipping": max_grad_norm}

@@ -16,16 +16,14 @@ class Batch:
 
     input_ids, position_ids, targets: int64 [rows, tokens].
     scored: the places whose targets count, in all rows side by side, int64 [n].
-    starts: the first places of the texts, in all rows side by side, and the end, int32 [texts + 1].
-    longest: tokens of the longest text.
+    is_packed: a row holds several texts.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     targets: Tensor
     scored: Tensor
-    starts: Tensor
-    longest: int
+    is_packed: bool
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], device: torch.device) -> "Batch":
@@ -33,16 +31,10 @@ class Batch:
 
         tensors: input_ids, position_ids and targets by name, on the host.
         """
-        targets, begins = tensors["targets"].flatten(), tensors["position_ids"] == 0
-        begins[:, 0] = True
-        starts = torch.cat((begins.flatten().nonzero()[:, 0], torch.tensor([targets.numel()])))
-        counted = {"scored": (targets >= 0).nonzero()[:, 0], "starts": starts.int()}
+        sent = {**tensors, "scored": (tensors["targets"].flatten() >= 0).nonzero()[:, 0]}
         if device.type == "cuda":  # from pinned memory the copy does not hold up the host
-            pinned = {name: tensor.pin_memory() for name, tensor in {**tensors, **counted}.items()}
-            sent = {name: tensor.to(device, non_blocking=True) for name, tensor in pinned.items()}
-        else:
-            sent = {**tensors, **counted}
-        return cls(**sent, longest=int(starts.diff().max()))
+            sent = {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in sent.items()}
+        return cls(**sent, is_packed=bool((tensors["position_ids"][:, 1:] == 0).any()))
 
     @classmethod
     def random(cls, vocab: int, rows: int, tokens: int, seed: int, device: torch.device) -> "Batch":
@@ -67,9 +59,9 @@ class Batch:
 
         None where every row is one text, which a causal kernel reads without a mask.
         """
-        rows, tokens = self.position_ids.shape
-        if len(self.starts) == rows + 1:
+        if not self.is_packed:
             return None
+        tokens = self.position_ids.shape[1]
         text = (self.position_ids == 0).cumsum(-1)
         causal = torch.ones(tokens, tokens, dtype=torch.bool, device=text.device).tril()
         return ((text[:, :, None] == text[:, None, :]) & causal)[:, None]

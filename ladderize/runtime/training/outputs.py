@@ -91,8 +91,7 @@ def hidden_error(student: SubModuleOutputs, teacher: SubModuleOutputs) -> Tensor
         pairs = list(zip(student.kept[place], others, strict=True))
         distance = join_parts([checkpoint(_squares, *pair, use_reentrant=False) for pair in pairs], len(real))
         size = join_parts([other.float().square().sum(-1) for other in others], len(real))
-        # FlashAttention has all rows in one
-        distance, size = ((squares.view(real.shape) * real).sum(-1) for squares in (distance, size))
+        distance, size = ((squares * real).sum(-1) for squares in (distance, size))
         relative = distance / size.clamp_min(torch.finfo(size.dtype).tiny)
         errors.append(torch.where(size > 0, relative, 0))
     return (torch.stack(errors).mean(0) * real.sum(-1)).sum()
