@@ -141,31 +141,18 @@ def jsonl_rows(path: Path, formats: Formats) -> Iterator[Row]:
 
 
 def parquet_rows(path: Path, formats: Formats) -> Iterator[Row]:
-    """Yield the rows of a parquet file, of which only the columns are checked. Raises UserError for one that cannot be
-    read."""
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
+    """Yield the rows of a parquet file. Raises UserError for one that cannot be read, and for a bad row."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_table
 
     try:
-        with ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            if formats.find(columns) is None:
-                raise UserError(
-                    f"{path} has the columns {', '.join(columns) or 'of nothing'}; rows need {formats.in_words}"
-                )
-            number = 0
-            for batch in file.iter_batches():
-                for place in range(len(batch)):
-                    number += 1
-                    origin = f"{path}, row {number}"
-                    try:
-                        (values,) = batch.slice(place, 1).to_pylist()
-                    except UnicodeDecodeError:
-                        raise BadRow(f"{origin}: holds text that is not UTF-8") from None
-                    yield Row(values, origin)
-    except (pyarrow.ArrowException, OSError) as error:
-        cause = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} cannot be read as parquet ({cause}); is it complete?") from None
+        rows = read_table(path).to_pylist()
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as parquet ({' '.join(str(error).split())[:200]})") from None
+    for number, values in enumerate(rows, start=1):
+        row = Row(values, f"{path}, row {number}")
+        check_row(row, formats)
+        yield row
 
 
 @contextlib.contextmanager

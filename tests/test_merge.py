@@ -14,7 +14,6 @@ from ladderize.adapt.lora import (
     LORA_TARGETS,
     LoraOptions,
     adapter_base,
-    adapter_card,
     add_adapters,
     lora_config,
     write_adapter,
@@ -95,9 +94,6 @@ def test_the_folder_is_what_peft_writes(pair, tmp_path):
     document = json.loads((adapter / "adaptation.json").read_text())
     assert (document["method"], document["base"]["model"]) == ("lora", str(base))
     assert document["base"]["attention_sync"] == ["dropped"] * 4
-    on_the_hub = adapter_base(open_checkpoint(str(base)), "some/model")
-    assert "base_model: some/model" in adapter_card("adapter", on_the_hub, 4)
-    assert "base_model" not in (adapter / "README.md").read_text()
     assert "is a PEFT adapter; `ladderize merge" in one_sentence(invoke("inspect", adapter))
 
 

@@ -126,7 +126,7 @@ REFUSED = {
     "an entry without layers": ({"layouts": [{"name": "a"}]}, r"layouts\[0\]: names no layers"),
     "spd without ranks": ({"layouts": [{"spd": "all"}]}, r"layouts\[0\]: --spd needs --sync-tp-size"),
     "layers chosen without a sensitivity": ({"layouts": [{"ladder": "auto"}]}, "needs --sensitivity FILE"),
-    "what the sweep decides": ({"adapt": [{**FULL, "resume": "no"}]}, r"adapt\[0\]: resume cannot be given here"),
+    "what the sweep decides": ({"adapt": [{**FULL, "align": True}]}, r"adapt\[0\]: align cannot be given here"),
     "a backend that tells no predictions": (
         {"eval": {"perplexity": "a.npy", "backend": "vllm"}},
         "eval: backend cannot be given here",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import check_options, option
-from ladderize.console import code_span, sentence
+from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.records import Record
@@ -108,7 +108,7 @@ def write_adapter(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write the adapter folder ``out``, whole or not at all: PEFT's files, a card, and ``files``.
+    """Write the adapter folder ``out``, whole or not at all: PEFT's files and ``files``.
 
     tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names in files.
     files: name -> text; among them adaptation.json.
@@ -124,28 +124,7 @@ def write_adapter(
         with output.atomic_folder(resolved(out, "OUT "), overwrite=overwrite) as folder:
             config.save_pretrained(str(folder))
             save_file({**tensors}, folder / ADAPTER_TENSORS, {"format": "pt"})
-            for name, text in {**files, "README.md": adapter_card(out.name, base, config.r)}.items():
+            for name, text in files.items():
                 (folder / name).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise UserError(f"writing OUT {out} failed ({sentence(error)}); nothing was left there") from error
-
-
-def adapter_card(name: str, base: AdapterBase, rank: int) -> str:
-    """Return the README.md of an adapter of this rank. It names no local folder as the base, which the hub refuses."""
-    from ladderize import __version__
-
-    hub = "" if Path(base.model).is_dir() else f"base_model: {base.model}\n"
-    return f"""---
-library_name: peft
-{hub}tags: [ladderize, lora]
----
-
-# {name}
-
-A LoRA adapter of rank {rank} for {code_span(base.model)}, trained with ladderize {__version__}; `adaptation.json` says
-how. It belongs to this layout: {base.layout}. On another layout, it does not work.
-
-    model = peft.PeftModel.from_pretrained(ladderize.load("{base.model}"), "{name}")
-
-`ladderize merge {name} OUT` makes an ordinary checkpoint of both.
-"""

@@ -22,21 +22,17 @@ def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_nam
     """Return the student's layout. Raises UserError unless the teacher is a dense model of the same shape and
     function."""
     layout, dense = Layout.from_config(student.config), Layout.from_config(teacher.config)
-    if not dense.is_dense:
-        raise UserError(
-            f"--distill-from {teacher_name} is not dense ({dense}); name the model that {model} was converted from"
-        )
-    if expected_tensors(student.config) != expected_tensors(teacher.config):
-        raise UserError(
-            f"--distill-from {teacher_name} has other shapes than {model}; name the model that it was converted from"
-        )
     ours, theirs = dense_function(student.config), dense_function(teacher.config)
-    if different := sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)):
-        raise UserError(
-            f"--distill-from {teacher_name} computes otherwise than {model} ({', '.join(different)}); name the model"
-            " that it was converted from"
-        )
-    return layout
+    different = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
+    if not dense.is_dense:
+        what = f"is not dense ({dense})"
+    elif expected_tensors(student.config) != expected_tensors(teacher.config):
+        what = f"has other shapes than {model}"
+    elif different:
+        what = f"computes otherwise than {model} ({', '.join(different)})"
+    else:
+        return layout
+    raise UserError(f"--distill-from {teacher_name} {what}; name the model that {model} was converted from")
 
 
 def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:

@@ -24,7 +24,6 @@ from ladderize.commands.builder import (
 from ladderize.commands.shared import LOADING, start_on, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
-from ladderize.runtime.schedule import Schedule, ScheduleName
 
 
 @dataclass(frozen=True)
@@ -45,17 +44,7 @@ class AdaptArguments:
     as_json: bool = option(AS_JSON, False)
 
 
-@dataclass(frozen=True)
-class ScheduleArguments:
-    schedule: ScheduleName = option(
-        "When sub-modules run, with --tp-size: sequential, or domino, which cuts a micro-batch in two and runs"
-        " one half's all-reduces under the other's compute. The result is the same.",
-        Schedule.name,
-        shown=Schedule.name,
-    )
-
-
-RETRAINING = (RetrainOptions, Objective, Budget, ScheduleArguments)
+RETRAINING = (RetrainOptions, Objective, Budget)
 OPTIONS: dict[Method, tuple[type, ...]] = {
     FULL: RETRAINING,
     LORA: (*RETRAINING, LoraOptions),
@@ -71,7 +60,7 @@ OPTIONS: dict[Method, tuple[type, ...]] = {
         DATA: "data seq_len samples seed",
         METHOD: "method distill_from train distill_weight hidden_weight align lora_rank lora_alpha lora_dropout",
         OPTIMISATION: "max_tokens max_steps batch_size lr warmup_steps max_grad_norm",
-        VALIDATION: "eval_data heldout eval_every write resume",
+        VALIDATION: "eval_data heldout eval_every write",
         MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule dtype device",
         OUTPUT: "overwrite no_verify json",
     },
@@ -116,14 +105,11 @@ def adapt_options(given: GivenOptions) -> RetrainOptions | WindowOptions:
 
 def _retrain_options(given: GivenOptions, own: AdaptArguments) -> RetrainOptions:
     """Return the options of retraining, checked. Raises UsageError."""
-    schedule = given.fill(ScheduleArguments)
-    check_options(schedule)
     objective, budget = given.fill(Objective), given.fill(Budget)
     if own.distill_from is not None and "distill_weight" not in given.names:
         objective = replace(objective, distill_weight=1.0)
     budget.check()
-    more = {"objective": objective, "lora": given.fill(LoraOptions), "schedule": Schedule(schedule.schedule)}
-    options = given.fill(RetrainOptions, budget=budget, **more)
+    options = given.fill(RetrainOptions, budget=budget, objective=objective, lora=given.fill(LoraOptions))
     options.check()
     return options
 

@@ -1,7 +1,6 @@
 """The command ``demo``: a sweep of the bundled model, from conversion to accuracy and speed, and its report."""
 
-import webbrowser
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 
 if TYPE_CHECKING:
-    from ladderize.runtime.bench.document import BenchDocument
     from ladderize.sweep_document import SweepDocument
 
 
@@ -23,32 +21,27 @@ class DemoArguments:
         "Keep everything here. The same command goes on with an earlier demo.", Path("ladderize-demo"), metavar="DIR"
     )
     quick: bool = option("Two layouts and few samples: a minute.", False)
-    open_page: bool = option("Show the report in a browser.", False, flags="--open")
     as_json: bool = option(AS_JSON, False)
 
 
-@command(DemoArguments, panels={OUTPUT: "out quick open json"}, configurable=False)
+@command(DemoArguments, panels={OUTPUT: "out quick json"}, configurable=False)
 def demo(given: GivenOptions) -> None:
     """Sweep layouts of the bundled tiny Llama, from conversion to speed, and write a report."""
     own = given.fill(DemoArguments)
     console = Console(own.as_json)
-    console.document(run_demo(own.out, quick=own.quick, open_page=own.open_page, console=console))
+    console.document(run_demo(own.out, quick=own.quick, console=console))
 
 
-def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> dict[str, Any]:
+def run_demo(out: Path, *, quick: bool, console: Console) -> dict[str, Any]:
     """Measure the demo's layouts, write the report and print both; return the sweep's document and the report's.
 
     out: the folder for everything; an earlier demo in it goes on.
-    open_page: show the report in a browser.
 
     Raises UserError if a stage of the sweep failed; the report is written before.
     """
     with console.stage(LOADING):
         from ladderize.demo.inputs import MEASURED, as_typed, demo_folder, write_inputs
-        from ladderize.files.documents import read_document
         from ladderize.report.page import check_libraries, write_report
-        from ladderize.runtime.bench.document import BenchDocument
-        from ladderize.runtime.bench.report import show_bench
         from ladderize.sweep.run import run_sweep
         from ladderize.sweep.show import show_models
     check_libraries()  # not after minutes of work
@@ -58,29 +51,16 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
     console.note(f"$ ladderize sweep {quote(as_typed(yaml))}")
     document = run_sweep(yaml, console=console)
     _link_models(document, folder)
-    for name in document.benches:
-        bench = BenchDocument.from_dict(read_document(root / name, "benchmark"), root / name)
-        console.result("")
-        show_bench(_with_names(bench, document), console)
     console.note(f"$ ladderize report {quote(as_typed(root))} --out {quote(as_typed(page))}")
     summary = write_report([root], page, console=console)
     show_models(root, console)
     console.result(f"\nreport: {page}")
-    if open_page and not webbrowser.open(page.as_uri()):
-        console.note(f"no browser could be started; open {page} yourself")
     if document.failed:
         raise UserError(
             f"{len(document.failed)} stages of the demo failed, the first with: {document.failed[0].message}; the same"
             " command tries again"
         )
     return {"sweep": document.to_dict(), "report": summary.to_dict()}
-
-
-def _with_names(bench: "BenchDocument", document: "SweepDocument") -> "BenchDocument":
-    """Return the benchmark with the layouts' names instead of the folders of their models."""
-    names = {point.timed: point.name.partition(",")[0] for point in reversed(document.points)}
-    rows = [replace(row, model=names.get(row.model, row.model)) for row in bench.rows]
-    return replace(bench, rows=rows, checks={names.get(model, model): check for model, check in bench.checks.items()})
 
 
 def _link_models(document: "SweepDocument", folder: Path) -> None:

@@ -16,7 +16,6 @@ from ladderize.convert.recipe import Recipe
 from ladderize.layout import Layout
 from ladderize.runtime import launch
 from ladderize.runtime.loader import CheckpointSource
-from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.weights import build_weights
 from tests.helpers import BIASES, CLIPPED, save_llama
@@ -25,7 +24,7 @@ from tests.training_groups import retrain_all
 
 STEPS, LEAST = 8, 6
 BRIEF = {"budget": Budget(steps=LEAST), "eval_every": 2}
-DOMINO = Schedule("domino")
+DOMINO, SEQUENTIAL = "domino", "sequential"
 
 
 def options(place, tp_size=1, schedule=SEQUENTIAL, **more):

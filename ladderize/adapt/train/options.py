@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from ladderize.adapt.data_files import data_files
 from ladderize.adapt.lora import LoraOptions
@@ -23,7 +23,7 @@ from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, option
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
-from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.schedule import Schedule, ScheduleName
 
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
@@ -128,7 +128,6 @@ class RetrainOptions(Record):
     """The options of ``ladderize adapt``; see its --help. None: ``resolve`` chooses the default for the model.
 
     align: align with ``distill_from`` before training; the aligned checkpoint stays beside OUT.
-    schedule: the order of sub-modules and all-reduces in a model that ``tp_size`` ranks share.
     Raises UsageError for a value out of its range.
     """
 
@@ -172,7 +171,7 @@ class RetrainOptions(Record):
     micro_batch_size: int | None = option(
         "Rows computed at once on one device. It decides the memory, not the result.",
         min=1,
-        shown="8192 tokens, or what accelerate's gradient accumulation leaves",
+        shown="8192 tokens",
     )
     lr: float | None = option(
         "Peak learning rate.",
@@ -194,7 +193,11 @@ class RetrainOptions(Record):
         1,
         min=1,
     )
-    schedule: Schedule = SEQUENTIAL
+    schedule: ScheduleName = option(
+        "When sub-modules run, with --tp-size: sequential, or domino, which cuts a micro-batch in two and runs"
+        " one half's all-reduces under the other's compute. The result is the same.",
+        "sequential",
+    )
     eval_every: int | None = option(
         "Steps between validations; training's state is saved with each.", min=1, shown="a tenth of all, at most 500"
     )
@@ -203,13 +206,6 @@ class RetrainOptions(Record):
         " nothing is written if training never lowered it."
         " last: the last ones.",
         "best",
-    )
-    resume: bool = option(
-        "auto: go on with unfinished work. no: start again.",
-        True,
-        kind=Literal["auto", "no"],
-        parse=lambda word: word == "auto",
-        shown="auto",
     )
     seed: int = option(TRAINING_SEED, 0)
     dtype: Dtype = option(COMPUTE_DTYPE, "auto")
@@ -231,7 +227,7 @@ class RetrainOptions(Record):
             raise UsageError(f"--max-grad-norm must be above 0, not {self.max_grad_norm:g}")
         if self.heldout is not None and self.eval_data:
             raise UsageError("--heldout has no effect with --eval-data")
-        if self.schedule.is_domino and self.tp_size == 1:
+        if self.schedule == "domino" and self.tp_size == 1:
             raise UsageError("--schedule domino has no effect without a --tp-size above 1")
         if self.align and self.distill_from is None:
             raise UsageError("--align needs --distill-from DENSE, the checkpoint that MODEL was converted from")
@@ -249,12 +245,11 @@ class RetrainOptions(Record):
             data_files(name, "--eval-data")
 
     def resolve(
-        self, config: Mapping[str, Any], ranks: int, *, accumulation: int = 1, left_by_alignment: float | None = None
+        self, config: Mapping[str, Any], ranks: int, *, left_by_alignment: float | None = None
     ) -> "TrainOptions":
         """Return all options with the defaults resolved for a model.
 
         ranks: the ranks that read different data: all processes / ``tp_size``.
-        accumulation: accelerate's gradient accumulation steps; 1: the launcher was not given any.
         left_by_alignment: the held-out divergence from the dense model, in nats per token, where weights were aligned
         last.
         Raises UserError for options that do not go together.
@@ -265,27 +260,22 @@ class RetrainOptions(Record):
         seq_len = self.seq_len or min(row_of_ids(self.data) or 2048, positions)
         if seq_len > positions:
             raise UserError(f"--seq-len {seq_len} is more than the {positions} positions that the model supports")
-        tokens, parts = self.budget.tokens, ranks * accumulation
+        tokens = self.budget.tokens
         per_step = max(LEAST_PER_STEP, min(MOST_PER_STEP, tokens // 2000)) if tokens else PER_STEP
-        batch_size = self.batch_size or -(-max(1, per_step // seq_len) // parts) * parts
+        batch_size = self.batch_size or -(-max(1, per_step // seq_len) // ranks) * ranks
         own, rest = divmod(batch_size, ranks)
         if rest:
             raise UserError(
                 f"--batch-size {batch_size} (rows of a step, over all processes) must be divisible by the {ranks}"
                 " processes that read different data"
             )
-        most = own // accumulation if accumulation > 1 else min(own, MICRO_BATCH_TOKENS // seq_len)
+        most = min(own, MICRO_BATCH_TOKENS // seq_len)
         micro = self.micro_batch_size or next(count for count in range(max(1, most), 0, -1) if own % count == 0)
         if own % micro:
             raise UserError(
                 f"--micro-batch-size {micro} does not divide the {own} rows of a step that are each process's"
             )
-        if accumulation > 1 and own // micro != accumulation:
-            raise UserError(
-                f"accelerate's {accumulation} steps of gradient accumulation and --batch-size {batch_size} do not leave"
-                f" --micro-batch-size {micro} rows at once; leave one of them out"
-            )
-        self.schedule.check(
+        Schedule(self.schedule).check(
             micro, seq_len, config["hidden_size"], rows_name="--micro-batch-size", tokens_name="--seq-len"
         )
         steps = self.budget.about_steps(batch_size * seq_len)

@@ -94,7 +94,7 @@ def check_out(job: RetrainJob, sources: Iterable[Checkpoint]) -> None:
 
 def result_digest(task: Task, identity: Mapping[str, Any]) -> str:
     """Return a digest of everything that decides the result."""
-    return run_digest({"identity": identity, "options": {**task.options.to_dict(), "resume": None}})
+    return run_digest({"identity": identity, "options": task.options.to_dict()})
 
 
 def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
@@ -105,7 +105,7 @@ def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
         return progress.step
     if progress.kept_step is None:
         before, last = (scores.criterion(objective) for scores in (progress.before, progress.last))
-        advice = "train with a lower --lr or on other data (--resume no)"
+        advice = "delete it and train with a lower --lr or on other data"
         check_improved(objective.criterion.label, before, last, work=work.folder, advice=advice)
     return progress.kept_step or progress.step
 

@@ -103,7 +103,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
         check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
     folder = work_folder(job.out, None, checkpoint.folder)
     # a training that was begun belongs to the aligned checkpoint that is there
-    begun = options.resume and read_own(folder / ABOUT).get("command") == TrainingFolder.COMMAND
+    begun = read_own(folder / ABOUT).get("command") == TrainingFolder.COMMAND
     ranks = join_ranks(options.device)
     if ranks.broadcast(begun and read_own(Path(beside) / ALIGNMENT).get("model") == model):
         console.note(f"going on from {beside}, which an earlier run has aligned")
@@ -157,11 +157,12 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
             ranks.device.type,
             accelerator.num_processes,
             accelerator.mixed_precision,
-            accelerator.gradient_accumulation_steps,
             accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
         )
         if sharding_asked() and not launch.sharded:
             raise UserError("accelerate launch asks for FSDP or DeepSpeed, which Accelerate runs on GPUs only")
+        if accelerator.gradient_accumulation_steps > 1:
+            raise UserError("accelerate launch asks for gradient accumulation; --micro-batch-size decides it instead")
         task = open_task(job.model, job.options, launch)
         if task.compute == torch.bfloat16 and launch.precision == "no" and task.options.tp_size == 1:
             AcceleratorState._reset_state()
@@ -206,8 +207,6 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
             f" {options.batch_size}; give more data or lower --batch-size"
         )
     with ranks.main_first():
-        if ranks.is_main and not options.resume:
-            TrainingFolder.discard(folder)
         work = TrainingFolder(folder, identity, main=ranks.is_main)
     if not folder.is_dir():
         raise UserError(f"{folder} is visible to the main process only; name an OUT that all machines can see")
@@ -286,7 +285,7 @@ def announce(task: Task, model: TrainingModel, console: Console) -> None:
     """Say which parameters are trained, on how many processes, for how long."""
     options, processes = task.options, task.launch.processes
     numbers = sum(math.prod(shape) for shape in model.shapes.values())
-    shared = f", {options.tp_size} for each copy of the model, schedule {options.schedule.name}"
+    shared = f", {options.tp_size} for each copy of the model, schedule {options.schedule}"
     console.note(
         f"trainable parameters: {human_count(numbers)} ({options.method}, layers {format_ranges(task.layers)}) on"
         f" {processes} process{'es' if processes > 1 else ''}{shared if options.tp_size > 1 else ''};"

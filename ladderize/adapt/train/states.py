@@ -84,17 +84,10 @@ class TrainingFolder(WorkFolder):
 
     COMMAND = "adapt --method full or lora"
     at: int | None = None  # the step of the state that this process wrote or read last
-    ADVICE = "give the old value again, start again with --resume no"
+    ADVICE = "give the old value again, delete it to start again"
 
     def has_work(self) -> bool:
         return self.latest() is not None
-
-    @classmethod
-    def discard(cls, folder: Path) -> None:
-        """Delete unfinished training; raises UserError if the folder holds anything else, or is in use."""
-        if folder.exists():
-            with cls(folder, {}) as work:
-                work.remove()
 
     @property
     def metrics(self) -> Path:

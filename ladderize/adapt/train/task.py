@@ -41,14 +41,12 @@ class Launch:
     device: its type.
     processes: the number of all of them.
     precision: Accelerate's mixed precision.
-    accumulation: Accelerate's gradient accumulation steps; 1: none were asked for.
     sharded: by FSDP or DeepSpeed.
     """
 
     device: str
     processes: int = 1
     precision: str = "no"
-    accumulation: int = 1
     sharded: bool = False
 
 
@@ -145,7 +143,6 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
         options=options.resolve(
             checkpoint.config,
             launch.processes // tp_size,
-            accumulation=launch.accumulation,
             left_by_alignment=history[-1].left_by_alignment if history else None,
         ),
         compute=compute,

@@ -21,6 +21,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.loader import CheckpointSource
+from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.vocab_losses import STATISTICS_BYTES
@@ -131,7 +132,7 @@ def build_tensor_parallel(
 
 def open_collectives(task: Task, tensor: Ranks, console: Console) -> Collectives:
     """Return the collectives by which the ranks of a model sum: one object for student and teacher."""
-    tokens, schedule = task.options.micro_batch_size * task.options.seq_len, task.options.schedule
+    tokens, schedule = task.options.micro_batch_size * task.options.seq_len, Schedule(task.options.schedule)
     stream = tokens * int(task.checkpoint.config["hidden_size"]) * task.compute.itemsize
     most = max(stream, tokens * STATISTICS_BYTES)
     in_flight = schedule.in_flight + (schedule.chunks if task.compared else 0)  # sums of dropped attentions
@@ -169,6 +170,6 @@ def _model(
         checkpoint.config,
         layout,
         collectives,
-        schedule=task.options.schedule,
+        schedule=Schedule(task.options.schedule),
         gradient_checkpointing=task.options.gradient_checkpointing and not frozen,
     )
