@@ -1,7 +1,6 @@
 """The conversion of a checkpoint: plan, write, verify, rename into place."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -72,7 +71,6 @@ def convert_checkpoint(
     overwrite: bool = False,
     dry_run: bool = False,
     verify: bool = True,
-    check: Callable[[Path], None] = lambda folder: None,
     console: Console = SILENT,
 ) -> ConversionReport:
     """Convert the checkpoint ``src`` (a folder or a hub id) into the folder ``out``; return a report.
@@ -82,7 +80,6 @@ def convert_checkpoint(
 
     recipe: what to do, or just the layout to make.
     changes: changes besides the layout.
-    check: receives the finished folder before it appears as ``out``; if it raises, nothing appears.
     Raises UserError, LayoutError or OSError, each with a message for the user.
     """
     if not dry_run:
@@ -94,7 +91,6 @@ def convert_checkpoint(
     verified: list[Verification] = []
 
     def examine(folder: Path) -> None:
-        check(folder)
         if verify:
             problem = plan.quantisation.not_run if plan.quantisation is not None else None
             how = f"class and tensors alone: {problem}" if problem else "loading the output in plain transformers"
