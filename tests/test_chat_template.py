@@ -1,14 +1,11 @@
 """Chat templates are programs of strangers, which transformers renders in a sandbox: what one raises is a sentence."""
 
-import shutil
-
 import pytest
 from transformers import AutoTokenizer
 
 from ladderize.chat_template import DATE_OF_DATA, chat_template_of, render_prompt
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UserError
-from tests.helpers import invoke, one_sentence
 
 TURNS = [{"role": "user", "content": "Hello"}]
 
@@ -46,13 +43,3 @@ def test_no_template_or_none_that_is_the_default(tokenizer, template):
     tokenizer.chat_template = template
     with pytest.raises(UserError, match="^model has no chat template, which a conversation needs"):
         chat_template_of(tokenizer, "model")
-
-
-def test_generate_with_a_template(tmp_path):
-    model = shutil.copytree(MODEL, tmp_path / "m")
-    arguments = ("generate", model, "-p", "the cat", "--chat", "--max-new-tokens", 3)
-    (model / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
-    plain = invoke("generate", model, "-p", "the cat", "--max-new-tokens", 3)
-    assert invoke(*arguments).stdout == plain.stdout
-    (model / "chat_template.jinja").write_text("{{ raise_exception('never\\nthis') }}")
-    assert "the chat template refuses the conversation (never this)" in one_sentence(invoke(*arguments))

@@ -1,6 +1,5 @@
 import json
 import os
-import random
 import subprocess
 import sys
 import venv
@@ -9,26 +8,18 @@ from pathlib import Path
 import pytest
 
 from ladderize.demo.corpus import GENRES, dataset, documents, items
-from ladderize.demo.inputs import MODEL, demo_folder, write_inputs
+from ladderize.demo.inputs import demo_folder, write_inputs
 from ladderize.sweep.sweep_file import read_sweep
 from tests.helpers import ROOT, invoke
-
-
-def test_the_corpus_is_deterministic_and_the_model_small():
-    assert sum(path.stat().st_size for path in MODEL.iterdir()) <= 4_000_000
-    assert list(documents(20, test=False, seed=4)) == list(documents(20, test=False, seed=4))
-    assert list(documents(20, test=False, seed=4)) != list(documents(20, test=False, seed=5))
 
 
 @pytest.mark.parametrize("genre", GENRES)
 def test_no_test_item_is_trained_on(genre):
     tested = {item.text for item in items(genre, 150, test=True)}
-    rng = random.Random(7)
-    trained = {item.text for item in (GENRES[genre](rng) for _ in range(5000)) if not item.in_test_split}
     assert len(tested) == 150
-    assert not tested & trained
-    text = "\n".join(documents(500, test=False, seed=0))
-    assert not any(line in tested for line in text.splitlines())
+    text = list(documents(500, test=False, seed=4))
+    assert text == list(documents(500, test=False, seed=4)) != list(documents(500, test=False, seed=5))
+    assert not any(line in tested for document in text for line in document.splitlines())
 
 
 @pytest.mark.parametrize("genre", GENRES)
@@ -68,12 +59,6 @@ def test_the_quick_demo_of_the_wheel(tmp_path):
     folder = tmp_path / "demo"
     results = [json.loads((folder / "sweep" / point["results"]).read_text()) for point in points.values()]
     models = [result["models"][0]["ladderize"] for result in results]
-    assert [model["layout"] for model in models] == [
-        "8 layers: dense",
-        "8 layers: ladder 0:8",
-        "8 layers: ladder 0:8",
-        "8 layers: spd 0:8 (sync_tp_size 2)",
-    ]
     dense, ladder, retrained, spd = (model["perplexity"]["perplexity"] for model in models)
     assert 1 < dense < 0.9 * min(ladder, spd)
     assert dense < retrained < 0.5 * ladder
@@ -88,13 +73,10 @@ def test_the_quick_demo_of_the_wheel(tmp_path):
 
 
 def test_the_demo_takes_no_other_folder(tmp_path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").touch()
     (tmp_path / "file").touch()
-    for place in ("other", "file"):
-        outcome = invoke("demo", "--out", tmp_path / place)
-        assert outcome.code == 1
-        assert "not an empty folder" in outcome.stderr
+    outcome = invoke("demo", "--out", tmp_path)
+    assert outcome.code == 1
+    assert "not an empty folder" in outcome.stderr
 
 
 def test_an_earlier_demo_goes_on_with_what_it_has(tmp_path):

@@ -33,7 +33,7 @@ def kill(moment, *arguments):
     assert process.returncode == -signal.SIGKILL, stderr
 
 
-@pytest.mark.parametrize("name", ["full", "lora", "align", "blocks", "spd"])
+@pytest.mark.parametrize("name", ["lora", "align", "spd"])
 def test_killed_after_the_output_appeared(place, tmp_path, name):
     warm.warm_python().preload("accelerate", "datasets", "peft")
     out = tmp_path / "out"
@@ -41,12 +41,11 @@ def test_killed_after_the_output_appeared(place, tmp_path, name):
     kill(BEFORE_TIDYING, *arguments)
     assert listing(tmp_path) == ["out", "out.ladderize-work"]
     before = fingerprint(out)
-    for _ in range(2):  # with the work, and without
-        outcome = invoke(*arguments)
+    for more in ([], ["--json"]):  # with the work, and without
+        outcome = invoke(*arguments, *more)
         assert outcome.code == 0, outcome.stderr
         assert COMPLETE in outcome.stderr
-        assert f"wrote {out}" in outcome.stdout
         assert fingerprint(out) == before
         assert listing(tmp_path) == ["out"]
-    assert json.loads(invoke(*arguments, "--json").stdout)["out"] == str(out)
+    assert json.loads(outcome.stdout)["out"] == str(out)
     assert "is not empty" in one_sentence(invoke(*arguments, "--seed", 1))  # another command

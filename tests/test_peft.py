@@ -1,11 +1,10 @@
 """LoRA in dropped layers, and weights that cannot be sliced: every path must give what the whole weights give."""
 
 import copy
-import logging
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from peft.utils import constants
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -44,25 +43,19 @@ def slow_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("kind", [LoraConfig, IA3Config])
-def test_what_is_adapted_by_default_is_what_a_llama_adapts(kind):
+def test_what_is_adapted_by_default_is_what_a_llama_adapts():
     """Whatever of PEFT and ladderize was imported first, and also where ladderize is not installed."""
-    plain = get_peft_model(LlamaForCausalLM(LlamaConfig(**SHAPE)), kind(task_type="CAUSAL_LM"))
+    plain = get_peft_model(LlamaForCausalLM(LlamaConfig(**SHAPE)), LoraConfig(task_type="CAUSAL_LM"))
     for mapping in vars(constants).values():
         if isinstance(mapping, dict):
             mapping.pop("ladderized_llama", None)
-    own = get_peft_model(make_model("mixed"), kind(task_type="CAUSAL_LM"))
+    own = get_peft_model(make_model("mixed"), LoraConfig(task_type="CAUSAL_LM"))
     shapes = [{name: p.shape for name, p in model.named_parameters() if p.requires_grad} for model in (plain, own)]
     assert shapes[0] == shapes[1] != {}
 
 
-def test_layers_are_not_replicated():
-    with pytest.raises(ValueError, match="the layout names 4 layers.* cannot be given 5"):
-        with_lora("mixed", ["q_proj"], layer_replication=[[0, 2], [1, 4]])
-
-
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"bias": "all"}, {"use_dora": True}])
-@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "spd with biases", "same layer with biases"])
+@pytest.mark.parametrize("options", [{}, {"bias": "all"}, {"use_dora": True}])
+@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer with biases"])
 def test_merged_and_unmerged_are_equal(name, options, slow_calls):
     """Of one adapter on some projections, and of a second beside it."""
     model, ids = with_lora(name, PROJECTIONS[:: int(torch.randint(1, 4, ()))], **options), random_ids(2, 7)
@@ -88,7 +81,7 @@ def gradients(model, ids):
     return {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize("name", ["spd all 4", "spd with biases"])
+@pytest.mark.parametrize("name", ["spd with biases"])
 def test_calling_the_whole_module_is_exact(name, slow_calls):
     """What happens to quantised or hooked weights, forced upon ordinary ones: the same logits and gradients."""
     model, ids = with_lora(name, PROJECTIONS), random_ids(2, 6)
@@ -123,24 +116,6 @@ def test_dropout_is_drawn_once_for_all_ranks():
     for rank in range(1, 4):
         torch.testing.assert_close(first[..., rank, :], first[..., 0, :])
     assert (first - second).abs().max() > 1e-3  # it was drawn anew
-
-
-def test_the_slow_way_is_announced_once(caplog):
-    model = make_model("spd all 4")
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.register_forward_hook(lambda *_: None)
-    modeling.logger.warning_once.cache_clear()
-    root = logging.getLogger("transformers")
-    root.addHandler(caplog.handler)
-    try:
-        with torch.no_grad():
-            model(random_ids(1, 4))
-    finally:
-        root.removeHandler(caplog.handler)
-    assert [record.message for record in caplog.records if "virtual rank" in record.message] == [
-        "Linear: weight or adapter cannot be sliced by virtual rank; calling the whole module once for each rank"
-        " instead (the same result, slower)"
-    ]
 
 
 def test_a_foreign_layer_is_refused():

@@ -81,71 +81,39 @@ def expected(logits, targets, teacher, weights):
     return (entropy.detach(), divergence.detach()), logits.grad
 
 
-@pytest.mark.parametrize("at_once", [1 << 26, 100])
+@pytest.mark.parametrize("kind", ["plain", "in parts", "ranks of padding", "large", "bfloat16"])
 @pytest.mark.parametrize("with_teacher", [True, False])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_losses_and_gradients_are_those_of_the_whole_vocabulary(ranks, with_teacher, at_once, monkeypatch):
-    monkeypatch.setattr(vocab_losses, "LOGITS_AT_ONCE", at_once)
-    vocab, tokens = draw(20, 150), draw(1, 40)
+def test_losses_and_gradients_are_those_of_the_whole_vocabulary(ranks, with_teacher, kind, monkeypatch):
+    """In parts: of the tokens. Large: one rank's scores lie far above the others', and the teacher's on another."""
+    vocab, tokens, weights = draw(20, 150), draw(1, 40), torch.rand(2)
     own = -(-vocab // ranks) + draw(0, 3)
-    logits = torch.randn(tokens, vocab) * 4
-    teacher = logits + torch.randn(tokens, vocab) * 2 if with_teacher else None
-    targets = torch.randint(vocab, (tokens,))
-    weights = torch.rand(2)
-    problem = (logits, targets, teacher, weights)
+    if kind == "in parts":
+        monkeypatch.setattr(vocab_losses, "LOGITS_AT_ONCE", 100)
+    if kind == "ranks of padding":  # of 4 ranks: 2, 2, 1 and 0 columns
+        vocab, own = 5, 5 if ranks == 1 else 2
+    logits, teacher = torch.randn(2, tokens, vocab) * (1e3 if kind == "large" else 4)
+    if kind == "large":
+        logits[:, : vocab // 4] += 2e4
+        teacher[:, -vocab // 4 :] += 3e4
+    if kind == "bfloat16":
+        logits, teacher = logits.bfloat16(), teacher.bfloat16()
+    problem = (logits, torch.randint(vocab, (tokens,)), teacher if with_teacher else None, weights)
     losses, grad, sent = on_ranks(ranks, own, vocab, *problem)
     right, right_grad = expected(*problem)
-    torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad.double(), right_grad, rtol=2e-5, atol=2e-6)
-    assert losses[0].dtype == losses[1].dtype == torch.float32
-    assert losses[0].shape == ()
+    near = {"rtol": 1e-5, "atol": 1e-3 if kind == "large" else 1e-5}
+    torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), **near)
+    rtol, atol = {"large": (1e-3, 1e-3), "bfloat16": (torch.finfo(torch.bfloat16).eps, 1e-6)}.get(kind, (2e-5, 2e-6))
+    torch.testing.assert_close(grad.double(), right_grad, rtol=rtol, atol=atol)
+    assert grad.dtype == logits.dtype
     assert all(sizes == [tokens * (6 if with_teacher else 3) * 4] for sizes in sent)  # one message, and a small one
 
 
-def test_the_last_ranks_may_have_nothing_but_padding():
-    vocab, tokens, weights = 5, 7, torch.rand(2)
-    logits, teacher = torch.randn(tokens, vocab), torch.randn(tokens, vocab)
-    targets = torch.randint(vocab, (tokens,))
-    losses, grad, _ = on_ranks(4, 2, vocab, logits, targets, teacher, weights)  # ranks have 2, 2, 1 and 0 columns
-    right, right_grad = expected(logits, targets, teacher, weights)
-    torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad.double(), right_grad, rtol=1e-5, atol=1e-6)
-
-
-def test_large_logits_overflow_nowhere():
-    """Also where one rank's scores lie far above the others', and the teacher's on another rank."""
-    vocab, tokens, weights = 40, 6, torch.ones(2)
-    logits, teacher = torch.randn(tokens, vocab) * 1e3, torch.randn(tokens, vocab) * 1e3
-    logits[:, :10] += 2e4
-    teacher[:, 30:] += 3e4
-    targets = torch.randint(vocab, (tokens,))
-    problem = (logits, targets, teacher, weights)
-    losses, grad, _ = on_ranks(4, 10, vocab, *problem)
-    right, right_grad = expected(*problem)
-    torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(grad.double(), right_grad, rtol=1e-3, atol=1e-3)
-
-
 def test_a_divergence_of_equal_scores_is_0():
-    logits = torch.randn(20, 1000) * 8
-    losses, _, _ = on_ranks(2, 500, 1000, logits, torch.randint(1000, (20,)), logits, torch.ones(2))
+    logits, targets = torch.randn(20, 1000) * 8, torch.randint(1000, (20,))
+    losses, grad, _ = on_ranks(2, 500, 1000, logits, targets, logits, torch.tensor([0.0, 1.0]))
     assert abs(float(losses[1])) < 1e-4
-    losses, grad, _ = on_ranks(2, 500, 1000, logits, torch.randint(1000, (20,)), logits, torch.tensor([0.0, 1.0]))
     assert float(grad.abs().max()) < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_in_16_bits(dtype):
-    """The losses of the rounded logits; the gradient is rounded once."""
-    vocab, tokens, weights = 90, 11, torch.rand(2)
-    logits, teacher = (torch.randn(tokens, vocab).mul(4).to(dtype) for _ in range(2))
-    targets = torch.randint(vocab, (tokens,))
-    problem = (logits, targets, teacher, weights)
-    losses, grad, _ = on_ranks(2, 46, vocab, *problem)
-    right, right_grad = expected(*problem)
-    assert grad.dtype == dtype
-    torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad.double(), right_grad, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

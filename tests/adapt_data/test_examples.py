@@ -77,7 +77,7 @@ def by_transformers(tokenizer, messages, number):
     return whole, [place >= len(prompt) for place in range(len(whole))]
 
 
-@pytest.mark.parametrize("kinds", ["uA", "uAuA", "uAuuauA", "uAuAu"])
+@pytest.mark.parametrize("kinds", ["uAuA", "uAuuauA"])
 def test_each_turn_behind_its_own_prompt(chat, kinds):
     """Where the template writes earlier turns anew, as Qwen3's does."""
     tokenizer, messages = chat(QWEN3), a_chat(kinds)
@@ -87,15 +87,6 @@ def test_each_turn_behind_its_own_prompt(chat, kinds):
     seq_len = random.randint(2, 120)
     cut = [(ids[:seq_len], scored[:seq_len]) for ids, scored in expected]
     assert encode(tokenizer, {"messages": messages}, seq_len=seq_len) == [part for part in cut if any(part[1][1:])]
-
-
-def test_turns_that_the_template_leaves_as_they_were_share_an_example(chat):
-    """Two answers to one question: the first, which was thought about, is the beginning of the second's prompt."""
-    tokenizer, messages = chat(QWEN3), a_chat("uAuAA")
-    first, both = encode(tokenizer, {"messages": messages}, seq_len=2000)
-    assert first == by_transformers(tokenizer, messages, 1)
-    earlier, (ids, scored) = by_transformers(tokenizer, messages, 3), by_transformers(tokenizer, messages, 4)
-    assert both == (ids, earlier[1] + scored[len(earlier[0]) :])
 
 
 def test_ids_and_texts_are_cut_into_pieces(tokenizer):
@@ -130,7 +121,6 @@ def test_completions_and_conversations_are_cut_off(chat):
     [
         ({"other": 1}, "has other; a row needs input_ids, messages"),
         ({"text": 5}, "its text is not a string"),
-        ({"prompt": "a", "completion": 1}, "its completion is not a string"),
         ({"input_ids": [-1, 2]}, "negative"),
         ({"input_ids": [4]}, "gives 1 tokens"),
         ({"input_ids": [3, 527]}, "holds the token id 527, but the model's vocabulary ends at 526"),
@@ -151,7 +141,6 @@ def test_bad_rows(row, message):
     [
         (None, 5, "the tokenizer has no chat template, which a conversation needs"),
         ("{{ raise_exception('roles must alternate') }}", 5, r"refuses the conversation \(roles must alternate\)"),
-        ("{{ 1 / 0 }}", 5, r"refuses the conversation \(division by zero\)"),
         (PLAIN.replace("<assistant>{%", "<bot>{%"), 5, "turn 3: the chat template does not begin it with its prompt"),
         (PLAIN, 2, "gives 0 tokens, none of which the loss could score"),
         (MARKED, 2, "none of which the loss could score"),

@@ -1,9 +1,6 @@
 """``adapt --align``: an alignment whose checkpoint stays beside OUT, and a retraining that starts there."""
 
-import json
-
 import pytest
-import torch
 
 from ladderize.adapt.train import run
 from tests.helpers import all_tensors, invoke, listing, one_sentence
@@ -44,29 +41,8 @@ def test_it_is_an_alignment_and_a_retraining_of_that(place, done, tmp_path):
     assert losses_of(tmp_path / "out") == losses_of(done / "out")
     from_converted = succeed(place, tmp_path / "converted", "--distill-from", place / "dense", steps=4)
     assert losses_of(done / "out")[0] < from_converted["loss"]["first"]
-    moved = [name for name, tensor in all_tensors(done / "out").items() if not torch.equal(tensor, start[name])]
-    assert len(moved) > 20
     shown = invoke("inspect", done / "out").stdout
     assert shown.index("align: layers 0:4") < shown.index("full: layers 0:4")
-
-
-def test_the_default_rate_falls_with_what_alignment_left_and_rises_slower(place, tmp_path):
-    rates, warmups = [], []
-    for number, more in enumerate((["--align"], [])):
-        more += ["--distill-from", place / "dense"]
-        document = succeed(place, tmp_path / str(number), *more, steps=20, without=["--lr"])
-        rates.append(document["options"]["lr"])
-        warmups.append(document["options"]["warmup_steps"])
-    document = json.loads((tmp_path / "0-aligned" / "alignment.json").read_text())
-    left = document["heldout_divergence"]["aligned"]
-    assert rates[0] == pytest.approx(rates[1] * min(1, max(0.2, (left / 0.6) ** 0.5)))
-    assert warmups == [4, 1]
-
-
-def test_an_adapter_belongs_to_the_aligned_checkpoint(place, tmp_path):
-    well_aligned(place, tmp_path / "out", "--method", "lora")
-    base = json.loads((tmp_path / "out" / "adaptation.json").read_text())["base"]
-    assert base["model"] == str(tmp_path / "out-aligned")
 
 
 def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypatch):
