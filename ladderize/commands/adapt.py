@@ -108,9 +108,8 @@ def _retrain_options(given: GivenOptions, own: AdaptArguments) -> RetrainOptions
     objective, budget = given.fill(Objective), given.fill(Budget)
     if own.distill_from is not None and "distill_weight" not in given.names:
         objective = replace(objective, distill_weight=1.0)
-    budget.check()
     options = given.fill(RetrainOptions, budget=budget, objective=objective, lora=given.fill(LoraOptions))
-    options.check()
+    options.check_usage()
     return options
 
 

@@ -42,7 +42,7 @@ def estimate(task: Task) -> dict[str, Any]:
     parameters, trained = parameter_count(config), trained_numbers(task)
     layer, frozen = parameters // layout.num_layers, parameters if task.is_lora else parameters - trained
     own = parameters if is_sharded else parameters - frozen  # of the teacher; what is frozen is held once for both
-    if task.is_lora and task.changed and not is_sharded:
+    if task.is_lora and not is_sharded:  # as after an alignment, which changes layers from the first converted one on
         own = layer * (layout.num_layers - min(layout.converted_layers, default=0))
     # Left out: norms and replicated KV heads are on every rank.
     ranks, tokens = task.launch.processes if is_sharded else tp_size, options.micro_batch_size * options.seq_len
@@ -93,8 +93,6 @@ def estimate_training(model: str, options: RetrainOptions) -> tuple[dict[str, An
     Raises UserError, UsageError or LayoutError for models and options that do not go together.
     """
     options.check()
-    options.budget.check()
-    options.check_data()
     launch = Launch(options.device, max(launched().size, options.tp_size), sharded=sharding_asked())
     task = open_task(model, options, launch)
     document = estimate(task)

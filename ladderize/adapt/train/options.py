@@ -214,8 +214,9 @@ class RetrainOptions(Record):
     def __post_init__(self) -> None:
         check_options(self)
 
-    def check(self) -> None:
+    def check_usage(self) -> None:
         """Raise UsageError for impossible values, and for options that do not go together."""
+        self.budget.check()
         if self.method not in (FULL, LORA):
             raise UsageError(f"--method {self.method} has options of its own")
         check_training(self.dtype, self.lr)
@@ -237,8 +238,9 @@ class RetrainOptions(Record):
                 " train with --method full"
             )
 
-    def check_data(self) -> None:
-        """Raise UserError for missing files."""
+    def check(self) -> None:
+        """Raise UsageError as ``check_usage``, and UserError for missing files."""
+        self.check_usage()
         for name in self.data:
             data_files(name)
         for name in self.eval_data:

@@ -59,8 +59,6 @@ def adapt_checkpoint(
     """
     job = RetrainJob(str(model), str(out), options, overwrite, verify)
     options.check()
-    options.budget.check()
-    options.check_data()
     if options.align:
         # faults of the training are told before the alignment takes minutes
         open_task(job.model, options, Launch(options.device, max(launched().size, options.tp_size)))
@@ -68,8 +66,6 @@ def adapt_checkpoint(
     if options.tp_size == 1 or already_started():
         return retrain(join_ranks(options.device), job, console)
     check_group_size(options.tp_size, options.device)
-    # errors of the task are raised before ranks are started
-    open_task(job.model, options, Launch(options.device, options.tp_size))
     document: Adaptation | None = run(
         retrain,
         job,

@@ -23,8 +23,7 @@ from ladderize.layout import DROPPED, Layout
 from ladderize.modeling import ladderized_class
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.batch import Batch
-from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
-from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
+from ladderize.runtime.training.outputs import SubModuleOutputs, pass_losses
 
 # transformers' sdpa under a name for which it makes no mask, and so never waits for the device to see if texts are
 # packed.
@@ -84,17 +83,14 @@ class Student(ScoredLogits):
         teacher_logits: Tensor | None = None,
         teacher_outputs: SubModuleOutputs | None = None,
     ) -> Tensor:
-        """Return the sums of cross-entropy, divergence and hidden error: [3], fp32.
+        """Return the losses of a pass (``pass_losses``).
 
         teacher_logits: [scored tokens, vocab].
         """
         outputs = None if teacher_outputs is None else teacher_outputs.again()
         logits = self.scored_logits(batch, outputs)
-        sums = vocab_parallel_losses(logits, batch.scored_targets, teacher_logits, Collectives(), 0, logits.shape[1])
-        apart = sums[0].new_zeros(())
-        if outputs is not None and teacher_outputs is not None:
-            apart = hidden_error(outputs, teacher_outputs)
-        return torch.stack((*sums, apart))
+        vocabulary = Collectives(), 0, logits.shape[1]
+        return pass_losses(logits, batch, teacher_logits, outputs, teacher_outputs, *vocabulary)
 
 
 # ---- the models ----

@@ -57,10 +57,7 @@ def sharding_asked() -> bool:
 
 @dataclass(frozen=True)
 class Task:
-    """A retraining, checked but not loaded yet.
-
-    changed: the weights that are frozen differ from the teacher's too, from the first converted layer on.
-    """
+    """A retraining, checked but not loaded yet."""
 
     model: str
     checkpoint: Checkpoint
@@ -70,7 +67,6 @@ class Task:
     options: TrainOptions
     compute: torch.dtype
     launch: Launch
-    changed: bool
 
     @property
     def is_lora(self) -> bool:
@@ -147,7 +143,6 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
         ),
         compute=compute,
         launch=launch,
-        changed=options.align or bool(history),
     )
 
 

@@ -19,8 +19,7 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import check_activation
 from ladderize.runtime.step import Step
 from ladderize.runtime.training.batch import Batch
-from ladderize.runtime.training.outputs import LayerOutputs, SubModuleOutputs, hidden_error
-from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
+from ladderize.runtime.training.outputs import LayerOutputs, SubModuleOutputs, pass_losses
 from ladderize.runtime.training.weights import TrainedWeights, UsedWeights
 
 
@@ -67,18 +66,14 @@ class TPTraining(nn.Module):
         teacher_logits: Tensor | None = None,
         teacher_outputs: SubModuleOutputs | None = None,
     ) -> Tensor:
-        """Return the sums of cross-entropy, divergence and hidden error: [3], fp32, equal on all ranks.
+        """Return the losses of a pass (``pass_losses``).
 
         teacher_logits: [tokens that count, own vocab].
         """
         outputs = None if teacher_outputs is None else teacher_outputs.again()
         logits = self.scored_logits(batch, outputs)
-        place = self.shape.vocab_start, self.shape.vocab
-        sums = vocab_parallel_losses(logits, batch.scored_targets, teacher_logits, self.collectives, *place)
-        apart = sums[0].new_zeros(())
-        if outputs is not None and teacher_outputs is not None:
-            apart = hidden_error(outputs, teacher_outputs)
-        return torch.stack((*sums, apart))
+        vocabulary = self.collectives, self.shape.vocab_start, self.shape.vocab
+        return pass_losses(logits, batch, teacher_logits, outputs, teacher_outputs, *vocabulary)
 
     def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
         """Return this rank's columns of the logits where a target counts: [tokens that count, own vocab].

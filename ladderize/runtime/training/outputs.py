@@ -5,6 +5,7 @@ tensors belong to the graph of the pass, and all ranks have them alike, so that 
 """
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
 from ladderize.runtime.step import join_parts
+from ladderize.runtime.training.batch import Batch
+from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
 
 
 class SubModuleOutputs:
@@ -73,6 +76,27 @@ class LayerOutputs:
         own = torch.stack(partials).sum(0)  # new memory: a message belongs to the backend, and the MLP reads these
         self.dropped = PendingSum(collectives, None, None, [own])
         self.bias = None if bias is None else ShareOfGradient.apply(bias, 1 / collectives.ranks)
+
+
+def pass_losses(
+    logits: Tensor,
+    batch: Batch,
+    teacher_logits: Tensor | None,
+    outputs: SubModuleOutputs | None,
+    teacher_outputs: SubModuleOutputs | None,
+    *vocabulary: Any,
+) -> Tensor:
+    """Return the sums of cross-entropy, divergence and hidden error of a pass: [3], fp32, equal on all ranks.
+
+    logits, teacher_logits: where a target counts.
+    outputs, teacher_outputs: of the sub-modules, or None.
+    vocabulary: the ranks that share it, and this one's part, as ``vocab_parallel_losses`` takes them.
+    """
+    sums = vocab_parallel_losses(logits, batch.scored_targets, teacher_logits, *vocabulary)
+    apart = sums[0].new_zeros(())
+    if outputs is not None and teacher_outputs is not None:
+        apart = hidden_error(outputs, teacher_outputs)
+    return torch.stack((*sums, apart))
 
 
 def hidden_error(student: SubModuleOutputs, teacher: SubModuleOutputs) -> Tensor:
