@@ -137,23 +137,12 @@ def test_the_command_makes_the_steps_of_one_process(place, tmp_path, capfd):
     assert listing(tmp_path) == ["one", "two"]
 
 
-def begin(place, out, *more):
-    """Return the command in a process of its own, once it has made some steps, and its ranks."""
-    process = warm.WarmProcess(
-        [
-            sys.executable,
-            "-m",
-            "ladderize",
-            *arguments(place, out, *more, "--eval-every", 1000, "--no-verify", steps=100_000),
-        ]
-    )
-    warm.wait_until(lambda: len(steps_of(out.with_name(f"{out.name}.ladderize-work"))) >= 4, process)
-    return process, descendants(process.pid)
-
-
 def test_sigterm_saves_and_the_same_command_goes_on(place, tmp_path):
-    out = tmp_path / "out"
-    process, ranks = begin(place, out, *DOMINO)
+    out, work = tmp_path / "out", tmp_path / "out.ladderize-work"
+    command = arguments(place, out, *DOMINO, "--eval-every", 1000, "--no-verify", steps=100_000)
+    process = warm.WarmProcess([sys.executable, "-m", "ladderize", *command])
+    warm.wait_until(lambda: len(steps_of(work)) >= 4, process)
+    ranks = descendants(process.pid)
     assert len(ranks) >= 2
     os.kill(process.pid, signal.SIGTERM)
     _, stderr = process.communicate()
@@ -162,7 +151,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(place, tmp_path):
     assert found, stderr
     assert all_gone(ranks)
     assert not out.exists()
-    made = steps_of(out.with_name("out.ladderize-work"))
+    made = steps_of(work)
     assert len(made) == int(found[1])
     invoke_well(*arguments(place, out, *DOMINO, "--no-verify", steps=len(made) + 3))
     assert steps_of(out)[:-3] == made

@@ -1,7 +1,5 @@
 """The hidden error against its definition: every example alone through the oracle, sub-module by sub-module."""
 
-import json
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -71,20 +69,17 @@ def model_of(folder, layout, *, lora=None, recompute=False):
     return HFTraining(Accelerator(cpu=True), student, teacher, compared=layout.converted_layers)
 
 
-METHODS = ("full", "recompute", "lora")
-
-
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "dense"])
-def test_value_and_gradient_are_the_oracles(tmp_path, rows, name):
-    check_against_the_oracle(tmp_path, rows, name, METHODS[fresh_rng().integers(3)], "llama")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_value_and_gradient_of_every_method_are_the_oracles(tmp_path, rows, method):
-    check_against_the_oracle(tmp_path, rows, "mixed", method, str(fresh_rng().choice(list(FAMILIES))))
-
-
-def check_against_the_oracle(tmp_path, rows, name, method, model_type):
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("ladder gaps", "full"),
+        ("spd with biases", "recompute"),
+        ("same layer", "lora"),
+        *(("mixed", method) for method in ("full", "recompute", "lora")),
+    ],
+)
+def test_value_and_gradient_are_the_oracles(tmp_path, rows, name, method):
+    model_type = str(fresh_rng().choice(list(FAMILIES))) if name == "mixed" else "llama"
     layout = make_layout(name)
     student, dense = (make_model(of, model_type=model_type, **LAYOUTS[name][3]) for of in (name, "dense"))
     student.save_pretrained(tmp_path / "student")
@@ -152,14 +147,10 @@ def test_a_teacher_that_adds_nothing_to_a_row_of_padding_is_no_error():
 
 def test_a_training_on_it_brings_the_outputs_nearer(place, tmp_path):
     more = ("--distill-from", place / "dense", "--hidden-weight", 2, "--eval-every", 10)
-    document = succeed(place, tmp_path / "out", *more, steps=20)
-    assert document["options"]["objective"] == {"distill_weight": 1.0, "hidden_weight": 2.0}
+    succeed(place, tmp_path / "out", *more, steps=20)
     metrics = tmp_path / "out" / "metrics.jsonl"
     divergence, error = (read_metrics(metrics, key) for key in ("divergence", "hidden_error"))
     assert losses_of(tmp_path / "out") == pytest.approx([kl + 2 * e for kl, e in zip(divergence, error, strict=True)])
     heldout = read_metrics(metrics, "heldout_hidden_error")
     assert len(heldout) == 3
     assert heldout[-1] < 0.9 * heldout[0]
-    assert "loss (KL + 2 hidden error)" in (tmp_path / "out" / "README.md").read_text()
-    lines = [json.loads(line) for line in metrics.open()]
-    assert all("hidden_error" in line or "heldout_hidden_error" in line for line in lines)
