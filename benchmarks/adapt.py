@@ -29,7 +29,7 @@ import ladderize
 from ladderize.adapt.data.packing import IGNORED_TARGET, collate
 from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.train.loop import Loop, micro_batches
-from ladderize.adapt.train.options import Budget, RetrainOptions
+from ladderize.adapt.train.options import RetrainOptions
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.group import Ranks
@@ -104,7 +104,7 @@ class Ours:
             data=("rows.npy",),
             train="all",
             seq_len=args.seq_len,
-            budget=Budget(steps=10**6),
+            max_steps=10**6,
             batch_size=rows,
             micro_batch_size=rows,
             lr=LR,

@@ -27,7 +27,7 @@ from gpu_spd import random_checkpoint
 
 from ladderize.adapt.train.loop import Loop, micro_batches
 from ladderize.adapt.train.memory import estimate
-from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
+from ladderize.adapt.train.options import RetrainOptions
 from ladderize.adapt.train.run import make_model, open_accelerator, reset_accelerate
 from ladderize.adapt.train.states import TrainingFolder
 from ladderize.adapt.train.task import Launch, Task, open_task
@@ -69,7 +69,7 @@ def packed_rows(count: int, tokens: int, vocab: int) -> Rows:
 
 
 def options_for(folder: Path, device: str, **more: Any) -> RetrainOptions:
-    given = {"objective": Objective(0.5), "warmup_steps": 0, "budget": Budget(steps=1000)} | more
+    given = {"distill_weight": 0.5, "warmup_steps": 0, "max_steps": 1000} | more
     return RetrainOptions(data=("rows.npy",), distill_from=str(folder / "dense"), device=device, **given)
 
 

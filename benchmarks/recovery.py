@@ -138,7 +138,7 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
 
     from ladderize.adapt.layers.distill import adapt_blocks
     from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions
-    from ladderize.adapt.train.options import FULL_LR, WIDTH, Budget, Objective, RetrainOptions
+    from ladderize.adapt.train.options import FULL_LR, WIDTH, RetrainOptions
     from ladderize.adapt.train.run import adapt_checkpoint
     from ladderize.blocks import open_checkpoint
 
@@ -166,8 +166,8 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
     options = RetrainOptions(
         data=(str(bench.train),),
         distill_from=None if recipe == "ce" else str(bench.model),
-        objective=Objective(**weights[recipe]),
-        budget=Budget(tokens=cell.tokens),
+        **weights[recipe],
+        max_tokens=cell.tokens,
         seq_len=bench.seq_len,
         batch_size=bench.batch_size,
         lr=None if cell.lr_factor is None else cell.lr_factor * FULL_LR * WIDTH / hidden,

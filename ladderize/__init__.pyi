@@ -8,10 +8,7 @@ from ladderize.adapt.layers.sensitivity import measure_sensitivity as measure_se
 from ladderize.adapt.layers.sensitivity import write_sensitivity as write_sensitivity
 from ladderize.adapt.layers.spd import SpdDocument as SpdDocument
 from ladderize.adapt.layers.spd import spd as spd
-from ladderize.adapt.lora import LoraOptions as LoraOptions
 from ladderize.adapt.train.merge import merge as merge
-from ladderize.adapt.train.options import Budget as Budget
-from ladderize.adapt.train.options import Objective as Objective
 from ladderize.adapt.train.options import RetrainOptions as RetrainOptions
 from ladderize.adapt.train.outcome import Adaptation as Adaptation
 from ladderize.adapt.train.run import adapt_checkpoint as adapt_checkpoint

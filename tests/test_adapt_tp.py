@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.train.options import Budget, RetrainOptions
+from ladderize.adapt.train.options import RetrainOptions
 from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.task import Launch, open_task
 from ladderize.convert.pipeline import convert_checkpoint
@@ -68,7 +68,7 @@ def test_bad_arguments(place, tmp_path, more, code, expected):
 
 
 def options(place, **given):
-    same = {"data": (str(place / "ids.npy"),), "budget": Budget(steps=1), "device": "cpu", "seq_len": LENGTH}
+    same = {"data": (str(place / "ids.npy"),), "max_steps": 1, "device": "cpu", "seq_len": LENGTH}
     return RetrainOptions(**{**same, **given})
 
 

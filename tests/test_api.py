@@ -10,14 +10,11 @@ import ladderize
 from ladderize import (
     BenchOptions,
     BlockwiseOptions,
-    Budget,
     EvalOptions,
     GenerateOptions,
     Layout,
     LayoutError,
-    LoraOptions,
     ModelChoice,
-    Objective,
     Recipe,
     RetrainOptions,
     Sampling,
@@ -123,7 +120,7 @@ def blockwise(**given):
 
 def retraining(**given):
     data = (str(ROOT / "constraints.txt"),)  # any file that is there
-    options = RetrainOptions(**{"data": data, "budget": Budget(steps=1), **given})
+    options = RetrainOptions(**{"data": data, "max_steps": 1, **given})
     options.check()
 
 
@@ -150,15 +147,15 @@ def retraining(**given):
         (lambda: SpdOptions("a.txt", sync_tp_size=1), "--sync-tp-size must be an integer of at least 2, not 1"),
         (lambda: SpdOptions("a.txt", sync_tp_size=2, repair="some"), "--repair some is not one of align, blocks"),
         (lambda: SpdOptions("a.txt", sync_tp_size=2, spd_fraction=1.5), "--spd-fraction must be above 0 and at most 1"),
-        (lambda: retraining(budget=Budget()), "say how long to train"),
-        (lambda: retraining(budget=Budget(1, 1)), "and not both"),
+        (lambda: retraining(max_steps=None), "say how long to train"),
+        (lambda: retraining(max_tokens=1), "and not both"),
         (lambda: retraining(method="half"), "--method half is not one of full, lora, blocks"),
         (lambda: retraining(method="blocks"), "--method blocks has options of its own"),
         (lambda: retraining(lr=0.0), "--lr must be above 0"),
         (lambda: retraining(distill_from="dense"), "have no effect without each other"),
-        (lambda: retraining(objective=Objective(1.0)), "have no effect without each other"),
+        (lambda: retraining(distill_weight=1.0), "have no effect without each other"),
         (lambda: retraining(seq_len=1), "--seq-len must be an integer of at least 2, not 1"),
-        (lambda: retraining(lora=LoraOptions(rank=0)), "--lora-rank must be an integer of at least 1"),
+        (lambda: retraining(lora_rank=0), "--lora-rank must be an integer of at least 1"),
         (lambda: ladderize.generate("m", []), "there is nothing to continue"),
         (lambda: ladderize.generate_file("m", "x.txt", samples=3), "x.txt must end in .jsonl"),
         (

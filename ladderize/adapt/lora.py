@@ -1,4 +1,4 @@
-"""LoRA by PEFT: its options, the adapters on a model, and an adapter's folder. Imports neither torch nor peft."""
+"""LoRA by PEFT: the adapters on a model, and an adapter's folder. Imports neither torch nor peft."""
 
 import copy
 import warnings
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.choices import check_options, option
 from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.files import output
@@ -42,28 +41,14 @@ class AdapterBase(Record):
     sync_tp_size: int | None
 
 
-@dataclass(frozen=True)
-class LoraOptions(Record):
-    """The options of LoRA adapters on all seven projections of a layer. Raises UsageError for values out of range."""
-
-    rank: int = option("lora: rank.", 16, flags="--lora-rank", min=1)
-    alpha: float | None = option("lora: alpha; scales by alpha / rank.", flags="--lora-alpha", shown="twice the rank")
-    dropout: float = option("lora: dropout before A.", 0.0, flags="--lora-dropout", min=0.0, max=0.99, shown="0")
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
-def lora_config(layers: Sequence[int], options: LoraOptions) -> "LoraConfig":
-    """Return PEFT's configuration of LoRA on these layers of a model."""
+def lora_config(layers: Sequence[int], rank: int) -> "LoraConfig":
+    """Return PEFT's configuration of LoRA on all projections of these layers of a model."""
     from peft import LoraConfig
 
-    alpha = 2 * options.rank if options.alpha is None else options.alpha
     return LoraConfig(
         task_type="CAUSAL_LM",
-        r=options.rank,
-        lora_alpha=int(alpha) if alpha % 1 == 0 else alpha,
-        lora_dropout=options.dropout,
+        r=rank,
+        lora_alpha=2 * rank,
         target_modules=list(LORA_TARGETS),
         layers_to_transform=sorted(set(layers)),
         layers_pattern="layers",  # else any number in a name would be a layer

@@ -1,14 +1,12 @@
 """``adapt``."""
 
 import importlib
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions, WindowOptions
-from ladderize.adapt.lora import LoraOptions
 from ladderize.adapt.methods import ALIGN, BLOCKS, FULL, LORA, Method
-from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
+from ladderize.adapt.train.options import RetrainOptions
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, DeviceName, argument, check_options, flag, option
 from ladderize.commands.builder import (
     DATA,
@@ -44,21 +42,20 @@ class AdaptArguments:
     as_json: bool = option(AS_JSON, False)
 
 
-RETRAINING = (RetrainOptions, Objective, Budget)
-OPTIONS: dict[Method, tuple[type, ...]] = {
-    FULL: RETRAINING,
-    LORA: (*RETRAINING, LoraOptions),
-    ALIGN: (AlignOptions,),
-    BLOCKS: (BlockwiseOptions,),
+OPTIONS: dict[Method, type] = {
+    FULL: RetrainOptions,
+    LORA: RetrainOptions,
+    ALIGN: AlignOptions,
+    BLOCKS: BlockwiseOptions,
 }
 
 
 @command(
     AdaptArguments,
-    *chain.from_iterable(OPTIONS.values()),
+    *(RetrainOptions, AlignOptions, BlockwiseOptions),
     panels={
         DATA: "data seq_len samples seed",
-        METHOD: "method distill_from train distill_weight hidden_weight align lora_rank lora_alpha lora_dropout",
+        METHOD: "method distill_from train distill_weight hidden_weight align lora_rank",
         OPTIMISATION: "max_tokens max_steps batch_size lr warmup_steps max_grad_norm",
         VALIDATION: "eval_data heldout eval_every write",
         MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule dtype device",
@@ -87,30 +84,22 @@ def adapt(given: GivenOptions) -> None:
 def adapt_options(given: GivenOptions) -> RetrainOptions | WindowOptions:
     """Return the options of the method after all checks that need nothing else. Raises UsageError."""
     own = given.fill(AdaptArguments)
-    heeded = set().union(*map(names_of, (AdaptArguments, *OPTIONS[own.method])))
+    heeded = names_of(AdaptArguments) | names_of(OPTIONS[own.method]) | {"config"}
     for name in given.names:
-        if name not in heeded | {"config"}:
+        if name not in heeded:
             raise UsageError(f"{flag(name)} has no effect with --method {own.method}")
     if own.method in (FULL, LORA):
-        return _retrain_options(given, own)
+        options = given.fill(RetrainOptions)
+        options.check_usage()
+        return options
     data = given.params["data"]
     if own.distill_from is None or len(data) > 1 or own.dry_run:
         raise UsageError(
             f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from, and one"
             " --data file; it has no --dry-run"
         )
-    kind: type[WindowOptions] = AlignOptions if own.method == ALIGN else BlockwiseOptions
-    return given.fill(kind, data=data[0], layers=own.train)
-
-
-def _retrain_options(given: GivenOptions, own: AdaptArguments) -> RetrainOptions:
-    """Return the options of retraining, checked. Raises UsageError."""
-    objective, budget = given.fill(Objective), given.fill(Budget)
-    if own.distill_from is not None and "distill_weight" not in given.names:
-        objective = replace(objective, distill_weight=1.0)
-    options = given.fill(RetrainOptions, budget=budget, objective=objective, lora=given.fill(LoraOptions))
-    options.check_usage()
-    return options
+    windows: WindowOptions = given.fill(OPTIONS[own.method], data=data[0], layers=own.train)
+    return windows
 
 
 def _rewrite(own: AdaptArguments, options: WindowOptions, console: Console) -> None:

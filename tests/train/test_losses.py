@@ -2,14 +2,14 @@
 
 import pytest
 
-from ladderize.adapt.train.options import Budget, Objective, RetrainOptions, parse_count
+from ladderize.adapt.train.options import Objective, RetrainOptions, parse_count
 from ladderize.errors import UserError
 
 SIZES = {"hidden_size": 4096, "max_position_embeddings": 4096}
 
 
 def test_the_rate_rises_and_falls():
-    options = RetrainOptions(data=(), lr=2.0, warmup_steps=3, budget=Budget(steps=10)).resolve(SIZES, 1)
+    options = RetrainOptions(data=(), lr=2.0, warmup_steps=3, max_steps=10).resolve(SIZES, 1)
     assert [options.rate(step, 0.0) for step in range(5)] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert options.rate(9, 0.5) == pytest.approx(1.0)
     assert options.rate(9, 1.0) == pytest.approx(0.0)
@@ -19,16 +19,17 @@ def test_the_rate_rises_and_falls():
 def test_the_peak_goes_with_the_root_of_what_an_alignment_left(left, share):
     """At least a fifth of it, and never more than all; the rise takes ten steps, or a fifth of a shorter training."""
     for steps, warmup in ((4, 0), (20, 4), (190, 10), (600, 30), (9000, 200)):
-        options = RetrainOptions(data=(), budget=Budget(steps=steps))
+        options = RetrainOptions(data=(), max_steps=steps)
         aligned, usual = options.resolve(SIZES, 1, left_by_alignment=left), options.resolve(SIZES, 1)
         assert (aligned.lr, usual.lr) == (pytest.approx(2e-5 * share), pytest.approx(2e-5))
         assert (aligned.warmup_steps, usual.warmup_steps) == (warmup, min(200, steps // 20))
 
 
 def test_budgets_and_losses():
-    assert Budget(tokens=100).share(3, 25) == 0.25
-    assert Budget(steps=10).share(3, 25) == 0.3
-    assert Budget(tokens=100).about_steps(30) == 4
+    tokens, steps = (
+        RetrainOptions(data=(), **how).resolve(SIZES, 1) for how in ({"max_tokens": 100}, {"max_steps": 10})
+    )
+    assert (tokens.share(3, 25), steps.share(3, 25), steps.share(11, 0)) == (0.25, 0.3, 1.0)
     assert [parse_count(text) for text in ("3B", "20M", "1.5k", "7")] == [3_000_000_000, 20_000_000, 1500, 7]
     for text in ("", "3 tokens", "-3", "0", "1e9"):
         with pytest.raises(UserError, match="not a number of tokens"):

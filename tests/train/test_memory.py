@@ -8,7 +8,7 @@ import pytest
 
 import ladderize
 from ladderize.adapt.train.memory import estimate_training
-from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
+from ladderize.adapt.train.options import RetrainOptions
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.runtime import launch
@@ -33,8 +33,8 @@ def larger(tmp_path_factory):
 
 
 def options(larger, **more):
-    given = {"budget": Budget(steps=2), "batch_size": 2 * ROWS, "micro_batch_size": ROWS, "seq_len": TOKENS}
-    given |= {"distill_from": str(larger / "dense"), "objective": Objective(1.0), "heldout": 0, "write": "last"}
+    given = {"max_steps": 2, "batch_size": 2 * ROWS, "micro_batch_size": ROWS, "seq_len": TOKENS}
+    given |= {"distill_from": str(larger / "dense"), "heldout": 0, "write": "last"}
     return RetrainOptions(data=(str(larger / "ids.npy"),), device="cpu", **{**given, **more})
 
 
@@ -42,7 +42,7 @@ def options(larger, **more):
     ("model", "more"),
     [
         ("ladder", {"gradient_checkpointing": True, "train": "all"}),
-        ("upper", {"objective": Objective(1.0, 1.0)}),
+        ("upper", {"hidden_weight": 1.0}),
         ("spd", {"micro_batch_size": 2}),
         ("spd", {"method": "lora", "gradient_checkpointing": True}),
     ],

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.train.options import Budget, Objective, RetrainOptions
+from ladderize.adapt.train.options import RetrainOptions
 from ladderize.adapt.train.run import adapt_checkpoint
 from ladderize.adapt.train.states import read_metrics
 from ladderize.blocks import open_checkpoint
@@ -23,7 +23,7 @@ from tests.train.commands import LENGTH, losses_of
 from tests.training_groups import retrain_all
 
 STEPS, LEAST = 8, 6
-BRIEF = {"budget": Budget(steps=LEAST), "eval_every": 2}
+BRIEF = {"max_steps": LEAST, "eval_every": 2}
 DOMINO, SEQUENTIAL = "domino", "sequential"
 
 
@@ -32,7 +32,7 @@ def options(place, tp_size=1, schedule=SEQUENTIAL, **more):
         **{
             "data": (str(place / "ids.npy"),),
             "eval_data": (str(place / "eval.npy"),),
-            "budget": Budget(steps=STEPS),
+            "max_steps": STEPS,
             "batch_size": 4,
             "micro_batch_size": 2,
             "seq_len": 2 * LENGTH,
@@ -50,7 +50,13 @@ def options(place, tp_size=1, schedule=SEQUENTIAL, **more):
 
 
 def taught(place, hidden=0.0):
-    return {"distill_from": str(place / "dense"), "objective": Objective(0.7, hidden), "train": "all", **BRIEF}
+    return {
+        "distill_from": str(place / "dense"),
+        "distill_weight": 0.7,
+        "hidden_weight": hidden,
+        "train": "all",
+        **BRIEF,
+    }
 
 
 # name -> how a run differs from the others

@@ -130,25 +130,25 @@ class Loop:
 
         Raises UserError where the loss is NaN or infinite or explodes, and, after saving, on SIGTERM or Ctrl-C.
         """
-        progress, options, budget = self.progress, self.options, self.options.budget
+        progress, options = self.progress, self.options
         if progress.step == 0 and self.heldout:
             self.validate_first()
-        total, unit = (budget.steps, "steps") if budget.steps else (budget.tokens or 1, "tokens")
+        total, unit = (options.max_steps, "steps") if options.max_steps else (options.max_tokens or 1, "tokens")
         batches = micro_batches(self.rows, options, self.model, progress.step * options.batch_size)
-        begun, done = progress.step, progress.step if budget.steps else min(progress.tokens, total)
+        begun, done = progress.step, progress.step if options.max_steps else min(progress.tokens, total)
         with (
             stop_signals(announce=self.console.speaks) as stopped,
             self.console.progress(unit, total, done=done) as advance,
         ):
-            while (spent := budget.share(progress.step, progress.tokens)) < 1:
+            while (spent := options.share(progress.step, progress.tokens)) < 1:
                 before = progress.tokens
                 metrics = self.step(batches, spent, stopped)
                 self.write(metrics)
                 if progress.step == begun + 1:
                     self.warn_of_few(progress)
                 detail = self.bar_detail(metrics)
-                advance(1 if budget.steps else progress.tokens - before, detail=detail)
-                is_last = budget.share(progress.step, progress.tokens) == 1
+                advance(1 if options.max_steps else progress.tokens - before, detail=detail)
+                is_last = options.share(progress.step, progress.tokens) == 1
                 asked_to_stop = self.asked_to_stop and not is_last
                 if progress.step % options.eval_every == 0 or is_last or asked_to_stop:
                     if self.heldout and not asked_to_stop:

@@ -20,7 +20,7 @@ OTHER_BYTES = 500_000_000  # for the interpreter and the libraries, roughly
 
 def trained_numbers(task: Task) -> int:
     """Return the number of parameters that are trained."""
-    shapes, rank = expected_tensors(task.checkpoint.config), task.options.lora.rank
+    shapes, rank = expected_tensors(task.checkpoint.config), task.options.lora_rank
     if task.is_lora:
         inside = trained_tensors(shapes, task.layers, False)
         return sum(rank * sum(shapes[name]) for name in inside if name.endswith("_proj.weight"))

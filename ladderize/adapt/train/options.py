@@ -3,11 +3,10 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ladderize.adapt.data_files import data_files
-from ladderize.adapt.lora import LoraOptions
 from ladderize.adapt.methods import (
     COMPUTE_DTYPE,
     CONVERTED,
@@ -35,6 +34,7 @@ SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
 # than from large ones.
 LEAST_PER_STEP, MOST_PER_STEP = 2048, 65536
+LORA_RANK = 16
 PER_STEP = 16384  # where the budget is of steps
 MICRO_BATCH_TOKENS = 8192
 MOST_TOKENS = 10**18  # more than any data have
@@ -42,25 +42,15 @@ COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
-class Objective(Record):
+class Objective:
     """The loss: (1 - w) * cross-entropy + w * KL(teacher || student) + hidden_weight * hidden error, w: distill_weight.
 
     The hidden error is the mean squared error of what attention and MLP of each converted layer add to the residual
     stream, relative to what the teacher's add (runtime/training/outputs.py).
     """
 
-    distill_weight: float = option(
-        "Weight of the KL term (0 to 1). Cross-entropy gets the rest.", 0.0, min=0.0, max=1.0, shown="1"
-    )
-    hidden_weight: float = option(
-        "Weight of the hidden error: how far what attention and MLP of the converted layers add to the stream is from"
-        " the dense model's, as a relative mean squared error.",
-        0.0,
-        shown="0",
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
+    distill_weight: float = 0.0
+    hidden_weight: float = 0.0
 
     @property
     def label(self) -> str:
@@ -97,33 +87,6 @@ def parse_count(text: str, *, option: str = "--max-tokens") -> int:
 
 
 @dataclass(frozen=True)
-class Budget(Record):
-    """The length of a training: tokens (padding not counted) or steps. The other is None."""
-
-    tokens: int | None = option(
-        "How many tokens to train on, such as 20M or 3B.",
-        flags="--max-tokens",
-        metavar="COUNT",
-        parse=parse_count,
-    )
-    steps: int | None = option("How many steps to train, instead of --max-tokens.", flags="--max-steps", min=1)
-
-    def check(self) -> None:
-        """Raise UsageError unless exactly one of them is given, and is positive."""
-        if (self.steps is None) == (self.tokens is None) or (self.steps or self.tokens or 0) < 1:
-            raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps, and not both")
-
-    def share(self, step: int, tokens: int) -> float:
-        """Return the spent share of the budget, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
-        spent = step / self.steps if self.steps is not None else tokens / (self.tokens or 1)
-        return min(1.0, spent)
-
-    def about_steps(self, tokens_per_step: float) -> int:
-        """Return the number of steps, exact for a budget of steps."""
-        return self.steps if self.steps is not None else max(1, math.ceil((self.tokens or 1) / tokens_per_step))
-
-
-@dataclass(frozen=True)
 class RetrainOptions(Record):
     """The options of ``ladderize adapt``; see its --help. None: ``resolve`` chooses the default for the model.
 
@@ -153,8 +116,21 @@ class RetrainOptions(Record):
     distill_from: str | None = option(
         "The dense model that MODEL was converted from. Its predictions are the training target.", metavar="DENSE"
     )
-    objective: Objective = field(default_factory=Objective)
-    lora: LoraOptions = field(default_factory=LoraOptions)
+    distill_weight: float | None = option(
+        "Weight of the KL term (0 to 1). Cross-entropy gets the rest.",
+        min=0.0,
+        max=1.0,
+        shown="1 with --distill-from",
+    )
+    hidden_weight: float = option(
+        "Weight of the hidden error: how far what attention and MLP of the converted layers add to the stream is from"
+        " the dense model's, as a relative mean squared error.",
+        0.0,
+        shown="0",
+    )
+    lora_rank: int | None = option(
+        "lora: rank of the adapters, which are on all seven projections and scale by 2.", min=1, shown=str(LORA_RANK)
+    )
     eval_data: tuple[str, ...] = option("Data to validate on.", (), metavar="FILE", shown="examples held out of --data")
     heldout: int | None = option(
         "Examples to hold out of each --data for validation.",
@@ -162,7 +138,10 @@ class RetrainOptions(Record):
         shown="a hundredth, up to 256; blocks, align: a tenth of the windows",
     )
     seq_len: int | None = option(SEQ_LEN)
-    budget: Budget = field(default_factory=Budget)
+    max_tokens: int | None = option(
+        "How many tokens to train on, such as 20M or 3B; padding is not counted.", metavar="COUNT", parse=parse_count
+    )
+    max_steps: int | None = option("How many steps to train, instead of --max-tokens.", min=1)
     batch_size: int | None = option(
         "Rows per optimizer step, over all processes.",
         min=1,
@@ -214,11 +193,20 @@ class RetrainOptions(Record):
     def __post_init__(self) -> None:
         check_options(self)
 
+    @property
+    def objective(self) -> Objective:
+        """The loss: with a teacher its predictions alone, unless ``distill_weight`` says otherwise."""
+        weight = float(self.distill_from is not None) if self.distill_weight is None else self.distill_weight
+        return Objective(weight, self.hidden_weight)
+
     def check_usage(self) -> None:
         """Raise UsageError for impossible values, and for options that do not go together."""
-        self.budget.check()
+        if (self.max_steps is None) == (self.max_tokens is None):
+            raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps, and not both")
         if self.method not in (FULL, LORA):
             raise UsageError(f"--method {self.method} has options of its own")
+        if self.lora_rank is not None and self.method != LORA:
+            raise UsageError(f"--lora-rank has no effect with --method {self.method}")
         check_training(self.dtype, self.lr)
         if (self.distill_from is not None) != self.objective.has_teacher:
             raise UsageError(
@@ -262,7 +250,7 @@ class RetrainOptions(Record):
         seq_len = self.seq_len or min(row_of_ids(self.data) or 2048, positions)
         if seq_len > positions:
             raise UserError(f"--seq-len {seq_len} is more than the {positions} positions that the model supports")
-        tokens = self.budget.tokens
+        tokens = self.max_tokens
         per_step = max(LEAST_PER_STEP, min(MOST_PER_STEP, tokens // 2000)) if tokens else PER_STEP
         batch_size = self.batch_size or -(-max(1, per_step // seq_len) // ranks) * ranks
         own, rest = divmod(batch_size, ranks)
@@ -280,7 +268,7 @@ class RetrainOptions(Record):
         Schedule(self.schedule).check(
             micro, seq_len, config["hidden_size"], rows_name="--micro-batch-size", tokens_name="--seq-len"
         )
-        steps = self.budget.about_steps(batch_size * seq_len)
+        steps = self.max_steps or math.ceil((tokens or 1) / (batch_size * seq_len))
         peak = (LORA_LR if self.method == LORA else FULL_LR) * WIDTH / config["hidden_size"]
         warmup = min(MOST_WARMUP, int(steps * SHARE_OF_WARMUP))
         if left_by_alignment is not None:
@@ -292,15 +280,19 @@ class RetrainOptions(Record):
             seq_len=seq_len,
             batch_size=batch_size,
             micro_batch_size=micro,
+            lora_rank=self.lora_rank or LORA_RANK,
             lr=self.lr if self.lr is not None else peak,
             warmup_steps=self.warmup_steps if self.warmup_steps is not None else warmup,
             eval_every=self.eval_every or max(1, min(500, steps // 10)),
         )
 
 
-RESOLVED = ("seq_len", "batch_size", "micro_batch_size", "lr", "warmup_steps", "eval_every")
+RESOLVED = ("seq_len", "batch_size", "micro_batch_size", "lora_rank", "lr", "warmup_steps", "eval_every")
 # A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
-FIXED = ("method", "train", "heldout", "seq_len", "batch_size", "seed", "objective", "lora")
+FIXED = (
+    *("method", "train", "heldout", "seq_len", "batch_size", "seed"),
+    *("distill_weight", "hidden_weight", "lora_rank"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +307,7 @@ class TrainOptions(RetrainOptions):
     seq_len: int
     batch_size: int
     micro_batch_size: int
+    lora_rank: int
     lr: float
     warmup_steps: int
     eval_every: int
@@ -329,10 +322,14 @@ class TrainOptions(RetrainOptions):
     @property
     def in_words(self) -> str:
         """The length of the training and the size of its steps."""
-        steps = self.budget.about_steps(self.batch_size * self.seq_len)
-        about = "about " if self.budget.tokens else ""
+        steps = self.max_steps or math.ceil((self.max_tokens or 1) / (self.batch_size * self.seq_len))
+        about = "about " if self.max_tokens else ""
         rows = f"{self.batch_size} rows of {self.seq_len} tokens, {self.micro_batch_size} at once"
         return f"{about}{steps:,} steps of {rows}"
+
+    def share(self, step: int, tokens: int) -> float:
+        """Return the share of the training that is done, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
+        return min(1.0, step / self.max_steps if self.max_steps else tokens / (self.max_tokens or 1))
 
     def fixed(self) -> dict[str, Any]:
         """Return the options that must not change when a run resumes."""

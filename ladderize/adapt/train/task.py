@@ -99,7 +99,7 @@ class Task:
 
     @property
     def lora(self) -> Any:
-        return lora_config(self.layers, self.options.lora) if self.is_lora else None
+        return lora_config(self.layers, self.options.lora_rank) if self.is_lora else None
 
 
 def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
