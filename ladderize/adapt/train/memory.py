@@ -11,6 +11,7 @@ from ladderize.adapt.train.task import Launch, Task, open_task, sharding_asked
 from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.checkpoint.config import expected_tensors, head_dim, kv_head_count, parameter_count
 from ladderize.console import human_bytes, human_count
+from ladderize.convert.inspection import read_retrainings
 from ladderize.layout import DROPPED
 from ladderize.ranks.environment import launched
 
@@ -42,7 +43,8 @@ def estimate(task: Task) -> dict[str, Any]:
     parameters, trained = parameter_count(config), trained_numbers(task)
     layer, frozen = parameters // layout.num_layers, parameters if task.is_lora else parameters - trained
     own = parameters if is_sharded else parameters - frozen  # of the teacher; what is frozen is held once for both
-    if task.is_lora and not is_sharded:  # as after an alignment, which changes layers from the first converted one on
+    # an alignment or a training changes frozen weights too, from the first converted layer on
+    if task.is_lora and not is_sharded and (options.align or read_retrainings(task.checkpoint.folder)):
         own = layer * (layout.num_layers - min(layout.converted_layers, default=0))
     # Left out: norms and replicated KV heads are on every rank.
     ranks, tokens = task.launch.processes if is_sharded else tp_size, options.micro_batch_size * options.seq_len

@@ -139,7 +139,10 @@ class RetrainOptions(Record):
     )
     seq_len: int | None = option(SEQ_LEN)
     max_tokens: int | None = option(
-        "How many tokens to train on, such as 20M or 3B; padding is not counted.", metavar="COUNT", parse=parse_count
+        "How many tokens to train on, such as 20M or 3B; padding is not counted.",
+        metavar="COUNT",
+        min=1,
+        parse=parse_count,
     )
     max_steps: int | None = option("How many steps to train, instead of --max-tokens.", min=1)
     batch_size: int | None = option(

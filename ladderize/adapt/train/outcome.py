@@ -51,7 +51,7 @@ class Adaptation(Record):
     written_step: int
     training_seconds: float
     loss: dict[str, float]
-    heldout_perplexity: dict[str, float] | None
+    heldout_perplexity: dict[str, Any] | None
     data_counts: dict[str, int]
     options: TrainOptions
     dtype: str
