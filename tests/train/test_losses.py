@@ -5,7 +5,7 @@ import pytest
 from ladderize.adapt.train.options import Objective, RetrainOptions, parse_count
 from ladderize.errors import UserError
 
-SIZES = {"hidden_size": 4096, "max_position_embeddings": 4096}
+SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 4096}
 
 
 def test_the_rate_rises_and_falls():
