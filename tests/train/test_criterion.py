@@ -57,22 +57,14 @@ def test_the_step_of_least_divergence_is_written(place, tmp_path, monkeypatch):
     scripted(monkeypatch, [(3.0, 0.5), (3.1, 0.4), (3.2, 0.2), (2.9, 0.3)])
     told = adapt(place, tmp_path / "out", "--distill-from", place / "dense", *BEST, steps=3)
     assert told.code == 0, told.stderr
-    assert "before training: held-out KL 0.5, perplexity 20.0855; dense model (target)" in told.stderr
-    assert "step 2: held-out KL 0.2, perplexity 24.5325 after" in told.stderr
     assert "held-out KL 0.5 before, 0.2 after\nheld-out perplexity 20.0855 before, 24.5325 after (step 2" in told.stdout
     document = json.loads((tmp_path / "out" / "adaptation.json").read_text())
     assert document["criterion"] == {"name": "KL", "before": 0.5, "after": 0.2}
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ((), "KL (before 0.2, after 0.3)"),
-        (("--distill-weight", 0.5), "0.5 KL + 0.5 cross-entropy (before 1.6, after 1.645)"),
-    ],
-)
-def test_a_divergence_that_rises_is_refused(place, tmp_path, monkeypatch, more, said):
+def test_a_divergence_that_rises_is_refused(place, tmp_path, monkeypatch):
     scripted(monkeypatch, [(3.0, 0.2), (2.99, 0.3)])
-    refused = adapt(place, tmp_path / "out", "--distill-from", place / "dense", *more, *BEST, steps=1)
-    assert f"training never lowered the held-out {said}, so nothing is written" in one_sentence(refused)
+    refused = adapt(place, tmp_path / "out", "--distill-from", place / "dense", *BEST, steps=1)
+    said = "training never lowered the held-out KL (before 0.2, after 0.3), so nothing is written"
+    assert said in one_sentence(refused)
     assert listing(tmp_path) == ["out.ladderize-work"]
