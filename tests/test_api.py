@@ -152,7 +152,6 @@ def retraining(**given):
         (lambda: retraining(method="half"), "--method half is not one of full, lora, blocks"),
         (lambda: retraining(method="blocks"), "--method blocks has options of its own"),
         (lambda: retraining(lr=0.0), "--lr must be above 0"),
-        (lambda: retraining(distill_from="dense"), "have no effect without each other"),
         (lambda: retraining(distill_weight=1.0), "have no effect without each other"),
         (lambda: retraining(seq_len=1), "--seq-len must be an integer of at least 2, not 1"),
         (lambda: retraining(lora_rank=0), "--lora-rank must be an integer of at least 1"),
