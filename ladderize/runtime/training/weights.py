@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors
 from ladderize.layout import DROPPED, Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.layers import AttentionWeights, HeadNorms, MlpWeights, RMSNorm, Weights, WideRMSNorm
+from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
 from ladderize.runtime.loader import Source, load_weights, unpair_rope_rows
 from ladderize.runtime.shards import Shape, Slice
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
@@ -240,7 +240,7 @@ class UsedWeights:
     def norm(self) -> RMSNorm:
         return self._norm(self.weights.norm)
 
-    def take_head(self) -> LaterLinear:
+    def take_head(self) -> Linear:
         return self._later(self.weights.head, None)
 
     def attention(self, layer: int) -> AttentionWeights:
@@ -266,10 +266,10 @@ class UsedWeights:
     def resident_bytes(self) -> int:
         return self.nbytes
 
-    def _linear(self, own: Any, key: str) -> LaterLinear:
+    def _linear(self, own: Any, key: str) -> Linear:
         return self._later(own[key], self._small(own, f"{key}_bias"))
 
-    def _later(self, parameter: Tensor, bias: Tensor | None) -> LaterLinear:
+    def _later(self, parameter: Tensor, bias: Tensor | None) -> Linear:
         gradient = self._gradients.setdefault(id(parameter), WeightGradient())
         return LaterLinear(parameter, self._value(parameter), bias, gradient)
 
