@@ -29,7 +29,7 @@ from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import layer_changes
 from ladderize.layout import Layout
-from ladderize.memory import PeakMemory
+from ladderize.memory import peak_bytes
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
 from ladderize.runtime.bench.rounds import synchronize
@@ -50,14 +50,14 @@ def random_checkpoint(folder: Path, config: dict, dtype: torch.dtype, device: to
 
 
 def measured(name: str, call, results: dict, device: torch.device):
-    """Time, and the peak of the device's memory (of a CPU: how far the process's own rose)."""
+    """Time, and the peak of the device's memory (of a CPU: the process's own so far)."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    with PeakMemory(device) as memory:
-        begin = time.perf_counter()
-        value = call()
-        synchronize(device)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else memory.rise
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    value = call()
+    synchronize(device)
+    peak = peak_bytes(device) or 0
     results[name] = {"seconds": time.perf_counter() - begin, "peak_memory_bytes": peak}
     print(f"{name:40} {results[name]['seconds']:8.1f} s  {peak / 1e9:6.2f} GB", flush=True)
     return value

@@ -1,7 +1,6 @@
-"""Memory: the peak of a block of code, and the free bytes."""
+"""Memory: the peak so far, and the free bytes."""
 
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -9,46 +8,13 @@ from ladderize.console import human_bytes
 from ladderize.errors import UserError
 
 GPU_RESERVE = 16  # one part in so many is for the buffers of NCCL and cuBLAS, and for what graphs of prompts hold
-STATUS, CLEAR, MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
+STATUS, MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 # Control groups of versions 2 and 1: limit, usage, and a table with the part of the usage that is droppable page cache.
 CGROUPS = (
     (CGROUP / "memory.max", CGROUP / "memory.current", CGROUP / "memory.stat"),
     (CGROUP / "memory/memory.limit_in_bytes", CGROUP / "memory/memory.usage_in_bytes", CGROUP / "memory/memory.stat"),
 )
-
-
-class PeakMemory:
-    """Measures ``rise``: the bytes by which this process's peak exceeds its use on entry; None where it is unknown.
-
-    On a GPU it is of torch's allocator, on Linux of the resident set, whose high-water mark is reset on entry.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.rise: int | None = None
-
-    def __enter__(self) -> "PeakMemory":
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.before: int | None = torch.cuda.memory_allocated()
-        else:
-            try:
-                CLEAR.write_text("5")
-                self.before = resident("VmRSS")
-            except OSError:
-                self.before = None
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        peak = (
-            torch.cuda.max_memory_allocated() if self.on_gpu else resident("VmHWM") if self.before is not None else None
-        )
-        if peak is not None and self.before is not None:
-            self.rise = max(0, peak - self.before)
 
 
 def resident(key: str) -> int | None:

@@ -149,7 +149,7 @@ class TimedEngine(Timed):
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        made = {}  # tokens of each request
+        made: dict[str, int] = {}  # tokens of each request
 
         def step() -> None:
             for output in self.engine.step():

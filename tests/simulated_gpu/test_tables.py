@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ladderize.errors import UserError
-from ladderize.memory import PeakMemory, available_bytes, check_room, peak_bytes
+from ladderize.memory import available_bytes, check_room
 from ladderize.ranks.environment import Place
 from ladderize.ranks.group import INFERENCE_TIMEOUT, MEETING_TIMEOUT, SAME_WORK_TIMEOUT, TRAINING_TIMEOUT, join_group
 from ladderize.runtime.bench.run import ALONE_REPEAT, ALONE_ROUNDS, seconds_alone
@@ -55,18 +55,6 @@ def test_memory_that_torch_keeps_ready_is_free_and_a_part_is_left_to_libraries()
         del held
         assert torch.cuda.mem_get_info()[0] < before
         assert available_bytes(DEVICE) == before
-
-
-def test_the_peak_is_of_what_was_held_at_once():
-    with SimulatedGpu(seed()):
-        kept = torch.zeros(1 << 10, device=DEVICE)
-        with PeakMemory(DEVICE) as memory:
-            first = torch.zeros(1 << 20, device=DEVICE)
-            del first
-            second = torch.zeros(1 << 18, device=DEVICE)
-        assert memory.rise == 4 << 20
-        assert peak_bytes(DEVICE) == (4 << 20) + kept.nbytes
-        assert second.nbytes == 1 << 20
 
 
 @pytest.mark.parametrize(

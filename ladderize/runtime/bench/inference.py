@@ -135,22 +135,23 @@ class InferenceRun(BenchRun):
         cache: KVCache | None = None
         with self.console.stage("loading weights"):
             for spec, schedule, model_class in timed:
-                pair: list[TimedGenerator] = []
+                generators = []
                 for collectives in (self.collectives, self.silence):
                     how: dict[str, Any] = {"model_class": model_class, "cache": cache}
                     generator = open_generator(
                         spec, collectives, self.weights, self.group, batch, options.columns, **how
                     )
                     generator.schedule, cache = schedule, generator.cache
-                    pair.append(TimedGenerator(generator, options, batch))
+                    generators.append(TimedGenerator(generator, options, batch))
+                loud, silent = generators
                 if model_class is ParallelLlama:
-                    variants.append(Variant(PARALLEL, spec, *pair, kind=BASELINE_ROW))
+                    variants.append(Variant(PARALLEL, spec, loud, silent, BASELINE_ROW))
                     continue
                 overlapping = set(PHASES) if spec.layout.count(OVERLAPPED) else set()
                 overlapping |= {"prefill"} if schedule.is_domino else set()
                 name = variant_name(spec.name, schedule.name, options)
                 kind = MODEL_ROW if name == spec.name else BASELINE_ROW
-                variants.append(Variant(name, spec, *pair, kind, schedule.name, overlapping))
+                variants.append(Variant(name, spec, loud, silent, kind, schedule.name, overlapping))
         for variant in variants:
             variant.messages = _messages(variant)
         return variants
