@@ -33,15 +33,14 @@ def bench(folder: Path, *arguments: object, **variables: str) -> subprocess.Comp
 def test_one_rank_from_the_command_to_the_file(tmp_path):
     """Stock and plugin, two batch sizes."""
     out = tmp_path / "bench.json"
-    given = ("--layout", "dense,spd+ladder", "--sync-tp-size", 2, "--baselines", "plugin", "--batch-size", "1,3")
+    given = ("--layout", "dense", "--baselines", "plugin", "--batch-size", "1,3")
     done = bench(tmp_path, *given, "--repeat", 2, "--threads", 1, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(out.read_text())
     assert json.loads(done.stdout) == document
     assert (document["engine"], document["complete"], document["messages"]) == ("vllm", True, "single")
     rows = [(row["model"], row["architecture"], row["batch_size"]) for row in document["rows"]]
-    stock, ours = "LlamaForCausalLM", "LadderizedLlamaForCausalLM"
-    names = [("dense", stock), ("plugin's dense", ours), ("spd+ladder", ours)]
+    names = [("dense", "LlamaForCausalLM"), ("plugin's dense", "LadderizedLlamaForCausalLM")]
     assert rows == [(*name, batch) for batch in (1, 3) for name in names]
     for row in document["rows"]:
         assert all(len(samples) == 2 and min(samples) > 0 for samples in row["samples_ms"].values())

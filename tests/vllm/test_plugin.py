@@ -62,7 +62,7 @@ def test_other_versions_of_vllm(tmp_path):
 
     LlamaConfig().save_pretrained(tmp_path / "llama")
     make("ladder all", tmp_path / "ours")
-    versions = ["0.31.1", "0.33.0", "1.0", "0.320.1"]
+    versions = ["0.31.1", "0.320.1"]
     lines = run(OTHER_VERSIONS, tmp_path / "llama", tmp_path / "ours", *versions).splitlines()
     for version, other, sentence in zip(versions, lines[::2], lines[1::2], strict=True):
         assert other == "LlamaConfig"
