@@ -14,6 +14,7 @@ from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import PLUGIN, BenchOptions, ModelChoice, check_bench_usage
 from ladderize.runtime.bench.plan import check_positions, chosen_models, make_profile_folder
 from ladderize.runtime.bench.report import run_and_show
+from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.launch import check_group_size
 from ladderize.vllm.environment import check_vllm, configuration_refusal
 from ladderize.vllm.served import VllmPlan, served_models
@@ -44,7 +45,10 @@ def bench_vllm(
     make_profile_folder(options.profile)
     with temporary_folder("vllm") as work:
         plan = VllmPlan(served_models(specs, options, work), options, os.getpid())
-        return run_and_show(measure_vllm, plan, options.device, out, console)
+        try:
+            return run_and_show(measure_vllm, plan, options.device, out, console)
+        finally:  # also where a launcher started the ranks: vLLM's, whose names bench_engine.py gives
+            remove_segments(os.getpid())
 
 
 def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocument:
