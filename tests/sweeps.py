@@ -7,7 +7,6 @@ from pathlib import Path
 
 import yaml
 
-from ladderize.sweep import builder
 from ladderize.sweep.builder import Inputs, StageBuilder
 from ladderize.sweep.plan import Planner
 from ladderize.sweep.sweep_file import read_sweep
@@ -75,7 +74,7 @@ def last_saved(out: Path) -> int:
 
 def set_gpus(monkeypatch, *names: str) -> None:
     """Let a sweep believe that this machine has these."""
-    monkeypatch.setattr(builder, "visible_gpus", lambda: list(names))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
 
 
 def planner(folder: Path, content) -> Planner:

@@ -24,9 +24,8 @@ from ladderize import (
     UserError,
     convert_checkpoint,
 )
-from ladderize.errors import LadderizeError
 from tests import warm
-from tests.helpers import LAYOUTS, ROOT, make_layout, save_llama
+from tests.helpers import ROOT, make_layout, save_llama
 
 PACKAGE = ROOT / "ladderize"
 
@@ -55,20 +54,11 @@ def test_import_is_light():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_errors_have_one_base():
-    assert issubclass(UsageError, UserError)
-    assert issubclass(UserError, LadderizeError)
-    assert issubclass(LayoutError, LadderizeError)
-    assert issubclass(LayoutError, ValueError)
-
-
 # ---- convert_checkpoint ----
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "biases" not in name])
-def test_a_layout_converts_a_checkpoint(dense, tmp_path, name, capfd):
-    """It raised AttributeError once: only a recipe was taken."""
-    layout = make_layout(name)
+def test_a_layout_converts_a_checkpoint(dense, tmp_path, capfd):
+    layout = make_layout("mixed")
     report = convert_checkpoint(dense, tmp_path / "out", layout, verify=False)
     assert report.written
     assert report.layout == str(layout)
@@ -94,28 +84,7 @@ def test_a_layout_of_another_model_is_refused(dense, tmp_path, layout):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"attention_sync": ("blocking",) * 4}, "go together"),
-        (
-            {"attention_sync": ("blocking",) * 4, "mlp_sync": ("blocking",) * 4, "ladder": "all"},
-            "they go together, without ladder and spd",
-        ),
-        ({"attention_sync": ("dropped",) * 4, "mlp_sync": ("blocking",) * 4}, "sync_tp_size"),
-        ({"attention_sync": ("magic",) * 4, "mlp_sync": ("blocking",) * 4}, "'magic'"),
-    ],
-)
-def test_modes_that_make_no_recipe(given, message):
-    with pytest.raises(LadderizeError, match=message):
-        Recipe(**given)
-
-
 # ---- options check themselves ----
-
-
-def blockwise(**given):
-    return BlockwiseOptions(data="a.jsonl", **given)
 
 
 def retraining(**given):
@@ -128,39 +97,18 @@ def retraining(**given):
     ("make", "message"),
     [
         (lambda: GenerateOptions(dtype="int8"), "--dtype int8 is not one of auto, float32, bfloat16, float16"),
-        (lambda: GenerateOptions(backend="none"), "--backend none is not one of auto,"),
-        (lambda: GenerateOptions(max_new_tokens=0), "--max-new-tokens must be an integer of at least 1, not 0"),
         (lambda: GenerateOptions(tp_size="2"), "--tp-size must be an integer of at least 1, not '2'"),
-        (lambda: GenerateOptions(replicate_vocab=True), "--replicate-vocab has no effect with one rank"),
         (lambda: Sampling(temperature=-1.0), "--temperature must be finite and at least 0, not -1"),
-        (lambda: Sampling(top_k=3), "--top-k has no effect with --temperature 0"),
-        (lambda: Sampling(temperature=1.0, top_p=1.5), "--top-p must be between 0 and 1, not 1.5"),
         (lambda: EvalOptions().check(), "nothing to evaluate"),
         (lambda: EvalOptions(perplexity="a.txt", limit=3).check(), "--limit has no effect without --tasks"),
-        (lambda: EvalOptions(tasks=("a",), batch_size=0).check(), "--batch-size must be an integer of at least 1"),
         (lambda: SensitivityOptions("f", "sweep"), "--mode sweep needs --sync-tp-size N"),
-        (lambda: SensitivityOptions("a.txt", "ladder", 2), "--mode ladder is not one of"),
-        (lambda: SensitivityOptions("a.txt", sync_tp_size=2, samples=0), "--samples must be an integer of at least 1"),
-        (lambda: blockwise(dtype="float16"), "--dtype float16 has too small a range for training"),
-        (lambda: blockwise(lr=-1.0), "--lr must be a finite number of at least 0, not -1"),
-        (lambda: blockwise(epochs=0), "--epochs must be an integer of at least 1"),
+        (lambda: BlockwiseOptions(data="a.jsonl", lr=-1.0), "--lr must be a finite number of at least 0, not -1"),
         (lambda: SpdOptions("a.txt", sync_tp_size=1), "--sync-tp-size must be an integer of at least 2, not 1"),
-        (lambda: SpdOptions("a.txt", sync_tp_size=2, repair="some"), "--repair some is not one of align, blocks"),
-        (lambda: SpdOptions("a.txt", sync_tp_size=2, spd_fraction=1.5), "--spd-fraction must be above 0 and at most 1"),
         (lambda: retraining(max_steps=None), "say how long to train"),
-        (lambda: retraining(max_tokens=1), "and not both"),
-        (lambda: retraining(method="half"), "--method half is not one of full, lora, blocks"),
         (lambda: retraining(method="blocks"), "--method blocks has options of its own"),
-        (lambda: retraining(lr=0.0), "--lr must be above 0"),
         (lambda: retraining(distill_weight=1.0), "have no effect without each other"),
-        (lambda: retraining(seq_len=1), "--seq-len must be an integer of at least 2, not 1"),
         (lambda: retraining(lora_rank=0), "--lora-rank must be an integer of at least 1"),
         (lambda: ladderize.generate("m", []), "there is nothing to continue"),
-        (lambda: ladderize.generate_file("m", "x.txt", samples=3), "x.txt must end in .jsonl"),
-        (
-            lambda: ladderize.generate_file("m", "x.jsonl", None, GenerateOptions(), samples=3),
-            "the same text every time",
-        ),
     ],
 )
 def test_options_that_cannot_be_meant(make, message):

@@ -1,6 +1,5 @@
 """The kernels that are compiled for the CPU, against the same operations by PyTorch, on fresh random numbers."""
 
-import errno
 import json
 import os
 import subprocess
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from ladderize.errors import UserError
-from ladderize.ranks.group import Ranks
 from ladderize.runtime.choose_operations import choose_operations
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.decode import rope_table
@@ -23,7 +21,7 @@ from ladderize.runtime.native.library import TYPES, kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.step import Step
 from tests.groups import ALONE, make_generator
-from tests.helpers import FAMILIES, LAYOUTS, ROOT, all_gone, invoke, make_model, random_ids
+from tests.helpers import FAMILIES, ROOT, all_gone, invoke, make_model, random_ids
 from tests.warm import PATIENCE, wait_until
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -268,15 +266,6 @@ def test_rope_of_a_part_of_a_head():
         rope_table(config, 10, CPU)
 
 
-def test_numbers_of_columns_in_another_dtype(compiled):
-    case = attention_case(torch.float32, dim=16)
-    cache = random_cache(2, case[1].own_kv_heads, 5, 16)
-    columns = torch.tensor([[3], [1]], dtype=torch.int32)
-    mask = (torch.arange(5) <= columns)[:, None, None]
-    x = torch.randn(2, 1, case[2])
-    compare(compiled, case, x, Step(turns(2, 1, 16), columns, 5, mask), cache, torch.float32)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_sum(dtype, ranks):
@@ -301,7 +290,9 @@ def test_sum(dtype, ranks):
 
 
 @pytest.mark.parametrize(
-    ("name", "family"), [(name, "llama") for name in LAYOUTS] + [("mixed", family) for family in FAMILIES]
+    ("name", "family"),
+    [(name, "llama") for name in ("dense", "ladder with biases", "mixed", "same layer with biases")]
+    + [("mixed", family) for family in FAMILIES],
 )
 def test_models(tmp_path, name, family):
     """Prompts of different lengths and decode steps, of every layout and family, with heads that whole vectors hold."""
@@ -334,25 +325,12 @@ def fresh_library(monkeypatch):
     kernels.cache_clear()
 
 
-def test_chosen():
-    assert isinstance(choose_operations(ALONE, torch.bfloat16), CpuOperations)
-    assert type(choose_operations(ALONE, torch.float16)) is Operations
-    assert choose_operations(ALONE, torch.float16).note == ""
-
-
-@pytest.mark.parametrize(
-    ("compiler", "why"),
-    [
-        ("false", "false cannot compile kernels.cpp: exit code 1"),
-        ("/no/such/compiler", "cannot be compiled: [Errno 2] No such file or directory: '/no/such/compiler'"),
-    ],
-)
-def test_no_compiler(fresh_library, tmp_path, compiler, why):
-    fresh_library.setenv("CXX", compiler)
+def test_no_compiler(fresh_library, tmp_path):
+    fresh_library.setenv("CXX", "false")
     fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path))
     operations = choose_operations(ALONE, torch.bfloat16)
     assert type(operations) is Operations
-    assert why in operations.note
+    assert "false cannot compile kernels.cpp: exit code 1" in operations.note
     assert not list((tmp_path / "ladderize").iterdir())
     kernels.cache_clear()
     fresh_library.delenv("CXX")
@@ -400,21 +378,6 @@ def test_nowhere_to_keep_it(fresh_library, tmp_path):
     with pytest.raises(pytest.fail.Exception, match="ladderize-kernels-"):
         kernels()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk(fresh_library, monkeypatch):
-    def full(**more):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    fresh_library.setattr(library.tempfile, "mkstemp", full)
-    fresh_library.setattr(library.Path, "exists", lambda path: False)
-    assert "No space left on device" in choose_operations(ALONE, torch.bfloat16).note
-
-
-def test_all_ranks_or_none(monkeypatch):
-    """Who adds in another order gets other bits."""
-    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, "no C++ compiler was found"])
-    assert choose_operations(ALONE, torch.bfloat16).note == "slower than it could be: no C++ compiler was found"
 
 
 def test_a_benchmark_says_what_computed(fresh_library, tmp_path):

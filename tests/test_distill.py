@@ -282,13 +282,6 @@ def test_work_of_another_run_is_not_mixed_in(tmp_path):
         LayerFolder(folder, {"a": 2})
 
 
-@pytest.mark.parametrize("place", ["dense", "spd/inner", "out", "out/inner", "."])
-def test_work_has_a_place_of_its_own(pair, tmp_path, place):
-    outcome = adapt(pair, tmp_path / "out", work_dir=tmp_path / place)
-    assert "choose a folder of its own" in one_sentence(outcome)
-    assert listing(tmp_path) == ["dense", "ids.npy", "spd"]
-
-
 def test_the_teacher_is_never_touched(pair, tmp_path):
     dense, _ = pair
     before = {path.name: path.read_bytes() for path in dense.iterdir()}

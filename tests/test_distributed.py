@@ -13,7 +13,7 @@ from ladderize.errors import UsageError, UserError
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.threads import cores
 from ladderize.runtime import launch as distributed
-from ladderize.runtime.collectives.base import Collectives, NoCommunication
+from ladderize.runtime.collectives.base import NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.shm import SharedMemory
 from tests.groups import (
@@ -57,13 +57,13 @@ def test_values_come_back_from_rank_0(of_two):
     assert of_two["values"] == [0, 2, [0, 1], 5, max(1, len(cores()) // 2)]
 
 
-@pytest.mark.parametrize(("ranks", "more_than_a_share"), [(1, False), (2, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("ranks", "more_than_a_share"), [(2, False), (2, True)])
 def test_ranks_that_are_started_keep_to_cores_of_their_own(ranks, more_than_a_share):
     before = cores()
     share = len(before) // ranks
     threads = share + 1 if more_than_a_share else None
     found = distributed.run(cores_of_all, tp_size=ranks, device="cpu", threads=threads)
-    if ranks == 1 or share == 0 or more_than_a_share:
+    if share == 0 or more_than_a_share:
         assert found == [before] * ranks
     else:
         assert [len(own) for own in found] == [share] * ranks
@@ -72,11 +72,10 @@ def test_ranks_that_are_started_keep_to_cores_of_their_own(ranks, more_than_a_sh
     assert cores() == before
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_of_any_rank_is_one_sentence(monkeypatch, capfd, rank):
+def test_an_exception_of_any_rank_is_one_sentence(monkeypatch, capfd):
     monkeypatch.setenv(DEBUG, "")
-    with pytest.raises(UserError, match=f"rank {rank} failed: unexpected error: ValueError: this rank has had enough"):
-        distributed.run(fail, rank, tp_size=2, device="cpu")
+    with pytest.raises(UserError, match="rank 0 failed: unexpected error: ValueError: this rank has had enough"):
+        distributed.run(fail, 0, tp_size=2, device="cpu")
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -89,21 +88,19 @@ def test_debug_shows_the_traceback_of_a_rank(monkeypatch, capfd):
     assert 'raise ValueError("this rank has had enough")' in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_takes_the_group_down(tmp_path, victim):
-    with pytest.raises(UserError, match=rf"rank {victim} was killed by SIGKILL.*; the whole group was stopped"):
-        distributed.run(die, victim, tmp_path / "pid", tp_size=2, device="cpu")
-    other = int((tmp_path / f"pid.{1 - victim}").read_text())
+def test_a_killed_rank_takes_the_group_down(tmp_path):
+    with pytest.raises(UserError, match="rank 1 was killed by SIGKILL.*; the whole group was stopped"):
+        distributed.run(die, 1, tmp_path / "pid", tp_size=2, device="cpu")
+    other = int((tmp_path / "pid.0").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(other, 0)
     assert not segments()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_takes_the_group_down(tmp_path, victim):
+def test_a_stopped_rank_takes_the_group_down(tmp_path):
     """By SIGSTOP: it lives, and would be waited for without end."""
-    with pytest.raises(UserError, match=rf"^rank {victim} \(process \d+\) lives but has sent nothing for 1 s, so this"):
-        distributed.run(stop, victim, tmp_path / "pid", tp_size=2, device="cpu")
+    with pytest.raises(UserError, match=r"^rank 1 \(process \d+\) lives but has sent nothing for 1 s, so this"):
+        distributed.run(stop, 1, tmp_path / "pid", tp_size=2, device="cpu")
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     assert not segments()
@@ -124,11 +121,6 @@ def test_sums_of_random_messages(of_two, backend):
 def test_a_long_message_is_not_summed_before_it_has_left(of_two):
     """The early rank has its peer's message long before its own, too long for any socket buffer, is gone."""
     assert of_two["long"] == 0
-
-
-def test_more_than_two_ranks_sum_over_gloo():
-    seed = int(torch.randint(1 << 30, ()))
-    assert distributed.run(reduce_randomly, "gloo", 10, seed, tp_size=3, device="cpu", threads=1) <= 1
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -203,19 +195,11 @@ def test_a_launcher_that_started_another_number(monkeypatch):
         distributed.check_group_size(2, "cpu")
 
 
-def test_single_and_none_keep_shapes():
-    x = torch.randn(2, 3)
-    assert torch.equal(Collectives().all_reduce(x), x)
-    assert torch.equal(Collectives().all_gather(x), x)
-    assert NoCommunication(4).all_gather(x).shape == (2, 12)
-
-
-@pytest.mark.parametrize(("ranks", "windows"), [(2, [7]), (3, [8, 3])])
-def test_ranks_share_held_out_windows_and_find_what_one_process_finds(llama, ranks, windows):
-    """Bit by bit. 7 windows: the last batch has one; 3 windows: the third rank has none."""
-    calls = [(measured_windows, llama, torch.randint(SHAPE["vocab_size"], (count, 16)), 2) for count in windows]
+def test_ranks_share_held_out_windows_and_find_what_one_process_finds(llama):
+    """Bit by bit. 3 windows: the third rank has none."""
+    calls = [(measured_windows, llama, torch.randint(SHAPE["vocab_size"], (count, 16)), 2) for count in (7, 3)]
     alone = distributed.run(in_turn, calls, tp_size=1, device="cpu", threads=1)
-    assert alone == distributed.run(in_turn, calls, tp_size=ranks, device="cpu", threads=1)
+    assert alone == distributed.run(in_turn, calls, tp_size=3, device="cpu", threads=1)
     for perplexity, divergence in alone:
         assert len(set(perplexity.values())) == 2
         assert divergence["dropped"] > 0

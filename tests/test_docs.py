@@ -2,28 +2,21 @@
 
 import ast
 import functools
-import json
 import re
 import runpy
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import pytest
 import typer
 from accelerate.commands.launch import launch_command_parser
-from huggingface_hub.cli.hf import app as hf_app
-from lm_eval._cli.harness import HarnessCLI
 from torch.distributed.run import get_args_parser
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladderize.cli import BadCommandLine, app
-from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
 from ladderize.files.parsing import parse_yaml
 from ladderize.sweep.sweep_file import sweep_spec
@@ -38,18 +31,11 @@ NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 # of `vllm serve`; tests/vllm/test_serving_page.py asks vLLM
 OF_VLLM = {
-    "--decode-context-parallel-size",
-    "--enable-dbo",
-    "--fully-sharded-loras",
-    "--hf-overrides",
-    "--max-loras",
-    "--quantization",
-    "--runner",
-    "--served-model-name",
-    "--tensor-parallel-size",
-    "--trust-remote-code",
+    "--decode-context-parallel-size", "--enable-dbo", "--fully-sharded-loras", "--hf-overrides", "--max-loras",
+    "--quantization", "--runner", "--served-model-name", "--tensor-parallel-size", "--trust-remote-code",
     "--ubatch-size",
-}
+}  # fmt: skip
+SHELL = ("", "sh", "bash", "console")
 
 
 class Block(NamedTuple):
@@ -94,7 +80,7 @@ def commands_of(page: Path) -> list[tuple[int, list[str]]]:
     return [
         (block.line, arguments)
         for block in blocks(page)
-        if block.language in ("", "sh", "bash", "console")
+        if block.language in SHELL
         for arguments in commands(block.text)
     ]
 
@@ -132,14 +118,9 @@ def test_commands_are_parsed(page: Path) -> None:
 
 def test_the_parser_sees_what_is_wrong() -> None:
     """Otherwise the test above could pass by seeing nothing."""
-    text = "$ ladderize convert a b --spd 4 --sync-tp-size eight\n"
-    text += "torchrun --nproc-per-node 2 -m ladderize adapt a \\\n  b -x"
-    first, second = commands(text)
-    assert first[0] == "convert"
-    assert second == ["adapt", "a", "b", "-x"]
-    for arguments in (first, second, ["eval"], ["mend", "a"]):
-        with pytest.raises(BadCommandLine):
-            parse(arguments)
+    (arguments,) = commands("torchrun --nproc-per-node 2 -m ladderize adapt a \\\n  b -x")
+    with pytest.raises(BadCommandLine):
+        parse(arguments)
     assert sum(len(commands_of(page)) for page in PAGES) > 40
 
 
@@ -148,19 +129,9 @@ def test_options_in_prose_exist(page: Path) -> None:
     """`--option` in a line of prose is an option of some command, or of the command named with it."""
     every = command_line().commands
     known = {name: {text for p in c.params for text in (*p.opts, *p.secondary_opts)} for name, c in every.items()}
-    elsewhere = {
-        "--version",
-        "--help",
-        "--debug",
-        "--install-completion",
-        "--no-deps",
-        "--log_samples",  # of lm-eval
-        "--model_args",
-        "--config_file",
-        "--nproc-per-node",
-        "--nnodes",
-    }
-    anywhere = set().union(*known.values()) | elsewhere | {"--standalone", "--durations"} | OF_VLLM
+    elsewhere = {"--version", "--help", "--debug", "--install-completion", "--no-deps", "--standalone", "--durations"}
+    elsewhere |= {"--log_samples", "--model_args", "--config_file", "--nproc-per-node", "--nnodes"}
+    anywhere = set().union(*known.values()) | elsewhere | OF_VLLM
     wrong = []
     for span in re.findall(r"`([^`\n]+)`", prose(page)):
         words = re.split(r"[\s=]+", span)
@@ -190,36 +161,19 @@ def test_sweep_files_are_read(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
 # ---- commands of others ----
 
 
-def of_torchrun(arguments: list[str]) -> None:
-    get_args_parser().parse_args(arguments)
-
-
 def of_accelerate(arguments: list[str]) -> None:
     assert arguments[:1] == ["launch"]
     launch_command_parser().parse_args(arguments[1:])
 
 
-def of_lm_eval(arguments: list[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:  # its parser looks at the process's own arguments
-        patch.setattr(sys, "argv", ["lm_eval", *arguments])
-        HarnessCLI().parse_args()
-
-
-def of_hf(arguments: list[str]) -> None:
-    group: Any = typer.main.get_command(hf_app) if isinstance(hf_app, typer.Typer) else hf_app
-    context = group.make_context("hf", list(arguments))
-    name, command, rest = group.resolve_command(context, list(arguments))
-    command.make_context(name, rest, parent=context)
-
-
-PARSERS = {"torchrun": of_torchrun, "accelerate": of_accelerate, "lm_eval": of_lm_eval, "hf": of_hf}
+PARSERS = {"torchrun": get_args_parser().parse_args, "accelerate": of_accelerate}
 
 
 @each_page
-def test_commands_of_others_are_parsed(page: Path) -> None:
-    """Launchers, downloads and lm-eval, by the parsers of the versions that are installed."""
+def test_commands_of_launchers_are_parsed(page: Path) -> None:
+    """By the parsers of the versions that are installed."""
     for block in blocks(page):
-        if block.language not in ("", "sh", "bash", "console"):
+        if block.language not in SHELL:
             continue
         for words in lines_of_words(block.text):
             if words and words[0] in PARSERS:
@@ -227,21 +181,6 @@ def test_commands_of_others_are_parsed(page: Path) -> None:
                     PARSERS[words[0]](words[1:])
                 except SystemExit as error:
                     pytest.fail(f"{page.name}:{block.line}: {shlex.join(words)}: exit code {error.code}")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torchrun --nproc-per-nose 2 x.py",
-        "accelerate launch --num_processors 2 -m ladderize",
-        "lm_eval --model hf --taks a",
-        "hf download a/b --local_dir c",
-    ],
-)
-def test_a_wrong_command_of_others_is_seen(line: str) -> None:
-    (words,) = lines_of_words(line)
-    with pytest.raises((SystemExit, click.exceptions.UsageError)):
-        PARSERS[words[0]](words[1:])
 
 
 # ---- the pages themselves ----
@@ -351,68 +290,6 @@ def test_the_story_runs_as_it_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
                 run(shortened(arguments))
                 told += 1
     assert told >= 10
-
-
-CHEAP = {"convert", "inspect", "sensitivity", "plan"}
-
-
-def lessened(arguments: list[str]) -> list[str]:
-    """A cheap command with less work, for a model of 64 positions."""
-    if arguments[0] == "sensitivity":
-        return [*arguments, "--samples=4"]
-    if arguments[0] == "plan":
-        # 4 windows of random weights do not tell whether a layout is within 2 %
-        arguments = [re.sub("^[0-9]+%$", "90%", word) for word in arguments]
-        words = [re.sub("^prompt=.*", "prompt=16,output=16,batch=4", word) for word in arguments]
-        return words if words != arguments else [*words, "--prompt-len=16", "--output-len=16"]
-    return [*arguments, *QUICK.get(arguments[0], [])]
-
-
-def names_layers(arguments: list[str]) -> bool:
-    """Whether a command speaks of layers that a large model has."""
-    asked = [value for option, value in pairwise(arguments) if option in ("--ladder", "--spd", "--dense", "--recipe")]
-    return any(value.startswith("examples/") or re.search(r"\d", value) for value in asked)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Small Llamas: of 32 layers for commands that name layers, of 6 for all others."""
-    folder = tmp_path_factory.mktemp("models")
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
-    config = LlamaConfig.from_pretrained(MODEL).to_dict() | shape | {"head_dim": 8, "max_position_embeddings": 64}
-    for layers in (32, 6):
-        LlamaForCausalLM(LlamaConfig(**config | {"num_hidden_layers": layers})).save_pretrained(folder / str(layers))
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(MODEL / name, folder / str(layers) / name)
-    return {True: folder / "32", False: folder / "6"}
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that the pages speak of."""
-    folder = tmp_path_factory.mktemp("docs")
-    (folder / "wiki.txt").write_text("".join(documents(100, test=False)), encoding="utf-8")
-    shutil.copytree(ROOT / "examples", folder / "examples")
-    machine = parse_yaml((ROOT / "examples" / "hardware" / "my-card.yaml").read_text(encoding="utf-8"))
-    (folder / "machine.json").write_text(json.dumps(machine), encoding="utf-8")
-    return folder
-
-
-@each_page
-def test_cheap_commands_run(
-    page: Path, workplace: Path, models: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What converts, inspects and measures, in the order of the page, on a small model by the name of a large one."""
-    for entry in workplace.iterdir():
-        (tmp_path / entry.name).symlink_to(entry)
-    monkeypatch.chdir(tmp_path)
-    for _, arguments in commands_of(page):
-        if not arguments or arguments[0] not in CHEAP or page == STORY or "--sweep" in arguments:
-            continue
-        Path("llama-8b").unlink(missing_ok=True)
-        Path("llama-8b").symlink_to(models[names_layers(arguments)])
-        if Path(arguments[1]).is_dir():
-            run(lessened(arguments))
 
 
 @each_page

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from ladderize.files.documents import write_json
-from ladderize.files.output import clean_up, scratch_folder
+from ladderize.files.output import atomic_folder, clean_up, scratch_folder
 from ladderize.files.temporaries import replacement
 from tests.helpers import listing
 
@@ -28,6 +28,28 @@ def test_a_file_system_without_locks_loses_nothing(tmp_path, monkeypatch):
     with scratch_folder(tmp_path / "out") as mine:
         clean_up(tmp_path / "out")
         assert mine.is_dir()
+    assert listing(tmp_path) == []
+
+
+def test_another_runs_cleaning_does_not_undo_a_swap(tmp_path, monkeypatch):
+    out, rename = tmp_path / "out", os.rename
+    out.mkdir()
+    (out / "old").touch()
+
+    def rename_and_clean(source, target):
+        rename(source, target)
+        clean_up(out)
+
+    monkeypatch.setattr(os, "rename", rename_and_clean)
+    with atomic_folder(out, overwrite=True) as folder:
+        (folder / "new").touch()
+    assert listing(out) == ["new"]
+    assert listing(tmp_path) == ["out"]
+
+
+def test_a_failure_leaves_no_empty_folders(tmp_path):
+    with pytest.raises(KeyError), atomic_folder(tmp_path / "a" / "b" / "out"):
+        raise KeyError
     assert listing(tmp_path) == []
 
 

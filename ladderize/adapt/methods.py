@@ -26,7 +26,6 @@ TRAINING_SEED = Option("Seed of which data are used, and their order.", min=0, m
 COMPUTE_DTYPE = Option(
     "float32, bfloat16, float16, or auto: float32 if the model is stored in it, else bfloat16.", "DTYPE"
 )
-WORK_DIR = Option("Folder of unfinished work, which the same command goes on with.", "DIR", shown="OUT.ladderize-work")
 
 
 def check_training(dtype: Dtype, lr: float | None) -> None:

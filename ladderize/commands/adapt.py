@@ -61,7 +61,7 @@ OPTIONS: dict[Method, type] = {
         MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule dtype device",
         OUTPUT: "overwrite no_verify json",
     },
-    left_out="epochs patience work_dir",
+    left_out="epochs patience",
 )
 def adapt(given: GivenOptions) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""

@@ -43,7 +43,7 @@ class SpdArguments:
         METHOD: "repair head_grouping",
         OPTIMISATION: "epochs patience lr batch_size",
         MEMORY: "dtype device threads",
-        OUTPUT: "work_dir overwrite no_verify json",
+        OUTPUT: "overwrite no_verify json",
         MODELS: "revision",
     },
 )

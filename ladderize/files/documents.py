@@ -81,10 +81,7 @@ def read_section(path: Path, key: str, option: str) -> Mapping[str, Any]:
     option: the one that names the file.
     """
     path = resolved(path, f"{option} ")
-    if path.suffix.lower() in (".yaml", ".yml"):
-        document = read_yaml(path, what=f"{option} ")
-    else:
-        document = read_json(path, advice="it should be a file of ladderize calibrate, or YAML named .yaml")
+    document = read_yaml(path, what=f"{option} ")  # JSON is YAML
     section = document.get(key) if isinstance(document, Mapping) else None
     if not isinstance(section, Mapping):
         has = ", ".join(map(str, document)) if isinstance(document, Mapping) and document else "no keys"

@@ -7,14 +7,11 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import fsync, fsync_tree, lock_folder, try_lock, why_unwritable
-
-COPIED_AT_ONCE = 64 << 20
 
 
 def not_a_checkpoint(folder: Path) -> str | None:
@@ -74,6 +71,7 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 @contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
     """Yield a locked temporary folder beside ``out``, which is removed at the end. ``clean_up`` is called first."""
+    made = [folder for folder in out.parents if not folder.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     clean_up(out)
     lock = None
@@ -87,6 +85,9 @@ def scratch_folder(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+        with suppress(OSError):  # they are not empty where the run succeeded
+            for parent in made:
+                parent.rmdir()
 
 
 def _prefix(out: Path) -> str:
@@ -101,12 +102,13 @@ def _aside(out: Path) -> Path:
 def clean_up(out: Path) -> None:
     """Remove temporaries of ``out`` whose writer is gone, and restore a folder that a killed run had set aside."""
     aside = _aside(out)
-    if aside.exists():
-        if out.is_dir() and any(out.iterdir()):
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            with suppress(FileNotFoundError):  # another run has finished its swap
+    with suppress(FileNotFoundError, BlockingIOError):  # another run has finished its swap, or is in the middle of it
+        if aside.exists() and (lock := lock_folder(aside)) is not None:
+            if out.is_dir() and any(out.iterdir()):
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
                 os.rename(aside, out)
+            os.close(lock)
     pattern = re.compile(re.escape(_prefix(out)) + "[0-9a-f]{16}")
     for name in filter(pattern.fullmatch, os.listdir(out.parent) if out.parent.is_dir() else ()):
         try:
@@ -131,15 +133,24 @@ def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
             raise
     if not overwrite:
         raise UserError(f"OUT {out} was written to by another program meanwhile; nothing was written")
-    aside = _aside(out)  # if this run is killed between the two renames, the next one puts the old folder back
-    os.rename(out, aside)
     try:
-        os.rename(temporary, out)
-    except BaseException:
-        os.rename(aside, out)
-        raise
-    fsync(out.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+        lock = lock_folder(out)
+    except BlockingIOError:
+        lock = None
+    if lock is None:
+        raise UserError(f"OUT {out} is being replaced by another run; nothing was written")
+    aside = _aside(out)  # if this run is killed between the two renames, the next one puts the old folder back
+    try:
+        os.rename(out, aside)
+        try:
+            os.rename(temporary, out)
+        except BaseException:
+            os.rename(aside, out)
+            raise
+        fsync(out.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int], None]) -> str:
@@ -158,34 +169,8 @@ def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int],
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise
-    with source.open("rb", buffering=0) as reader, target.open("xb") as writer:
-        copy_span(reader, writer, 0, size, advance)  # fsync comes at the end, for all files together
+    shutil.copyfile(source, target)  # fsync comes at the end, for all files together
+    advance(size)
     if target.stat().st_size != size or source.stat().st_size != size:
         raise UserError(f"{source} changed while it was being copied; nothing was written")
     return "copied"
-
-
-def copy_span(
-    reader: RawIOBase | BufferedIOBase, writer: BufferedIOBase, start: int, stop: int, advance: Callable[[int], None]
-) -> int:
-    """Append a file's bytes from ``start`` to ``stop``; return their number, which is smaller where the file ends
-    before.
-
-    The kernel copies, and shares blocks where the file system can.
-
-    advance: is called with the number of bytes of each step.
-    """
-    writer.flush()
-    at = start
-    while at < stop:
-        count = min(stop - at, COPIED_AT_ONCE)
-        try:
-            moved = os.copy_file_range(reader.fileno(), writer.fileno(), count, at)
-        except (AttributeError, OSError):  # between two file systems that cannot; an error of the disk comes again
-            moved = writer.write(os.pread(reader.fileno(), count, at))
-            writer.flush()
-        if not moved:
-            break
-        at += moved
-        advance(moved)
-    return at - start

@@ -1,4 +1,4 @@
-"""The reading of JSON and YAML: nesting and numbers are checked before any value is used."""
+"""The reading of JSON and YAML. Content that no honest file has is refused before any value is used."""
 
 import json
 import math
@@ -11,8 +11,6 @@ import yaml
 from ladderize.errors import UserError
 from ladderize.files.regular import read_text
 
-MAX_DEPTH = 100  # of nested lists and objects; more would exhaust the stack of their reader
-MAX_VALUES = 10_000_000  # counted each time they are reached: YAML's aliases make many of few
 # The words of messages for JSON's types.
 JSON_WORDS: dict[type, str] = {
     dict: "an object",
@@ -23,7 +21,6 @@ JSON_WORDS: dict[type, str] = {
     float: "a number",
     type(None): "null",
 }
-CONTAINERS = (dict, list, tuple, set)
 
 
 def parse_json(content: bytes, *, constants: bool = False) -> Any:
@@ -48,65 +45,50 @@ def parse_json(content: bytes, *, constants: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def check_nesting(value: Any) -> None:
-    """Raise ValueError for YAML that is nested too deeply or endlessly, or whose aliases make too many values."""
-    seen, level = 0, [value] if isinstance(value, CONTAINERS) else []
-    for _ in range(MAX_DEPTH):
-        seen += sum(map(len, level))
-        if seen > MAX_VALUES:
-            raise ValueError(f"it unfolds to more than {MAX_VALUES:,} values")
-        level = [
-            item
-            for parent in level
-            for item in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(item, CONTAINERS)
-        ]
-        if not level:
-            return
-    raise ValueError("it is nested too deeply")
-
-
 # ---- YAML, with the scalars of YAML 1.2: ``16:32`` is text and not 992, ``no`` is Norwegian and not false, dates stay
 # text ----
 
 MAX_YAML_BYTES = 4 << 20  # people write these, and the parser takes a second per megabyte
 
 
-class Yaml12Loader(yaml.SafeLoader):
-    pass
+class YamlLoader(yaml.SafeLoader):
+    """A YAML loader that refuses repeated keys, and aliases, by which few bytes become many or endless values."""
 
-
-_PREFIX = "tag:yaml.org,2002:"
-_REPLACED = {f"{_PREFIX}{name}" for name in ("bool", "int", "float", "timestamp")}
-Yaml12Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-Yaml12Loader.add_implicit_resolver(f"{_PREFIX}bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-Yaml12Loader.add_implicit_resolver(f"{_PREFIX}int", re.compile(r"^[-+]?[0-9]{1,18}$"), list("-+0123456789"))
-Yaml12Loader.add_implicit_resolver(
-    f"{_PREFIX}float", re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"), list("-+.0123456789")
-)
-Yaml12Loader.add_constructor(f"{_PREFIX}int", lambda loader, node: int(node.value))
-Yaml12Loader.add_constructor(f"{_PREFIX}float", lambda loader, node: float(node.value))
-
-
-class StrictLoader(Yaml12Loader):
-    """A YAML loader that refuses repeated keys."""
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.constructor.ConstructorError(
+                None, None, "aliases (*name) are not read", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep)
         if len(mapping) != len(node.value):
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = next((key for key in keys if keys.count(key) > 1), "<<")
+            twice = next(key for key in keys if keys.count(key) > 1)
             raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
         return mapping
 
 
-def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
+_PREFIX = "tag:yaml.org,2002:"
+_REPLACED = {f"{_PREFIX}{name}" for name in ("bool", "int", "float", "timestamp", "merge")}
+YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+YamlLoader.add_implicit_resolver(f"{_PREFIX}bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+YamlLoader.add_implicit_resolver(f"{_PREFIX}int", re.compile(r"^[-+]?[0-9]{1,18}$"), list("-+0123456789"))
+YamlLoader.add_implicit_resolver(
+    f"{_PREFIX}float", re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"), list("-+.0123456789")
+)
+YamlLoader.add_constructor(f"{_PREFIX}int", lambda loader, node: int(node.value))
+YamlLoader.add_constructor(f"{_PREFIX}float", lambda loader, node: float(node.value))
+
+
+def parse_yaml(text: str) -> Any:
     """Return one document; raises ValueError with the reason in one line."""
     try:
-        value = yaml.load(text, Loader=loader)  # noqa: S506  (a SafeLoader)
+        return yaml.load(text, Loader=YamlLoader)  # noqa: S506  (a SafeLoader)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
@@ -115,8 +97,6 @@ def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
         raise ValueError(f"{error.problem}{place}") from None
     except (yaml.YAMLError, ValueError, TypeError) as error:  # a key that is a list is a TypeError
         raise ValueError(" ".join(str(error).split())) from None
-    check_nesting(value)
-    return value
 
 
 def read_yaml(path: Path, *, what: str = "", advice: str = "") -> Any:
@@ -127,6 +107,6 @@ def read_yaml(path: Path, *, what: str = "", advice: str = "") -> Any:
     """
     text = read_text(path, MAX_YAML_BYTES)
     try:
-        return parse_yaml(text, StrictLoader)
+        return parse_yaml(text)
     except ValueError as error:
         raise UserError(f"{what}{path} is not valid YAML{advice}: {error}") from None

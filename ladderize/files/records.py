@@ -20,11 +20,9 @@ class Record:
 
     KEYS: field -> its key, where JSON has another name (a reserved word such as ``class``).
     LEFT_OUT: fields that JSON lacks while they are None; other fields are null there.
-    ALIASES: field -> another key that some documents use for it.
     """
 
     KEYS: typing.ClassVar[Mapping[str, str]] = {}
-    ALIASES: typing.ClassVar[Mapping[str, str]] = {}
     LEFT_OUT: typing.ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,8 +43,6 @@ class Record:
         known, hints = {}, get_type_hints(cls)
         for field in fields(cls):  # type: ignore[arg-type]
             key = cls.KEYS.get(field.name, field.name)
-            if key not in value and cls.ALIASES.get(field.name) in value:
-                key = cls.ALIASES[field.name]
             if key in value:
                 known[field.name] = read_value(hints[field.name], value[key], f"{where}: {key}")
             elif field.default is MISSING and field.default_factory is MISSING:

@@ -108,19 +108,12 @@ def _is_work(folder: Path) -> bool:
     return folder.is_dir() and all(entry.name.startswith((ABOUT, f".{ABOUT}.")) for entry in folder.iterdir())
 
 
-def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
-    """Return the folder of unfinished work: beside OUT, or ``work_dir``. Raises UserError for one that overlaps OUT or
-    a source."""
-    target = resolved(out)
+def work_folder(out: str) -> Path:
+    """Return the folder of unfinished work beside OUT. Raises UserError where there is no place for it."""
+    target = resolved(out, "OUT ")
     if not target.name:
         raise UserError(f"OUT {out} has no folder beside it for unfinished work; name a folder inside it")
-    if work_dir is None:
-        return target.with_name(target.name + SUFFIX)
-    folder = resolved(work_dir, "--work-dir ")
-    for other in (target, *(source.resolve() for source in sources)):
-        if folder == other or folder in other.parents or other in folder.parents:
-            raise UserError(f"--work-dir {folder} is, contains or lies inside {other}; choose a folder of its own")
-    return folder
+    return target.with_name(target.name + SUFFIX)
 
 
 def run_digest(identity: Mapping[str, Any]) -> str:

@@ -1,7 +1,5 @@
 """The devices to compute on. Torch is imported inside of functions."""
 
-import os
-
 from ladderize.choices import DeviceName
 from ladderize.errors import UserError
 
@@ -38,16 +36,3 @@ def avoid_cudnn_attention() -> None:
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def visible_gpus() -> list[str]:
-    """Return the GPUs that torch sees, each as ``CUDA_VISIBLE_DEVICES`` names it."""
-    import torch
-
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return (
-        [name.strip() for name in named[:count]]
-        if len(named) >= count > 0 and named[0]
-        else list(map(str, range(count)))
-    )

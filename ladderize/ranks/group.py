@@ -35,8 +35,8 @@ TRAINING_TIMEOUT = timedelta(days=30)
 SAME_WORK_TIMEOUT = timedelta(hours=1)
 
 
-def _unheard(value: Any) -> None:
-    """Ignore a report that nobody asked for."""
+def ignore(value: Any) -> None:
+    """Do nothing with a report."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Ranks:
     size: int
     device: torch.device
     local_size: int = 1
-    report: Callable[[Any], None] = _unheard
+    report: Callable[[Any], None] = ignore
     group: Any = None
     others: int = 0
 

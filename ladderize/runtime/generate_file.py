@@ -34,11 +34,11 @@ from ladderize.files.regular import read_lines, resolved
 from ladderize.files.temporaries import fsync, try_lock
 from ladderize.modeling import load_tokenizer, tokenizer_hash
 from ladderize.ranks.environment import already_started, is_main_rank
-from ladderize.ranks.group import Ranks
+from ladderize.ranks.group import Ranks, ignore
 from ladderize.rows import Formats, Row, check_row, jsonl_rows, parquet_rows, read_messages
 from ladderize.runtime.decode import generate_tokens
 from ladderize.runtime.generate import PromptEncoder, check_generate, open_batch
-from ladderize.runtime.launch import Report, ignore, run
+from ladderize.runtime.launch import Report, run
 from ladderize.runtime.sampling import DEFAULT_TEXTS_AT_A_TIME, GenerateOptions, Sampling
 from ladderize.runtime.spec import ModelSpec, eos_ids
 

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import gc
-import logging
 import multiprocessing
 import os
 import signal
@@ -23,26 +22,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
 from ladderize.boundary import DEBUG, is_lost_rank, unplanned
 from ladderize.errors import LadderizeError, UsageError, UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.environment import ALONE, Place, launched, started_rank_variables
-from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group
+from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, ignore, join_group
 from ladderize.ranks.server import start_context
 from ladderize.ranks.threads import set_threads, take_cores
 from ladderize.runtime.collectives.shm import remove_segments
 
-# The first process that ends is taken for the cause. A rank that only lost another one waits so long before it ends.
+# The first error is taken for the cause. A rank that only lost another one waits so long before it says so.
 CAUSE_SECONDS = 1.0
 TERMINATE_SECONDS = 3.0
 
 Report = Callable[[Any], None]
-
-
-def ignore(value: Any) -> None:
-    """Do nothing with a report."""
 
 
 def check_group_size(tp_size: int, device: str) -> None:
@@ -73,7 +67,7 @@ def run(
     tp_size: int,
     device: str,
     threads: int | None = None,
-    report: Report | None = None,
+    report: Report = ignore,
     timeout: timedelta = INFERENCE_TIMEOUT,
     stoppable: bool = False,
 ) -> Any:
@@ -88,7 +82,6 @@ def run(
     timeout: of the group's operations.
     stoppable: SIGTERM and Ctrl-C are passed on to the ranks, which save and end.
     """
-    report = report or ignore
     check_group_size(tp_size, device)
     place = launched()
     if place != ALONE or tp_size == 1:
@@ -157,71 +150,70 @@ def run_processes(
     """
     context = start_context()
     streams = [Connection(os.dup(number), readable=False) for number in (1, 2)]
-    pipes = [context.Pipe(duplex=False) for _ in places]
-    ours, theirs = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
-    inside = (function, args, places, theirs, streams, dict(os.environ))
-    group = None
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of every rank that is stopped
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
     try:
-        # daemons: those that a Ctrl-C finds begun end with this process
-        group = start_processes(_work, inside, len(places), join=False, daemon=True, start_method="forkserver")
-        with passing_on_signals(group.processes) if stoppable else contextlib.nullcontext():
-            return _watch(group, ours, report)
+        for place in places:
+            ours, theirs = context.Pipe(duplex=False)
+            pipes.append(ours)
+            with theirs:  # this end is open in the new process alone: where that ends, we read the end of the pipe
+                inside = (function, args, place, theirs, streams, dict(os.environ))
+                # a daemon: those that a Ctrl-C finds begun end with this process
+                process = context.Process(target=_work, args=inside, daemon=True)
+                processes.append(process)
+                process.start()
+        with passing_on_signals(processes) if stoppable else contextlib.nullcontext():
+            return _watch(processes, pipes, report)
     finally:
-        if group is not None:
-            _stop(group.processes)
+        _stop(processes)
         remove_segments(os.getpid())
-        for connection in (*ours, *theirs, *streams):
+        for connection in (*pipes, *streams):
             connection.close()
 
 
-def _watch(group: ProcessContext, pipes: Sequence[Connection], report: Report) -> Any:
+def _watch(processes: Sequence[BaseProcess], pipes: Sequence[Connection], report: Report) -> Any:
     """Listen until every process is done; return the first one's value. Raises UserError as soon as one fails."""
     values: list[Any] = []
-
-    def listen() -> None:
-        while pipes[0].poll():
-            kind, content = pipes[0].recv()
+    running = list(pipes)
+    while running:
+        for pipe in wait(running):
+            assert isinstance(pipe, Connection)
+            try:
+                kind, content = pipe.recv()
+            except (EOFError, OSError):  # the process has ended, perhaps in the middle of a message
+                running.remove(pipe)
+                rank = pipes.index(pipe)
+                processes[rank].join()
+                if processes[rank].exitcode or (rank == 0 and not values):
+                    how = how_it_ended(processes[rank].exitcode)
+                    raise UserError(f"rank {rank} {how}; the whole group was stopped") from None
+                continue
+            if kind == "error":
+                raise content
             if kind == "report":
                 report(content)
-            elif kind == "value":
-                values.append(content)
             else:
-                raise content
-
-    try:
-        while not group.join(0.0, CAUSE_SECONDS):
-            wait([pipes[0], *group.sentinels])
-            listen()
-    except ProcessException as failure:
-        if not failure.error_index:
-            listen()
-        elif pipes[failure.error_index].poll():
-            raise pipes[failure.error_index].recv()[1] from None
-        how = how_it_ended(group.processes[failure.error_index].exitcode)
-        raise UserError(f"rank {failure.error_index} {how}; the whole group was stopped") from None
-    listen()
+                values.append(content)
     return values[0]
 
 
-def how_it_ended(exitcode: int) -> str:
+def how_it_ended(exitcode: int | None) -> str:
     """Return words for the end of a process that reported nothing."""
-    if exitcode >= 0:
+    if exitcode is None or exitcode >= 0:
         return f"ended with exit code {exitcode}"
     name = signal.Signals(-exitcode).name
     return f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")
 
 
 def _stop(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
+    running = [process for process in processes if process.pid is not None and process.is_alive()]
+    for process in running:
+        process.terminate()
     deadline = time.monotonic() + TERMINATE_SECONDS
-    for process in processes:
+    for process in running:
         process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
 
 
 @contextlib.contextmanager
@@ -258,28 +250,27 @@ def passing_on_signals(processes: Sequence[BaseProcess]) -> Iterator[None]:
 
 
 def _work(
-    number: int,
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    places: Sequence[Place],
-    pipes: Sequence[Connection],
+    place: Place,
+    pipe: Connection,
     streams: Sequence[Connection],
     environment: Mapping[str, str],
 ) -> None:
     """Call ``function`` in the new process, and send its value or an error. Ends with the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
     end_with_parent()
+    os.register_at_fork(after_in_child=pipe.close)  # else the pipe would not end with this process
     multiprocessing.current_process().daemon = False  # a rank may start processes of its own
     for stream, connection in zip((1, 2), streams, strict=True):  # the server was started with other ones
         os.dup2(connection.fileno(), stream)
         connection.close()
-    place, pipe = places[number], pipes[number]
     os.environ.clear()
     os.environ.update({**environment, **started_rank_variables(place, environment)})
     faulthandler.enable()  # where native code dies, stderr says what Python was doing
     try:
-        value = function(place, lambda value: pipe.send(("report", value)) if number == 0 else None, *args)
-        if number == 0:
+        value = function(place, lambda value: pipe.send(("report", value)) if place.rank == 0 else None, *args)
+        if place.rank == 0:
             pipe.send(("value", value))
     except BaseException as error:
         if os.environ.get(DEBUG):

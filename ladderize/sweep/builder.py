@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ladderize.adapt.data_files import data_files
 from ladderize.checkpoint.opening import open_sound_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
@@ -15,7 +17,6 @@ from ladderize.errors import UserError
 from ladderize.files.regular import split_name
 from ladderize.files.work import run_digest
 from ladderize.layout import Layout
-from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.threads import cores, processor
 from ladderize.sweep.stages import (
     BENCH_JSON,
@@ -117,7 +118,7 @@ class StageBuilder:
     @classmethod
     def of(cls, spec: SweepSpec, inputs: Inputs) -> "StageBuilder":
         """Return a builder for the dense model. Raises UserError unless the model is sound."""
-        return cls(spec, inputs, inputs.model(spec.model), len(visible_gpus()))
+        return cls(spec, inputs, inputs.model(spec.model), torch.cuda.device_count())
 
     def processes(self, options: Given, is_shared: bool = False) -> int:
         """Return the number of processes of a command: as many as there are GPUs and divide the batch. One group of

@@ -3,10 +3,9 @@ no numpy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Literal
 
-from ladderize.adapt.methods import COMPUTE_DTYPE, CONVERTED, TRAINING_SEED, WORK_DIR, Write, check_training
+from ladderize.adapt.methods import COMPUTE_DTYPE, CONVERTED, TRAINING_SEED, Write, check_training
 from ladderize.choices import (
     DEVICE,
     REVISION,
@@ -53,7 +52,6 @@ class WindowOptions:
     layers: str | None = None  # ranges; None: the method's default
     dtype: Dtype = option(COMPUTE_DTYPE, "auto")
     device: str = option(DEVICE, default_device)
-    work_dir: Path | None = option(WORK_DIR)
     write: Write = "best"
     seed: int = option(TRAINING_SEED, 0)
 

@@ -137,7 +137,6 @@ class CheckpointRun:
         self,
         out: str,
         document: str,
-        work_dir: Path | None,
         sources: Sequence[Checkpoint],
         ranks: Ranks,
         console: Console,
@@ -146,7 +145,7 @@ class CheckpointRun:
     ) -> None:
         self.out, self.document, self.ranks, self.console, self.overwrite = out, document, ranks, console, overwrite
         self.sources = [source.folder for source in sources]
-        self.folder = work_folder(out, work_dir, *self.sources)
+        self.folder = work_folder(out)
         self.identity: Mapping[str, Any] = {}
         if ranks.is_main:
             output.clean_up(resolved(out))  # a killed swap may have set OUT aside
@@ -278,7 +277,7 @@ def rewrite(
         check_related(checkpoint, dense, model, teacher_name)
     layers, file = options.chosen_layers(layout), f"{method.key}.json"
     sources = (checkpoint, dense)
-    run = CheckpointRun(out, file, options.work_dir, sources, ranks, console, overwrite=overwrite)
+    run = CheckpointRun(out, file, sources, ranks, console, overwrite=overwrite)
     with console.stage("reading the data"):
         windows = training_windows(dense, options)
     dtype = compute_dtype(options.dtype, stored_dtype(dense))

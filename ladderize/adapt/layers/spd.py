@@ -109,7 +109,7 @@ def spd(
             f"{model} is not dense ({dense}); only a dense model has sync points to drop by their sensitivity"
         )
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
-    run = CheckpointRun(out, SPD_FILE, options.work_dir, (checkpoint,), ranks, console, overwrite=overwrite)
+    run = CheckpointRun(out, SPD_FILE, (checkpoint,), ranks, console, overwrite=overwrite)
     with console.stage("reading the data"):
         windows = training_windows(checkpoint, options)
     calibration = windows.train[: options.calibration_samples].numpy()

@@ -97,7 +97,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
         raise UserError(f"{model} {what}; --align aligns converted weights that were not trained yet; leave it out")
     if job.overwrite or RUN not in read_own(out / ADAPTATION):
         check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
-    folder = work_folder(job.out, None, checkpoint.folder)
+    folder = work_folder(job.out)
     # a training that was begun belongs to the aligned checkpoint that is there
     begun = read_own(folder / ABOUT).get("command") == TrainingFolder.COMMAND
     ranks = join_ranks(options.device)
@@ -174,7 +174,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
     Raises UserError.
     """
     options = task.options
-    folder = work_folder(job.out, None, *(source.folder for source in task.sources))
+    folder = work_folder(job.out)
     if ranks.is_main:
         output.clean_up(resolved(job.out))  # a killed swap may have set OUT aside
     earlier = {} if job.overwrite else read_own(resolved(job.out) / ADAPTATION)
