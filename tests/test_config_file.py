@@ -1,13 +1,11 @@
 """``--config``: the same options from a file."""
 
-import json
 import re
 
 import pytest
 
 from ladderize.commands.bench import bench
 from ladderize.commands.builder import parsed
-from ladderize.demo.inputs import MODEL
 from tests.helpers import invoke, one_sentence
 
 
@@ -18,21 +16,6 @@ def test_the_command_line_wins(tmp_path):
     assert given.names == ["models", "tp_size", "batch_size", "seed", "replicate_vocab", "config"]
     wanted = {"models": ["in"], "tp_size": 2, "batch_size": "1,4", "seed": 8, "replicate_vocab": True, "link": None}
     assert {name: given.params[name] for name in wanted} == wanted
-
-
-def test_a_run_from_a_file_is_the_run_from_the_command_line(tmp_path):
-    ids = tmp_path / "text.jsonl"
-    ids.write_text("".join(json.dumps({"text": f"line {i} of the text"}) + "\n" for i in range(20)))
-    file = tmp_path / "config.yaml"
-    file.write_text(f"models: {MODEL}\nperplexity: {ids}\nseq_len: 16\njson: true\n")
-    from_file = invoke("eval", "--config", file)
-    assert from_file.code == 0, from_file.stderr
-    given = invoke("eval", MODEL, "--perplexity", ids, "--seq-len", "16", "--json")
-    results = [
-        json.loads(outcome.stdout)["models"][0]["ladderize"]["perplexity"]["perplexity"]
-        for outcome in (from_file, given)
-    ]
-    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(
@@ -57,11 +40,6 @@ def test_a_bad_file_is_one_sentence(text, code, message, tmp_path):
     outcome = invoke("adapt", "in", "out", "--data", "x", "--config", tmp_path / "c.yaml")
     assert outcome.code == code, outcome.stderr
     assert re.search(message, one_sentence(outcome)), outcome.stderr
-
-
-def test_a_config_that_is_not_there(tmp_path):
-    outcome = invoke("spd", "--config", tmp_path / "none.yaml")
-    assert "no such file" in one_sentence(outcome)
 
 
 def test_a_bad_command_line_is_one_sentence():

@@ -1,6 +1,5 @@
 """The kernels that are compiled for the CPU, against the same operations by PyTorch, on fresh random numbers."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,19 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ladderize.errors import UserError
 from ladderize.runtime.choose_operations import choose_operations
 from ladderize.runtime.cpu_operations import CpuOperations
-from ladderize.runtime.decode import rope_table
 from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm
-from ladderize.runtime.native import library
 from ladderize.runtime.native.library import TYPES, kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.step import Step
 from tests.groups import ALONE, make_generator
-from tests.helpers import FAMILIES, ROOT, all_gone, invoke, make_model, random_ids
-from tests.warm import PATIENCE, wait_until
+from tests.helpers import FAMILIES, ROOT, make_model, random_ids
+from tests.warm import PATIENCE
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -132,7 +128,7 @@ def compare(compiled, case, x, step, cache, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "head norms"])
-@pytest.mark.parametrize("dim", [6, 16, 64, 80, 128])
+@pytest.mark.parametrize("dim", [6, 64, 80])
 def test_one_token(compiled, dtype, norms, dim):
     case = attention_case(dtype, dim=dim, norms=norms, rope=some(True, False))
     batch, length = some(1, 3), some(1, 5, 64, 65, 200)
@@ -156,7 +152,7 @@ def test_one_token(compiled, dtype, norms, dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("dim", [6, 16, 64, 80])
+@pytest.mark.parametrize("dim", [6, 64])
 def test_prompts(compiled, dtype, window, dim):
     case = attention_case(dtype, dim=dim, rope=some(True, False), window=window)
     batch, tokens = some(1, 3), some(2, 9, 64, 67, 130)
@@ -259,13 +255,6 @@ def test_what_does_not_fit_is_an_error(compiled):
     assert torch.equal(cache.keys[0], before.keys[0])
 
 
-def test_rope_of_a_part_of_a_head():
-    turned = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
-    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "rope_parameters": turned}
-    with pytest.raises(UserError, match="rope turns 8 of a head's 16 numbers"):
-        rope_table(config, 10, CPU)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_sum(dtype, ranks):
@@ -336,60 +325,6 @@ def test_no_compiler(fresh_library, tmp_path):
     fresh_library.delenv("CXX")
     fresh_library.setenv("PATH", str(tmp_path))
     assert "no C++ compiler was found (g++, clang++)" in choose_operations(ALONE, torch.bfloat16).note
-
-
-def compiler(tmp_path, text):
-    path = tmp_path / "compiler"
-    path.write_text(f"#!{sys.executable}\n{text}")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_a_compiler_that_hangs_is_ended_with_its_children(fresh_library, tmp_path):
-    class Popen(subprocess.Popen):
-        def communicate(self, input=None, timeout=None):
-            wait_until(lambda: children.is_file() and children.read_text().endswith(" it is"))  # its time starts now
-            return super().communicate(input, timeout)
-
-    fresh_library.setattr(library, "SECONDS", 1)
-    fresh_library.setattr(library.subprocess, "Popen", Popen)
-    children = tmp_path / "child"
-    text = (
-        "import subprocess; c = subprocess.Popen(['sleep', '3600']); "
-        f"open('{children}', 'w').write(f'{{c.pid}} it is'); c.wait()"
-    )
-    fresh_library.setenv("CXX", compiler(tmp_path, text))
-    assert "did not end within 1 s" in choose_operations(ALONE, torch.bfloat16).note
-    assert all_gone([int(children.read_text().split()[0])])
-    fresh_library.setattr(library, "SECONDS", 60)  # nor is it asked again
-    assert "did not end within 1 s" in choose_operations(ALONE, torch.bfloat16).note
-
-
-def test_nowhere_to_keep_it(fresh_library, tmp_path):
-    """No home, or one that is named relative to where the command runs: it is compiled for this process alone."""
-    fresh_library.delenv("HOME")
-    fresh_library.delenv("XDG_CACHE_HOME", raising=False)
-    fresh_library.setattr("pwd.getpwuid", {}.__getitem__)
-    fresh_library.setattr(library, "_compile", lambda compiler, path: pytest.fail(str(path)))
-    with pytest.raises(pytest.fail.Exception, match="ladderize-kernels-"):
-        kernels()
-    fresh_library.chdir(tmp_path)
-    fresh_library.setenv("XDG_CACHE_HOME", "here")
-    with pytest.raises(pytest.fail.Exception, match="ladderize-kernels-"):
-        kernels()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_benchmark_says_what_computed(fresh_library, tmp_path):
-    make_model("dense", max_position_embeddings=128).save_pretrained(tmp_path / "m")
-    words = ["bench", tmp_path / "m", "--prompt-len", 8, "--output-len", 2, "--repeat", 2, "--out", tmp_path / "b.json"]
-    for compiler, operations in (("g++", "compiled"), ("false", "torch")):
-        kernels.cache_clear()
-        fresh_library.setenv("CXX", compiler)
-        done = invoke(*words)
-        assert done.code == 0, done
-        assert ("slower than it could be: false cannot compile" in done.stderr) is (compiler == "false")
-        assert json.loads((tmp_path / "b.json").read_text())["environment"]["operations"] == operations
 
 
 def test_kept_where_only_the_user_can_write(fresh_library, tmp_path):

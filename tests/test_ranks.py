@@ -79,16 +79,6 @@ def test_two_ranks_never_get_one_gpu_in_silence(monkeypatch, local_rank, gpus, i
         assert rank_device("cuda", local_rank) == torch.device("cuda", index)
 
 
-def test_a_gpu_that_is_named_by_its_number_is_the_current_one(monkeypatch):
-    """CUDA graphs are captured from the current one, whatever the tensors lie on."""
-    current = []
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert rank_device("cuda:1", 0) == torch.device("cuda", 1)
-    assert current == [torch.device("cuda", 1)]
-    assert rank_device("cpu", 0) == torch.device("cpu")
-    assert len(current) == 1
-
-
 def start(rank, port, seconds, **variables):
     given = {**PAIR, "RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), **variables}
     return warm.WarmProcess(

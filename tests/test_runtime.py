@@ -28,11 +28,6 @@ def runs(dtype):
     return [(name, tp_size, backend) for name, tp_size, backend, run_dtype in RUNS if run_dtype == dtype]
 
 
-def test_all_pairs_are_run():
-    found = {(a, run[a], b, run[b]) for run in ((r[0], r[1:3], r[3]) for r in RUNS) for a in range(3) for b in range(a)}
-    assert len(found) == len(LAYOUTS) * len(GROUPS) + len(LAYOUTS) * len(DTYPES) + len(GROUPS) * len(DTYPES)
-
-
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     """name -> what to run, and what must come out of it; fresh random weights and ids each time."""
