@@ -14,6 +14,7 @@ import pytest
 import ladderize
 from ladderize.choices import described, parameter_name
 from ladderize.families.registry import BY_TYPE
+from tests import warm
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "ladderize"
@@ -261,7 +262,7 @@ def test_the_runtime_needs_neither_lm_eval_nor_datasets(tmp_path):
         "from ladderize.cli import main\n"
         "main()\n"
     )
-    outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    outcome = warm.run([sys.executable, "-c", script], cwd=ROOT)
     assert outcome.returncode == 0, outcome.stderr
     assert (tmp_path / "bench.json").is_file()
 
