@@ -11,6 +11,9 @@ import yaml
 from ladderize.errors import UserError
 from ladderize.files.regular import read_text
 
+MAX_DEPTH = 100  # of nested lists and objects; more would exhaust the stack of their reader
+MAX_VALUES = 10_000_000  # counted each time they are reached: YAML's aliases make many of few
+CONTAINERS = (dict, list, tuple, set)
 # The words of messages for JSON's types.
 JSON_WORDS: dict[type, str] = {
     dict: "an object",
@@ -45,6 +48,24 @@ def parse_json(content: bytes, *, constants: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def check_nesting(value: Any) -> None:
+    """Raise ValueError for YAML that is nested too deeply or endlessly, or whose aliases make too many values."""
+    seen, level = 0, [value] if isinstance(value, CONTAINERS) else []
+    for _ in range(MAX_DEPTH):
+        seen += sum(map(len, level))
+        if seen > MAX_VALUES:
+            raise ValueError(f"it unfolds to more than {MAX_VALUES:,} values")
+        level = [
+            item
+            for parent in level
+            for item in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(item, CONTAINERS)
+        ]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
 # ---- YAML, with the scalars of YAML 1.2: ``16:32`` is text and not 992, ``no`` is Norwegian and not false, dates stay
 # text ----
 
@@ -52,14 +73,7 @@ MAX_YAML_BYTES = 4 << 20  # people write these, and the parser takes a second pe
 
 
 class YamlLoader(yaml.SafeLoader):
-    """A YAML loader that refuses repeated keys, and aliases, by which few bytes become many or endless values."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.constructor.ConstructorError(
-                None, None, "aliases (*name) are not read", self.peek_event().start_mark
-            )
-        return super().compose_node(parent, index)
+    """A YAML loader that refuses repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep)
@@ -88,7 +102,7 @@ YamlLoader.add_constructor(f"{_PREFIX}float", lambda loader, node: float(node.va
 def parse_yaml(text: str) -> Any:
     """Return one document; raises ValueError with the reason in one line."""
     try:
-        return yaml.load(text, Loader=YamlLoader)  # noqa: S506  (a SafeLoader)
+        value = yaml.load(text, Loader=YamlLoader)  # noqa: S506  (a SafeLoader)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
@@ -97,6 +111,8 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"{error.problem}{place}") from None
     except (yaml.YAMLError, ValueError, TypeError) as error:  # a key that is a list is a TypeError
         raise ValueError(" ".join(str(error).split())) from None
+    check_nesting(value)
+    return value
 
 
 def read_yaml(path: Path, *, what: str = "", advice: str = "") -> Any:
