@@ -20,10 +20,9 @@ from planner_stories import every_layout, layer_nats
 
 from ladderize.errors import UserError
 from ladderize.layout import Layout
-from ladderize.plan.choice import LayerTables, LayoutCost, choose_layout, choose_measured_layout, kind_seconds
+from ladderize.plan.choice import LayerTables, LayoutCost, choose_layout, kind_seconds
 from ladderize.plan.hardware import known_engines, read_device
-from ladderize.plan.options import ChoiceTarget
-from ladderize.plan.passes import Workload, pass_parts, predict_pass
+from ladderize.plan.passes import Serving, pass_parts, predict_pass
 from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.runtime.shards import read_shape
 
@@ -66,12 +65,12 @@ def main() -> None:
     named = [layout for layout in truth.number if not any("overlapped" in layout.layer_name(i) for i in range(layers))]
     for link in LINKS:
         for batch in BATCHES:
-            how = (device, known_engines()[device.engine], read_interconnect(link), RANKS, "bfloat16")
-            parts = pass_parts(config, *how, Workload(batch, 1024, 512), RANKS)
+            how = (device, known_engines()[device.engine], read_interconnect(link), RANKS, batch, 1024, 512)
+            parts = pass_parts(Serving(config, "bfloat16", False, *how), RANKS)
             for phase in PHASES:
-                constant, seconds = kind_seconds(parts, 511, phase, layers)
-                tables = LayerTables(seconds, nats, constant, document["sync_tp_size"])
                 counts = {"prefill": 1, "decode": 511} if phase == "end_to_end" else {phase: 1}
+                constant, seconds = kind_seconds(parts, counts, layers)
+                tables = LayerTables(seconds, nats, constant, document["sync_tp_size"])
                 times = {
                     one: sum(count * predict_pass(parts[name], one).total for name, count in counts.items())
                     for one in named
@@ -97,12 +96,8 @@ def main() -> None:
 def _outcome(
     tables: LayerTables, budget: float, truth: KnownCosts, limit: int | None, best: float, dense: float
 ) -> dict:
-    target = ChoiceTarget(f"{budget:g} nats", budget)
     try:
-        if limit is None:
-            choice = choose_layout(tables, target)
-        else:
-            choice = choose_measured_layout(tables, target, truth.measure, limit)
+        choice = choose_layout(tables, budget, truth.measure if limit else None, limit or 0)
     except UserError:
         return {"found": False}
     layout = choice.chosen.as_layout
@@ -110,9 +105,9 @@ def _outcome(
         "found": True,
         "over": truth.cost(layout, False) > budget,
         "over_held_out": truth.cost(layout, True) > budget,
-        "saved": (dense - choice.chosen.ms / 1000) / best,
-        "made": choice.measurements,
-        "verified": choice.certainty != "not verified",
+        "saved": dense * (1 - 1 / choice.chosen.speedup) / best,
+        "made": sum((one.measured is not None) + (one.held_out is not None) for one in choice.measured),
+        "verified": choice.is_verified,
     }
 
 

@@ -10,6 +10,7 @@ minutes on one core.
 import argparse
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,12 @@ from planning_fit import FitResult, OpenFigureError, fit
 from planning_observations import Observation, expected_seconds, read_timings
 
 from ladderize.files.documents import write_json
-from ladderize.layout import OVERLAPPED, Layout
-from ladderize.plan.hardware import DeviceSpec, known_engines, read_device
-from ladderize.plan.passes import PassParts, pass_parts, predict_parallel, predict_pass
+from ladderize.plan.hardware import DeviceSpec, read_device
 from ladderize.plan.rows import band_cases, relative_band
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, read_interconnect
 
 REFERENCE = Path(__file__).parent / "reference"
 SPEEDS, PHASES = "llama_70b_speed.csv", "llama_70b_phases.csv"
-ENGINE = "published"
 DEVICE_FIGURES = ("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "thin_share", "launch_us")
 LINK_FIGURES = ("contention", "alpha_us", "alpha_per_rank_us", "bus_gb_s")
 VARIANTS = ("dense", "ladder", "parallel", "no-comm")
@@ -42,54 +40,24 @@ ROUND_DEVICE = {
 ROUND_ROWS = [InterconnectRow(ranks, 15.0, 300.0) for ranks in (2, 4, 8)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Published:
-    """One published figure: ``quantity`` of ``variant``, and by what it is grouped."""
-
-    file: str
-    variant: str
-    batch: int
-    seen: Observation
-
-    @property
-    def groups(self) -> dict[str, str]:
-        return {
-            "batch": f"batch {self.batch}",
-            "ranks": f"{self.seen.ranks} ranks",
-            "variant": self.variant,
-            "quantity": self.seen.quantity.replace("_", " "),
-        }
-
-
-def read_published() -> list[Published]:
+def read_published() -> list[Observation]:
     """Every row of the two tables of speeds."""
-    return [
-        Published(file, _variant(seen), seen.workload.batch_size, seen)
-        for file in (SPEEDS, PHASES)
-        for seen in read_timings(REFERENCE / file, ENGINE)
-        if seen.workload is not None
-    ]
+    return [seen for file in (SPEEDS, PHASES) for seen in read_timings(REFERENCE / file)]
 
 
-def _variant(seen: Observation) -> str:
-    if seen.variant != "layout":
-        return seen.variant
-    return "ladder" if OVERLAPPED in (seen.attention_sync or ()) else "dense"
-
-
-def fit_published(published: Sequence[Published]) -> tuple[FitResult, list[str]]:
+def fit_published(published: Sequence[Observation]) -> tuple[FitResult, list[str]]:
     """Device and link from these figures alone, and the names of figures that these leave open: they count for
     nothing."""
     device = dataclasses.replace(read_device("h100-sxm"), **ROUND_DEVICE)
     link = dataclasses.replace(read_interconnect("nvlink"), rows=ROUND_ROWS, contention=0.2)
     free, still_open = [*DEVICE_FIGURES, *LINK_FIGURES], []
-    if all(one.batch > 1 for one in published):  # no prefill that the host holds up
+    if all(one.batch_size > 1 for one in published):  # no prefill that the host holds up
         free.remove("launch_us")
         still_open.append("launch_us")
         device = dataclasses.replace(device, launch_us=0.0)
     while True:
         try:
-            return fit([one.seen for one in published], device, link, free), still_open
+            return fit(published, device, link, free), still_open
         except OpenFigureError as error:
             free.remove(error.figure)
             still_open.append(error.figure)
@@ -101,39 +69,35 @@ def fit_published(published: Sequence[Published]) -> tuple[FitResult, list[str]]
                 raise
 
 
-def predicted(one: Published, device: DeviceSpec, link: Interconnect) -> float:
-    return expected_seconds([one.seen], device, link)[0]
+def predicted(one: Observation, device: DeviceSpec, link: Interconnect) -> float:
+    return expected_seconds([one], device, link)[0]
 
 
 # ---- errors ----
 
 
-def errors_of(published: Sequence[Published], device: DeviceSpec, link: Interconnect) -> list[float]:
+def errors_of(published: Sequence[Observation], device: DeviceSpec, link: Interconnect) -> list[float]:
     """predicted / published - 1, of times."""
-    return [predicted(one, device, link) / one.seen.seconds - 1 for one in published]
+    return [predicted(one, device, link) / one.seconds - 1 for one in published]
 
 
 def speedup_errors(
-    published: Sequence[Published], device: DeviceSpec, link: Interconnect
-) -> list[tuple[Published, float]]:
+    published: Sequence[Observation], device: DeviceSpec, link: Interconnect
+) -> list[tuple[Observation, float]]:
     """The same of each variant's speed-up over dense, wherever both were published."""
     found = []
     for one in published:
         dense = next((other for other in published if _beside(one, other)), None)
         if dense is not None and one.variant != "dense":
             ratio = predicted(dense, device, link) / predicted(one, device, link)
-            found.append((one, ratio / (dense.seen.seconds / one.seen.seconds) - 1))
+            found.append((one, ratio / (dense.seconds / one.seconds) - 1))
     return found
 
 
-def _beside(one: Published, other: Published) -> bool:
+def _beside(one: Observation, other: Observation) -> bool:
     """Whether ``other`` is the dense row that belongs to ``one``."""
-    same = ("file", "batch")
-    return (
-        other.variant == "dense"
-        and all(getattr(one, name) == getattr(other, name) for name in same)
-        and (one.seen.ranks, one.seen.quantity) == (other.seen.ranks, other.seen.quantity)
-    )
+    same = ("file", "batch_size", "ranks", "quantity")
+    return other.variant == "dense" and all(getattr(one, name) == getattr(other, name) for name in same)
 
 
 def summary(errors: Sequence[float]) -> dict[str, float | int]:
@@ -144,17 +108,17 @@ def summary(errors: Sequence[float]) -> dict[str, float | int]:
 # ---- how often bands hold ----
 
 
-def covered(published: Sequence[Published], device: DeviceSpec, link: Interconnect) -> dict[str, tuple[int, int]]:
+def covered(published: Sequence[Observation], device: DeviceSpec, link: Interconnect) -> dict[str, tuple[int, int]]:
     """How many of the published times and speed-ups lie in their bands, and of how many."""
     held = {"times": [0, 0], "speed-ups": [0, 0]}
     for one in published:
         dense = next((other for other in published if _beside(one, other)), None)
-        cases = band_cases(_parts(one, device, link), device, link)
-        times = [_time(one, parts) for parts in cases]
-        _count(held["times"], one.seen.seconds, times, 1)
+        times = [one.predict(case) for case in band_cases(one.parts(device, link), device, link)]
+        _count(held["times"], one.seconds, times, 1)
         if dense is not None and one.variant != "dense":
-            ratios = [_time(dense, parts) / _time(one, parts) for parts in cases]
-            _count(held["speed-ups"], dense.seen.seconds / one.seen.seconds, ratios, 2)
+            before = [dense.predict(case) for case in band_cases(dense.parts(device, link), device, link)]
+            ratios = [first / second for first, second in zip(before, times, strict=True)]
+            _count(held["speed-ups"], dense.seconds / one.seconds, ratios, 2)
     return {name: (inside, total) for name, (inside, total) in held.items()}
 
 
@@ -163,35 +127,10 @@ def _count(held: list[int], truth: float, values: Sequence[float], runs: int) ->
     held[1] += 1
 
 
-def _parts(one: Published, device: DeviceSpec, link: Interconnect) -> dict[str, PassParts]:
-    seen = one.seen
-    assert seen.config is not None
-    assert seen.workload is not None
-    engine = known_engines()[ENGINE]
-    return pass_parts(seen.config, device, engine, link, seen.ranks, str(seen.dtype), seen.workload)
-
-
-def _time(one: Published, parts: Any) -> float:
-    quantity = one.seen.quantity
-    if quantity != "end_to_end":
-        return _pass_time(one, parts[quantity])
-    assert one.seen.workload is not None
-    return _pass_time(one, parts["prefill"]) + one.seen.workload.decode_steps * _pass_time(one, parts["decode"])
-
-
-def _pass_time(one: Published, parts: PassParts) -> float:
-    if one.variant == "parallel":
-        return predict_parallel(parts).total
-    if one.variant == "no-comm":
-        parts = dataclasses.replace(parts, message=0.0, message_start=0.0)
-    ladder = Layout.from_layers(parts.layers, ladder=range(parts.layers))
-    return predict_pass(parts, ladder if one.variant == "ladder" else Layout.dense(parts.layers)).total
-
-
 # ---- the three questions ----
 
 
-def training(published: Sequence[Published]) -> tuple[dict[str, Any], FitResult]:
+def training(published: Sequence[Observation]) -> tuple[dict[str, Any], FitResult]:
     result, still_open = fit_published(published)
     assert not still_open
     assert result.link is not None
@@ -211,7 +150,7 @@ def training(published: Sequence[Published]) -> tuple[dict[str, Any], FitResult]
     return {"figures": figures, "errors": table}, result
 
 
-def left_out(published: Sequence[Published]) -> dict[str, Any]:
+def left_out(published: Sequence[Observation]) -> dict[str, Any]:
     """Each group predicted by a fit that has seen none of it."""
     table, held, ratio_table = {}, {"times": [0, 0], "speed-ups": [0, 0]}, {}
     names = sorted({name for one in published for name in one.groups.values()})
@@ -247,23 +186,23 @@ def left_out(published: Sequence[Published]) -> dict[str, Any]:
     return {"times": table, "speedups": ratio_table, "share_in_95_percent_bands": shares}
 
 
-def calibrated(published: Sequence[Published]) -> dict[str, Any]:
+def calibrated(published: Sequence[Observation]) -> dict[str, Any]:
     """The device from what does not communicate, contention as shipped, and the link at each number of ranks from two
     dense timings: the smallest and the largest batch. Everything else that communicates is predicted."""
-    silent = [one.seen for one in published if one.variant == "no-comm"]
+    silent = [one for one in published if one.variant == "no-comm"]
     start = dataclasses.replace(read_device("h100-sxm"), **ROUND_DEVICE)
     device = fit(silent, start, None, DEVICE_FIGURES).device
-    times, ratios = {}, {}
+    times, ratios, by_batch = {}, {}, operator.attrgetter("batch_size")
     for ranks in (2, 4, 8):
-        table = [one for one in published if one.file == SPEEDS and one.seen.ranks == ranks]
+        table = [one for one in published if one.file == SPEEDS and one.ranks == ranks]
         dense = [one for one in table if one.variant == "dense"]
-        known = [min(dense, key=_batch), max(dense, key=_batch)]
+        known = [min(dense, key=by_batch), max(dense, key=by_batch)]
         link = dataclasses.replace(read_interconnect("nvlink"), rows=[row for row in ROUND_ROWS if row.ranks == ranks])
         try:
-            found = fit([one.seen for one in known], device, link, ["alpha_us", "bus_gb_s"]).link
+            found = fit(known, device, link, ["alpha_us", "bus_gb_s"]).link
         except OpenFigureError as error:
             print(f"  {ranks} ranks: {error}; {ROUND_ROWS[0].bus_gb_s:g} GB/s assumed")
-            found = fit([one.seen for one in known], device, link, ["alpha_us"]).link
+            found = fit(known, device, link, ["alpha_us"]).link
         assert found is not None
         rest = [one for one in table if one not in known and one.variant != "no-comm"]
         row = found.rows[0]
@@ -274,10 +213,6 @@ def calibrated(published: Sequence[Published]) -> dict[str, Any]:
     _print("after two dense timings per number of ranks: error of times", times)
     _print("after two dense timings per number of ranks: error of speed-ups", ratios)
     return {"times": times, "speedups": ratios}
-
-
-def _batch(one: Published) -> int:
-    return one.batch
 
 
 def link_rows() -> dict[str, Any]:
@@ -310,7 +245,7 @@ COLOURS = {"dense": "#4477aa", "ladder": "#ee6677", "parallel": "#ccbb44", "no-c
 MARKS = {2: "s", 4: "^", 8: "o"}
 
 
-def draw(published: Sequence[Published], predict: Callable[[Published], float], stem: Path) -> None:
+def draw(published: Sequence[Observation], predict: Callable[[Observation], float], stem: Path) -> None:
     """Predicted against published speeds, and how far off they are."""
     from matplotlib.figure import Figure
 
@@ -318,13 +253,12 @@ def draw(published: Sequence[Published], predict: Callable[[Published], float], 
     left, right = figure.subplots(1, 2)
     speeds = [one for one in published if one.file == SPEEDS]
     for one in speeds:
-        assert one.seen.workload is not None
-        tokens = one.batch * one.seen.workload.output_len
-        ours, theirs = tokens / predict(one), tokens / one.seen.seconds
-        look: dict[str, Any] = {"color": COLOURS[one.variant], "marker": MARKS[one.seen.ranks], "s": 30, "alpha": 0.85}
+        tokens = one.batch_size * one.output_len
+        ours, theirs = tokens / predict(one), tokens / one.seconds
+        look: dict[str, Any] = {"color": COLOURS[one.variant], "marker": MARKS[one.ranks], "s": 30, "alpha": 0.85}
         left.scatter(theirs, ours, **look)
-        place = sorted({other.batch for other in speeds}).index(one.batch)
-        shift = (VARIANTS.index(one.variant) - 1.5) * 0.17 + (one.seen.ranks - 4) * 0.012
+        place = sorted({other.batch_size for other in speeds}).index(one.batch_size)
+        shift = (VARIANTS.index(one.variant) - 1.5) * 0.17 + (one.ranks - 4) * 0.012
         right.scatter(place + shift, 100 * (ours / theirs - 1), **look)
     ends = [30, 3000]
     left.plot(ends, ends, color="#888888", linewidth=0.8, zorder=0)

@@ -38,7 +38,6 @@ class Option:
     shown: str | None = None  # the default in words; such an option is None where it is not given
     # its names; empty: the field's. A switch with a name that begins with --no- sets its field to False
     flags: str = ""
-    optional: bool = False  # the command line may leave out what the field needs; the command says what is missing
     needs: str = ""  # the field of the same dataclass without which it has no effect
     kind: Any = None  # its type on the command line, where that is not the field's
     parse: Callable[[str], Any] | None = None  # converts the command line's value to the field's

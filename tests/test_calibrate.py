@@ -61,8 +61,8 @@ def planted(kind: str, device: DeviceSpec, links: dict[int, tuple[float, float]]
                 products.append(TimedProduct(rows, width, seconds + 1e-6 * device.kernel_us))
         messages = [TimedMessage(size, 1e-6 * alpha_us + size / (beta * 1e9)) for size in MESSAGES]
         environment = Environment(kind, "x", 2, 1, "3", "2", "5", "Linux", 1, {})
-        sent = (messages, 0.3) if ranks > 1 else ([], None)
-        groups.append(TimedGroup(ranks, "gloo", environment, "bfloat16", products, *sent, 5.0 * (kind == "cuda")))
+        sent = (messages, 0.3) if ranks > 1 else ([], 0.0)
+        groups.append(TimedGroup(ranks, "gloo", environment, products, *sent, 5.0 * (kind == "cuda")))
     return groups
 
 
@@ -71,7 +71,7 @@ def test_a_fit_finds_what_was_planted(kind):
     device = some_device(kind)
     links = {ranks: (random.uniform(5, 60), random.uniform(1, 60)) for ranks in (2, 4)}
     groups = planted(kind, device, links)
-    found, link = fit_device(CalibrateOptions(device=kind), groups), fit_link("wire", groups)
+    found, link = fit_device(kind, "bfloat16", groups), fit_link(groups)
     close = {"rel": 0.15 if kind == "cpu" else 0.05}  # the corners of a CPU's roofline are round
     assert found.memory_bandwidth_gb_s == pytest.approx(device.memory_bandwidth_gb_s, **close)
     assert found.matmul_tflop_s["bfloat16"] == pytest.approx(device.matmul_tflop_s["bfloat16"], **close)
@@ -87,9 +87,8 @@ def test_a_fit_finds_what_was_planted(kind):
 
 def test_a_data_sheet_is_kept():
     device, known = some_device("cuda"), known_devices()["h100-sxm"]
-    options = CalibrateOptions(device="cuda", hardware="h100-sxm", name="mine")
-    found = fit_device(options, planted("cuda", device, {1: (0, 1)}), known)
-    assert (found.name, found.fused_norm_mib, found.nvlink_gb_s) == ("mine", known.fused_norm_mib, known.nvlink_gb_s)
+    found = fit_device("cuda", "bfloat16", planted("cuda", device, {1: (0, 1)}), known)
+    assert (found.fused_norm_mib, found.nvlink_gb_s) == (known.fused_norm_mib, known.nvlink_gb_s)
     assert found.matmul_tflop_s == known.matmul_tflop_s
     reached = found.bandwidth_share * found.memory_bandwidth_gb_s
     assert reached == pytest.approx(min(device.memory_bandwidth_gb_s, known.memory_bandwidth_gb_s), rel=0.05)
@@ -100,12 +99,12 @@ def test_ranks_that_share_a_memory_widen_the_error():
     rates = {"bfloat16": fast.matmul_tflop_s["bfloat16"] / 3}
     slow = dataclasses.replace(fast, memory_bandwidth_gb_s=fast.memory_bandwidth_gb_s / 3, matmul_tflop_s=rates)
     groups = planted("cpu", fast, {1: (0, 1)}) + planted("cpu", slow, {2: (9, 1)})
-    assert fit_device(CalibrateOptions(device="cpu", tp_sizes=(1, 2)), groups).relative_error > 0.1
+    assert fit_device("cpu", "bfloat16", groups).relative_error > 0.1
 
 
 def test_messages_of_no_latency_have_one_that_is_possible():
     groups = planted("cpu", some_device("cpu"), {2: (0.0, 5.0)})
-    (row,) = fit_link("wire", groups).rows
+    (row,) = fit_link(groups).rows
     assert row.alpha_us == LEAST_ALPHA_US
     assert row.bus_gb_s == pytest.approx(5.0 * ring_share(2))
 
@@ -114,13 +113,10 @@ def test_messages_of_no_latency_have_one_that_is_possible():
 def test_a_run_writes_what_others_read(monkeypatch, tmp_path, ranks):
     monkeypatch.setitem(SIZES, "cpu", SMALL)
     out = tmp_path / "machine.json"
-    outcome = invoke("calibrate", "--tp-size", ranks, "--repeat", 2, "--threads", 1, "--json", "--out", out)
+    outcome = invoke("calibrate", "--tp-size", ranks, "--threads", 1, "--json", "--out", out)
     assert outcome.code == 0, outcome.stderr
     assert json.loads(outcome.stdout) == json.loads(out.read_text())
     document = CalibrationDocument.from_dict(json.loads(outcome.stdout), "stdout")
-    (group,) = document.groups
-    assert len(group.products) == len(SMALL.widths) * len(SMALL.rows)
-    assert all(one.seconds > 0 for one in (*group.products, *group.messages))
     assert read_device(str(out)) == document.device
     assert document.device.calibrated
     if ranks == 1:
@@ -140,14 +136,13 @@ def test_a_run_writes_what_others_read(monkeypatch, tmp_path, ranks):
     [
         (["--tp-size", "0"], "--tp-size '0' is not a comma-separated list", 2),
         (["--backend", "gloo"], "--backend gloo has no effect with one rank", 2),
-        (["--backend", "none", "--tp-size", 2], "'none' is not one of", 2),
         (["--hardware", "h900"], "--hardware h900 is neither", 1),
         (["--hardware", "b200", "--dtype", "float32"], "", 0),
     ],
 )
 def test_arguments_that_cannot_be(monkeypatch, tmp_path, arguments, message, code):
     monkeypatch.setitem(SIZES, "cpu", SMALL)
-    outcome = invoke("calibrate", *arguments, "--threads", 1, "--repeat", 1, "--out", tmp_path / "out.json")
+    outcome = invoke("calibrate", *arguments, "--threads", 1, "--out", tmp_path / "out.json")
     assert outcome.code == code, outcome
     assert code == 0 or message in one_sentence(outcome)
 

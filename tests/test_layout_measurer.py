@@ -1,5 +1,6 @@
 """Real costs of layouts: against the oracle, on which windows, each measured once, and what is refused."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,12 +8,12 @@ import pytest
 import torch
 
 from ladderize.blocks import Blocks, open_checkpoint
-from ladderize.convert.sensitivity_file import layer_changes, read_sensitivity
+from ladderize.convert.sensitivity_file import AlignmentWindows, layer_changes, read_sensitivity
 from ladderize.errors import LadderizeError, UserError
 from ladderize.layout import Layout, LayoutError
 from ladderize.plan import measure
 from ladderize.plan.measure import LayoutMeasurer
-from ladderize.plan.options import PlanGoal, PlanModel
+from ladderize.plan.options import PlanModel
 from tests.helpers import SHAPE, fresh_rng, invoke
 from tests.test_layout_scores import oracle_nll, random_layout
 
@@ -32,9 +33,10 @@ def points(llama, ids, tmp_path):
 def measuring(llama, points, tmp_path):
     """Makes a measurer as a run does that is started anew."""
 
-    def start(dtype="auto", **how):
-        goal = PlanGoal(tmp_path / "p.json", "2%", verify=2, **how)
-        return LayoutMeasurer(PlanModel(str(llama), dtype=dtype), goal, points, kept_beside=tmp_path / "plan.json")
+    def start(dtype="auto", data=None, aligned=None):
+        data = points.data if data is None else dataclasses.replace(points.data, file=str(data))
+        costs = dataclasses.replace(points, data=data, aligned=aligned)
+        return LayoutMeasurer(PlanModel(str(llama), dtype=dtype), costs, kept_beside=tmp_path / "plan.json")
 
     return start
 
@@ -90,7 +92,7 @@ def test_windows_to_confirm_on(ids, measuring, tmp_path):
     assert sorted(map(tuple, (*both[False], *both[True]))) == sorted(map(tuple, windows))
     others = fresh_rng().integers(3, SHAPE["vocab_size"], (20, 16))
     np.save(tmp_path / "others.npy", np.concatenate([others, others[:9]]))  # windows that are chosen by are left out
-    found = measuring(data=str(tmp_path / "others.npy")).windows
+    found = measuring(data=tmp_path / "others.npy").windows
     assert not {tuple(window) for window in found[False]} & {tuple(window) for window in found[True]}
     assert {tuple(window) for window in found[True]} <= {tuple(window) for window in others}
 
@@ -101,8 +103,8 @@ def test_what_is_refused(ids, measuring, tmp_path):
             measuring(**how)
 
     np.save(tmp_path / "few.npy", np.load(ids)[: SAMPLES + 1])
-    refused("has 1 windows of 16 tokens to confirm a layout on", data=str(tmp_path / "few.npy"))
-    refused("to align on and confirm a layout on", data=str(tmp_path / "few.npy"), align=True)
+    refused("has 1 windows of 16 tokens to confirm a layout on", data=tmp_path / "few.npy")
+    refused("to align on and confirm a layout on", data=tmp_path / "few.npy", aligned=AlignmentWindows(4, 2, 16))
     measurer = measuring()
     with pytest.raises(LayoutError, match="the layout is of 5 layers"):
         measurer.measure(Layout.dense(5), False)

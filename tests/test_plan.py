@@ -1,6 +1,5 @@
 """``ladderize plan``: its figures against a slow walk through every sync point, what it says, and what it refuses."""
 
-import dataclasses
 import json
 import random
 import re
@@ -16,23 +15,18 @@ import ladderize
 from ladderize import PlanModel, PlanOptions
 from ladderize.checkpoint import reading
 from ladderize.checkpoint.opening import read_checkpoint, read_config
-from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.plan import measure, run
-from ladderize.plan.hardware import known_devices, known_engines
-from ladderize.plan.passes import Workload, pass_parts
-from ladderize.plan.rows import SpeedUp
+from ladderize.plan.hardware import known_engines, read_device
+from ladderize.plan.passes import Serving, pass_parts
 from ladderize.plan.run import PlanResult
-from ladderize.plan.show import show_plan
 from ladderize.runtime.collectives.links import read_interconnect
-from ladderize.runtime.shards import read_shape
 from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, make_layout, one_sentence, save_llama
 from tests.quantised import save_quantised
 
 H100 = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "8")
 TINY = ("--prompt-len", "12", "--output-len", "9")
-CHOOSING = ("--shape", "8b", *H100, "--sensitivity", "s.json")
 
 
 @pytest.fixture(scope="module")
@@ -127,91 +121,75 @@ def test_figures_are_those_of_a_slow_walk(dense, hardware, tmp_path, name):
     result = planned(model, "--hardware", hardware, "--tp-size", "2", *served, *rows)
     layouts = {
         "dense": Layout.dense(4),
+        "checkpoint": None if layout.is_dense else layout,
         "ladder=1:": Layout.from_layers(4, ladder=[1, 2, 3]),
         "spd=:3": Layout.from_layers(4, spd=[0, 1, 2], sync_tp_size=4),
-        str(model): layout,
     }
     wire = read_interconnect(str(hardware))
-    for batch in batches:
-        rows = [row for row in result.rows_of(2, batch) if row.kind == "layout"]
-        assert [row.name for row in rows][:2] == ["dense", "ladder=1:" if layout.is_dense else str(model)]
+    for batch, rows in zip(batches, result.groups(), strict=True):
+        rows = [row for row in rows if row.kind == "layout"]
+        assert [row.name for row in rows] == [name for name, own in layouts.items() if own is not None]
         for row in rows:
             own = layouts[row.name]
-            where = (result.device, known_engines()[result.device.engine], wire, 2)
-            parts = pass_parts(read_config(dense), *where, "float32", Workload(batch, 12, 9), own.sync_tp_size)
-            (prefill, compute), (decode, _) = (slow_walk(parts[phase], own) for phase in ("prefill", "decode"))
+            how = ("float32", False, result.device, known_engines()[result.engine], wire, 2, batch, 12, 9)
+            parts = pass_parts(Serving(read_config(dense), *how), own.sync_tp_size)
+            (prefill, compute), (decode, each) = (slow_walk(parts[phase], own) for phase in ("prefill", "decode"))
             first = [slow_walk(parts[phase], Layout.dense(4))[0] for phase in ("prefill", "decode")]
             whole = prefill + 8 * decode
             assert row.prefill_ms == pytest.approx(1e3 * prefill)
             assert row.decode_ms_per_token == pytest.approx(1e3 * decode)
-            assert row.end_to_end_ms == pytest.approx(1e3 * whole)
             assert row.tokens_per_s == pytest.approx(batch * 9 / whole)
-            assert row.gain.value == pytest.approx((first[0] + 8 * first[1]) / whole)
-            assert row.speedup["prefill"].value == pytest.approx(first[0] / prefill)
-            assert row.wait_ms["prefill"] == pytest.approx(1e3 * (prefill - compute))
+            assert row.speedup == pytest.approx((first[0] + 8 * first[1]) / whole)
+            vocabulary = parts["prefill"].vocabulary + 8 * parts["decode"].vocabulary
+            assert row.waiting_share == pytest.approx((whole - compute - 8 * each - vocabulary) / whole)
             assert row.layout == str(own)
 
 
-def test_fp8_weights_gain_more_of_a_layout():
-    """Compute gets shorter and messages do not: ladder wins more of a large model, whose weights need half."""
-    shape = ("--shape", "70b", *H100, "--layout", "ladder")
-    floats, fp8 = planned(*shape), planned(*shape, "--weights", "fp8")
-    projections = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672) // 8
-    for before, after in zip(floats.rows[:2], fp8.rows[:2], strict=True):
-        assert after.decode_ms_per_token < before.decode_ms_per_token
-        assert after.message_bytes == before.message_bytes
-        assert before.weight_bytes - after.weight_bytes == projections
-    assert fp8.rows[1].speedup["decode"].value > floats.rows[1].speedup["decode"].value
-    outcome = invoke("plan", *shape, "--weights", "fp8")
-    assert "70b, bfloat16, FP8 weights; prompt 1024" in outcome.stdout
-
-
 def test_a_quantised_checkpoint_is_planned_as_fp8(tmp_path):
+    """Weights need half, messages do not."""
     words = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "2", *TINY, "--dtype", "bfloat16")
     source = save_quantised(tmp_path / "fp8", fresh_rng().choice(["FP8 dynamic", "FP8 blocks", "modelopt"]))
     found = planned(source, *words)
-    assert found.model.weights == "fp8"
-    same = planned("--shape", source / "config.json", *words, "--weights", "fp8")
-    assert [row.end_to_end_ms for row in same.rows] == [row.end_to_end_ms for row in found.rows]
+    assert found.is_fp8
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = planned("--shape", tmp_path / "config.json", *words)
+    assert not plain.is_fp8
+    assert found.rows[0].decode_ms_per_token < plain.rows[0].decode_ms_per_token
+    assert found.rows[0].memory_need_bytes < plain.rows[0].memory_need_bytes
+    assert "bfloat16, FP8 weights; prompt 12" in invoke("plan", source, *words).stdout
     other = save_quantised(tmp_path / "others", "W4A16")
     error = one_sentence(invoke("plan", other, *words))
     assert "known of floats and of FP8, but its weights are others (compressed-tensors pack-quantized)" in error
-    assert planned(other, *words, "--weights", "float").rows[0].weight_bytes > found.rows[0].weight_bytes
 
 
 def test_bounds_and_bands_of_a_known_shape():
     result = planned("--shape", "70b", *H100, "--batch-size", "1,16")
     names = ["dense", "ladder", "spd", "spd+ladder", "parallel", "no-comm"]
-    for batch in (1, 16):
-        rows = {row.name: row for row in result.rows_of(8, batch)}
+    for group in result.groups():
+        rows = {row.name: row for row in group}
         assert list(rows)[:6] == names
         assert [row.kind for row in rows.values()][:7] == ["layout"] * 4 + ["bound"] * 2 + ["exact"]
-        assert rows["dense"].gain == SpeedUp(1.0, 1.0, 1.0)
-        assert all(rows[name].end_to_end_ms >= rows["no-comm"].end_to_end_ms for name in names)
-        assert {*rows["no-comm"].wait_ms.values()} == {0.0}
+        dense = rows["dense"]
+        assert (dense.speedup_low, dense.speedup, dense.speedup_high) == (1, 1, 1)
+        assert all(rows[name].speedup <= rows["no-comm"].speedup for name in names)
+        assert rows["no-comm"].waiting_share == 0
         for row in rows.values():
-            assert row.gain.low <= row.gain.value <= row.gain.high
+            assert row.speedup_low <= row.speedup <= row.speedup_high
             assert row.basis == "predicted"
 
 
 def test_memory_is_that_of_the_tensors(dense, hardware):
-    """One rank's dense weights, and keys and values of all its heads."""
-    result = planned(dense, "--hardware", hardware, "--tp-size", "1", "--batch-size", "3", "--layout", "dense", *TINY)
-    row = result.rows[0]
+    """One rank's dense weights, keys and values of all its heads, and the activations of a layer."""
+    where = ("--hardware", hardware, "--tp-size", "1", "--layout", "dense", "--prompt-len", "12")
+    served = [planned(dense, *where, "--batch-size", "3", "--output-len", length) for length in ("9", "10")]
+    need, longer = (one.rows[0].memory_need_bytes for one in served)
     stored = sum(tensor.nbytes for tensor in read_checkpoint(dense).tensors.values())
-    assert row.weight_bytes == stored - 4 * SHAPE["hidden_size"]  # the last norm is not counted
-    assert row.kv_cache_bytes == 2 * 4 * SHAPE["num_key_value_heads"] * 4 * 3 * 21 * 4  # layers ... head_dim, columns
-    assert row.memory_need_bytes > row.weight_bytes + row.kv_cache_bytes
-    assert row.fits
-
-
-def test_what_does_not_fit_is_said(hardware):
-    outcome = invoke("plan", "--shape", "8b", "--hardware", hardware, "--tp-size", "2", "--layout", "dense")
-    assert outcome.code == 0
-    assert "2 x box over wire, batch 1: it does not fit: weights" in outcome.stderr
-    assert "each, which has 1.07 GB" in outcome.stderr
-    edited(hardware, "device", memory_gib=None)
-    assert "fit" not in invoke("plan", "--shape", "8b", "--hardware", hardware, "--tp-size", "2").stderr
+    one_token = 2 * 4 * SHAPE["num_key_value_heads"] * 4 * 3 * 4  # keys, values; layers, heads, head_dim, batch, bytes
+    assert longer - need == one_token
+    assert stored + 21 * one_token < need < 2 * stored + 21 * one_token
+    assert served[0].rows[0].fits
 
 
 # ---- what it says ----
@@ -224,23 +202,14 @@ def test_where_converting_is_not_worth_it(tmp_path):
     fast = invoke("plan", "--shape", "8b", *H100[:2], "--link", "0,1e6", "--tp-size", "2", "--batch-size", "1,64")
     assert fast.stdout.count(said) == 2
     alone = invoke("plan", "--shape", "8b", *H100[:2], "--tp-size", "1")
-    assert "One rank sends nothing" in alone.stdout
-    # of one layer it is the vocabulary's collectives that take long, which no layout hides
-    shape = tmp_path / "config.json"
-    shape.write_text(json.dumps({**read_shape("8b"), "num_hidden_layers": 1}))
-    small = ("--shape", shape, *H100[:2])
-    small += ("--engine", "runtime", "--tp-size", "2", "--link", "0,100")
-    served = ("--prompt-len", "1", "--output-len", "64", "--batch-size", "64")
-    dense = planned(*small, *served).rows[0]
-    assert dense.wait_ms["decode"] > 0.2 * dense.decode_ms_per_token
-    assert said in invoke("plan", *small, *served).stdout
+    assert "one rank sends nothing" in alone.stdout
 
 
 @pytest.mark.parametrize(
     ("ranks", "batch", "link", "verdict"),
     [
-        (2, 1, "nvlink", "does not pay: it is no faster than dense with fused norms"),
-        (8, 16, "nvls_multimem_h100", "is not shown to pay: dense with fused norms"),
+        (2, 1, "nvlink", "does not pay: it is no faster than fused"),
+        (8, 16, "nvls_multimem_h100", "is not shown to pay: fused may be"),
         (8, 64, "nvls_multimem_h100", None),
     ],
 )
@@ -248,80 +217,53 @@ def test_a_layout_has_to_beat_what_changes_no_result(ranks, batch, link, verdict
     """By its speed-up, and then by its band."""
     where = ("--shape", "70b", *H100[:2], "--link", link, "--tp-size", ranks, "--batch-size", batch)
     result = planned(*where, "--layout", "ladder")
-    ladder, exact = result.rows[1].gain, [row for row in result.rows if row.kind == "exact"]
+    ladder, exact = result.rows[1], [row for row in result.rows if row.kind == "exact"]
     assert all(one.fits for one in exact)
-    pays = ladder.value > max([1.0, *(one.gain.value for one in exact)])
-    surely = ladder.low > max([1.0, *(one.gain.high for one in exact)])
+    pays = ladder.speedup > max([1.0, *(one.speedup for one in exact)])
+    surely = ladder.speedup_low > max([1.0, *(one.speedup_high for one in exact)])
     assert (pays, surely) == (verdict is None or "shown" in verdict, verdict is None)
     outcome = invoke("plan", *where, "--layout", "ladder")
     shown = " ".join(outcome.stdout.split())
     assert ("to pay" in shown or "not pay" in shown) == (verdict is not None)
     assert verdict is None or f"batch {batch}: ladder {verdict}" in shown
     for one in exact:
-        assert re.search(f"^{one.name} +{one.gain.value:.2f}x", outcome.stdout, re.MULTILINE)
+        assert re.search(f"^{one.name} +{one.speedup:.2f}x", outcome.stdout, re.MULTILINE)
 
 
-def test_a_chosen_layout_is_judged_and_not_the_fastest(capsys):
-    where = (*H100[:2], "--link", "nvls_multimem_h100", "--tp-size", "8")
-    result = planned("--shape", "70b", *where, "--batch-size", "64", "--layout", "ladder,spd")
-    show_plan(result, Console())
-    assert "pay: " not in capsys.readouterr().out
-    dense, ladder, spd, *exact = result.rows
-    chosen = dataclasses.replace(spd, name="chosen")
-    show_plan(dataclasses.replace(result, rows=[dense, chosen, ladder, *exact]), Console())
-    assert "batch 64: chosen is not shown to pay" in " ".join(capsys.readouterr().out.split())
-
-
-def test_without_figures_for_fewer_ranks_there_are_no_replicas(hardware):
-    where = ("--shape", "8b", "--hardware", hardware, "--layout", "ladder", "--batch-size", "2", "--tp-size", "4")
-    edited(hardware, "device", memory_gib=99.0)
-    assert [row.name for row in planned(*where).rows if row.kind == "exact"] == ["2 replicas"]
-    edited(hardware, "link", rows=yaml.safe_load(hardware.read_text())["link"]["rows"][1:])
-    assert [row.name for row in planned(*where).rows] == ["dense", "ladder"]
-    edited(hardware, "device", fused_norm_mib={4: -1})
-    assert "fused_norm_mib.4 is -1, but must be between" in one_sentence(invoke("plan", *where))
-
-
-def test_a_first_answer_fits_a_terminal_and_the_rest_is_asked_for():
-    """25 lines of 80 columns; what is no layout is explained where it stands."""
+def test_a_first_answer_fits_a_terminal():
+    """25 lines of 80 columns."""
     rng = fresh_rng()
     served = ("--batch-size", rng.integers(1, 33), "--prompt-len", rng.integers(64, 2049))
     where = ("--shape", rng.choice(["3b", "8b", "70b", "qwen3-32b"]), *H100[:-1], rng.choice([4, 8]), *served)
-    outcome, more = invoke("plan", *where), invoke("plan", *where, "--explain")
-    assert outcome.code == more.code == 0
+    outcome = invoke("plan", *where)
+    assert outcome.code == 0
     lines = (outcome.stdout + outcome.stderr).splitlines()
     assert sum(max(1, -(-len(line) // 80)) for line in lines) <= 25, outcome
-    for name, note in (("parallel", "no layout: attention beside MLP"), ("no-comm", "no layout: nothing is sent")):
-        (line,) = [line for line in lines if line.startswith(f"{name} ")]
-        assert line.endswith(note)
-        assert len(line) <= 80
-    for words in ("prefill wait", "decode wait", "prefill, decode: ms", "engine published: the"):
-        assert words in more.stdout
-        assert words not in outcome.stdout
-    assert invoke("plan", *where, "--json").stdout == invoke("plan", *where, "--json", "--explain").stdout
+    (line,) = [line for line in lines if line.startswith("parallel (bound) ")]
+    assert len(line) <= 80
 
 
 @pytest.mark.parametrize(
     ("words", "doubt"),
     [
-        (("--link", "nvlink"), "vLLM takes another all-reduce at 4 ranks: --link one_shot_nvlink_h100"),
         (("--link", "nvlink", "--prompt-len", "8000"), "published writes all attention scores of a prompt to memory"),
-        (("--hardware", "a100-80gb", "--link", "nvlink"), "is NVLink of 450 GB/s in each direction, and a100-80gb has"),
         (("--hardware", "l40s", "--link", "nvlink"), "and l40s has none: give --link"),
-        (("--link", "nccl_pcie"), "beyond the sizes that nccl_pcie was timed at with 4 ranks: messages of 8.39 MB"),
+        (("--link", "nccl_pcie"), "nccl_pcie was not timed at messages of 8.39 MB with 4 ranks: extrapolated"),
+        (("--shape", "405b"), "4 x h100-sxm, batch 1: it does not fit: weights, KV cache and prefill make 206 GB"),
     ],
 )
 def test_doubts_are_said_where_they_belong(words, doubt):
-    where = ("--shape", "8b", "--hardware", "h100-sxm", "--tp-size", "4", "--layout", "dense")
+    where = ("--shape", "8b", "--hardware", "h100-sxm", "--tp-size", "4", "--layout", "dense", "--link", "20,100")
     assert doubt in invoke("plan", *where, *words).stderr
-    assert doubt not in invoke("plan", *where, "--link", "20,100").stderr
+    assert doubt not in invoke("plan", *where).stderr
+    assert any(doubt in one for one in planned(*where, *words).doubts)
 
 
 def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
     def basis(ranks, *more):
         return {row.basis for row in planned(dense, "--hardware", hardware, "--tp-size", ranks, *TINY, *more).rows}
 
-    timed = yaml.safe_load(hardware.read_text())["device"]["engine"]
+    timed = read_device(str(hardware)).engine
     for engine in known_engines():
         assert basis("2", "--engine", engine) == {"calibrated" if engine == timed else "predicted"}
     outcome = invoke("plan", dense, "--hardware", hardware, "--tp-size", "2,8", *TINY)
@@ -337,17 +279,9 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
 def test_a_checkpoint_that_is_called_like_a_layout_is_a_row_of_its_own(dense, tmp_path, monkeypatch):
     assert invoke("convert", dense, tmp_path / "ladder", "--ladder", "0:1", "--no-verify").code == 0
     monkeypatch.chdir(tmp_path)
-    options = PlanOptions("h100-sxm", (4,), "nccl_nvlink_h100", prompt_len=8, output_len=8)
-    found = ladderize.plan_layouts(PlanModel("ladder", layout="ladder"), options)
-    assert [row.name for row in found.rows if row.kind == "layout"] == ["dense", "checkpoint ladder", "ladder"]
-
-
-def test_the_list_names_everything():
-    outcome = invoke("plan", "--list")
-    for name in (*known_devices(), *known_engines(), "nvlink", "nccl_pcie", "70b"):
-        assert name in outcome.stdout
-    known = json.loads(invoke("plan", "--list", "--json").stdout)
-    assert {"hardware", "link", "engine", "shape"} <= known.keys()
+    where = ("--hardware", "h100-sxm", "--link", "nccl_nvlink_h100", "--tp-size", "4", *TINY, "--layout", "ladder")
+    lines = invoke("plan", "./ladder", *where).stdout.splitlines()
+    assert [line.split()[0] for line in lines[4:7]] == ["dense", "checkpoint", "ladder"]
 
 
 def test_a_plan_of_a_shape_imports_no_torch():
@@ -358,41 +292,27 @@ def test_a_plan_of_a_shape_imports_no_torch():
     assert "8 x h100-sxm over nvlink, batch 1 (predicted)" in outcome.stdout
 
 
-def test_the_next_command_is_of_the_same_model():
-    outcome = invoke("plan", "--shape", "8b", "--dtype", "float16", *H100)
-    assert "bench --random-weights 8b --dtype float16 --tp-size 8" in outcome.stdout
-    rows = ("--layout", "spd=1:,parallel,ladder,no-comm", "--sync-tp-size", "16")
-    outcome = invoke("plan", "--shape", "8b", *rows, *H100)
-    words = "--sync-tp-size 16 --layout dense,spd=1:,ladder --baselines parallel,no-comm --tp-size 8"
-    assert f"bench --random-weights 8b {words}" in outcome.stdout
-
-
 # ---- what it refuses ----
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shape", "8b"), "--hardware is missing"),
+        (("--shape", "8b", "--tp-size", "2"), "Missing option '--hardware'"),
         (("--shape", "8b", "--hardware", "h1000", "--tp-size", "1"), "--hardware h1000 is neither one of"),
         (("--shape", "8c", *H100), "--shape 8c is neither one of"),
         (H100, "name a checkpoint, or a shape with --shape, and not both"),
         (("--shape", "8b", *H100, "--layout", "rungs"), "--layout rungs is not one of dense, ladder, spd, spd+ladder,"),
-        (("--shape", "8b", *H100, "--layout", "ladder,ladder"), "or one twice"),
         (("--shape", "8b", *H100, "--sync-tp-size", "4"), "--tp-size 8 does not divide the 4 virtual ranks"),
         (("--shape", "8b", *H100[:-1], "3"), "--tp-size 3 does not divide the 32 attention heads"),
         (("--shape", "8b", *H100[:-1], "32"), "--link nvlink was measured with 2, 4 and 8 ranks, not 32"),
         (("--shape", "8b", *H100[:2], "--tp-size", "8"), "8 ranks send messages: give --link"),
         (("--shape", "8b", *H100, "--engine", "rocket"), "--engine rocket is not one of published"),
-        (("--shape", "8b", *H100, "--batch-size", "9" * 400), "--batch-size must be at most 1,048,576"),
+        (("--shape", "8b", *H100, "--batch-size", "9" * 400), "--batch-size must name integers from 1 to 1,048,576"),
         (("--shape", "8b", *H100, "--recipe-out", "r.yaml"), "--recipe-out writes a choice"),
-        (("--shape", "8b", *H100, "--phase", "decode"), "--phase has no effect where no layout is chosen"),
-        (("--shape", "8b", *H100, "--max-ppl-increase", "2%"), "give --sensitivity FILE"),
-        (CHOOSING, "give --max-ppl-increase or --min-speedup, one of them"),
-        ((*CHOOSING, "--min-speedup", "1.1", "--data", "x"), "--data has no effect without --verify"),
-        ((*CHOOSING, "--min-speedup", "1.1", "--verify", "1"), "greater than or equal to 2"),
+        (("--shape", "8b", *H100, "--verify", "3"), "a choice needs the costs of layers and a budget"),
         (
-            (*CHOOSING, "--min-speedup", "1.1", "--batch-size", "1,2"),
+            ("--shape", "8b", *H100, "--sensitivity", "s", "--max-ppl-increase", "2%", "--batch-size", "1,2"),
             "a layout is chosen for one group and one workload",
         ),
         (("--shape", "8b", *H100, "--out", "no/such/plan.json"), "does not exist"),
@@ -402,21 +322,10 @@ def test_what_is_refused(arguments, message):
     assert message in one_sentence(invoke("plan", *arguments))
 
 
-@pytest.mark.parametrize(
-    ("key", "changes", "message"),
-    [
-        ("device", {"matmul_tflop_s": {"float16": 9.0}}, "no matmul_tflop_s for bfloat16"),
-        (
-            "link",
-            {"contention": None},
-            "contention is None, but must be of type float",
-        ),
-        ("link", {"contention": 2.0}, "contention is 2"),
-    ],
-)
-def test_a_file_with_absurd_figures_is_one_sentence(hardware, key, changes, message):
-    edited(hardware, key, **changes)
-    assert message in one_sentence(invoke("plan", "--shape", "8b", "--hardware", hardware, "--tp-size", "2"))
+def test_a_file_with_absurd_figures_is_one_sentence(hardware):
+    edited(hardware, "link", contention=2.0)
+    error = one_sentence(invoke("plan", "--shape", "8b", "--hardware", hardware, "--tp-size", "2"))
+    assert "contention is 2" in error
 
 
 def test_a_link_without_figures_for_the_ranks_names_some(hardware):
@@ -431,13 +340,11 @@ def test_a_link_without_figures_for_the_ranks_names_some(hardware):
     assert planned(*where, "--link", f"{alpha},{beta}").rows
 
 
-def test_python_gives_the_same(tmp_path):
+def test_python_gives_the_same():
     result = ladderize.plan_layouts(
         PlanModel(shape="1b"), PlanOptions("h100-sxm", (2, 4), "nvlink", batch_sizes=(1, 8))
     )
     assert result == planned("--shape", "1b", *H100[:4], "--tp-size", "2,4", "--batch-size", "1,8")
-    with pytest.raises(ladderize.UsageError, match="--batch-size"):
-        PlanOptions("h100-sxm", (2,), "nvlink", batch_sizes=())
 
 
 # ---- from a plan to a converted model ----
@@ -455,6 +362,9 @@ def costs(dense, tmp_path_factory):
     return folder / "s.json"
 
 
+ANY = ("--max-ppl-increase", "500%")
+
+
 def choice_of(model, costs, *more, ranks="4"):
     return invoke("plan", model, *H100[:4], "--tp-size", ranks, *TINY, "--sensitivity", costs, *more)
 
@@ -467,9 +377,8 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     outcome = choice_of(dense, costs, *budget, *files)
     assert outcome.code == 0, outcome
     choice = PlanResult.from_dict(json.loads((tmp_path / "plan.json").read_text()), "plan.json").choice
-    assert choice.measurements <= 3
+    assert "3 of 3: " in outcome.stderr or choice.is_verified
     assert outcome.stderr.count("loading torch") == 1
-    assert choice.statement in outcome.stdout
     assert f"speed {choice.chosen.speedup:.3f}x" in " ".join(outcome.stdout.partition("Measured")[2].split())
     assert f"convert {dense} dense-planned --recipe {recipe}" in outcome.stdout
     assert not list(tmp_path.glob("*-measured-*"))
@@ -488,7 +397,6 @@ def test_what_is_wrong_with_the_rows_is_found_before_measuring(dense, costs, tmp
         outcome = choice_of(dense, costs, *budget, "--layout", layout)
         one_sentence(outcome)
         assert "of 3:" not in outcome.stderr
-    assert choice_of(dense, costs, *budget, "--layout", "dense", "--sync-tp-size", "4").code == 0
 
 
 def test_what_was_measured_is_kept_until_the_plan_is_written(dense, costs, tmp_path, monkeypatch):
@@ -511,35 +419,33 @@ def test_a_hub_id_whose_weights_are_not_here_yet(dense, costs, tmp_path, monkeyp
     light.mkdir()
     (light / "config.json").write_text((dense / "config.json").read_text())
     monkeypatch.setattr(reading, "_snapshot", lambda *_, allow_patterns=None, **__: light if allow_patterns else dense)
-    assert choice_of("org/tiny", costs, "--min-speedup", "1.02").code == 0
+    assert choice_of("org/tiny", costs, *ANY).code == 0
 
 
 def test_the_choice_is_a_row_with_the_speed_that_it_was_chosen_for(dense, costs):
-    for phase in ("end_to_end", "prefill", "decode"):
-        outcome = choice_of(dense, costs, "--min-speedup", "1.02", "--phase", phase, "--json")
-        assert outcome.code == 0, outcome
-        result = PlanResult.from_dict(json.loads(outcome.stdout), "plan.json")
-        (row,) = [row for row in result.rows if row.name == "chosen"]
-        speedup = row.speedup[phase]
-        assert result.choice.chosen.speedup == pytest.approx(speedup.value)
-        assert result.choice.chosen.speedup >= 1.02
-        assert result.choice.statement == "not verified"
-        assert ("includes 1: it may not be faster" in outcome.stderr) == (speedup.low <= 1)
-    assert "\ndense " in choice_of(dense, costs, "--min-speedup", "1.02").stdout
+    outcome = choice_of(dense, costs, *ANY, "--json")
+    assert outcome.code == 0, outcome
+    result = PlanResult.from_dict(json.loads(outcome.stdout), "plan.json")
+    (row,) = [row for row in result.rows if row.name == "chosen"]
+    assert result.choice.chosen.speedup == pytest.approx(row.speedup)
+    assert not result.choice.is_verified
+    assert ("includes 1: it may not be faster" in outcome.stderr) == (row.speedup_low <= 1)
+    assert "do not add up" in outcome.stderr
 
 
 def test_choices_that_are_refused(dense, costs, tmp_path):
     assert "--tp-size 8 does not divide; measure it with --sync-tp-size 8" in one_sentence(
-        choice_of(dense, costs, "--min-speedup", "1.02", ranks="8")
+        choice_of(dense, costs, *ANY, ranks="8")
     )
-    assert "meets --min-speedup 50; the nearest is" in one_sentence(choice_of(dense, costs, "--min-speedup", "50"))
+    nothing = choice_of(dense, costs, "--max-ppl-increase", "1e-9%")
+    assert "within the budget of +0.000% perplexity" in one_sentence(nothing)
     other = save_llama(tmp_path / "other", seed=int(torch.randint(1, 1 << 20, ())))
-    assert "was measured on another model" in one_sentence(choice_of(other, costs, "--min-speedup", "1.02"))
+    assert "was measured on another model" in one_sentence(choice_of(other, costs, *ANY))
     ladder = tmp_path / "ladder"
     ladderize.convert_checkpoint(dense, ladder, Layout.from_layers(4, ladder=range(4)), verify=False)
     assert "is not dense (4 layers: ladder 0:4); a layout is chosen for the dense model" in one_sentence(
-        choice_of(ladder, costs, "--min-speedup", "1.02")
+        choice_of(ladder, costs, *ANY)
     )
-    shape = ("--shape", dense, *H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, "--min-speedup", "1.02")
+    shape = ("--shape", dense, *H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, *ANY)
     assert invoke("plan", *shape).code == 0
     assert "--shape has no weights; name the checkpoint" in one_sentence(invoke("plan", *shape, "--verify", "3"))

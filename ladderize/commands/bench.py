@@ -28,7 +28,7 @@ class BenchArguments:
         "Whose inference to time: ladderize's runtime, or vLLM with ladderize's layers in it.", "runtime"
     )
     link: str | None = option(
-        "With --emulate-tp: ALPHA_US,BETA_GB_S (an all-reduce takes alpha + bytes/beta), a name that plan --list shows,"
+        "With --emulate-tp: ALPHA_US,BETA_GB_S (an all-reduce takes alpha + bytes/beta), a name such as nccl_pcie,"
         " or a file of calibrate.",
         metavar="LINK",
     )

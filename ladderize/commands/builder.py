@@ -235,7 +235,7 @@ def _parameter(kind: type, field: Field, panel: str) -> Parameter:
     default: Any = field.default
     if hint is bool:
         default = False
-    elif default is MISSING and field.default_factory is MISSING and not known.optional:
+    elif default is MISSING and field.default_factory is MISSING:
         default = Parameter.empty
     elif known.shown or known.parse or known.kind or default in (None, (), MISSING):
         hint, default = hint | None, None

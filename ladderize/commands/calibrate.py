@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import ladderize
 from ladderize.choices import AS_JSON, option
-from ladderize.commands.builder import MEASUREMENT, MEMORY, OUTPUT, GivenOptions, command
+from ladderize.commands.builder import MEMORY, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING, runtime_device, start_server
 from ladderize.console import Console
 from ladderize.plan.options import CalibrateOptions
@@ -25,9 +25,8 @@ class CalibrateArguments:
     CalibrateArguments,
     CalibrateOptions,
     panels={
-        OUTPUT: "out name json",
+        OUTPUT: "out json",
         MEMORY: "tp_size backend dtype device threads hardware",
-        MEASUREMENT: "repeat",
     },
 )
 def calibrate(given: GivenOptions) -> None:
@@ -48,7 +47,7 @@ def calibrate(given: GivenOptions) -> None:
 
 def _figures(document: "CalibrationDocument") -> dict[str, str]:
     """Return the figures that were fitted, and how far their times are off, for people."""
-    device, link, dtype = document.device, document.link, document.groups[0].dtype
+    device, link, dtype = document.device, document.link, document.options.compute_dtype
     figures = {
         "memory bandwidth": f"{device.memory_bandwidth_gb_s * device.bandwidth_share:.3g} GB/s",
         f"products in {dtype}": f"{device.matmul_tflop_s[dtype] * device.matmul_share:.3g} TFLOP/s",

@@ -38,7 +38,9 @@ from ladderize.runtime.graphs import capture
 from ladderize.runtime.launch import check_group_size, run
 from ladderize.runtime.layers import Linear
 
+NAME = "this machine"  # of the device and the link
 IN_A_ROW = 12  # products or messages of one sample: after a barrier ranks do not start at once
+REPEATS = 7  # samples of a time
 STARTS = 1000  # operations that the host starts, of one sample
 COVER = 1.5  # times as long as a message: the products that run beside it
 LEAST_SECONDS = 1e-7  # the least time of a message, where timings scatter by more than it takes
@@ -68,8 +70,7 @@ SIZES = {
 MESSAGES = (8 << 10, 64 << 10, 512 << 10, 4 << 20)  # bytes; products run beside the larger half
 
 
-@dataclass(frozen=True)
-class TimedProduct(Record):
+class TimedProduct(NamedTuple):
     """The median time of [rows, width] times [width, width], on each rank at once."""
 
     rows: int
@@ -77,29 +78,26 @@ class TimedProduct(Record):
     seconds: float
 
 
-@dataclass(frozen=True)
-class TimedMessage(Record):
+class TimedMessage(NamedTuple):
     """The median time of an all-reduce behind a product."""
 
     bytes: int
     seconds: float
 
 
-@dataclass(frozen=True)
-class TimedGroup(Record):
+class TimedGroup(NamedTuple):
     """All that a group of ranks has timed.
 
-    contention: the share by which a message in flight slows the compute beside it.
+    contention: the share by which a message in flight slows the compute beside it; 0 where nothing is sent.
     launch_us: the host's time for an operation that it starts by itself.
     """
 
     ranks: int
     backend: str
     environment: Environment
-    dtype: str
     products: list[TimedProduct]
     messages: list[TimedMessage]
-    contention: float | None
+    contention: float
     launch_us: float
 
 
@@ -110,7 +108,7 @@ class CalibrationDocument(Record):
 
     device: DeviceSpec
     link: Interconnect | None
-    groups: list[TimedGroup]
+    environment: Environment
     options: CalibrateOptions
 
 
@@ -124,19 +122,19 @@ def calibrate(options: CalibrateOptions, *, out: Path | None = None, console: Co
     check_device(options.device)
     if out is not None:
         check_writable(out, inputs=[options.hardware])
-    dtype = "bfloat16" if options.dtype == "auto" else options.dtype
+    dtype = options.compute_dtype
     known = None if options.hardware is None else read_device(options.hardware)
     if known is not None:
         known.reached_flop_s(dtype)  # raises where its data sheet has none
     for ranks in options.tp_sizes:
         check_group_size(ranks, options.device)
-    timed = (SIZES[options.device], dtype, options.backend, options.repeat, console)
+    timed = (SIZES[options.device], dtype, options.backend, console)
     groups = [
         run(time_group, *timed, tp_size=ranks, device=options.device, threads=options.threads)
         for ranks in options.tp_sizes
     ]
-    device = fit_device(options, groups, known)
-    document = CalibrationDocument(device, fit_link(options.name, groups), groups, options)
+    device = fit_device(options.device, dtype, groups, known)
+    document = CalibrationDocument(device, fit_link(groups), groups[0].environment, options)
     if out is not None and is_main_rank():
         write_json(out, document.to_dict())
     return document
@@ -145,12 +143,12 @@ def calibrate(options: CalibrateOptions, *, out: Path | None = None, console: Co
 # ---- the times ----
 
 
-def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, repeat: int, console: Console) -> TimedGroup:
+def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, console: Console) -> TimedGroup:
     """Time products and messages, and return the times. All ranks call it. Raises UserError if memory is too small."""
     kind: torch.dtype = getattr(torch, dtype)
     widest = sizes.rows[-1] * sizes.widths[-1] * kind.itemsize
     check_room(2 * sizes.pool_bytes + 3 * widest, group.device, "calibrate", "free some", processes=group.local_size)
-    timer = _Timer(group, repeat)
+    timer = _Timer(group)
     collectives, chosen = choose(backend, group, max_bytes=max(MESSAGES))
     products, messages, slowed, launch = [], [], [], 0.0
     with torch.inference_mode():
@@ -179,15 +177,15 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, repeat
             small, weight = (torch.ones(rows, 64, dtype=kind, device="cuda") for rows in (1, 64))
             launch = timer(partial(_multiply, [Linear(weight)], small, STARTS), STARTS, graph=False)
     collectives.close()
-    contention = min(0.9, max(0.0, statistics.fmean(slowed))) if slowed else None
-    return TimedGroup(group.size, chosen, environment(group), dtype, products, messages, contention, 1e6 * launch)
+    contention = min(0.9, max(0.0, statistics.fmean(slowed))) if slowed else 0.0
+    return TimedGroup(group.size, chosen, environment(group), products, messages, contention, 1e6 * launch)
 
 
 class _Timer:
-    """A timer of functions on all ranks at once: the median of ``repeat`` samples, each of the slowest rank."""
+    """A timer of functions on all ranks at once: the median of some samples, each of the slowest rank."""
 
-    def __init__(self, group: Ranks, repeat: int) -> None:
-        self.group, self.repeat = group, repeat
+    def __init__(self, group: Ranks) -> None:
+        self.group = group
 
     def __call__(self, run: Callable[[], object], count: int, *, graph: bool = True) -> float:
         """Return the seconds of one of ``count`` parts.
@@ -197,7 +195,7 @@ class _Timer:
         if graph and self.group.device.type == "cuda":
             run = capture(run, self.group.device, warm_ups=1)[0].replay
         samples = []
-        for _ in range(self.repeat + 1):
+        for _ in range(REPEATS + 1):  # the first is not counted
             self.group.barrier()
             self._finish()
             begin = time.perf_counter()
@@ -242,12 +240,13 @@ def _multiply_beside(
 # ---- the fit ----
 
 
-def fit_device(options: CalibrateOptions, groups: Sequence[TimedGroup], known: DeviceSpec | None = None) -> DeviceSpec:
+def fit_device(kind: str, dtype: str, groups: Sequence[TimedGroup], known: DeviceSpec | None = None) -> DeviceSpec:
     """Return the device whose figures are fitted to the products of all groups.
 
+    kind: cpu or cuda.
     known: a device whose data sheet is kept.
     """
-    dtype, products = groups[0].dtype, [one for group in groups for one in group.products]
+    products = [one for group in groups for one in group.products]
     most = max(one.rows for one in products)
     single, many = ([one for one in products if one.rows == rows] for rows in (1, most))
     few = [one for one in products if THIN_ROWS[0] <= one.rows <= THIN_ROWS[1] and one.rows < most]
@@ -256,7 +255,7 @@ def fit_device(options: CalibrateOptions, groups: Sequence[TimedGroup], known: D
     bandwidth, rate = 1e-9 / per_byte, 1e-12 / per_operation
     memory = groups[0].environment.gpu_memory_bytes
     device = DeviceSpec(
-        name=options.name,
+        name=NAME,
         memory_bandwidth_gb_s=bandwidth,
         matmul_tflop_s={dtype: rate},
         memory_gib=None if memory is None else memory / 2**30,
@@ -265,7 +264,7 @@ def fit_device(options: CalibrateOptions, groups: Sequence[TimedGroup], known: D
         kernel_us=1e6 * start,
         thin_us=0.0,
         relative_error=LEAST_ERROR,
-        engine=RUNTIME_ENGINES[options.device],
+        engine=RUNTIME_ENGINES[kind],
         calibrated=True,
         source="ladderize calibrate, on the device itself",
         launch_us=statistics.fmean(one.launch_us for one in groups),
@@ -282,7 +281,7 @@ def fit_device(options: CalibrateOptions, groups: Sequence[TimedGroup], known: D
             fused_norm_mib=known.fused_norm_mib,
             faster_unfused_mib=known.faster_unfused_mib,
         )
-    if few and options.device == "cpu":  # a core does arithmetic and waits for memory in turns
+    if few and kind == "cpu":  # a core does arithmetic and waits for memory in turns
         every = [replace(device, serial_share=float(share)) for share in SERIAL_SHARES]
         device = min(every, key=lambda one: sum(math.log1p(_off(one, dtype, p)) ** 2 for p in (*few, *many)))
     elif few:
@@ -307,7 +306,7 @@ def _off(device: DeviceSpec, dtype: str, one: TimedProduct) -> float:
     return (fitted + 1e-6 * device.kernel_us) / one.seconds - 1
 
 
-def fit_link(name: str, groups: Sequence[TimedGroup]) -> Interconnect | None:
+def fit_link(groups: Sequence[TimedGroup]) -> Interconnect | None:
     """Return a link with a row for every number of ranks; None where nothing was sent."""
     rows, errors = [], []
     sending = sorted((group for group in groups if group.messages), key=lambda group: group.ranks)
@@ -320,9 +319,9 @@ def fit_link(name: str, groups: Sequence[TimedGroup]) -> Interconnect | None:
     if not rows:
         return None
     return Interconnect(
-        name,
+        NAME,
         rows,
-        statistics.fmean(one.contention for one in sending if one.contention is not None),
+        statistics.fmean(one.contention for one in sending),
         _spread(errors),
         True,
         f"ladderize calibrate, on the link itself; {' and '.join(dict.fromkeys(one.backend for one in sending))}",

@@ -1,8 +1,7 @@
-"""The choice of the layout that meets a target best, by estimated or by measured costs. Imports no torch.
+"""The choice of the fastest layout within a budget of accuracy, by estimated or by measured costs. Imports no torch.
 
 Times add up over layers, because each wait comes right after the next sub-module; estimated costs in accuracy are added
-up, too. So the best layout is the solution of an integer program: one kind for each layer, at most so costly or at
-least so fast.
+up, too. So the best layout is the solution of an integer program: one kind for each layer, at most so costly.
 
 Real costs are more than sums. With measurements, the program is solved again and again: a layout that was measured is
 cut off, and the costs of layers become those nearest to the estimates that add up to all that was measured (ridge
@@ -16,7 +15,7 @@ perplexity is exp(cost) times the dense one's.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from ladderize.convert.sensitivity_file import AlignmentWindows
 from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
-from ladderize.plan.options import ChoiceTarget, TimedPhase
 from ladderize.plan.passes import PassParts, predict_layer
 
 # kinds of layers: the mode of the MLP sync point that enters one, and of its own attention sync point
@@ -42,8 +40,6 @@ SPREAD = 0.5  # of a layer's real cost about its estimate, and of all costs toge
 NOISE = 0.02  # of a layout's cost about the sum of its layers'
 SOLVER_GAP, SOLVER_SECONDS = 1e-3, 10.0  # the gap to the best that is enough, and the time after which the solver stops
 WORTH_TRYING = 1.2  # times the budget: costlier layouts are not measured once one is within it
-Certainty = Literal["not verified", "borderline", "verified"]
-CERTAINTIES: tuple[Certainty, ...] = get_args(Certainty)
 Kinds = tuple[int, ...]  # a layout: for each layer the place of its kind in LAYER_KINDS
 MeasureLayout = Callable[[Layout, bool], "LayoutCost"]  # True: on held-out windows, by which nothing is chosen
 
@@ -62,10 +58,9 @@ class LayoutCost(Record):
 
 @dataclass(frozen=True)
 class PlannedLayout(Record):
-    """A layout with its time and its costs.
+    """A layout with its speed and its costs.
 
-    ms: the time of the part that is to be fast: prefill and all decode steps, the prefill, or one decode step.
-    speedup: over the dense layout.
+    speedup: over the dense layout, end to end.
     estimated_nats: the sum of the costs of its layers.
     measured: on the windows that it was chosen on.
     held_out: on other windows.
@@ -75,7 +70,6 @@ class PlannedLayout(Record):
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
-    ms: float
     speedup: float
     estimated_nats: float
     measured: LayoutCost | None = None
@@ -95,39 +89,33 @@ class PlannedLayout(Record):
             error = 100 * math.exp(min(one.nats, 30.0)) * (one.stderr or 0.0)
             sure = "" if one.stderr is None else f" (standard error {error:.2f})"
             words.append(f"{shown_increase(one.nats)}{sure} on {one.windows} held-out windows")
+        else:
+            words.append("not verified")
         return ", ".join(words)
 
 
 @dataclass(frozen=True)
 class PlanChoice(Record):
-    """The layout that meets the target best.
+    """The fastest layout within the budget.
 
-    certainty: of its costs; borderline: within the budget on held-out windows by less than a standard error.
+    max_nats: the budget.
     measured: the layouts that were measured, in order.
-    notes: for people, a sentence each.
     costs_file: the sensitivity that it was chosen by.
-    aligned: the windows that layouts were aligned on before they were measured.
+    aligned: the windows that layouts were aligned on before their costs were measured.
     """
 
     LEFT_OUT: ClassVar = ("aligned",)
 
-    target: ChoiceTarget
+    max_nats: float
     chosen: PlannedLayout
-    certainty: Certainty = "not verified"
     measured: list[PlannedLayout] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    phase: TimedPhase = "end_to_end"
     costs_file: str = ""
     aligned: AlignmentWindows | None = None
 
     @property
-    def measurements(self) -> int:
-        return sum((one.measured is not None) + (one.held_out is not None) for one in self.measured)
-
-    @property
-    def statement(self) -> str:
-        """The certainty of the choice's costs, in a few words."""
-        return self.certainty + " on held-out windows" * (self.certainty != "not verified")
+    def is_verified(self) -> bool:
+        """True if the choice is within the budget on held-out windows, too."""
+        return self.chosen.held_out is not None
 
 
 @dataclass(frozen=True)
@@ -145,8 +133,9 @@ class LayerTables:
     sync_tp_size: int | None
 
     @property
-    def dense(self) -> Kinds:
-        return (0,) * len(self.nats)
+    def dense_seconds(self) -> float:
+        """The seconds of the layers of the dense layout."""
+        return float(self.seconds[:, 0].sum())
 
     def total(self, table: np.ndarray, kinds: Sequence[int]) -> float:
         """Return the sum over the layers of a layout."""
@@ -154,13 +143,7 @@ class LayerTables:
 
     def speedup(self, kinds: Sequence[int]) -> float:
         """Return the speed-up over the dense layout."""
-        dense, changed = (self.constant + self.total(self.seconds, one) for one in (self.dense, kinds))
-        return dense / changed
-
-    def most_seconds(self, target: ChoiceTarget) -> float:
-        """Return the seconds of the layers of the slowest layout that is fast enough."""
-        assert target.min_speedup is not None
-        return (self.constant + self.total(self.seconds, self.dense)) / target.min_speedup - self.constant
+        return (self.constant + self.dense_seconds) / (self.constant + self.total(self.seconds, kinds))
 
     def layout(self, kinds: Sequence[int]) -> Layout:
         entering, attention = zip(*(KIND_STEPS[LAYER_KINDS[kind]] for kind in kinds), strict=True)
@@ -169,12 +152,11 @@ class LayerTables:
     def described(
         self, kinds: Sequence[int], measured: LayoutCost | None = None, held_out: LayoutCost | None = None
     ) -> PlannedLayout:
-        """Return the layout with its time and its costs."""
+        """Return the layout with its speed and its costs."""
         layout = self.layout(kinds)
         return PlannedLayout(
             layout=str(layout),
             **layout.to_config(),
-            ms=1000 * (self.constant + self.total(self.seconds, kinds)),
             speedup=self.speedup(kinds),
             estimated_nats=self.total(self.nats, kinds),
             measured=measured,
@@ -183,19 +165,18 @@ class LayerTables:
 
 
 def kind_seconds(
-    parts: Mapping[str, PassParts], decode_steps: int, phase: TimedPhase, num_layers: int
+    parts: Mapping[str, PassParts], passes: Mapping[str, int], num_layers: int
 ) -> tuple[float, np.ndarray]:
-    """Return the seconds of ``phase``: those that all layouts have, and those of each kind of each layer [L, kinds].
+    """Return the seconds of a batch: those that all layouts have, and those of each kind of each layer [L, kinds].
 
-    parts: of ``prefill`` and ``decode`` (one step).
+    parts, passes: by phase, the parts of one pass, and the number of passes.
     """
-    times = {"prefill": 1, "decode": decode_steps} if phase == "end_to_end" else {phase: 1}
-    constant = sum(count * (parts[name].rest + parts[name].vocabulary) for name, count in times.items())
+    constant = sum(count * (parts[name].rest + parts[name].vocabulary) for name, count in passes.items())
 
     def seconds(layer: int, kind: str) -> float:
         entering, mode = KIND_STEPS[kind]
         entering = entering if layer else BLOCKING  # no MLP enters the first
-        return sum(count * predict_layer(parts[name], entering, mode).total for name, count in times.items())
+        return sum(count * predict_layer(parts[name], entering, mode).total for name, count in passes.items())
 
     return constant, np.array([[seconds(layer, kind) for kind in LAYER_KINDS] for layer in range(num_layers)])
 
@@ -255,59 +236,68 @@ def refitted(nats: np.ndarray, measured: Mapping[Kinds, float]) -> np.ndarray:
     return np.maximum(estimates + change, 0.0).reshape(nats.shape)
 
 
+def _faster_layouts(
+    tables: LayerTables, nats: np.ndarray, budget: float, most_seconds: float, cuts: Sequence[Kinds] = ()
+) -> tuple[Kinds | None, Kinds | None]:
+    """Return the fastest layout within the budget, and if there is none, the least costly one; both faster than
+    ``most_seconds``.
+
+    nats: [L, kinds], finite.
+    cuts: layouts that are excluded.
+    """
+    offered, seconds, bound = np.isfinite(tables.nats), tables.seconds, most_seconds * (1 - ROUNDING)
+    fastest = solve(seconds, nats, budget, offered, cuts)
+    if fastest is not None and tables.total(seconds, fastest) < bound:
+        return fastest, None
+    return None, solve(nats, seconds, bound, offered, cuts)
+
+
 # ---- the choice ----
 
 
-def choose_layout(tables: LayerTables, target: ChoiceTarget) -> PlanChoice:
-    """Return the fastest layout within the budget, or the most accurate that is fast enough, by estimated costs.
-
-    Raises UserError where nothing but the dense layout meets the target.
-    """
-    return PlanChoice(target, tables.described(_estimated(tables, target)))
-
-
-def _estimated(tables: LayerTables, target: ChoiceTarget) -> Kinds:
-    offered, nats, seconds = np.isfinite(tables.nats), np.nan_to_num(tables.nats, posinf=0.0), tables.seconds
-    fastest = tuple(np.where(offered, seconds, np.inf).argmin(1).tolist())
-    if tables.speedup(fastest) <= 1 + ROUNDING:
-        raise UserError("no layout is faster than the dense one on this hardware with this workload: do not convert")
-    faster = tables.total(seconds, tables.dense) * (1 - ROUNDING)
-    if target.max_nats is None:
-        chosen = solve(nats, seconds, tables.most_seconds(target), offered)
-        best = fastest
-    else:
-        chosen = solve(seconds, nats, target.max_nats, offered)
-        if chosen is not None and tables.total(seconds, chosen) >= faster:
-            chosen = None
-        best = chosen or solve(nats, seconds, faster, offered) or fastest
-    if chosen is None:
-        raise UserError(
-            f"no layout that is faster than the dense one meets {target.words}; the nearest is"
-            f" {tables.speedup(best):.3f}x, with an estimated increase of the perplexity of"
-            f" {shown_increase(tables.total(nats, best), 3)}"
-        )
-    return chosen
-
-
-def shown_increase(nats: float, digits: int = 2) -> str:
-    """Return an increase of the perplexity in per cent, with its sign."""
-    return f"{100 * math.expm1(min(nats, 30.0)):+.{digits}f}%"
-
-
-def choose_measured_layout(
-    tables: LayerTables, target: ChoiceTarget, measure: MeasureLayout, limit: int, *, console: Console = SILENT
+def choose_layout(
+    tables: LayerTables,
+    budget: float,
+    measure: MeasureLayout | None = None,
+    limit: int = 0,
+    *,
+    console: Console = SILENT,
 ) -> PlanChoice:
-    """Return the best layout that at most ``limit`` measurements find.
+    """Return the fastest layout within the budget, by estimated costs, or by at most ``limit`` measurements.
+
+    budget: nats.
+
+    Raises UserError where no layout that is faster than the dense one is within the budget.
+    """
+    nats = np.where(np.isfinite(tables.nats), tables.nats, 0.0)
+    chosen, cheapest = _faster_layouts(tables, nats, budget, tables.dense_seconds)
+    if chosen is None:
+        if cheapest is None:
+            raise UserError(
+                "no layout is faster than the dense one on this hardware with this workload: do not convert"
+            )
+        least = shown_increase(tables.total(nats, cheapest), 3)
+        raise UserError(
+            f"no layout that is faster than the dense one is within the budget of {shown_increase(budget, 3)}"
+            f" perplexity; the least increase is estimated at {least}, so give a larger one"
+        )
+    if measure is None:
+        return PlanChoice(budget, tables.described(chosen))
+    return _measured_choice(tables, budget, chosen, measure, limit, console)
+
+
+def _measured_choice(
+    tables: LayerTables, budget: float, candidate: Kinds | None, measure: MeasureLayout, limit: int, console: Console
+) -> PlanChoice:
+    """Return the best layout that at most ``limit`` measurements find, ``candidate`` first.
 
     Its measured cost is within the budget on the windows that it was chosen by, and on held-out ones where those were
-    measured; ``certainty`` says so. Raises UserError where no layout measured so.
+    measured.
     """
     measured: dict[bool, dict[Kinds, LayoutCost]] = {False: {}, True: {}}  # by held_out
     costs: dict[Kinds, float] = {}  # on held-out windows where they were measured there
     dearer = 1.0  # the factor by which layouts cost more on held-out windows, as far as it is known
-    budget, notes = math.inf if target.max_nats is None else target.max_nats, []
     best: Kinds | None = None
-    candidate: Kinds | None = _estimated(tables, target)
     for number in range(1, limit + 1):
         held_out = best is not None and (candidate is None or number == limit)
         kinds = best if held_out else candidate
@@ -320,52 +310,37 @@ def choose_measured_layout(
         if held_out and cost.nats <= budget:
             break
         if held_out:
-            notes.append(f"{layout} is over budget on held-out windows ({cost.nats:+.4f} nats), so another was taken")
             dearer = max(dearer, cost.nats / max(measured[False][kinds].nats, LEAST_NATS))
         costs = {one: dearer * cost.nats for one, cost in measured[False].items()}
         costs |= {one: cost.nats for one, cost in measured[True].items()}
-        best = _best(tables, target, costs, budget)
-        candidate = _candidate(tables, target, costs, budget, best)
+        within = [(tables.total(tables.seconds, one), cost, one) for one, cost in costs.items() if cost <= budget]
+        best = min(within)[-1] if within else None
+        candidate = _next_candidate(tables, costs, budget, best)
     if best is None:
         raise UserError(
-            f"none of the {len(costs)} layouts that were measured stays within {target.words} ({budget:.4f} nats) on"
-            f" all windows; the least increase is {min(costs.values()):.4f} nats, so give a larger budget, or a larger"
+            f"none of the {len(costs)} layouts that were measured stays within the budget ({budget:.4f} nats) on all"
+            f" windows; the least increase is {min(costs.values()):.4f} nats, so give a larger budget, or a larger"
             " --verify"
         )
     tried = {one: tables.described(one, cost, measured[True].get(one)) for one, cost in measured[False].items()}
-    confirmed, certainty = measured[True].get(best), CERTAINTIES[0]
-    if confirmed is None:
-        notes.append(f"the {limit} measurements of --verify did not suffice to measure the choice on held-out windows")
-    else:
-        certainty = CERTAINTIES[1 + (budget - confirmed.nats >= (confirmed.stderr or 0.0))]
-    return PlanChoice(target, tried[best], certainty, list(tried.values()), notes)
+    return PlanChoice(budget, tried[best], list(tried.values()))
 
 
-def _best(tables: LayerTables, target: ChoiceTarget, costs: Mapping[Kinds, float], budget: float) -> Kinds | None:
-    """Return the fastest measured layout within the budget, or the least costly one that is fast enough; None: there
-    is none."""
-    ranked = [(tables.total(tables.seconds, one), cost, one) for one, cost in costs.items() if cost <= budget]
-    if target.max_nats is None:
-        ranked = [(cost, seconds, one) for seconds, cost, one in ranked]
-    return min(ranked)[-1] if ranked else None
-
-
-def _candidate(
-    tables: LayerTables, target: ChoiceTarget, costs: Mapping[Kinds, float], budget: float, best: Kinds | None
+def _next_candidate(
+    tables: LayerTables, costs: Mapping[Kinds, float], budget: float, best: Kinds | None
 ) -> Kinds | None:
     """Return the next layout to measure, better than the best by the costs so far; None: there is none."""
-    offered, seconds, cuts = np.isfinite(tables.nats), tables.seconds, list(costs)
-    estimates = np.maximum(np.where(offered, tables.nats, 0.0), LEAST_NATS)
+    estimates = np.maximum(np.where(np.isfinite(tables.nats), tables.nats, 0.0), LEAST_NATS)
     estimates[:, 0] = 0.0
     nats = refitted(estimates, costs)
-    if target.max_nats is None:
-        cheaper = solve(nats, seconds, tables.most_seconds(target), offered, cuts)
-        is_better = cheaper is not None and (best is None or tables.total(nats, cheaper) < costs[best])
-        return cheaper if is_better else None
-    faster = tables.total(seconds, tables.dense if best is None else best) * (1 - ROUNDING)
-    fastest = solve(seconds, nats, budget, offered, cuts)
-    if fastest is not None and tables.total(seconds, fastest) < faster:
-        return fastest
-    cheapest = solve(nats, seconds, faster, offered, cuts)
+    most_seconds = tables.dense_seconds if best is None else tables.total(tables.seconds, best)
+    fastest, cheapest = _faster_layouts(tables, nats, budget, most_seconds, list(costs))
     dearest = math.inf if best is None else budget * WORTH_TRYING
-    return cheapest if cheapest is not None and tables.total(nats, cheapest) <= dearest else None
+    if cheapest is not None and tables.total(nats, cheapest) > dearest:
+        return None
+    return fastest or cheapest
+
+
+def shown_increase(nats: float, digits: int = 2) -> str:
+    """Return an increase of the perplexity in per cent, with its sign."""
+    return f"{100 * math.expm1(min(nats, 30.0)):+.{digits}f}%"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,8 @@ from ladderize.files.regular import names_a_file
 
 DEVICE_TABLE = Path(__file__).parent / "devices.yaml"
 ENGINE_TABLE = Path(__file__).parent / "engines.yaml"
+RATES = ("memory_bandwidth_gb_s", "matmul_tflop_s", "memory_gib", "bandwidth_share", "matmul_share")  # never 0
+SHARES = ("bandwidth_share", "matmul_share", "relative_error", "serial_share", "thin_share")
 # the figures that a device with ``like: h100-sxm`` need not give, since no data sheet has them
 LIKE_ANOTHER = (
     *("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "thin_share", "launch_us", "serial_share"),
@@ -44,7 +45,6 @@ class EngineFacts(Record):
     score_passes: float  # attention scores of a prompt; 0: they never leave the chip
     logit_passes: float  # float32 logits of the tokens that are sampled
     kv_per_query_head: bool  # the KV cache is read once for each query head, not for each KV head
-    whole_cache: bool  # a decode step reads the cache to its end, not to the current position
     masked_prefill: bool  # a prompt's attention computes every score of the whole cache, not the prompt's causal half
     windowed: bool  # attention reads and multiplies a window's keys only; else all of them, under a mask
     all_logits: bool  # a prefill computes the logits of every token of a prompt, not only of the last
@@ -58,60 +58,48 @@ class EngineFacts(Record):
     message_launches: int = 0
 
 
-def _within(low: float, high: float) -> dict[str, Any]:
-    """Return the metadata of a figure that every device has in this range."""
-    return {"range": (low, high)}
-
-
 @dataclass(frozen=True)
 class DeviceSpec(Record):
     """The device of one rank: its peaks, and the few figures that were fitted to timings of it."""
 
     name: str
     # peaks, of the data sheet or measured: 1e9 bytes/s; 1e12 operations/s by dtype, without sparsity
-    memory_bandwidth_gb_s: float = field(metadata=_within(1e-2, 1e6))
-    matmul_tflop_s: dict[str, float] = field(metadata=_within(1e-4, 1e6))
-    memory_gib: float | None = field(metadata=_within(1e-2, 1e6))
+    memory_bandwidth_gb_s: float
+    matmul_tflop_s: dict[str, float]
+    memory_gib: float | None
     # the share of these peaks that is reached
-    bandwidth_share: float = field(metadata=_within(1e-3, 1.0))
-    matmul_share: float = field(metadata=_within(1e-3, 1.0))
-    kernel_us: float = field(metadata=_within(0.0, 1e5))  # the cost of starting a kernel
-    thin_us: float = field(metadata=_within(0.0, 1e5))  # the extra time of a product of 2 to 256 rows
-    relative_error: float = field(metadata=_within(0.0, 1.0))  # of a time of compute, one standard deviation
+    bandwidth_share: float
+    matmul_share: float
+    kernel_us: float  # the cost of starting a kernel
+    thin_us: float  # the extra time of a product of 2 to 256 rows
+    relative_error: float  # of a time of compute, one standard deviation
     engine: str  # whose timings the figures were fitted to
     calibrated: bool  # on this device itself, by ``ladderize calibrate``
     source: str
     # of the host, for each operation that it starts one by one
-    launch_us: float = field(default=0.0, metadata=_within(0.0, 1e5))
+    launch_us: float = 0.0
     # the degree to which a product's arithmetic and memory traffic add up: 0, the longer of both (a GPU), to 1, their
     # sum; about a half on a CPU's core
-    serial_share: float = field(default=0.0, metadata=_within(0.0, 1.0))
+    serial_share: float = 0.0
     # the extra time of a product of 2 to 256 rows, as a share of its time
-    thin_share: float = field(default=0.0, metadata=_within(0.0, 1.0))
+    thin_share: float = 0.0
     # of its NVLink, to all others, in one direction; 0 where it has none, None where it is unknown
-    nvlink_gb_s: float | None = field(default=None, metadata=_within(0.0, 1e6))
+    nvlink_gb_s: float | None = None
     # MiB of a message by ranks: the size up to which vLLM fuses its all-reduce with the norm behind it, on this kind of
     # card; and the size from which on its own all-reduce was measured to be faster than that
-    fused_norm_mib: dict[int, float] = field(default_factory=dict, metadata=_within(0.0, 1e6))
-    faster_unfused_mib: dict[int, float] = field(default_factory=dict, metadata=_within(0.0, 1e6))
+    fused_norm_mib: dict[int, float] = field(default_factory=dict)
+    faster_unfused_mib: dict[int, float] = field(default_factory=dict)
 
     def check(self, where: str) -> None:
         """Raise UserError, which begins with ``where``, for figures out of range or an unknown engine."""
         if not self.matmul_tflop_s:
             raise UserError(f"{where}: matmul_tflop_s names no dtype; give for example bfloat16: 989")
-        for known in dataclasses.fields(self):
-            if "range" not in known.metadata:
-                continue
-            low, high = known.metadata["range"]
-            value = getattr(self, known.name)
-            named = {known.name: value}
-            if isinstance(value, dict):
-                named = {f"{known.name}.{key}": figure for key, figure in value.items()}
-            for key, figure in named.items():
-                if figure is not None and not (math.isfinite(figure) and low <= figure <= high):
-                    raise UserError(
-                        f"{where}: {key} is {figure:g}, but must be between {low:g} and {high:g}; correct it"
-                    )
+        for name, value in dataclasses.asdict(self).items():
+            figures = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+            least, most = (1e-4 if name in RATES else 0), (1 if name in SHARES else 1e6)
+            for key, figure in figures.items():
+                if isinstance(figure, float) and not least <= figure <= most:
+                    raise UserError(f"{where}: {key} is {figure:g}, but must be between {least:g} and {most:g}")
         if self.engine not in known_engines():
             raise UserError(f"{where}: engine {self.engine!r} is not one of {', '.join(known_engines())}; name one")
 
@@ -125,7 +113,7 @@ class DeviceSpec(Record):
         if dtype not in self.matmul_tflop_s:
             raise UserError(
                 f"device {self.name} has no matmul_tflop_s for {dtype}, but for {', '.join(self.matmul_tflop_s)};"
-                " choose another --dtype or other --weights, or add the figure to the device's file"
+                " choose another --dtype, or add the figure to the device's file"
             )
         return self.matmul_tflop_s[dtype] * 1e12 * self.matmul_share
 

@@ -11,13 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.layout_scores import (
-    AlignedLayouts,
-    describe_alignment,
-    layers_of,
-    usual_batch,
-    windows_to_align_on,
-)
+from ladderize.adapt.layers.layout_scores import AlignedLayouts, layers_of, usual_batch, windows_to_align_on
 from ladderize.blocks import (
     Blocks,
     check_finite,
@@ -28,14 +22,14 @@ from ladderize.blocks import (
     window_nlls,
 )
 from ladderize.console import SILENT, Console
-from ladderize.convert.sensitivity_file import AlignmentWindows, CalibrationData, SensitivityDocument
+from ladderize.convert.sensitivity_file import CalibrationData, SensitivityDocument
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.layout import Layout
 from ladderize.memory import check_room
 from ladderize.plan.choice import LayoutCost
-from ladderize.plan.options import PlanGoal, PlanModel
-from ladderize.ranks.device import check_device, default_device
+from ladderize.plan.options import PlanModel
+from ladderize.ranks.device import default_device
 
 LEAST_HELD_OUT = 2  # windows: fewer have no standard error
 
@@ -44,54 +38,38 @@ class LayoutMeasurer:
     """A measurer of layouts of one dense model, each once. Measured ones are kept in a file, from which a killed run
     goes on.
 
-    costs: the sensitivity, on whose windows layouts are chosen.
+    costs: the sensitivity, on whose windows layouts are chosen, and whose models were aligned as layouts will be.
     kept_beside: the path that the file's name begins with; its end is a hash of model, windows and dtype.
 
     Raises UserError for too few data.
     """
 
     def __init__(
-        self,
-        choice: PlanModel,
-        goal: PlanGoal,
-        costs: SensitivityDocument,
-        *,
-        kept_beside: Path,
-        console: Console = SILENT,
+        self, choice: PlanModel, costs: SensitivityDocument, *, kept_beside: Path, console: Console = SILENT
     ) -> None:
-        device, data = goal.device or default_device(), costs.data
-        check_device(device)
+        data = costs.data
         checkpoint = open_checkpoint(choice.name, choice.revision)
         computed = compute_dtype(choice.dtype, stored_dtype(checkpoint))
-        self.blocks, self.console = Blocks(checkpoint, computed, torch.device(device)), console
-        file = goal.data or data.file
-        drawn = read_windows(checkpoint, file, seq_len=data.seq_len, samples=None, seed=data.seed)
+        self.blocks, self.console = Blocks(checkpoint, computed, torch.device(default_device())), console
+        drawn = read_windows(checkpoint, data.file, seq_len=data.seq_len, samples=None, seed=data.seed)
         choose, rest = drawn[: data.samples], drawn[data.samples :]
         self.aligner = None
-        if goal.align:
-            if costs.aligned is None:  # as many as alignment takes of half of them
-                windows = windows_to_align_on(checkpoint, rest[: len(rest) // 2], None)
-            else:
-                windows = windows_to_align_on(checkpoint, rest, costs.aligned.samples, costs.aligned.heldout)
+        if costs.aligned is not None:
+            windows = windows_to_align_on(checkpoint, rest, costs.aligned.samples, costs.aligned.heldout)
             if windows is None:
-                raise UserError(_too_few(file, len(rest), data, "to align on and confirm a layout on"))
+                raise UserError(_too_few(len(rest), data, "to align on and confirm a layout on"))
             self.aligner = AlignedLayouts(self.blocks, windows, None)
             rest = rest[len(windows.all) :]
         chosen_on = {window.tobytes() for window in choose}
         confirm = np.array([window for window in rest if window.tobytes() not in chosen_on], dtype=drawn.dtype)
         if len(confirm) < LEAST_HELD_OUT:
-            raise UserError(_too_few(file, len(confirm), data, "to confirm a layout on"))
+            raise UserError(_too_few(len(confirm), data, "to confirm a layout on"))
         self.windows = {False: choose, True: confirm[: len(choose)]}
-        mark = hashlib.sha256(str([costs.fingerprint, computed, self.aligned]).encode())
+        mark = hashlib.sha256(str([costs.fingerprint, computed, costs.aligned]).encode())
         for part in (*self.windows.values(), *([self.aligner.windows.all.numpy()] if self.aligner else [])):
             mark.update(np.ascontiguousarray(part).tobytes() + str(part.shape).encode())
         self.kept = kept_beside.with_name(f"{kept_beside.stem}-measured-{mark.hexdigest()[:12]}.json")
         self.tables = {held_out: read_own(self.kept).get(str(held_out), {}) for held_out in self.windows}
-
-    @property
-    def aligned(self) -> AlignmentWindows | None:
-        """The windows that layouts are aligned on."""
-        return describe_alignment(self.aligner.windows) if self.aligner is not None else None
 
     def measure(self, layout: Layout, held_out: bool) -> LayoutCost:
         """Return the cost of a layout.
@@ -141,8 +119,8 @@ class LayoutMeasurer:
         return nll.tolist()
 
 
-def _too_few(file: str, count: int, data: CalibrationData, purpose: str) -> str:
+def _too_few(count: int, data: CalibrationData, purpose: str) -> str:
     return (
-        f"{file} has {count} windows of {data.seq_len} tokens {purpose}, beside the {data.samples} that it is chosen"
-        " by; give more data with --data, or measure the sensitivity with fewer --samples"
+        f"{data.file} has {count} windows of {data.seq_len} tokens {purpose}, beside the {data.samples} that it is"
+        " chosen by; measure the sensitivity with fewer --samples, or with more data"
     )

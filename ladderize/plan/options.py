@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from ladderize.choices import (
     BACKEND,
@@ -24,7 +23,6 @@ from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
 from ladderize.runtime.bench.options import (
     BATCH_SIZES,
-    COUNTED_ROUNDS,
     LAYOUT_NAMES,
     OUTPUT_LEN,
     PROMPT_LEN,
@@ -33,9 +31,7 @@ from ladderize.runtime.bench.options import (
 )
 
 MOST_ROWS = 1 << 20  # of a batch
-BOUNDS = ("parallel", "no-comm")  # rows for comparison, which are no layouts
-TimedPhase = Literal["end_to_end", "prefill", "decode"]  # the part of a workload that is to be fast
-PlanWeights = Literal["auto", "fp8", "float"]  # how the weights of projections are stored; float: as --dtype
+BOUND_NAMES = ("parallel", "no-comm")  # rows for comparison, which are no layouts
 
 
 @dataclass(frozen=True)
@@ -45,20 +41,14 @@ class PlanModel(Record):
     model: str | None = argument("[MODEL]", "A checkpoint: folder or hub id. Its own layout is a row too.", None)
     shape: str | None = option(f"A shape instead of a checkpoint: {SHAPE_NAMES}.", metavar="CONFIG")
     layout: str | None = option(
-        f"Rows of the tables: {', '.join(LAYOUT_NAMES)}, such a name with a range of layers, ladder=16:32, or"
-        f" {' and '.join(BOUNDS)}, which are for comparison. dense is always there.",
+        f"Rows of the table: {', '.join(LAYOUT_NAMES)}, such a name with a range of layers, ladder=16:32, or"
+        f" {' and '.join(BOUND_NAMES)}, which are for comparison. dense is always there.",
         metavar="A,B",
         shown="all of them, for all layers",
     )
     sync_tp_size: int | None = option("Virtual ranks of spd in --layout.", min=1, shown="as many as ranks")
     dtype: Dtype = option(
         "float32, bfloat16, float16, or auto: as stored, bfloat16 for a shape.", "auto", metavar="DTYPE"
-    )
-    weights: PlanWeights = option(
-        "fp8: projections multiply 8-bit floats, all-reduces stay as they are. auto: as a checkpoint stores them,"
-        " floats for a shape.",
-        "auto",
-        metavar="auto|fp8|float",
     )
     revision: str | None = option(REVISION)
 
@@ -74,7 +64,7 @@ class PlanModel(Record):
     @property
     def rows(self) -> list[str]:
         """The names that --layout lists, in order. Raises UsageError where it lists none, or one twice."""
-        return [*LAYOUT_NAMES, *BOUNDS] if self.layout is None else layout_names(self.layout)
+        return [*LAYOUT_NAMES, *BOUND_NAMES] if self.layout is None else layout_names(self.layout)
 
 
 @dataclass(frozen=True)
@@ -82,26 +72,25 @@ class PlanOptions(Record):
     """The hardware and the workload: ``options`` of plan.json."""
 
     hardware: str = option(
-        "The device of one rank: a name that --list shows, or a file of calibrate or of your own.",
+        "The device of one rank: h100-sxm, h200, a100-80gb, a100-40gb, l40s, b200, or a file of calibrate or of your"
+        " own.",
         ...,
         metavar="DEVICE",
-        optional=True,
     )
     tp_sizes: tuple[int, ...] = option(
         "Tensor-parallel ranks: one number or several.",
         ...,
         metavar="A,B",
         flags="--tp-size",
-        optional=True,
         parse=partial(parse_counts, option="--tp-size"),
     )
     link: str | None = option(
-        "What joins the ranks: a name that --list shows, ALPHA_US,BETA_GB_S (see bench), or a file.",
+        "What joins the ranks: nvlink, nccl_pcie or another known link, ALPHA_US,BETA_GB_S (see bench), or a file.",
         metavar="LINK",
         shown="that of --hardware's file",
     )
     engine: str | None = option(
-        "Whose code is assumed: a name that --list shows.",
+        "Whose code is assumed: published (the Ladder Residual authors'), runtime or runtime-cpu (ladderize's own).",
         metavar="NAME",
         shown="the one that the device's figures come from",
     )
@@ -112,68 +101,39 @@ class PlanOptions(Record):
     def __post_init__(self) -> None:
         check_options(self)
         for name, values in (("--tp-size", self.tp_sizes), ("--batch-size", self.batch_sizes)):
-            if not values or any(type(value) is not int or value < 1 for value in values):
-                raise UsageError(f"{name} {values} must name positive integers")
-        if max(self.batch_sizes) > MOST_ROWS:
-            raise UsageError(f"--batch-size must be at most {MOST_ROWS:,}")
-
-
-@dataclass(frozen=True)
-class ChoiceTarget(Record):
-    """The bound that a layout has to meet: one of the two numbers.
-
-    words: the option as it was given.
-    """
-
-    words: str
-    max_nats: float | None = None
-    min_speedup: float | None = None
+            if not values or any(type(value) is not int or not 1 <= value <= MOST_ROWS for value in values):
+                raise UsageError(f"{name} must name integers from 1 to {MOST_ROWS:,}")
 
 
 @dataclass(frozen=True)
 class PlanGoal:
-    """The goal of a choice: the costs of its layers, and one of the two targets."""
+    """The goal of a choice: the costs of its layers, and the budget."""
 
-    sensitivity: Path | None = option("Choose a layout: the file of `ladderize sensitivity`.", metavar="FILE")
-    max_ppl_increase: str | None = option(
-        "Choose the fastest within this increase: 2% of the dense perplexity, or 0.1 in perplexity.", metavar="X"
+    sensitivity: Path = option(
+        "Choose the fastest layout, by the costs in this file of `ladderize sensitivity`.", None, metavar="FILE"
     )
-    min_speedup: float | None = option("Choose the most accurate that is this fast: 1.2.")
-    phase: TimedPhase = option(
-        "What is to be fast: end_to_end, prefill or decode.", "end_to_end", metavar="PHASE", shown="end_to_end"
+    max_ppl_increase: str = option(
+        "The budget of the choice: 2% of the dense perplexity, or 0.1 in perplexity.", None, metavar="X"
     )
     verify: int | None = option(
         "Measure at most N layouts: those near the choice, and the choice on held-out windows.", min=2
     )
-    align: bool = option(
-        "With --verify: measure each layout as `adapt --method align` leaves it.", False, needs="verify"
-    )
-    data: str | None = option(
-        "With --verify: data to measure on.", metavar="FILE", shown="the sensitivity's", needs="verify"
-    )
-    device: str | None = option(DEVICE, help="With --verify: where to compute.", needs="verify")
-    threads: int | None = option(THREADS, help="With --verify: CPU threads.", shown="all cores", needs="verify")
 
     def __post_init__(self) -> None:
-        if self.sensitivity is None:
-            raise UsageError("to choose a layout, the costs of its layers are needed: give --sensitivity FILE")
+        if self.sensitivity is None or self.max_ppl_increase is None:
+            raise UsageError(
+                "a choice needs the costs of layers and a budget: give --sensitivity and --max-ppl-increase"
+            )
         check_options(self)
-        if (self.max_ppl_increase is None) == (self.min_speedup is None):
-            raise UsageError("give --max-ppl-increase or --min-speedup, one of them: what a layout has to meet")
-        if self.min_speedup is not None and self.min_speedup <= 1:
-            raise UsageError(f"--min-speedup must be a number above 1, such as 1.2, not {self.min_speedup:g}")
-        self.target(0.0)
+        self.max_nats(0.0)
 
-    def target(self, dense_nll: float) -> ChoiceTarget:
-        """Return the bound to meet. Raises UsageError for a bad increase.
+    def max_nats(self, dense_nll: float) -> float:
+        """Return the budget in nats per token. Raises UsageError for a bad increase.
 
         dense_nll: of the dense model, in nats per token.
         """
-        if self.max_ppl_increase is None:
-            return ChoiceTarget(f"--min-speedup {self.min_speedup:g}", min_speedup=self.min_speedup)
         dense = math.exp(dense_nll)
-        nats = math.log1p(ppl_increase(self.max_ppl_increase, dense) / dense)
-        return ChoiceTarget(f"--max-ppl-increase {self.max_ppl_increase}", nats)
+        return math.log1p(ppl_increase(self.max_ppl_increase, dense) / dense)
 
 
 @dataclass(frozen=True)
@@ -190,9 +150,7 @@ class CalibrateOptions(Record):
     )
     dtype: Dtype = option("float32, bfloat16, float16, or auto: bfloat16.", "auto", metavar="DTYPE")
     backend: SendingBackend = option(BACKEND, "auto")
-    repeat: int = option(COUNTED_ROUNDS, 7, help="Rounds that are counted. Medians are fitted.")
     hardware: str | None = option("A known device or a file: its data sheet is kept.", metavar="DEVICE")
-    name: str = option("What the device and the link are called.", "this machine", metavar="TEXT")
     device: str = option(DEVICE, default_device)
     threads: int | None = option(THREADS)
 
@@ -200,3 +158,7 @@ class CalibrateOptions(Record):
         check_options(self)
         if not self.tp_sizes or min(self.tp_sizes) < 1:
             raise UsageError(f"--tp-size {self.tp_sizes} must name positive integers")
+
+    @property
+    def compute_dtype(self) -> str:
+        return "bfloat16" if self.dtype == "auto" else self.dtype

@@ -17,34 +17,49 @@ import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ladderize.files.records import Record
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.plan.hardware import DeviceSpec, EngineFacts
 from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
 from ladderize.runtime.shards import Shape
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
-FLOAT_WEIGHTS, FP8 = "float", "fp8"  # how the weights of projections are stored: as the dtype, or in 8 bits
 FP8_RATE = "float8"  # of products of 8-bit floats, in a device's matmul_tflop_s
 THIN_ROWS = (2, 256)  # of products that are neither a matrix times a vector nor large
 
 
 @dataclass(frozen=True)
-class Workload(Record):
-    """A batch that is served: ``batch_size`` texts of ``prompt_len`` tokens, and ``output_len`` new tokens of each.
+class Serving:
+    """A model on a group of devices, and the batch that is served: so many texts, and new tokens of each.
 
-    The first new token belongs to the prefill, as in ``ladderize bench``.
+    config: sizes, as config.json names them.
+    dtype: to compute in, and of messages.
+    is_fp8: projections read 8-bit floats and write ``dtype``.
+    link: None where nothing is sent.
+    output_len: new tokens; the first one belongs to the prefill, as in ``ladderize bench``.
     """
 
+    config: Mapping[str, Any]
+    dtype: str
+    is_fp8: bool
+    device: DeviceSpec
+    engine: EngineFacts
+    link: Interconnect | None
+    ranks: int
     batch_size: int
     prompt_len: int
     output_len: int
 
     @property
-    def decode_steps(self) -> int:
-        return self.output_len - 1
+    def shape(self) -> Shape:
+        """The sizes of one rank. Raises LayoutError for sizes that the ranks do not divide."""
+        return Shape.from_config(self.config, tp_size=self.ranks, rank=0, replicate_vocab=self.engine.replicate_vocab)
+
+    @property
+    def passes(self) -> dict[str, int]:
+        """The number of passes by phase: a prefill, and all decode steps."""
+        return {"prefill": 1, "decode": self.output_len - 1}
 
 
 @dataclass(frozen=True)
@@ -77,38 +92,25 @@ class PassParts:
     norm: float = 0.0
 
 
-def pass_parts(
-    config: Mapping[str, Any],
-    device: DeviceSpec,
-    engine: EngineFacts,
-    interconnect: Interconnect | None,
-    ranks: int,
-    dtype: str,
-    workload: Workload,
-    sync_tp_size: int | None = None,
-    weights: str = FLOAT_WEIGHTS,
-) -> dict[str, PassParts]:
+def pass_parts(serving: Serving, sync_tp_size: int | None = None) -> dict[str, PassParts]:
     """Return the parts of the phases ``prefill`` and ``decode`` (the mean step).
 
-    interconnect: None where nothing is sent.
     sync_tp_size: virtual ranks of dropped sync points; None where none is dropped.
-    weights: FLOAT_WEIGHTS, or FP8: its products read 8 bits and write ``dtype``, in which messages are sent.
 
     Raises LayoutError for sizes that the ranks do not divide, and UserError for a dtype that the device has no peak
     for, or a link that is not known with so many ranks.
     """
-    shape = Shape.from_config(config, tp_size=ranks, rank=0, replicate_vocab=engine.replicate_vocab)
-    link, contention = (NO_LINK, 0.0) if interconnect is None else (interconnect.at(ranks), interconnect.contention)
-    prompt, end = workload.prompt_len, workload.prompt_len + workload.output_len
+    engine, link = serving.engine, serving.link
+    joined, contention = (NO_LINK, 0.0) if link is None else (link.at(serving.ranks), link.contention)
+    prompt, end = serving.prompt_len, serving.prompt_len + serving.output_len
     read = (end, end) if engine.masked_prefill else (1, prompt)
-    # step j of output_len - 1 sees the prompt and j new tokens
-    seen = (end, end) if engine.whole_cache else (prompt + 1, max(prompt + 1, end - 1))
-    common = (shape, engine, device, dtype, weights == FP8, workload.batch_size)
-    virtual = 1 if sync_tp_size is None else sync_tp_size // ranks
+    seen = (prompt + 1, max(prompt + 1, end - 1))  # step j of output_len - 1 sees the prompt and j new tokens
+    virtual = 1 if sync_tp_size is None else sync_tp_size // serving.ranks
+    launch_s = 1e-6 * serving.device.launch_us
     return {
-        "prefill": _Pass(*common, prompt, read).parts(link, contention, virtual, 1e-6 * device.launch_us),
+        "prefill": _Pass(serving, prompt, read).parts(joined, contention, virtual, launch_s),
         # one CUDA graph starts a decode step as a whole
-        "decode": _Pass(*common, 1, seen).parts(link, contention, virtual, 0.0),
+        "decode": _Pass(serving, 1, seen).parts(joined, contention, virtual, 0.0),
     }
 
 
@@ -138,35 +140,25 @@ def _roofline(device: DeviceSpec, flop: float, size: float, flop_s: float) -> fl
 
 
 class _Pass:
-    """One forward pass of ``batch`` times ``tokens`` rows.
+    """One forward pass of ``batch_size`` times ``tokens`` rows.
 
-    quantised: the weights of layers are 8-bit floats.
     seen: the least and the most columns of the cache in view; each number between has as many rows.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        engine: EngineFacts,
-        device: DeviceSpec,
-        dtype: str,
-        quantised: bool,
-        batch: int,
-        tokens: int,
-        seen: tuple[int, int],
-    ) -> None:
-        self.shape, self.engine, self.device, self.quantised = shape, engine, device, quantised
-        self.batch, self.tokens, self.seen = batch, tokens, seen
-        self.rows, self.width = batch * tokens, WIDTHS[dtype]
+    def __init__(self, serving: Serving, tokens: int, seen: tuple[int, int]) -> None:
+        shape, device = serving.shape, serving.device
+        self.shape, self.device, self.engine = shape, device, serving.engine
+        self.batch, self.tokens, self.seen, self.is_fp8 = serving.batch_size, tokens, seen, serving.is_fp8
+        self.rows, self.width = self.batch * tokens, WIDTHS[serving.dtype]
         self.stream = self.rows * shape.hidden * self.width  # bytes of the residual stream, and of a message
         self.query = shape.own_heads * shape.head_dim  # columns
         self.qkv = self.query + 2 * shape.own_kv_heads * shape.head_dim
-        self.flop_s = device.reached_flop_s(dtype)
-        self.layer_flop_s = device.reached_flop_s(FP8_RATE) if quantised else self.flop_s
+        self.flop_s = device.reached_flop_s(serving.dtype)
+        self.layer_flop_s = device.reached_flop_s(FP8_RATE) if self.is_fp8 else self.flop_s
 
     def product(self, inner: float, outer: float) -> float:
         """Return the time of all rows times a layer's weight [inner, outer], without its start."""
-        read, flop_s = 1 if self.quantised else self.width, self.layer_flop_s
+        read, flop_s = 1 if self.is_fp8 else self.width, self.layer_flop_s
         return product_seconds(self.device, self.rows, inner, outer, self.width, flop_s, read=read)
 
     def other(self, kernels: float, size: float) -> float:
@@ -217,7 +209,7 @@ class _Pass:
         products = self.product(hidden, self.qkv) + virtual * self.product(self.query / virtual, hidden)
         kernels = engine.attention_kernels + virtual - 1
         moved = engine.stream_passes * self.stream + engine.head_passes * self.rows * self.qkv * self.width
-        if self.quantised:  # norms and activations write 8 bits by themselves, attention does not
+        if self.is_fp8:  # norms and activations write 8 bits by themselves, attention does not
             kernels += 1
             moved += self.rows * self.query * (self.width + 1)
         windows = Counter(self.shape.decoder.windows) if engine.windowed else Counter([None])
@@ -295,53 +287,41 @@ def mean_keys(least: int, most: int, window: int | None) -> float:
 SENDING, HIDING, APART = {BLOCKING, OVERLAPPED}, {OVERLAPPED}, {DROPPED}
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The seconds of a pass: ``total`` = ``compute`` + ``exposed``.
+class PassSeconds(NamedTuple):
+    """The seconds of a pass or of a layer.
 
-    messages: all-reduces of the layers, alone.
-    vocabulary: the collectives that every layout waits for.
-    hidden: the part of ``messages`` that is hidden.
+    busy: compute, and the collectives of the vocabulary.
+    waiting: the part of the layers' all-reduces that no compute hides.
     """
 
-    compute: float
-    messages: float = 0.0
-    vocabulary: float = 0.0
-    hidden: float = 0.0
-
-    @property
-    def exposed(self) -> float:
-        return self.messages + self.vocabulary - self.hidden
+    busy: float
+    waiting: float
 
     @property
     def total(self) -> float:
-        return self.compute + self.exposed
+        return self.busy + self.waiting
 
 
-def predict_pass(parts: PassParts, layout: Layout) -> Prediction:
+def predict_pass(parts: PassParts, layout: Layout) -> PassSeconds:
     """Return the times of a pass in a layout; raises ValueError for a layout of another number of layers."""
     if layout.num_layers != parts.layers:
         raise ValueError(f"a layout of {layout.num_layers} layers for a pass of {parts.layers}")
     layers = [predict_layer(parts, layout.entering(i), mode) for i, mode in enumerate(layout.attention_sync)]
-    return Prediction(
-        parts.rest + sum(one.compute for one in layers),
-        sum(one.messages for one in layers),
-        parts.vocabulary,
-        sum(one.hidden for one in layers),
-    )
+    busy, waiting = map(sum, zip(*layers, strict=True))
+    return PassSeconds(parts.rest + parts.vocabulary + busy, waiting)
 
 
-def predict_parallel(parts: PassParts) -> Prediction:
+def predict_parallel(parts: PassParts) -> PassSeconds:
     """Return the times of the parallel baseline: one blocking message a layer."""
-    return Prediction(parts.rest + parts.layers * parts.parallel, parts.layers * parts.message, parts.vocabulary)
+    return PassSeconds(parts.rest + parts.vocabulary + parts.layers * parts.parallel, parts.layers * parts.message)
 
 
-def predict_silent(parts: PassParts) -> Prediction:
+def predict_silent(parts: PassParts) -> PassSeconds:
     """Return the times of the no-communication bound: the compute of the dense layout."""
-    return Prediction(parts.rest + parts.layers * (parts.attention + parts.mlp))
+    return PassSeconds(parts.rest + parts.layers * (parts.attention + parts.mlp), 0.0)
 
 
-def predict_layer(parts: PassParts, entering: str, mode: str) -> Prediction:
+def predict_layer(parts: PassParts, entering: str, mode: str) -> PassSeconds:
     """Return the times of a layer: its compute, its attention's message, and the MLP's message that enters it.
 
     A message can run under the next sub-module.
@@ -353,5 +333,4 @@ def predict_layer(parts: PassParts, entering: str, mode: str) -> Prediction:
     covers = [attention] * (entering in HIDING) + [mlp] * (mode in HIDING)
     most = min(parts.message - parts.message_start, (1 - parts.contention) * parts.message)
     sent = (entering in SENDING) + (mode in SENDING)
-    hidden = sum(min(cover, most) for cover in covers)
-    return Prediction(attention + mlp, sent * parts.message, hidden=hidden)
+    return PassSeconds(attention + mlp, sent * parts.message - sum(min(cover, most) for cover in covers))

@@ -1,5 +1,6 @@
 """The command ``ladderize plan`` from its options to its document: read, choose, predict, write."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -12,7 +13,7 @@ from ladderize.checkpoint.opening import check_model, read_checkpoint, read_conf
 from ladderize.checkpoint.quantised import plain_config, quantisation_of
 from ladderize.checkpoint.reading import resolve_json
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import SILENT, Console
+from ladderize.console import SILENT, Console, human_bytes
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensitivity
 from ladderize.errors import UsageError, UserError
@@ -22,23 +23,20 @@ from ladderize.files.records import Record
 from ladderize.files.regular import names_a_file, resolved
 from ladderize.files.temporaries import replacement
 from ladderize.layout import Layout
-from ladderize.plan.choice import (
-    LAYER_KINDS,
-    LayerTables,
-    PlanChoice,
-    choose_layout,
-    choose_measured_layout,
-    kind_seconds,
-)
-from ladderize.plan.hardware import DeviceSpec, EngineFacts, known_engines, read_device
-from ladderize.plan.options import PlanGoal, PlanModel, PlanOptions
-from ladderize.plan.passes import WIDTHS, Workload
-from ladderize.plan.rows import ModelToPlan, PlannedGroup, PlannedRow, exact_variants, planned_rows, row_variants
+from ladderize.plan.choice import LAYER_KINDS, LayerTables, PlanChoice, choose_layout, kind_seconds
+from ladderize.plan.hardware import DeviceSpec, known_engines, read_device
+from ladderize.plan.options import BOUND_NAMES, PlanGoal, PlanModel, PlanOptions
+from ladderize.plan.passes import WIDTHS, Serving, pass_parts
+from ladderize.plan.rows import GIB, PlannedRow, memory_need, planned_rows
+from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.collectives.links import Interconnect, read_interconnect
-from ladderize.runtime.shards import dense_config, read_shape
+from ladderize.runtime.shards import check_runnable, dense_config, read_shape
 
 if TYPE_CHECKING:
     from ladderize.plan.measure import LayoutMeasurer
+
+CHECKPOINT_ROW, CHOSEN_ROW = "checkpoint", "chosen"  # the rows that are no names of --layout
+LONG_PROMPT = 4096  # tokens, from which attention that is not fused takes much of a prefill
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,10 @@ class PlanResult(Record):
     """The content of plan.json without its schema; docs/files.md describes it.
 
     model: the model that was asked for.
-    dtype: in which it computes.
+    dtype, is_fp8: in which it computes; its projections multiply 8-bit floats.
     link: None where only one rank was asked for.
+    engine: the engine whose code is assumed.
+    doubts: reasons why figures may be off, a sentence each.
     choice: the chosen layout, if one was asked for.
     """
 
@@ -55,16 +55,22 @@ class PlanResult(Record):
 
     model: PlanModel
     dtype: str
+    is_fp8: bool
     options: PlanOptions
     device: DeviceSpec
     link: Interconnect | None
-    engine: EngineFacts
+    engine: str
     rows: list[PlannedRow]
+    doubts: list[str]
     choice: PlanChoice | None = None
 
-    def rows_of(self, ranks: int, batch: int) -> list[PlannedRow]:
-        """Return the rows of one group at one batch size, the dense model first."""
-        return [row for row in self.rows if (row.tp_size, row.batch_size) == (ranks, batch)]
+    def groups(self) -> list[list[PlannedRow]]:
+        """Return the rows of each number of ranks at each batch size, the dense model first."""
+        return [
+            [row for row in self.rows if (row.tp_size, row.batch_size) == (ranks, batch)]
+            for ranks in self.options.tp_sizes
+            for batch in self.options.batch_sizes
+        ]
 
 
 def plan_layouts(
@@ -86,24 +92,20 @@ def plan_layouts(
     not divide, a link without figures for so many ranks), or if nothing meets the goal.
     """
     _check_outputs(choice, options, goal, out, recipe_out)
-    model = read_model(choice)
-    device = read_device(options.hardware)
-    engine = _chosen_engine(options, device)
-    interconnect = _chosen_link(options)
-    workloads = [Workload(batch, options.prompt_len, options.output_len) for batch in options.batch_sizes]
-    groups = [PlannedGroup(ranks, device, engine, interconnect if ranks > 1 else None) for ranks in options.tp_sizes]
-    for group in groups:  # raises for faults before minutes of measuring
-        row_variants(model, choice, group.ranks)
+    one, layout = _serving(choice, options)
+    groups = [
+        replace(one, ranks=ranks, batch_size=batch) for ranks in options.tp_sizes for batch in options.batch_sizes
+    ]
+    layouts = {ranks: _row_layouts(choice, layout, one, ranks) for ranks in options.tp_sizes}
     chosen, measurer = None, None
     if goal is not None:
-        chosen, measurer = _choose(model, choice, goal, groups[0], workloads[0], out, console)
-    rows = []
-    for group in groups:
-        variants = row_variants(model, choice, group.ranks, chosen.chosen.as_layout if chosen is not None else None)
-        for workload in workloads:
-            rows += planned_rows(model, group, workload, [*variants, *exact_variants(model, group, workload)])
-    asked = replace(choice, weights=model.weights)
-    result = PlanResult(asked, model.dtype, options, device, interconnect, engine, rows, chosen)
+        chosen, measurer = _choose(choice, layout, goal, one, out, console)
+        layouts[one.ranks] = {CHOSEN_ROW: chosen.chosen.as_layout, **layouts[one.ranks]}
+    rows = [row for group in groups for row in planned_rows(group, layouts[group.ranks])]
+    doubts = [*dict.fromkeys(doubt for group in groups for doubt in _doubts(group))]
+    result = PlanResult(
+        choice, one.dtype, one.is_fp8, options, one.device, one.link, one.engine.name, rows, doubts, chosen
+    )
     if out is not None:
         write_json(out, result.to_dict())
     if chosen is not None and recipe_out is not None:
@@ -117,13 +119,12 @@ def _check_outputs(
     choice: PlanModel, options: PlanOptions, goal: PlanGoal | None, out: Path | None, recipe_out: Path | None
 ) -> None:
     if goal is None and recipe_out is not None:
-        raise UsageError("--recipe-out writes a choice; give --max-ppl-increase or --min-speedup")
+        raise UsageError("--recipe-out writes a choice; give --sensitivity and --max-ppl-increase")
     if goal is not None and (len(options.tp_sizes) > 1 or len(options.batch_sizes) > 1 or options.tp_sizes[0] == 1):
         raise UsageError(
             "a layout is chosen for one group and one workload: give one --tp-size above 1, and one --batch-size"
         )
-    inputs: list[str | Path | None] = [choice.shape, options.hardware, options.link]
-    inputs += [goal.sensitivity, goal.data] if goal is not None else []
+    inputs = [choice.shape, options.hardware, options.link, None if goal is None else goal.sensitivity]
     for path, option in ((out, "--out"), (recipe_out, "--recipe-out")):
         if path is not None:
             check_writable(path, option, inputs=inputs)
@@ -132,8 +133,11 @@ def _check_outputs(
 # ---- the model and the hardware ----
 
 
-def read_model(choice: PlanModel) -> ModelToPlan:
-    """Return the model, of which only the config is read. Raises UserError or LayoutError."""
+def _serving(choice: PlanModel, options: PlanOptions) -> tuple[Serving, Layout]:
+    """Return the model on the first group with the first batch, and the model's own layout.
+
+    Only the config is read. Raises UsageError, UserError or LayoutError.
+    """
     folder = None
     if choice.model is not None:
         folder = resolve_json(choice.model, choice.revision)[0]
@@ -152,24 +156,18 @@ def read_model(choice: PlanModel) -> ModelToPlan:
     dtype = stored.removeprefix("torch.") if choice.dtype == "auto" else choice.dtype
     if dtype not in WIDTHS:
         raise UserError(f"{choice.name}: weights of {dtype} cannot be run; give --dtype {' or '.join(WIDTHS)}")
-    weights = choice.weights
-    if weights == "auto" and quantisation is not None and not quantisation.is_fp8:
+    if quantisation is not None and not quantisation.is_fp8:
         raise UserError(
             f"{choice.name}: how long products take is known of floats and of FP8, but its weights are others"
-            f" ({quantisation.words}); give --weights fp8 or --weights float to plan as if they were these"
+            f" ({quantisation.words}); plan the model that it was made of"
         )
-    if weights == "auto":
-        weights = "float" if quantisation is None else "fp8"
-    return ModelToPlan(config, layout, dtype, weights)
-
-
-def _chosen_engine(options: PlanOptions, device: DeviceSpec) -> EngineFacts:
-    """Return the engine of --engine, else the one of the device's figures. Raises UsageError for an unknown name."""
-    engines = known_engines()
-    name = options.engine or device.engine
-    if name not in engines:
-        raise UsageError(f"--engine {name} is not one of {', '.join(engines)}")
-    return engines[name]
+    device, engines = read_device(options.hardware), known_engines()
+    engine = options.engine or device.engine
+    if engine not in engines:
+        raise UsageError(f"--engine {engine} is not one of {', '.join(engines)}")
+    where = (device, engines[engine], _chosen_link(options), options.tp_sizes[0])
+    served = (options.batch_sizes[0], options.prompt_len, options.output_len)
+    return Serving(config, dtype, quantisation is not None, *where, *served), layout
 
 
 def _chosen_link(options: PlanOptions) -> Interconnect | None:
@@ -184,9 +182,55 @@ def _chosen_link(options: PlanOptions) -> Interconnect | None:
     if names_a_file(options.hardware):
         return read_interconnect(options.hardware)
     raise UsageError(
-        f"{max(options.tp_sizes)} ranks send messages: give --link, a name that `ladderize plan --list` shows,"
-        " ALPHA_US,BETA_GB_S, or a file"
+        f"{max(options.tp_sizes)} ranks send messages: give --link, a known one such as nvlink, ALPHA_US,BETA_GB_S, or"
+        " a file"
     )
+
+
+def _row_layouts(choice: PlanModel, layout: Layout, serving: Serving, ranks: int) -> dict[str, Layout]:
+    """Return the layouts of the rows beside dense: the checkpoint's own, then those of --layout; bounds have the dense
+    one.
+
+    Raises UsageError for unknown names, UserError or LayoutError for layouts that ``ranks`` cannot run.
+    """
+    layouts = {} if layout.is_dense else {CHECKPOINT_ROW: layout}
+    for name in choice.rows:
+        named = "dense" if name in BOUND_NAMES else name
+        layouts[name] = named_layout(named, layout.num_layers, choice.sync_tp_size or ranks, more=BOUND_NAMES)
+    for one in (Layout.dense(layout.num_layers), *layouts.values()):
+        check_runnable(serving.config, one, ranks)
+    return layouts
+
+
+def _doubts(serving: Serving) -> Iterator[str]:
+    """Yield the reasons why the figures of a group may be off."""
+    device, link, ranks = serving.device, serving.link, serving.ranks
+    need = memory_need(serving)
+    if device.memory_gib is not None and need > device.memory_gib * GIB:
+        yield (
+            f"{ranks} x {device.name}, batch {serving.batch_size}: it does not fit: weights, KV cache and prefill make"
+            f" {human_bytes(need)} on each, which has {human_bytes(device.memory_gib * GIB)}; take more ranks or a"
+            " smaller batch"
+        )
+    if serving.prompt_len >= LONG_PROMPT and serving.engine.score_passes:
+        yield (
+            f"the engine {serving.engine.name} writes all attention scores of a prompt to memory, which takes long at"
+            f" {serving.prompt_len} tokens; --engine runtime has a fused attention"
+        )
+    if link is None or ranks == 1:
+        return
+    if link.nvlink_gb_s is not None and device.nvlink_gb_s not in (None, link.nvlink_gb_s):
+        has = f"one of {device.nvlink_gb_s:g}" if device.nvlink_gb_s else "none"
+        yield (
+            f"--link {link.name} is NVLink of {link.nvlink_gb_s:g} GB/s in each direction, and {device.name} has"
+            f" {has}: give --link ALPHA_US,BETA_GB_S, or a file of its own link"
+        )
+    timed = link.at(ranks)
+    if timed.derived:
+        yield f"{timed.name} was not timed with {ranks} ranks: {timed.derived}"
+    sizes = sorted(parts.message_bytes for parts in pass_parts(serving).values())
+    if outside := [human_bytes(size) for size in sizes if not timed.in_range(size)]:
+        yield f"{timed.name} was not timed at messages of {' and '.join(outside)} with {ranks} ranks: extrapolated"
 
 
 # ---- the choice ----
@@ -206,74 +250,61 @@ def layer_nats(document: SensitivityDocument) -> np.ndarray:
 
 
 def _choose(
-    model: ModelToPlan,
-    choice: PlanModel,
-    goal: PlanGoal,
-    group: PlannedGroup,
-    workload: Workload,
-    out: Path | None,
-    console: Console,
+    choice: PlanModel, layout: Layout, goal: PlanGoal, serving: Serving, out: Path | None, console: Console
 ) -> "tuple[PlanChoice, LayoutMeasurer | None]":
     """Return the layout that meets the goal best on this group, and the measurer, if layouts were measured.
 
+    layout: the model's own.
     out: the file of the plan. Measurements are kept beside it until the measurer is tidied.
 
     Raises UserError for costs of another model or of a number of virtual ranks that the group cannot run, and where
     nothing meets the goal.
     """
-    assert goal.sensitivity is not None
-    costs, layers = read_sensitivity(goal.sensitivity), model.config["num_hidden_layers"]
-    _check_costs(goal, costs, model, choice, group)
-    seconds = kind_seconds(group.parts(model, workload, costs.sync_tp_size), workload.decode_steps, goal.phase, layers)
-    tables = LayerTables(seconds[1], layer_nats(costs), seconds[0], costs.sync_tp_size)
-    target = goal.target(costs.dense_nll)
-    measurer, aligned = None, costs.aligned
-    if goal.verify is None:
-        chosen = choose_layout(tables, target)
-    else:
+    costs = read_sensitivity(goal.sensitivity)
+    _check_costs(choice, layout, goal, costs, serving.ranks)
+    parts = pass_parts(serving, costs.sync_tp_size)
+    constant, seconds = kind_seconds(parts, serving.passes, layout.num_layers)
+    tables = LayerTables(seconds, layer_nats(costs), constant, costs.sync_tp_size)
+    measurer, measure = None, None
+    if goal.verify is not None:
         from ladderize.plan.measure import LayoutMeasurer
-        from ladderize.ranks.threads import set_threads
 
-        set_threads(goal.threads, 1)
-        measurer = LayoutMeasurer(choice, goal, costs, kept_beside=out or goal.sensitivity, console=console)
-        aligned = measurer.aligned
-        chosen = choose_measured_layout(tables, target, measurer.measure, goal.verify, console=console)
-    return replace(chosen, phase=goal.phase, costs_file=str(goal.sensitivity), aligned=aligned), measurer
+        measurer = LayoutMeasurer(choice, costs, kept_beside=out or goal.sensitivity, console=console)
+        measure = measurer.measure
+    budget = goal.max_nats(costs.dense_nll)
+    chosen = choose_layout(tables, budget, measure, goal.verify or 0, console=console)
+    return replace(chosen, costs_file=str(goal.sensitivity), aligned=costs.aligned), measurer
 
 
-def _check_costs(
-    goal: PlanGoal, costs: SensitivityDocument, model: ModelToPlan, choice: PlanModel, group: PlannedGroup
-) -> None:
-    path, layers, size = goal.sensitivity, model.config["num_hidden_layers"], costs.sync_tp_size
-    if not model.layout.is_dense:
+def _check_costs(choice: PlanModel, layout: Layout, goal: PlanGoal, costs: SensitivityDocument, ranks: int) -> None:
+    path, size = goal.sensitivity, costs.sync_tp_size
+    if not layout.is_dense:
         raise UserError(
-            f"{choice.name} is not dense ({model.layout}); a layout is chosen for the dense model that it was made of"
+            f"{choice.name} is not dense ({layout}); a layout is chosen for the dense model that it was made of"
         )
     if costs.mode != "layers":
         raise UserError(f"{path} does not tell what a layer alone costs; measure that with --mode layers")
-    if costs.num_layers != layers:
-        raise UserError(f"{path} is of a model of {costs.num_layers} layers, but this one has {layers}")
+    if costs.num_layers != layout.num_layers:
+        raise UserError(f"{path} is of a model of {costs.num_layers} layers, but this one has {layout.num_layers}")
     if choice.model is not None:  # the weights are downloaded if they are a hub's and not here
         if fingerprint(read_checkpoint(check_model(choice.model, choice.revision))) != costs.fingerprint:
             raise UserError(f"{path} was measured on another model (their fingerprints differ); measure this one")
     elif goal.verify is not None:
         raise UserError("--verify measures a checkpoint, and --shape has no weights; name the checkpoint instead")
-    if size is not None and size % group.ranks:
+    if size is not None and size % ranks:
         raise UserError(
-            f"{path} has dropped sync points of {size} virtual ranks, which --tp-size {group.ranks} does not divide;"
-            f" measure it with --sync-tp-size {group.ranks}, or plan for fewer ranks"
+            f"{path} has dropped sync points of {size} virtual ranks, which --tp-size {ranks} does not divide;"
+            f" measure it with --sync-tp-size {ranks}, or plan for fewer ranks"
         )
-    if goal.verify is not None and costs.aligned is not None and not goal.align:
-        raise UserError(f"{path} has costs of aligned models; add --align, so that --verify aligns too")
 
 
 def write_plan_recipe(path: Path, choice: PlanChoice) -> None:
     """Write ``--recipe-out``, whole or not at all: YAML that ``convert`` takes, with its origin in comments."""
     chosen, recipe = choice.chosen, Recipe.from_layout(choice.chosen.as_layout).to_dict()
     origin = [
-        f"Chosen by `ladderize plan` for {choice.target.words}, by the costs of {choice.costs_file}.",
-        f"{chosen.layout}. {choice.phase} {chosen.speedup:.3f}x of the dense layout's speed, predicted.",
-        f"Perplexity: {chosen.cost_words} ({choice.statement}).",
+        f"Chosen by `ladderize plan`, by the costs of {choice.costs_file}.",
+        f"{chosen.layout}. {chosen.speedup:.3f}x of the dense layout's speed, predicted.",
+        f"Perplexity: {chosen.cost_words}.",
     ]
     if choice.aligned is not None:
         origin.append("These costs are of aligned models: align what is made of this, `adapt --method align`.")
