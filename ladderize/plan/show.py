@@ -25,7 +25,7 @@ def show_plan(result: PlanResult, console: Console) -> None:
         ranks, batch = rows[0].tp_size, rows[0].batch_size
         over = f" over {result.link.name}" if result.link is not None and ranks > 1 else ""
         group = f"{ranks} x {result.device.name}{over}, batch {batch}"
-        console.result(f"\n{group} ({rows[0].basis}): end to end over dense, 95 % band; ms; share that waits")
+        console.result(f"\n{group} ({rows[0].basis}): speed-up over dense, 95 % band")
         lines = [_line(row) for row in rows]
         console.table(lines, right=list(lines[0])[1:])
         if (verdict := _verdict(rows)) is not None:
@@ -46,8 +46,8 @@ def _line(row: PlannedRow) -> dict[str, str]:
         "layout": f"{row.name} (bound)" if row.kind == "bound" else row.name,
         "speed-up": f"{row.speedup:.2f}x",
         "band": "" if is_certain else f"{row.speedup_low:.2f}-{row.speedup_high:.2f}",
-        "prefill": _digits(row.prefill_ms),
-        "decode": _digits(row.decode_ms_per_token),
+        "prefill ms": _digits(row.prefill_ms),
+        "decode ms": _digits(row.decode_ms_per_token),
         "waits": "" if row.kind == "exact" else f"{row.waiting_share:.0%}",  # of fused norms unknown
         "tokens/s": _digits(row.tokens_per_s),
     }
