@@ -28,7 +28,6 @@ from ladderize.errors import UserError as UserError
 from ladderize.eval.compare import compare as compare
 from ladderize.eval.comparison import ComparisonDocument as ComparisonDocument
 from ladderize.eval.comparison import Comparisons as Comparisons
-from ladderize.eval.options import CompareOptions as CompareOptions
 from ladderize.eval.options import EvalOptions as EvalOptions
 from ladderize.eval.options import SensitivityOptions as SensitivityOptions
 from ladderize.eval.results import EvalResults as EvalResults

@@ -23,7 +23,7 @@ class Written:
         self.model: dict[str, Any] = {
             "model": f"models/{name}", "layout": "dense", "attention_sync": ["blocking"], "mlp_sync": ["blocking"],
             "sync_tp_size": None, "parameters": 1, "dtype": "float32", "device": "cpu", "torch_version": "2",
-            "transformers_version": "5", "add_bos_token": True,
+            "transformers_version": "5",
         }  # fmt: skip
         self.options: dict[str, Any] = {"tasks": []}
 
@@ -74,7 +74,7 @@ class Written:
         mean = float(nll.sum() / tokens.sum())
         self.model["perplexity"] = {
             "perplexity": math.exp(mean), "stderr": None, "nll_per_token": mean, "tokens": int(tokens.sum()),
-            "windows": len(nll), "seq_len": 128, "tokens_per_s": 1.0, "ids_sha256": "cd",
+            "windows": len(nll), "seq_len": 128, "ids_sha256": "cd",
             "window_nll": nll.tolist(), "window_tokens": tokens.tolist(),
         }  # fmt: skip
         return self

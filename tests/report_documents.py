@@ -118,7 +118,6 @@ def _evaluated(model: str, layout: Layout) -> EvaluatedModel:
         device="cpu",
         torch_version="2.13.0",
         transformers_version="5.23.0",
-        add_bos_token=True,
     )
 
 

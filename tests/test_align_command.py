@@ -159,7 +159,7 @@ def test_a_chain_of_methods_is_told_in_its_order(pair, tmp_path):
 def test_write_best_writes_nothing_that_got_worse(pair, tmp_path, monkeypatch):
     """Farther from the dense model, although its perplexity fell."""
     fell = {"dense": 9.2, "before": 9.0, "aligned": 8.9}
-    found = {name: Perplexity(x, None, 1.0, 8, 1, 8, 1.0) for name, x in fell.items()}
+    found = {name: Perplexity(x, None, 1.0, 8, 1, 8) for name, x in fell.items()}
     measures = HeldoutMeasures(found, {"before": 0.25, "aligned": 0.5})
     with monkeypatch.context() as patch:
         patch.setattr(rewrite, "heldout_measures", lambda *arguments: measures)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ladderize
-from ladderize import CompareOptions, UserError
+from ladderize import UserError
 from ladderize.eval.answers import read_models
 from ladderize.eval.comparison import Predictions
 from tests.evaluations import Written
@@ -44,8 +44,8 @@ def pair(tmp_path):
     return dense, other
 
 
-def compare_files(*written: Written, **options: Any) -> ladderize.ComparisonDocument:
-    (document,) = ladderize.compare([one.write() for one in written], CompareOptions(**options)).comparisons
+def compare_files(*written: Written) -> ladderize.ComparisonDocument:
+    (document,) = ladderize.compare([one.write() for one in written]).comparisons
     return document
 
 

@@ -18,7 +18,7 @@ from ladderize.demo.inputs import MODEL
 from ladderize.errors import UserError
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.decode import Sampling, generate_tokens, sample
-from ladderize.runtime.generate import GenerateDocument, TextStream
+from ladderize.runtime.generate import GenerateDocument
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from tests import warm
 from tests.groups import generated, make_generator, sampled
@@ -31,7 +31,6 @@ from tests.helpers import (
     make_model,
     one_sentence,
     random_ids,
-    save_llama,
 )
 
 GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
@@ -56,8 +55,6 @@ def distribution(logits, sampling):
     "sampling",
     [
         Sampling(1.0),
-        Sampling(0.5),
-        Sampling(2.0, top_k=5),
         Sampling(1.0, top_p=0.6),
         Sampling(1.5, top_k=7, top_p=0.8),
         Sampling(1.0, top_p=0.0),
@@ -136,32 +133,17 @@ def test_eos_ids_are_all_of_generation_config(llama):
     assert eos_ids(spec) == (7, 8)
 
 
-def test_text_never_shows_half_a_character():
-    class Bytes:
-        def decode(self, ids, skip_special_tokens):
-            return bytes(ids).decode(errors="replace")
-
-    stream = TextStream(Bytes())
-    pieces = [stream.push([byte]) for byte in "naïve 🙂!".encode()]
-    assert "".join(pieces) == "naïve 🙂!"
-    assert not any("\ufffd" in piece for piece in pieces)
-    cut = TextStream(Bytes())
-    assert cut.push("🙂".encode()[:2]) == ""
-    assert cut.rest() == "\ufffd"
-
-
 # ---- the command ----
 
 
-@pytest.mark.parametrize(("value", "options"), [(torch.nan, ()), (torch.inf, ("--temperature", "1", "--top-k", "3"))])
-def test_weights_that_are_no_numbers(tmp_path, value, options):
+def test_weights_that_are_no_numbers(tmp_path):
     model = load(MODEL)
     with torch.no_grad():
-        model.lm_head.weight[7] = value
+        model.lm_head.weight[7] = torch.nan
     model.save_pretrained(tmp_path / "m")
     for path in MODEL.glob("tokenizer*"):
         shutil.copy(path, tmp_path / "m")
-    outcome = invoke("generate", tmp_path / "m", "-p", "the cat", "--max-new-tokens", 4, *options)
+    outcome = invoke("generate", tmp_path / "m", "-p", "the cat", "--max-new-tokens", 4)
     assert "the model's logits are NaN or infinite" in one_sentence(outcome)
 
 
@@ -192,9 +174,7 @@ def test_two_ranks_and_a_batch_and_json(stories):
     outcome = invoke(*command, "--tp-size", 2)
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
-    assert document["schema_version"] == 1
     assert document["tp_size"] == 2
-    assert document["backend"].startswith("shm")
     alone = json.loads(invoke(*command).stdout)
     assert [t["new_ids"] for t in document["texts"]] == [t["new_ids"] for t in alone["texts"]]
     assert document["texts"][1]["text"].startswith(GREEDY[:20])
@@ -261,11 +241,7 @@ def test_ranks_end_when_their_parent_is_killed(two_ranks):
     [
         (["--tp-size", "3"], 1, "--tp-size 3 does not divide the 8 attention heads"),
         (["--top-k", "4"], 2, "--top-k has no effect with --temperature 0"),
-        (["--backend", "none"], 2, "'none' is not one of 'auto'"),
-        (["--backend", "gloo"], 2, "--backend gloo has no effect with one rank"),
         (["--backend", "nccl", "--tp-size", "2", "--device", "cpu"], 1, "--backend nccl is for GPUs"),
-        (["--threads", "100000"], 1, "is more than the"),
-        (["--replicate-vocab"], 2, "--replicate-vocab has no effect with one rank"),
         (["--max-new-tokens", "5000"], 1, "exceed the model's"),
         (["--chat"], 1, "no chat template"),
     ],
@@ -288,11 +264,5 @@ def test_bad_checkpoints(tmp_path, llama, monkeypatch):
     assert "has no tokenizer, and generate needs one" in failure(llama)
     (llama / "tokenizer.json").write_text("{broken")
     assert "its tokenizer cannot be loaded" in failure(llama)
-    make_model("spd all 4").save_pretrained(tmp_path / "spd")
-    assert "--tp-size 8 does not divide the 4 virtual ranks" in one_sentence(
-        invoke("generate", tmp_path / "spd", "-p", "x", "--tp-size", 8)
-    )
-    scaled = save_llama(tmp_path / "scaled")
-    edit_json(scaled / "config.json", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    (scaled / "model.safetensors").write_bytes((scaled / "model.safetensors").read_bytes()[:-100])
-    assert "is truncated" in failure(scaled)
+    (llama / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes()[:-100])
+    assert "is truncated" in failure(llama)

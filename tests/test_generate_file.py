@@ -18,11 +18,12 @@ from ladderize.demo.inputs import MODEL
 from ladderize.files.temporaries import try_lock
 from ladderize.modeling import load_tokenizer
 from ladderize.runtime.decode import sample
-from ladderize.runtime.generate_file import GenerateFileDocument, LineWriter, answer_text
+from ladderize.runtime.generate import answer_text
+from ladderize.runtime.generate_file import GenerateFileDocument, LineWriter
 from ladderize.runtime.sampling import Sampling
 from tests import warm
 from tests.adapt_data.rows import MARKED, PLAIN, TURNS, one, scored_text, write_jsonl
-from tests.helpers import SHAPE, clearly_chosen, edit_json, invoke, listing, make_model, one_sentence, save_llama
+from tests.helpers import SHAPE, clearly_chosen, edit_json, invoke, listing, one_sentence, save_llama
 
 LENGTH = 12  # the most new tokens
 
@@ -154,17 +155,13 @@ def test_greedy_answers_are_those_of_transformers(model, greedy, texts, prompts,
     document, rows = json.loads(outcome.stdout), rows_of(out)
     assert [(answer_of(row), row["finish_reason"]) for row in rows] == texts
     for row, question in zip(rows, greedy[0], strict=True):
+        assert list(row)[-1] == "finish_reason"
         if "prompt" in question:
-            assert list(row) == ["prompt", "completion", "finish_reason"]
             assert row["prompt"] == question["prompt"]
         else:
-            assert list(row) == ["messages", "finish_reason"]
             assert row["messages"] == [*question["messages"], {"role": "assistant", "content": answer_of(row)}]
-    assert {reason for _, reason in texts} == {"stop", "length"}
     assert document["samples"] == 20
     assert document["ended_samples"] == sum(reason == "stop" for _, reason in texts)
-    assert document["output_tokens"] == sum(map(len, greedy[1]))
-    assert document["output_tokens_per_s"] > 0
     assert GenerateFileDocument.from_dict(document, "stdout").to_dict().items() <= document.items()
     assert listing(tmp_path) == ["out.jsonl", "prompts.jsonl"]
 
@@ -286,17 +283,16 @@ def source(tmp_path_factory):
 def test_a_line_is_ids_from_bos_to_eos(source, tmp_path):
     outcome = invoke(*from_bos(source, tmp_path / "self.jsonl", 40), "--json")
     document, lines = json.loads(outcome.stdout), rows_of(tmp_path / "self.jsonl")
-    rows = [line["input_ids"] for line in lines]
     assert listing(tmp_path) == ["self.jsonl"]
-    assert len(rows) == document["samples"] == 40
-    assert document["output_tokens"] == sum(len(row) - 1 for row in rows)
-    assert {row[0] for row in rows} == {SHAPE["bos_token_id"]}
-    ended = [row for row in rows if row[-1] == 5]
-    assert document["ended_samples"] == len(ended)
-    assert all((line["finish_reason"] == "stop") == (line["input_ids"][-1] == 5) for line in lines)
-    assert all(5 not in row[1:-1] for row in rows)
-    assert {len(row) for row in rows if row not in ended} == {LENGTH + 1}
-    assert not any("text" in line for line in lines)
+    assert len(lines) == document["samples"] == 40
+    assert document["ended_samples"] == sum(line["finish_reason"] == "stop" for line in lines)
+    for line in lines:
+        assert list(line) == ["input_ids", "finish_reason"]
+        first, *between, last = line["input_ids"]
+        assert first == SHAPE["bos_token_id"]
+        assert 5 not in between
+        assert line["finish_reason"] == ("stop" if last == 5 else "length")
+        assert last == 5 or len(between) == LENGTH - 1
 
 
 def test_text_is_the_ids_without_special_tokens(tmp_path):
@@ -305,18 +301,6 @@ def test_text_is_the_ids_without_special_tokens(tmp_path):
     for line in rows_of(tmp_path / "self.jsonl"):
         assert list(line) == ["text", "input_ids", "finish_reason"]
         assert line["text"] == tokenizer.decode(line["input_ids"], skip_special_tokens=True)
-        assert line["text"]
-        assert "<s>" not in line["text"]
-        assert "</s>" not in line["text"]
-
-
-def test_a_sample_depends_on_its_number_and_the_seed_only(source, tmp_path):
-    rows = ids_of(write(source, tmp_path / "whole.jsonl", 10, batch=8))
-    long = [row for row in rows if len(row) > 8]  # two texts that end at once can be the same by chance
-    assert len({tuple(row) for row in long}) == len(long)
-    assert ids_of(write(source, tmp_path / "three.jsonl", 10, batch=3)) == rows
-    assert ids_of(write(source, tmp_path / "fewer.jsonl", 5, batch=8)) == rows[:5]
-    assert not any(row in long for row in ids_of(write(source, tmp_path / "other.jsonl", 10, seed=1)))
 
 
 # ---- unfinished work ----
@@ -369,23 +353,17 @@ def test_goes_on_in_batches_of_another_size_and_to_more_samples(source, unfinish
     assert len(more) == 13
 
 
-def test_what_another_run_left_is_not_gone_on_with(source, unfinished):
+def test_other_runs_do_not_touch_the_firsts_work(source, unfinished):
+    """Neither another command, nor the same one at the same time."""
     out, whole = unfinished
     part = part_of(out)
     left = part.read_bytes()
     assert write(source, out, seed=1) != whole
-    assert part.read_bytes() == left
     out.unlink()
-    assert write(source, out) == whole
-
-
-def test_a_second_run_does_not_touch_the_firsts_work(source, unfinished):
-    out, _ = unfinished
-    with part_of(out).open("rb") as first:
+    with part.open("rb") as first:
         assert try_lock(first.fileno())
-        left = first.read()
         assert "another run writes" in failure(from_bos(source, out))
-        assert part_of(out).read_bytes() == left
+    assert part.read_bytes() == left
 
 
 def test_kill_9_at_any_moment(source, tmp_path):
@@ -423,14 +401,9 @@ FILE, BOS = ["--prompt-file", "x.jsonl"], ["--from-bos", "--num-samples", 3]
     [
         ([], "give one of --prompt TEXT, --prompt-file FILE to answer many, or --from-bos"),
         (["-p", "x", "--num-samples", 3], "--num-samples and --engine vllm are for --prompt-file and --from-bos"),
-        (["-p", "x", "--out", "x.jsonl"], "--prompt has none"),
         (["--from-bos", "--out", "x.jsonl"], "--from-bos needs --num-samples N"),
         (FILE, "need --out FILE"),
-        ([*BOS, "--out", "x.txt"], "--out x.txt must end in .jsonl"),
-        ([*BOS, "--out", "x.jsonl", "--chat"], "leave --chat out"),
-        ([*BOS, "--out", "x.jsonl", "--temperature", 0], "would give the same text every time"),
-        ([*BOS, *FILE, "--out", "x.jsonl"], "give one of --prompt TEXT, --prompt-file FILE"),
-        ([*FILE, "--out", "x.jsonl", "--temperature", 0, "--top-k", 3], "--top-k has no effect with --temperature 0"),
+        ([*BOS, "--out", "x.jsonl", "--temperature", 0], "it takes no --chat, and a --temperature above 0"),
     ],
 )
 def test_bad_usage(arguments, message):
@@ -442,10 +415,8 @@ def test_bad_usage(arguments, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "x", "a.csv must end in one of .jsonl, .parquet, .txt"),
-        ("a.jsonl", "\n\n", "a.jsonl holds 0 prompts, and 1 are asked for"),
+        ("a.jsonl", "\n\n", "a.jsonl holds no prompts"),
         ("a.jsonl", '{"text": "x"}\n\n{"text"\n', "a.jsonl, line 3: is not JSON"),
-        ("a.jsonl", '{"completion": "x"}\n', "line 1: has completion; a row needs messages, conversations, prompt or"),
         (
             "a.jsonl",
             '{"messages": [{"role": "assistant", "content": "x"}]}\n',
@@ -453,13 +424,11 @@ def test_bad_usage(arguments, message):
         ),
         ("a.jsonl", '{"text": "x"}\n{"text": "' + "the cat " * 300 + '"}\n', "line 2: a prompt of"),
         ("a.txt", b"x\n\xff\n", "a.txt, line 2 is not UTF-8 text"),
-        ("a.parquet", "no", "cannot be read as parquet"),
     ],
 )
 def test_files_that_cannot_be_used(model, tmp_path, name, content, message):
     path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     before = listing(tmp_path)
     assert message in failure(command(model, path, tmp_path / "out.jsonl"))
     assert listing(tmp_path) == before
@@ -468,10 +437,6 @@ def test_files_that_cannot_be_used(model, tmp_path, name, content, message):
 def test_models_and_numbers_that_cannot_be_used(model, prompts, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
     before = listing(tmp_path)
-    assert "prompts.jsonl holds 20 prompts, and 21 are asked for" in failure(
-        command(model, prompts, out, num_samples=21)
-    )
-    assert "does not exist" in failure(command(model, prompts, tmp_path / "nowhere" / "out.jsonl"))
     message = failure(command(MODEL, prompts, out))
     assert ": " + str(MODEL) + " has no chat template, which a conversation needs" in message
     assert "prompts.jsonl, line " in message
@@ -492,17 +457,5 @@ def test_models_that_cannot_be_sampled(tmp_path):
     out, before = tmp_path / "self.jsonl", listing(tmp_path)
     assert "exceed the model's 64 positions" in failure(from_bos(source, out, max_new_tokens=64))
     edit_json(source / "config.json", bos_token_id=1000)
-    assert "has no BOS token among its 97 tokens (bos_token_id of config.json is 1000)" in failure(
-        from_bos(source, out)
-    )
-    edit_json(source / "config.json", bos_token_id=None)
-    assert "has no BOS token" in failure(from_bos(source, out))
+    assert "has no BOS token among its 97 tokens (bos_token_id is 1000)" in failure(from_bos(source, out))
     assert listing(tmp_path) == before
-
-
-def test_a_converted_model_is_sampled_with_a_remark(tmp_path):
-    make_model("mixed").save_pretrained(tmp_path / "m")
-    outcome = invoke(*from_bos(tmp_path / "m", tmp_path / "self.jsonl", 2))
-    assert outcome.code == 0
-    assert "this is its text, not the dense model's" in outcome.stderr
-    assert outcome.stdout.startswith("2 texts, ")

@@ -1,7 +1,6 @@
 """KL and same-top share of ``eval`` against two plain forwards of transformers; predictions kept for later runs; and
 what keeps them from being compared."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -10,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from ladderize import EvalOptions, UserError, convert_checkpoint, evaluate
 from ladderize.convert.recipe import Recipe
 from ladderize.eval import text
-from ladderize.eval.text import prepare_folder, score_windows
+from ladderize.eval.text import prepare_folder
 from ladderize.modeling import load
 from tests.helpers import SHAPE, fresh_rng, invoke, listing, one_sentence, save_llama
 
@@ -45,7 +44,7 @@ def logits_of(model: Path, windows: list[np.ndarray], dtype: torch.dtype) -> lis
 
 @pytest.mark.parametrize(
     ("tokens_at_once", "dtype", "tolerance"),
-    [(5, torch.float32, 2e-4), (1000, torch.float32, 2e-4), (5, torch.bfloat16, 5e-2)],
+    [(5, torch.float32, 2e-4), (5, torch.bfloat16, 5e-2)],
 )
 def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, tokens_at_once, dtype, tolerance):
     monkeypatch.setattr(text, "LOGITS_AT_A_TIME", tokens_at_once * SHAPE["vocab_size"])
@@ -78,34 +77,18 @@ def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, tokens_at_once,
         assert everything.mean() > 0.01  # or nothing was compared
 
 
-def test_a_model_is_equal_to_itself(trio):
-    found = evaluate([trio[1], trio[1]], options_of(trio[0].parent)).models[1].model.predictions
-    assert found.same_top_share == 1
-    assert 0 <= found.mean_kl <= found.p99_kl < 1e-6
-
-
 def test_one_at_a_time_as_all_together(trio, tmp_path):
-    together = evaluate(trio, options_of(tmp_path))
-    evaluate(trio[:1], options_of(tmp_path), keep_predictions=tmp_path / "kept")
+    kept = tmp_path / "kept"
+    evaluate(trio[:1], options_of(tmp_path, seq_len=SEQ_LEN // 2), keep_predictions=kept)
+    evaluate(trio[:1], options_of(tmp_path), keep_predictions=kept)  # the folder is of the later run
     windows = [f"window-{number}.safetensors" for number in range(7)]
-    assert listing(tmp_path / "kept") == ["head.safetensors", "predictions.json", *windows]
-    about = json.loads((tmp_path / "kept" / "predictions.json").read_text())
-    assert about["model"] == str(trio[0])
+    assert listing(kept) == ["head.safetensors", "predictions.json", *windows]
+    together = evaluate(trio, options_of(tmp_path))
     for number in (1, 2):
-        alone = evaluate([trio[number]], options_of(tmp_path), reference=tmp_path / "kept").models[0].model
+        alone = evaluate([trio[number]], options_of(tmp_path), reference=kept).models[0].model
         expected = together.models[number].model
         assert alone.predictions == expected.predictions
         assert alone.perplexity.window_nll == expected.perplexity.window_nll
-    # kept again, by a command, for fewer windows: the folder is of the later run
-    kept = ("--keep-predictions", tmp_path / "kept", "--windows", "2", "--seq-len", SEQ_LEN)
-    assert invoke("eval", trio[0], "--perplexity", tmp_path / "ids.npy", *kept).code == 0
-    outcome = invoke(
-        "eval", trio[1], "--perplexity", tmp_path / "ids.npy", "--reference", tmp_path / "kept", *kept[2:], "--json"
-    )
-    assert listing(tmp_path / "kept") == ["head.safetensors", "predictions.json", *windows[:2]]
-    found = json.loads(outcome.stdout)["models"][0]["ladderize"]["predictions"]
-    fewer = evaluate(trio[:2], options_of(tmp_path, windows=2)).models[1].model.predictions
-    assert found["mean_kl"] == pytest.approx(fewer.mean_kl, rel=1e-4)
 
 
 def test_a_reference_of_something_else(trio, tmp_path):
@@ -120,7 +103,6 @@ def test_a_reference_of_something_else(trio, tmp_path):
             kept,
             "their windows are others (--perplexity, --seq-len",
         ),
-        (trio[1], {"seq_len": 9}, kept, "their windows are others"),
         (other, {}, kept, "their vocabulary has 97 tokens, and this one 120"),
         (trio[1], {}, tmp_path / "none", "none holds no kept predictions (no predictions.json)"),
     ):
@@ -172,28 +154,21 @@ def test_a_full_disk_leaves_nothing_that_is_valid(trio, tmp_path, monkeypatch):
     assert "predictions.json" not in listing(tmp_path / "kept")
 
 
-def test_logits_that_are_capped(tmp_path):
-    """Gemma 2's logits are no product of its output layer alone: its perplexity is right, its predictions are not
-    kept."""
+def test_an_architecture_that_may_cap_its_logits_is_refused(tmp_path):
     shape = {key: value for key, value in SHAPE.items() if key not in ("bos_token_id", "eos_token_id")}
     config = Gemma2Config(**shape, head_dim=4, final_logit_softcapping=2.0, sliding_window=16)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "gemma").eval()
-    windows = [fresh_rng().integers(3, 90, SEQ_LEN) for _ in range(3)]
-    np.save(tmp_path / "ids.npy", np.stack(windows))
-    with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(np.stack(windows))).logits.log_softmax(-1)
-    expected = [-float(logits[i, range(SEQ_LEN - 1), windows[i][1:]].sum()) for i in range(3)]
-    np.testing.assert_allclose([score.nll for score in score_windows(model, windows)], expected, rtol=1e-4)
-    outcome = invoke("eval", tmp_path / "gemma", tmp_path / "gemma", "--perplexity", tmp_path / "ids.npy", "--json")
-    assert "are not kept: its architecture may change its logits after its output layer" in outcome.stderr
+    np.save(tmp_path / "ids.npy", fresh_rng().integers(3, 90, 3 * SEQ_LEN))
+    outcome = invoke("eval", tmp_path / "gemma", "--perplexity", tmp_path / "ids.npy")
+    assert "--perplexity is for the families of models that ladderize converts, not for a gemma2" in one_sentence(
+        outcome
+    )
 
 
-@pytest.mark.parametrize("scaling", [2.5, 10.0])
-def test_logits_that_are_scaled_in_bfloat16(tmp_path, scaling):
+def test_logits_that_are_scaled_in_bfloat16(tmp_path):
     """Granite divides its logits, which rounds them: they are its output layer's product with scaled states all the
     same."""
-    shared = {"dtype": torch.bfloat16, "model_type": "granite", "logits_scaling": scaling}
+    shared = {"dtype": torch.bfloat16, "model_type": "granite", "logits_scaling": 2.5}
     dense = save_llama(tmp_path / "dense", seed=int(torch.randint(1 << 30, ())), **shared)
     convert_checkpoint(dense, tmp_path / "both", Recipe(spd="1:", ladder="all", sync_tp_size=4), verify=False)
     np.save(tmp_path / "ids.npy", fresh_rng().integers(3, SHAPE["vocab_size"], 20 * SEQ_LEN))
@@ -209,22 +184,3 @@ def test_logits_that_are_scaled_in_bfloat16(tmp_path, scaling):
     evaluate([dense], options_of(tmp_path), keep_predictions=tmp_path / "kept")
     found = evaluate([tmp_path / "both"], options_of(tmp_path), reference=tmp_path / "kept").models[0].model
     assert found.predictions == entries[1].model.predictions
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "message"),
-    [
-        (["--reference", "x", "--tasks", "a"], 2, "--reference has no effect without --perplexity"),
-        (["--keep-predictions", "x", "--tasks", "a"], 2, "--keep-predictions has no effect without --perplexity"),
-        (["--keep-predictions", "x", "--reference", "y", "--perplexity", "z.npy"], 2, "exclude each other"),
-        (["--keep-predictions", "/no/x", "--perplexity", "IDS"], 1, "the folder /no does not exist"),
-        (["--keep-predictions", "MODEL", "--perplexity", "IDS"], 1, "is not an empty folder"),
-        (["--windows", "0", "--perplexity", "IDS"], 2, "--windows"),
-    ],
-)
-def test_bad_options(llama, tmp_path, options, code, message):
-    np.save(tmp_path / "ids.npy", np.arange(3, 60))
-    names = {"IDS": tmp_path / "ids.npy", "MODEL": llama}
-    outcome = invoke("eval", llama, *(names.get(option, option) for option in options))
-    assert outcome.code == code
-    assert message in outcome.stderr

@@ -150,7 +150,7 @@ def test_other_work_is_refused(tmp_path, text, monkeypatch):
 def test_a_step_that_makes_it_worse_is_said():
     def measured(*values):
         names = ("dense", "sync points dropped", "+ head grouping", "+ distillation")
-        return {name: Perplexity(value, None, 1.0, 8, 1, 8, 1.0) for name, value in zip(names, values, strict=False)}
+        return {name: Perplexity(value, None, 1.0, 8, 1, 8) for name, value in zip(names, values, strict=False)}
 
     assert spd.made_worse(measured(4.0, 6.0, 5.5, 4.5)) is None
     assert spd.made_worse(measured(4.0, 6.0)) is None

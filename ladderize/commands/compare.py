@@ -6,7 +6,7 @@ from pathlib import Path
 from ladderize.choices import AS_JSON, argument, option
 from ladderize.commands.builder import MEASUREMENT, OUTPUT, GivenOptions, command
 from ladderize.console import Console
-from ladderize.eval.options import CompareOptions
+from ladderize.eval.options import MARGIN, check_margin
 from ladderize.files.documents import check_writable, write_json
 
 
@@ -15,13 +15,13 @@ class CompareArguments:
     files: tuple[Path, ...] = argument(
         "RESULTS...", "Files that eval wrote (results.json). The first model is the reference."
     )
+    margin: float = option("Points that may be lost: 1 is 0.01 of acc.", MARGIN)
     out: Path | None = option("Write the comparison as JSON.", metavar="FILE")
     as_json: bool = option(AS_JSON, False)
 
 
 @command(
     CompareArguments,
-    CompareOptions,
     panels={MEASUREMENT: "margin", OUTPUT: "out json"},
     configurable=False,
 )
@@ -30,14 +30,15 @@ def compare(given: GivenOptions) -> None:
 
     Works on stored files alone. Models that were not asked the same are refused.
     """
-    arguments, options = given.fill(CompareArguments), given.fill(CompareOptions)
+    arguments = given.fill(CompareArguments)
+    check_margin(arguments.margin)
     from ladderize.eval.compare import compare as compare_files
     from ladderize.eval.table import show_comparison
 
     if arguments.out is not None:
         check_writable(arguments.out, inputs=arguments.files)
     console = Console(arguments.as_json)
-    comparisons = compare_files(arguments.files, options)
+    comparisons = compare_files(arguments.files, arguments.margin)
     console.document(comparisons.to_dict())
     for number, document in enumerate(comparisons.comparisons):
         if number:

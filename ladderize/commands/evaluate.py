@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.choices import AS_JSON, argument, check_options, option
-from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
+from ladderize.commands.builder import MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING
 from ladderize.console import Console
 from ladderize.eval.options import EvalOptions
@@ -36,7 +36,6 @@ class EvalArguments:
         " seq_len windows seed backend reference",
         MEMORY: "tp_size batch_size max_length dtype device",
         MODELS: "revision",
-        ADVANCED: "trust_remote_code",
         OUTPUT: "out keep_predictions resume json",
     },
 )

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ladderize.choices import AS_JSON, MAX_SEED, argument, option
-from ladderize.commands.builder import ADVANCED, MEMORY, MODELS, OUTPUT, GivenOptions, command
+from ladderize.commands.builder import MEMORY, MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING, compute_options, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
@@ -27,7 +27,7 @@ class GenerateArguments:
         metavar="FILE",
     )
     from_bos: bool = option(f"Sample texts from BOS alone into --out. {GOES_ON}", False)
-    num_samples: int | None = option("Number of texts, or of rows to answer.", min=1, shown="all rows of --prompt-file")
+    num_samples: int | None = option("Texts, or the most rows to answer.", min=1, shown="all rows of --prompt-file")
     out: Path | None = option("The .jsonl file to write, for adapt --data.", metavar="FILE")
     batch_size: int = option("With --out: texts at a time. The KV cache grows with it.", DEFAULT_TEXTS_AT_A_TIME, min=1)
     engine: Literal["runtime", "vllm"] = option("Compute --out on ladderize's own ranks, or in vLLM.", "runtime")
@@ -48,7 +48,6 @@ class GenerateArguments:
         MODELS: "revision",
         MEMORY: "tp_size backend dtype device threads",
         OUTPUT: "json",
-        ADVANCED: "replicate_vocab",
     },
     configurable=False,
 )
@@ -57,7 +56,7 @@ def generate(given: GivenOptions) -> None:
     arguments = given.fill(GenerateArguments)
     _check_mode(arguments)
     if arguments.engine == "vllm":
-        given.refuse({"backend", "device", "threads", "replicate_vocab"}, "with --engine vllm")
+        given.refuse({"backend", "device", "threads"}, "with --engine vllm")
     temperature = float(arguments.out is not None) if arguments.temperature is None else arguments.temperature
     sampling = given.fill(Sampling, temperature=temperature)
     console = Console(arguments.as_json)
@@ -65,16 +64,15 @@ def generate(given: GivenOptions) -> None:
     with console.stage(LOADING):
         start_server(1 if in_vllm else given.params["tp_size"])
         device = compute_options(given.params["device"], given.params["threads"])
+        from ladderize.runtime.generate import answer_on_runtime
         from ladderize.runtime.generate import generate as generate_texts
         from ladderize.runtime.generate_file import generate_file
+        from ladderize.vllm.generate import answer_in_vllm
     options = given.fill(GenerateOptions, sampling=sampling, device=device)
     document: Record | None
     if arguments.out is None:
         document = generate_texts(arguments.model, arguments.prompt, options, console=console)
     else:
-        engine: Any = None
-        if in_vllm:
-            from ladderize.vllm.generate import answer_in_vllm as engine
         document = generate_file(
             arguments.model,
             arguments.out,
@@ -82,7 +80,7 @@ def generate(given: GivenOptions) -> None:
             options,
             samples=arguments.num_samples,
             batch_size=arguments.batch_size,
-            engine=engine,
+            engine=answer_in_vllm if in_vllm else answer_on_runtime,
             console=console,
         )
     if document is not None:  # None on other ranks than 0

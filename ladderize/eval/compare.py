@@ -29,7 +29,7 @@ from ladderize.eval.comparison import (
     mcnemar_p,
     verdict_of,
 )
-from ladderize.eval.options import CompareOptions
+from ladderize.eval.options import MARGIN, check_margin
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,20 +42,22 @@ CLOSE = 1e-6  # relative: how closely the samples' mean must match the results
 MAX_TOKENS, MAX_NATS = 2**40, 700.0  # of a window; per token: exp(700) is the largest perplexity
 
 
-def compare(files: Iterable[str | Path], options: CompareOptions | None = None) -> Comparisons:
+def compare(files: Iterable[str | Path], margin: float = MARGIN) -> Comparisons:
     """Compare each model of stored evaluations with the first one of the first file.
 
     files: results.json of ``ladderize eval``.
+    margin: points that may be lost: 1 is 0.01 of acc.
     Raises UserError for models that were not asked the same, and says what differs.
     """
+    check_margin(margin)
     models = [model for file in files for model in read_models(Path(file))]
     if len(models) < 2:
         names = ", ".join(one.model.model for one in models) or "no model"
         raise UserError(f"there are no two models to compare, but only {names}; name another file")
-    return Comparisons([compare_models(models[0], other, options or CompareOptions()) for other in models[1:]])
+    return Comparisons([compare_models(models[0], other, margin) for other in models[1:]])
 
 
-def compare_models(reference: AnsweredModel, other: AnsweredModel, options: CompareOptions) -> ComparisonDocument:
+def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float = MARGIN) -> ComparisonDocument:
     """Compare everything that both models were asked. What cannot be compared is left out by name.
 
     Raises UserError, which says what differs, where a common task was asked in two ways, or nothing is common.
@@ -73,7 +75,7 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, options: Comp
             if values is None:
                 left_out.append(f"{task}: {metric_name(metric, name)} is no mean of numbers over the questions")
             else:
-                measured.append((compare_metric(both, task, metric, name, values, options), values))
+                measured.append((compare_metric(both, task, metric, name, values, margin), values))
         if main := main_of([one for one, _ in measured]):
             mains[task] = next((one, values) for one, values in measured if one is main)
         compared += [replace(one, main=one is main) for one, _ in measured]
@@ -87,9 +89,9 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, options: Comp
     return ComparisonDocument(
         reference=reference.model.model,
         other=other.model.model,
-        margin=options.margin,
+        margin=margin,
         tasks=compared,
-        overall=pool(both, mains, options) if mains else None,
+        overall=pool(both, mains, margin) if mains else None,
         perplexity=compare_perplexity(both) if has_texts else None,
         predictions=predictions if predictions and predictions.reference == reference.model.model else None,
         left_out=left_out,
@@ -125,9 +127,7 @@ def sample_values(both: Pair, task: str, metric: str, name: str) -> "Values | No
     return columns[0], columns[1]
 
 
-def compare_metric(
-    both: Pair, task: str, metric: str, name: str, values: "Values", options: CompareOptions
-) -> TaskComparison:
+def compare_metric(both: Pair, task: str, metric: str, name: str, values: "Values", margin: float) -> TaskComparison:
     """Compare one metric of one task.
 
     name: of the filter.
@@ -141,7 +141,7 @@ def compare_metric(
     flips: dict[str, Any] = {}
     if is_share and better is not None:
         weights = [1 / len(difference)] * len(difference)
-        verdict, needed = verdict_of(estimate, weights, options.margin, higher_is_better=better)
+        verdict, needed = verdict_of(estimate, weights, margin, higher_is_better=better)
         if np.isin(everything, (0, 1)).all():
             docs, gains = np.array(sorted(both[0].answers[task][name])), difference if better else -difference
             lost, gained = docs[gains < 0].tolist(), docs[gains > 0].tolist()
@@ -183,7 +183,7 @@ def metric_name(metric: str, filter_name: str) -> str:
 # ---- all tasks as one number ----
 
 
-def pool(both: Pair, mains: "Mapping[str, tuple[TaskComparison, Values]]", options: CompareOptions) -> PooledComparison:
+def pool(both: Pair, mains: "Mapping[str, tuple[TaskComparison, Values]]", margin: float) -> PooledComparison:
     """Return the mean of the tasks' main metrics.
 
     mains: of each task, its main metric with the samples' values.
@@ -193,7 +193,7 @@ def pool(both: Pair, mains: "Mapping[str, tuple[TaskComparison, Values]]", optio
     differences = [theirs - ours for ours, theirs in zip(*values, strict=True)]
     weights = [1 / len(units) / len(stratum) for stratum in differences for _ in stratum]
     estimate = estimate_mean(differences)
-    verdict, needed = verdict_of(estimate, weights, options.margin)
+    verdict, needed = verdict_of(estimate, weights, margin)
     ours, theirs, difference = (
         float(np.mean([stratum.mean() for stratum in strata])) for strata in (*values, differences)
     )

@@ -1,4 +1,4 @@
-"""A model that is opened for evaluation: the interface, and transformers' models behind it.
+"""A model that is opened for evaluation, and transformers' models as such.
 
 Where a launcher has started several processes, each has the whole transformers model.
 """
@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import transformers
 
 from ladderize.data import needs_tokenizer
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvaluatedModel
-from ladderize.eval.text import WindowScore, plain_head, score_windows, write_head
+from ladderize.eval.text import WindowScore, score_windows
 from ladderize.layout import Layout, LayoutError
 from ladderize.modeling import load, load_tokenizer
 from ladderize.ranks.group import Ranks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user gave it, folder of the checked model
 
@@ -34,10 +35,7 @@ class EvalModel(ABC):
     described: layout, size and numerics.
     vocab_size: ids are below it.
     positions: the longest window that the model reads.
-    no_predictions: why its predictions cannot be kept, for the end of a sentence; None where they can.
     """
-
-    no_predictions: str | None = None
 
     def __init__(
         self,
@@ -54,10 +52,7 @@ class EvalModel(ABC):
         name: as the user gave it.
         measured: more fields of ``EvaluatedModel``.
         """
-        import transformers
-
-        self.name, self.tokenizer = name, tokenizer
-        self.vocab_size, self.positions = vocab_size, positions
+        self.name, self.tokenizer, self.vocab_size, self.positions = name, tokenizer, vocab_size, positions
         layout = Layout.from_config(dict(config))
         self.described = EvaluatedModel(
             model=name,
@@ -65,35 +60,19 @@ class EvalModel(ABC):
             **layout.to_config(),
             torch_version=torch.__version__,
             transformers_version=transformers.__version__,
-            add_bos_token=None,
             **measured,
         )
 
     @abstractmethod
-    def score(
-        self,
-        windows: list[np.ndarray],
-        *,
-        batch_size: int,
-        keep: Path | None = None,
-        reference: Path | None = None,
-        advance: Callable[[int], None] = lambda n: None,
-    ) -> list[WindowScore]:
-        """Score windows, int64 [n] each.
+    def score(self, windows: list[np.ndarray], *, advance: Callable[[int], None], **how: Any) -> list[WindowScore]:
+        """Score windows, on all ranks alike.
 
-        keep: a folder to write this model's states and output layer into, for comparing others with
-        (``eval.text``; the caller writes the description).
-        reference: a folder that ``keep`` of another model filled for the same windows.
-        advance: is called with the number of windows scored.
-        Raises UserError where the disk is full or fails.
+        how: further arguments of ``score_windows``.
         """
 
     @abstractmethod
-    def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
-        """Return an ``lm_eval.api.model.LM`` of this model.
-
-        add_bos: texts begin with BOS; the same for all models.
-        """
+    def harness(self, options: EvalOptions) -> Any:
+        """Return an ``lm_eval.api.model.LM`` of this model."""
 
     @abstractmethod
     def close(self) -> None:
@@ -106,12 +85,23 @@ class HFModel(EvalModel):
     ranks: the processes that share windows and questions.
     """
 
-    def __init__(
-        self, name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", ranks: Ranks
-    ) -> None:
+    def __init__(self, name: str, folder: Path, options: EvalOptions, ranks: Ranks) -> None:
+        """Load a checked model and, if the options need one, its tokenizer.
+
+        Raises UserError or LayoutError; errors of transformers become one sentence.
+        """
+        tokenizer = None
+        if options.tasks or (options.perplexity is not None and needs_tokenizer(options.perplexity)):
+            tokenizer = load_tokenizer(folder)
+        if options.tasks and tokenizer is None:
+            raise UserError(f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text")
+        try:
+            model = load(folder, dtype=options.dtype, device=str(ranks.device))
+        except (UserError, LayoutError):
+            raise
+        except Exception as error:  # whatever a config of another architecture makes transformers do
+            raise UserError(f"{name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
         self.model, self.ranks = model, ranks
-        if plain_head(model) is None:
-            self.no_predictions = "its architecture may change its logits after its output layer"
         super().__init__(
             name,
             model.config.to_dict(),
@@ -123,54 +113,14 @@ class HFModel(EvalModel):
             device=str(model.device),
         )
 
-    @classmethod
-    def open(cls, name: str, folder: Path, options: EvalOptions, ranks: Ranks) -> "HFModel":
-        """Load a checked model and, if the options need one, its tokenizer.
-
-        Raises UserError or LayoutError; errors of transformers become one sentence.
-        """
-        tokenizer = None
-        if options.tasks or (options.perplexity is not None and needs_tokenizer(options.perplexity)):
-            tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
-        if options.tasks and tokenizer is None:
-            raise UserError(f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text")
-        try:
-            model = load(
-                folder, dtype=options.dtype, device=str(ranks.device), trust_remote_code=options.trust_remote_code
-            )
-        except (UserError, LayoutError):
-            raise
-        except Exception as error:  # whatever a config of another architecture makes transformers do
-            raise UserError(f"{name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
-        return cls(name, model, tokenizer, ranks)
-
-    def score(
-        self,
-        windows: list[np.ndarray],
-        *,
-        batch_size: int,
-        keep: Path | None = None,
-        reference: Path | None = None,
-        advance: Callable[[int], None] = lambda n: None,
-    ) -> list[WindowScore]:
-        """Score windows as ``EvalModel.score`` says. Each rank scores neighbouring windows, and all ranks return all
-        scores."""
+    def score(self, windows: list[np.ndarray], *, advance: Callable[[int], None], **how: Any) -> list[WindowScore]:
+        """Score windows. Each rank scores neighbouring ones, and all ranks return all scores."""
         rank, size = self.ranks.rank, self.ranks.size
-        if keep is not None and self.ranks.is_main:
-            layer: Any = self.model.get_output_embeddings()
-            write_head(keep, layer.weight, layer.bias)
-        scores = score_windows(
-            self.model,
-            windows,
-            batch_size=batch_size,
-            chosen=range(rank * len(windows) // size, (rank + 1) * len(windows) // size),
-            keep=keep,
-            reference=reference,
-            advance=lambda count: advance(count * size),
-        )
+        chosen = range(rank * len(windows) // size, (rank + 1) * len(windows) // size)
+        scores = score_windows(self.model, windows, chosen=chosen, advance=lambda count: advance(count * size), **how)
         return [*itertools.chain.from_iterable(self.ranks.gather(scores))]
 
-    def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
+    def harness(self, options: EvalOptions) -> Any:
         """Return lm-eval's HF backend around the loaded model.
 
         Its logits_cache is off: with it lm-eval 0.4.13 scores a continuation of one token at a wrong position, where
@@ -178,13 +128,7 @@ class HFModel(EvalModel):
         """
         from lm_eval.models.huggingface import HFLM
 
-        lm = HFLM(
-            pretrained=self.model,
-            tokenizer=self.tokenizer,
-            batch_size=options.batch_size,
-            add_bos_token=add_bos,
-            logits_cache=False,
-        )
+        lm = HFLM(pretrained=self.model, tokenizer=self.tokenizer, batch_size=options.batch_size, logits_cache=False)
         ranks = self.ranks
 
         def gather_object(obj: Any, dst: int = 0) -> list[Any] | None:

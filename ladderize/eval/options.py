@@ -21,6 +21,7 @@ from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
 
+MARGIN = 1.0  # points that may be lost
 EvalBackend = Literal["hf", "vllm"]  # what computes: transformers or vLLM
 
 
@@ -41,9 +42,6 @@ class EvalOptions(Record):
     device: str | None = option("Where to compute, such as cpu or cuda:0.", shown="cuda if there is one")
     revision: str | None = option(REVISION)
     seed: int = option("Seed of sampling and of few-shot examples.", 0, min=0)
-    trust_remote_code: bool = option(
-        "Run Python code that a checkpoint brings along. Not needed for ladderized ones.", False
-    )
     perplexity: str | None = option(
         "Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array) to score.", metavar="FILE"
     )
@@ -77,17 +75,6 @@ class EvalOptions(Record):
             raise UsageError(f"--device {self.device} has no effect on vLLM, which computes where it was built for")
         if self.max_length is not None and self.backend != "vllm":
             raise UsageError(f"--max-length {self.max_length} needs --backend vllm, which keeps room for whole texts")
-
-
-@dataclass(frozen=True)
-class CompareOptions(Record):
-    """The options of ``ladderize compare``. Raises UsageError for an impossible margin."""
-
-    margin: float = option("Points that may be lost: 1 is 0.01 of acc.", 1.0)
-
-    def __post_init__(self) -> None:
-        check_margin(self.margin)
-        check_options(self)
 
 
 def check_margin(margin: float) -> None:

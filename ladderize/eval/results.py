@@ -38,19 +38,17 @@ class Perplexity(Record):
     tokens: int
     windows: int
     seq_len: int
-    tokens_per_s: float
     ids_sha256: str | None = None
     window_nll: list[float] | None = None
     window_tokens: list[int] | None = None
 
 
-def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray], seconds: float) -> Perplexity:
+def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray]) -> Perplexity:
     """Return the perplexity over windows, of which every token but the first is scored, and its standard error.
 
     Windows are taken to be independent; tokens of one window are not.
 
     nlls: the summed negative log-likelihood of each window in nats.
-    seconds: the time that scoring took.
     Raises UserError where it is NaN or infinite.
     """
     counts = np.array([len(window) - 1 for window in windows])
@@ -68,7 +66,6 @@ def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray], seconds: f
         tokens=int(counts.sum()),
         windows=len(windows),
         seq_len=max(map(len, windows)),
-        tokens_per_s=float(counts.sum() / seconds),
     )
 
 
@@ -76,12 +73,10 @@ def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray], seconds: f
 class EvaluatedModel(Record):
     """The description of an evaluated model, with its measurements on a text.
 
-    add_bos_token: True if the texts of tasks begin with BOS; None: no text was read, or no model so far had a
-    tokenizer.
     predictions: against the reference's; None for the reference itself.
     """
 
-    LEFT_OUT: ClassVar = ("perplexity", "predictions", "vllm_version")
+    LEFT_OUT: ClassVar = ("perplexity", "predictions")
 
     model: str
     layout: str
@@ -93,12 +88,10 @@ class EvaluatedModel(Record):
     device: str
     torch_version: str
     transformers_version: str
-    add_bos_token: bool | None
     perplexity: Perplexity | None = None
     predictions: Predictions | None = None
     backend: EvalBackend = "hf"
     tp_size: int = 1
-    vllm_version: str | None = None  # with the backend vllm
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,9 @@
 """The evaluation of several models with the same options: lm-eval's tasks and perplexity."""
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,18 +16,16 @@ from ladderize.eval.answers import read_models
 from ladderize.eval.compare import compare_models
 from ladderize.eval.comparison import ComparisonDocument, Predictions
 from ladderize.eval.model import EvalModel, HFModel, OpenModel
-from ladderize.eval.options import CompareOptions, EvalOptions
-from ladderize.eval.results import EvalResults, Perplexity, perplexity_from_nlls
-from ladderize.eval.tasks import open_output, open_tasks, run_tasks
-from ladderize.eval.text import KeptPredictions, ids_sha256, predictions_of, prepare_folder, read_about, write_about
+from ladderize.eval.options import EvalOptions
+from ladderize.eval.results import EvalResults, ModelResult, Perplexity, perplexity_from_nlls
+from ladderize.eval.tasks import Output, open_output, open_tasks, run_tasks
+from ladderize.eval.text import ABOUT_NAME, KeptPredictions, ids_sha256, predictions_of, prepare_folder, read_about
+from ladderize.files.documents import write_json
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import already_started
 from ladderize.ranks.group import Ranks, join_ranks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def evaluate(
@@ -43,7 +39,7 @@ def evaluate(
     engine: OpenModel | None = None,
     console: Console = SILENT,
 ) -> EvalResults:
-    """Evaluate each model with the same options, seeds and BOS handling. The first is the reference of the others.
+    """Evaluate each model with the same options and seeds. The first is the reference of the others.
 
     On the text of ``options.perplexity`` the predictions of each later model are compared with the first one's. Models
     may also be evaluated one at a time: with ``keep_predictions`` for the first, then ``reference``. Under ``accelerate
@@ -61,59 +57,62 @@ def evaluate(
     Raises UserError.
     """
     options.check()
+    names = [str(name) for name in models]
+    if len({*names}) < len(names):
+        raise UsageError("a model is named twice; name each once")
     if options.backend == "vllm" and engine is None:  # nothing in here imports vLLM
         raise UsageError("the backend vllm needs engine=open_vllm, of ladderize.vllm.eval_model")
     check_predictions(options, keep_predictions, reference)
     ranks = evaluation_ranks(options)
-    names = [str(Path(name).expanduser()) if str(name).startswith("~") else str(name) for name in models]
     with contextlib.ExitStack() as stack:
         if out is None:
             out = stack.enter_context(temporary_folder("eval")) / "results.json"
-        output = open_output(options, out, writes=ranks.is_main)
-        baseline = stack.enter_context(open_baseline(len(names), keep_predictions, reference, ranks, console))
+        output = open_output(options, out, names, writes=ranks.is_main)
+        is_kept = len(names) > 1 and options.perplexity is not None and options.backend == "hf"
+        baseline = stack.enter_context(open_baseline(is_kept, keep_predictions, reference, ranks))
         # errors that are certain are found before any model is loaded
         if options.perplexity is not None:
             data.check_data_file(options.perplexity)
         folders = [check_model(name, options.revision) for name in names]
         if resume:
-            output.resume()
-            output.earlier = ranks.broadcast(output.earlier)  # all ranks leave out the tasks that are done
+            output.models = ranks.broadcast(output.earlier())  # all ranks leave out the tasks that are done
         manager = None
         if options.tasks:
             # rank 0 downloads first, and the others use its cache
             with console.stage("reading the tasks of lm-eval"), console.contained(), ranks.main_first():
                 manager = open_tasks(options)
-        add_bos: bool | None = None
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
-                model = engine(name, folder, options) if engine else HFModel.open(name, folder, options, ranks)
+                model = engine(name, folder, options) if engine else HFModel(name, folder, options, ranks)
             with contextlib.closing(model):
-                if model.tokenizer is not None and add_bos is None:
-                    add_bos = begins_with_bos(model.tokenizer)
-                described = replace(model.described, add_bos_token=add_bos)
+                described = model.described
                 if options.perplexity is not None:
-                    perplexity, predictions = baseline.score_text(model, options)
+                    perplexity, predictions = baseline.score_text(model, options, console)
                     described = replace(described, perplexity=perplexity, predictions=predictions)
-                run_tasks(model, described, manager, output, console)
-        results = output.finish([])
+                known = output.models.get(name)
+                output.models[name] = replace(known, model=described) if known else ModelResult(described)
+                output.save()
+                if manager is not None:
+                    run_tasks(model, manager, output, console)
+        results = output.save()
         if ranks.is_main and len(names) > 1:
             with console.stage(f"comparing with {names[0]}"):
-                results = output.finish(compare_with_first(output.out, console))
+                results = output.save(compare_with_first(output, console))
         return results if ranks.size == 1 else ranks.broadcast(results)
 
 
-def compare_with_first(out: Path, console: Console) -> list[ComparisonDocument]:
-    """Return the comparisons of the models in results.json with the first. A model that cannot be compared gives a
-    warning, so that no results are lost."""
+def compare_with_first(output: Output, console: Console) -> list[ComparisonDocument]:
+    """Return the comparisons of all models with the first. A model that cannot be compared gives a warning, so that no
+    results are lost."""
     documents: list[ComparisonDocument] = []
     try:
-        reference, *others = read_models(out)
+        reference, *others = read_models(output.out)
     except UserError as error:
         console.warn(f"nothing was compared: {error}")
         return documents
     for other in others:
         try:
-            documents.append(compare_models(reference, other, CompareOptions()))
+            documents.append(compare_models(reference, other))
         except UserError as error:
             console.warn(f"{other.model.model} was not compared with {reference.model.model}: {error}")
     return documents
@@ -131,12 +130,6 @@ def evaluation_ranks(options: EvalOptions) -> Ranks:
     return join_ranks(device) if already_started() else Ranks(0, 1, torch.device(device))
 
 
-def begins_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Return whether this tokenizer by default puts BOS in front of a text."""
-    ids = tokenizer("a")["input_ids"]
-    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
-
-
 # ---- the text of --perplexity ----
 
 
@@ -145,96 +138,87 @@ def check_predictions(options: EvalOptions, keep: Path | None, reference: Path |
     for option, folder in (("--keep-predictions", keep), ("--reference", reference)):
         if folder is not None and options.perplexity is None:
             raise UsageError(f"{option} has no effect without --perplexity")
+        if folder is not None and options.backend == "vllm":
+            raise UsageError(
+                f"{option} needs --backend hf; vLLM does not tell the probabilities of the whole vocabulary"
+            )
     if keep is not None and reference is not None:
         raise UsageError("--keep-predictions and --reference exclude each other: a reference is compared with nothing")
 
 
-@dataclass
 class Baseline:
     """The reference's predictions, with which those of other models are compared.
 
     folder: holds them; None: predictions are not compared.
     about: the description of what is kept there; None until the first model was scored.
-    strict: the user named the folder, so a model that cannot be compared, or a reference that cannot be kept, is an
-    error; otherwise a warning says what is left out.
     """
 
-    folder: Path | None
-    about: KeptPredictions | None
-    strict: bool
-    ranks: Ranks
-    console: Console
+    def __init__(self, folder: Path | None, about: KeptPredictions | None, ranks: Ranks) -> None:
+        self.folder, self.about, self.ranks, self.is_named = folder, about, ranks, about is not None
 
-    def score_text(self, model: EvalModel, options: EvalOptions) -> tuple[Perplexity, Predictions | None]:
+    def score_text(
+        self, model: EvalModel, options: EvalOptions, console: Console
+    ) -> tuple[Perplexity, Predictions | None]:
         """Return the perplexity of ``options.perplexity``, and predictions where there is a reference.
 
-        Raises UserError for a text that cannot be scored, and with ``strict`` for one that cannot be compared.
+        Raises UserError for a text that cannot be scored, or that cannot be compared with an earlier run's.
         """
-        assert options.perplexity is not None
         windows = text_windows(model, options)
-        about = KeptPredictions(
-            model=model.name,
-            ids_sha256=ids_sha256(windows),
-            vocab_size=model.vocab_size,
-        )
-        kept, deed = self.about, "kept"
-        reason = model.no_predictions if self.folder is not None else None
-        if kept is not None:
-            reason, deed = reason or kept.difference(about), f"compared with those of {kept.model}"
-        if reason is not None:
-            sentence = f"the predictions of {model.name} are not {deed}: {reason}"
-            if self.strict:
+        about = KeptPredictions(model.name, ids_sha256(windows), model.vocab_size)
+        folder, kept = self.folder, self.about
+        if kept is not None and (reason := kept.difference(about)):
+            sentence = f"the predictions of {model.name} are not compared with those of {kept.model}: {reason}"
+            if self.is_named:
                 raise UserError(sentence)
-            self.console.warn(sentence)
-        folder = self.folder if reason is None else None
-        start = time.perf_counter()
-        with self.console.progress("perplexity", len(windows)) as advance:
-            folders = {"keep": folder} if kept is None else {"reference": folder}
-            scores = model.score(windows, batch_size=options.batch_size, advance=advance, **folders)
+            console.warn(sentence)
+            folder = None
+        with console.progress("perplexity", len(windows)) as advance:
+            place = {"keep": folder} if kept is None else {"reference": folder}
+            scores = model.score(windows, batch_size=options.batch_size, advance=advance, **place)
         nlls = np.array([score.nll for score in scores])
         perplexity = replace(
-            perplexity_from_nlls(nlls, windows, time.perf_counter() - start),
+            perplexity_from_nlls(nlls, windows),
             ids_sha256=about.ids_sha256,
             window_nll=nlls.tolist(),
             window_tokens=[len(window) - 1 for window in windows],
         )
+        if folder is None:
+            return perplexity, None
         if kept is not None:
-            return perplexity, None if folder is None else predictions_of(scores, kept.model)
-        self.folder = folder
-        if folder is not None:
-            if self.ranks.is_main:
-                write_about(folder, about)
-            self.ranks.barrier()  # no rank goes on before it is written
-            self.about = about
+            return perplexity, predictions_of(scores, kept.model)
+        if self.ranks.is_main:
+            write_json(folder / ABOUT_NAME, about.to_dict())
+        self.ranks.barrier()  # no rank goes on before it is written
+        self.about = about
         return perplexity, None
 
 
 @contextlib.contextmanager
 def open_baseline(
-    models: int, keep_predictions: Path | None, reference: Path | None, ranks: Ranks, console: Console
+    is_kept: bool, keep_predictions: Path | None, reference: Path | None, ranks: Ranks
 ) -> Iterator[Baseline]:
-    """Yield the baseline with a folder for predictions of the first of ``models`` models, or with those of an earlier
-    run.
+    """Yield the baseline with a folder for predictions of the first model, or with those of an earlier run.
 
-    Several models are compared with the first by default, through a temporary folder. All ranks write into one folder,
-    which several machines must share: there, ``keep_predictions`` names one.
+    All ranks write into one folder, which several machines must share: there, ``keep_predictions`` names one.
     Raises UserError for a folder that cannot be used.
+
+    is_kept: without a named folder, a temporary one is made.
     """
     if reference is not None:
         reference = resolved(reference, "--reference ")
-        yield Baseline(reference, read_about(reference), True, ranks, console)
+        yield Baseline(reference, read_about(reference), ranks)
     elif keep_predictions is not None:
         folder = resolved(keep_predictions, "--keep-predictions ")
         with ranks.main_first():
             if ranks.is_main:
                 prepare_folder(folder)
-        yield Baseline(folder, None, True, ranks, console)
-    elif models > 1:
+        yield Baseline(folder, None, ranks)
+    elif is_kept:
         with temporary_folder("predictions") if ranks.is_main else contextlib.nullcontext() as temporary:
-            yield Baseline(ranks.broadcast(temporary), None, False, ranks, console)
+            yield Baseline(ranks.broadcast(temporary), None, ranks)
             ranks.barrier()  # no rank reads in the folder any more
     else:
-        yield Baseline(None, None, False, ranks, console)
+        yield Baseline(None, None, ranks)
 
 
 def text_windows(model: EvalModel, options: EvalOptions) -> list[np.ndarray]:

@@ -8,8 +8,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from ladderize.errors import UserError
 from ladderize.eval.comparison import ComparisonDocument
 from ladderize.eval.model import EvalModel
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
+from ladderize.eval.results import EvalResults, ModelResult
 from ladderize.files.documents import check_writable, read_own, write_json
 from ladderize.files.regular import inside, resolved
 from ladderize.files.temporaries import replacement
@@ -81,23 +81,21 @@ def _index(options: EvalOptions) -> "TaskManager":
     return TaskManager(include_path=options.include_path)
 
 
-def run_tasks(
-    model: EvalModel, described: EvaluatedModel, manager: "TaskManager | None", output: "Output", console: Console
-) -> None:
-    """Run the tasks of one opened model that ``output`` does not have yet, each saved as soon as it is done."""
-    options, entry = output.options, output.begin(described)
-    todo = [(number, task) for number, task in enumerate(options.tasks, start=1) if task not in entry.tasks]
-    if manager is not None and todo:
-        harness = model.harness(options, described.add_bos_token)
-        if options.apply_chat_template:
-            chat_template_of(harness.tokenizer, model.name)
-        for number, task in todo:
-            console.note(f"{model.name}: {task} ({number} of {len(options.tasks)})")
-            with console.contained(bars=True):
-                result = run_task(harness, task, manager, options)
-            if result is not None:  # on rank 0
-                entry = output.add_task(entry, result)
-    output.finished.append(entry)
+def run_tasks(model: EvalModel, manager: "TaskManager", output: "Output", console: Console) -> None:
+    """Run the tasks of an opened model that ``output`` does not have yet, each saved as soon as it is done."""
+    options, done = output.options, output.models[model.name].tasks
+    todo = [(number, task) for number, task in enumerate(options.tasks, start=1) if task not in done]
+    if not todo:
+        return
+    harness = model.harness(options)
+    if options.apply_chat_template:
+        chat_template_of(harness.tokenizer, model.name)
+    for number, task in todo:
+        console.note(f"{model.name}: {task} ({number} of {len(options.tasks)})")
+        with console.contained(bars=True):
+            result = run_task(harness, task, manager, options)
+        if result is not None:  # on rank 0
+            output.add_task(model.name, result)
 
 
 def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any] | None:
@@ -141,64 +139,51 @@ class Output:
     """The results so far.
 
     out: their file.
+    names: of all models, in order.
     writes: this process writes it.
-    earlier: results of a run that is resumed, by model.
+    models: the entries so far by name.
     """
 
     options: EvalOptions
     out: Path
+    names: list[str]
     writes: bool
-    finished: list[ModelResult] = field(default_factory=list)
-    earlier: dict[str, ModelResult] = field(default_factory=dict)
+    models: dict[str, ModelResult] = field(default_factory=dict)
 
-    def resume(self) -> None:
-        """Take over results that an earlier run with the same options left in ``out``, if there are any."""
-        if not (content := read_own(self.out)):
-            return
+    def earlier(self) -> dict[str, ModelResult]:
+        """Return the entries that an earlier run with the same options left in ``out``, with all their samples."""
         try:
-            results = EvalResults.from_dict(content, self.out)
+            results = EvalResults.from_dict(read_own(self.out), self.out)
         except UserError:
-            return
-        if results.options == self.options:
-            self.earlier = {entry.model.model: entry for entry in results.models if self._has_samples(entry)}
+            return {}
+        if results.options != self.options:
+            return {}
+        known = {}
+        for entry in results.models:
+            paths = [inside(self.out.parent, file) for file in entry.samples.values()]
+            if all(path is not None and path.is_file() for path in paths):
+                known[entry.model.model] = entry
+        return known
 
-    def _has_samples(self, entry: ModelResult) -> bool:
-        paths = [inside(self.out.parent, name) for name in entry.samples.values()]
-        return all(path is not None and path.is_file() for path in paths)
+    def add_task(self, name: str, result: dict[str, Any]) -> None:
+        """Add the results of a task. Its samples are on disk before results.json names them."""
+        samples = write_samples(samples_folder(self.out), name, result.pop("samples"))
+        self.models[name] = self.models[name].with_task(result, samples)
+        self.save()
 
-    def begin(self, described: EvaluatedModel) -> ModelResult:
-        """Return the entry of a model with the tasks that an earlier run finished, and its new description."""
-        known = self.earlier.pop(described.model, None)
-        entry = replace(known, model=described) if known is not None else ModelResult(described)
-        if described.perplexity is not None:
-            self._save(entry)
-        return entry
-
-    def add_task(self, entry: ModelResult, result: dict[str, Any]) -> ModelResult:
-        """Return ``entry`` with the results of a task. Its samples are on disk before results.json names them."""
-        self._save(entry)  # an earlier run's results.json must not name this run's samples
-        samples = write_samples(samples_folder(self.out), entry.model.model, result.pop("samples"))
-        entry = entry.with_task(result, samples)
-        self._save(entry)
-        return entry
-
-    def finish(self, comparisons: list[ComparisonDocument]) -> EvalResults:
-        """Write and return the results of all models of this run."""
-        results = EvalResults(self.options, self.finished, comparisons)
+    def save(self, comparisons: Sequence[ComparisonDocument] = ()) -> EvalResults:
+        """Write and return the results so far."""
+        known = [self.models[name] for name in self.names if name in self.models]
+        results = EvalResults(self.options, known, [*comparisons])
         if self.writes:
             write_json(self.out, results.to_dict())
         return results
 
-    def _save(self, entry: ModelResult) -> None:
-        """Write all results so far, with those of a resumed run whose models come later."""
-        if self.writes:
-            models = [*self.finished, entry, *self.earlier.values()]
-            write_json(self.out, EvalResults(self.options, models).to_dict())
 
-
-def open_output(options: EvalOptions, out: Path, *, writes: bool) -> Output:
+def open_output(options: EvalOptions, out: Path, names: list[str], *, writes: bool) -> Output:
     """Return the output of a run, after checking that ``out`` can be written, with its samples.
 
+    names: of the models.
     writes: True for the process that writes.
     Raises UserError where it cannot be written.
     """
@@ -207,7 +192,7 @@ def open_output(options: EvalOptions, out: Path, *, writes: bool) -> Output:
     folder = samples_folder(out)
     if out == folder or folder.is_file():
         raise UserError(f"--out {out}: its samples belong into {folder}; name a file whose samples can lie beside it")
-    return Output(options, out, writes)
+    return Output(options, out, names, writes)
 
 
 def samples_folder(out: Path) -> Path:

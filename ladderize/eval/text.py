@@ -25,7 +25,7 @@ from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.eval.comparison import Predictions, bootstrapped
 from ladderize.families.registry import decoder_of, find_family
-from ladderize.files.documents import check_writable, read_document, write_json
+from ladderize.files.documents import check_writable, read_document
 from ladderize.files.records import Record
 
 if TYPE_CHECKING:
@@ -96,22 +96,6 @@ def prepare_folder(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_states(folder: Path, window: int, states: Tensor) -> None:
-    """Write the states [scored tokens, hidden] of a window. Raises UserError where the disk is full."""
-    _save(folder / WINDOW_FILES.replace("*", str(window)), states=states)
-
-
-def write_head(folder: Path, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Write an output layer: weight [vocabulary, hidden], bias [vocabulary]. Raises UserError where the disk is
-    full."""
-    _save(folder / HEAD_NAME, weight=weight, **({} if bias is None else {"bias": bias}))
-
-
-def write_about(folder: Path, about: KeptPredictions) -> None:
-    """Write the description of the folder, after everything else."""
-    write_json(folder / ABOUT_NAME, about.to_dict())
-
-
 def read_about(folder: Path) -> KeptPredictions:
     """Return the description of a folder of predictions; raises UserError for any other folder."""
     path = folder / ABOUT_NAME
@@ -120,14 +104,15 @@ def read_about(folder: Path) -> KeptPredictions:
     return KeptPredictions.from_dict(read_document(path, "file of kept predictions"), path)
 
 
-def _save(path: Path, **tensors: Tensor) -> None:
+def save_tensors(path: Path, **tensors: Tensor | None) -> None:
+    """Write a file of a folder of predictions. Raises UserError where the disk is full."""
     try:
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+        known = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in known.items()}, path)
     except (OSError, SafetensorError) as error:
-        message = (
+        raise UserError(
             f"{path}: the predictions cannot be kept ({sentence(error)}); name another folder by --keep-predictions"
-        )
-        raise UserError(message) from error
+        ) from error
 
 
 # ---- the scores of windows ----
@@ -147,14 +132,16 @@ class WindowScore:
     same_top: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
 
 
-def plain_head(model: "PreTrainedModel") -> tuple[torch.nn.Linear, float] | None:
+def output_layer(model: "PreTrainedModel") -> tuple[torch.nn.Linear, float]:
     """Return the output layer, and the factor of the final states with which it makes the logits.
 
-    None for an architecture that ladderize does not know, which may cap its logits, say.
+    Raises UserError for an architecture that ladderize does not know, which may cap its logits, say.
     """
     layer, config = model.get_output_embeddings(), model.config.to_dict()
     if not isinstance(layer, torch.nn.Linear) or find_family(config) is None:
-        return None
+        raise UserError(
+            f"--perplexity is for the families of models that ladderize converts, not for a {config.get('model_type')}"
+        )
     return layer, decoder_of(config).logits_scale
 
 
@@ -168,55 +155,48 @@ def score_windows(
     reference: Path | None = None,
     advance: Callable[[int], None] = lambda n: None,
 ) -> list[WindowScore]:
-    """Score the ``chosen`` windows (None: all); consecutive windows of equal length are batched.
+    """Score the ``chosen`` windows (None: all), int64 [n] each; consecutive windows of equal length are batched.
 
     The model's body runs on batches, its output layer on so few tokens at a time that memory stays bounded for any
     vocabulary.
 
-    keep: the folder for this model's states.
-    reference: a folder of predictions for the same windows.
+    keep: a folder to write this model's states and output layer into; the caller writes the description.
+    reference: a folder that ``keep`` of another model filled for the same windows.
+    advance: is called with the number of windows scored.
     Raises UserError where a folder cannot be written or read.
     """
     device = next(model.get_input_embeddings().parameters()).device
-    head = plain_head(model)
+    layer, scale = output_layer(model)
+    chosen = range(len(windows)) if chosen is None else chosen
+    if keep is not None and 0 in chosen:  # one of several ranks
+        save_tensors(keep / HEAD_NAME, weight=layer.weight, bias=layer.bias)
     kept = None if reference is None else KeptReference(reference, device)
     scores = []
     with torch.inference_mode():
-        for batch in window_batches(windows, range(len(windows)) if chosen is None else chosen, batch_size):
+        for batch in window_batches(windows, chosen, batch_size):
             ids = torch.from_numpy(np.stack([windows[index] for index in batch])).to(device)
-            layer: Callable[[Tensor], Tensor]
-            if head is not None:
-                layer, scale = head
-                states: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state * scale
-            else:  # the logits themselves are scored
-                layer, states = torch.nn.Identity(), model(input_ids=ids, use_cache=False).logits
+            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state * scale
             for row, index in enumerate(batch):
                 if keep is not None:
-                    write_states(keep, index, states[row, :-1])
+                    save_tensors(keep / WINDOW_FILES.replace("*", str(index)), states=states[row, :-1])
+                theirs = None if kept is None else kept.states(index)
                 targets = ids[row, 1:].to(states.device)
-                scores.append(score_window(layer, states[row, :-1], targets, kept, index, model.config.vocab_size))
+                scores.append(score_window(layer, states[row, :-1], targets, kept, theirs))
             advance(len(batch))
     return scores
 
 
 def score_window(
-    layer: Callable[[Tensor], Tensor],
-    states: Tensor,
-    targets: Tensor,
-    kept: KeptReference | None,
-    window: int,
-    vocab_size: int,
+    layer: torch.nn.Linear, states: Tensor, targets: Tensor, kept: KeptReference | None, theirs: Tensor | None
 ) -> WindowScore:
     """Score one window.
 
     layer: states [n, hidden] -> logits [n, vocabulary].
     targets: the tokens that follow the states [n].
-    kept: the reference.
-    window: its number.
+    kept, theirs: the reference, and its states [n, hidden].
     """
     total, kl, same = 0.0, [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
-    theirs = None if kept is None else kept.states(window)
-    at_once = max(1, LOGITS_AT_A_TIME // vocab_size)
+    at_once = max(1, LOGITS_AT_A_TIME // layer.out_features)
     for first in range(0, len(targets), at_once):
         part = slice(first, first + at_once)
         logits = layer(states[part]).float()

@@ -9,7 +9,7 @@ from pathlib import Path
 from ladderize.errors import UserError
 from ladderize.eval.answers import read_models
 from ladderize.eval.compare import compare_models
-from ladderize.eval.options import CompareOptions
+from ladderize.eval.options import MARGIN
 from ladderize.eval.results import EvalResults, EvaluatedModel
 from ladderize.eval.table import mean_accuracy, short_names
 from ladderize.report.documents import FoundDocument, FoundDocuments
@@ -55,9 +55,9 @@ class ReportContent:
 def join_documents(found: FoundDocuments, margin: float | None = None) -> ReportContent:
     """Return the joined content of the documents. Raises UserError for documents that do not belong together.
 
-    margin: in points; None: the sweep's (the least of several sweeps'), or that of ``CompareOptions``.
+    margin: in points; None: the sweep's (the least of several sweeps'), or 1.
     """
-    margin = margin or min((sweep.document.margin for sweep in found.sweeps), default=CompareOptions.margin)
+    margin = margin or min((sweep.document.margin for sweep in found.sweeps), default=MARGIN)
     models: Models = {}
     for sweep in found.sweeps:
         for point in sweep.document.points:  # of another sweep, too: paths hold a hash of all that decides a model
@@ -147,7 +147,7 @@ def _compare(
     remarks: dict[str, None] = {}
     for key in places:
         if key != dense:
-            compared = stored.get(key) or compare_models(answered(dense), answered(key), CompareOptions(margin))
+            compared = stored.get(key) or compare_models(answered(dense), answered(key), margin)
             one, reference = models[key], models[dense]
             one.comparison = compared
             if (overall := compared.overall) is not None:  # the reference's mean is over the same tasks

@@ -5,26 +5,20 @@ a file beside OUT, which gets OUT's name when it is complete. The same command g
 at multiples of their size, so a line is computed in the same row of the same products wherever a run begins.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
 import os
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-
-import torch
 
 from ladderize.chat_template import DATE_OF_DATA
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import SILENT, Console, human_bytes, sentence
+from ladderize.console import SILENT, Console, sentence
 from ladderize.data import file_sha256
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable
@@ -34,71 +28,42 @@ from ladderize.files.regular import read_lines, resolved
 from ladderize.files.temporaries import fsync, try_lock
 from ladderize.modeling import load_tokenizer, tokenizer_hash
 from ladderize.ranks.environment import already_started, is_main_rank
-from ladderize.ranks.group import Ranks, ignore
+from ladderize.ranks.group import ignore
 from ladderize.rows import Formats, Row, check_row, jsonl_rows, parquet_rows, read_messages
-from ladderize.runtime.decode import generate_tokens
-from ladderize.runtime.generate import PromptEncoder, check_generate, open_batch
-from ladderize.runtime.launch import Report, run
+from ladderize.runtime.generate import (
+    Asked,
+    GenerateTask,
+    answer_on_runtime,
+    answer_text,
+    check_generate,
+    check_prompt,
+    end_ids,
+    prompt_ids,
+    tokenizer_of,
+)
+from ladderize.runtime.launch import Report
 from ladderize.runtime.sampling import DEFAULT_TEXTS_AT_A_TIME, GenerateOptions, Sampling
-from ladderize.runtime.spec import ModelSpec, eos_ids
+from ladderize.runtime.spec import ModelSpec
 
 PROMPT_FORMATS = Formats(
     {name: (name,) for name in ("messages", "conversations", "prompt", "text")},
     "messages, conversations, prompt or text",
 )
-Asked = str | list[dict[str, Any]]  # a text to continue, or the messages of a conversation without its last answer
-
-
-@dataclass(frozen=True)
-class FileTask:
-    """All prompts, and the options for continuing them.
-
-    prompts: token ids of each.
-    batch_size: texts at a time.
-    """
-
-    spec: ModelSpec
-    options: GenerateOptions
-    eos: tuple[int, ...]
-    prompts: list[list[int]]
-    batch_size: int
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest prompt."""
-        return max(map(len, self.prompts))
-
-    def parts(self, done: int, size: int) -> Iterator[range]:
-        """Yield the numbers of ``size`` texts at a time, from the part that holds the first unfinished text.
-
-        done: the number of finished texts.
-        """
-        for first in range(done - done % size, len(self.prompts), size):
-            yield range(first, min(first + size, len(self.prompts)))
-
-
-# A function that answers the prompts of a task that are not ``done``. It reports words for its backend (str), and then
-# the new ids of each whole batch: (number of the first text, list of ids).
-Engine = Callable[[FileTask, int, Report, Console], object]
+Engine = Callable[[GenerateTask, int, Report, Console], object]  # see ``answer_on_runtime``
 
 
 @dataclass(frozen=True)
 class GenerateFileDocument(Record):
     """The output of ``ladderize generate --out --json``.
 
-    backend, output_tokens_per_s: None where nothing was left to do.
     ended_samples: texts that EOS ended, not their length.
-    output_tokens, output_tokens_per_s: of this run.
     """
 
     model: str
     layout: str
-    backend: str | None
     out: str
     samples: int
     ended_samples: int
-    output_tokens: int
-    output_tokens_per_s: float | None
 
 
 def generate_file(
@@ -109,7 +74,7 @@ def generate_file(
     *,
     samples: int | None = None,
     batch_size: int = DEFAULT_TEXTS_AT_A_TIME,
-    engine: Engine | None = None,
+    engine: Engine = answer_on_runtime,
     console: Console = SILENT,
 ) -> GenerateFileDocument | None:
     """Write a line to ``out`` for each row of ``prompt_file``, or ``samples`` texts from BOS; see docs/files.md.
@@ -120,15 +85,17 @@ def generate_file(
     model: a folder or a hub id.
     prompt_file: .jsonl, .parquet or .txt; None: texts begin with BOS alone.
     options: by default sampled at temperature 1.
-    samples: the number of texts; of a file, the number of its first rows; None: all.
+    samples: the number of texts; of a file, the most rows that are read; None: all.
     batch_size: texts at a time; the KV cache grows with it.
-    engine: the engine that answers; None: the runtime.
+    engine: answers the prompts.
     """
     options = options or GenerateOptions(sampling=Sampling(temperature=1.0))
     if batch_size < 1:
         raise UsageError(f"--batch-size must be at least 1, not {batch_size}")
-    if prompt_file is None:
-        _check_from_bos(options, samples)
+    if prompt_file is None and not samples:
+        raise UsageError("--from-bos needs --num-samples N: how many texts")
+    if prompt_file is None and (options.chat or options.sampling.temperature == 0):
+        raise UsageError("--from-bos begins with BOS alone, so it takes no --chat, and a --temperature above 0")
     out = Path(out)
     if out.suffix != ".jsonl":
         raise UsageError(f"--out {out} must end in .jsonl, which tells --data and --perplexity how to read it")
@@ -137,67 +104,62 @@ def generate_file(
         check_writable(out)
         if out.exists():
             raise UserError(f"--out {out} already exists; choose another name, or delete it")
-    if engine is not None and already_started():
+    if engine is not answer_on_runtime and already_started():
         raise UserError("vLLM starts its own ranks; leave the launcher out")
     spec = check_generate(str(model), options)
     assert spec.folder is not None
     asked: list[Asked] = []
     if prompt_file is None:
         tokenizer = load_tokenizer(spec.folder)
-        prompts = [[bos_id(spec, tokenizer, options.max_new_tokens)]] * int(samples or 0)
+        prompts = [[bos_id(spec, tokenizer)]] * (samples or 0)
+        check_prompt(prompts[0], spec, options)
     else:
-        # a chat template sees the day that it sees when the answers are trained on
-        encoder = PromptEncoder(spec, options.max_new_tokens, date=DATE_OF_DATA)
-        tokenizer = encoder.tokenizer
+        tokenizer = tokenizer_of(spec)
         with console.stage(f"reading {prompt_file}"):
             rows = read_prompts(Path(prompt_file), chat=options.chat, samples=samples)
         asked, prompts = [text for _, text in rows], []
-        with console.progress("tokenising", len(rows)) as advance:
-            for origin, text in rows:
-                prompts.append(encoder.ids(text, origin))
-                advance(1)
-    if not spec.layout.is_dense:
-        console.note(f"{spec.name} is converted ({spec.layout}): this is its text, not the dense model's")
-    eos = () if options.ignore_eos else eos_ids(spec)
-    task = FileTask(spec, options, eos, prompts, min(batch_size, len(prompts)))
-    identity = _identity(task, prompt_file, "runtime" if engine is None else "vllm")
-    with LineWriter(task, asked, tokenizer, out, identity, console) if is_main_rank() else nullcontext() as lines:
+        for origin, text in rows:
+            try:  # a chat template sees the day that it sees when the answers are trained on
+                prompts.append(prompt_ids(text, spec, tokenizer, options, date_string=DATE_OF_DATA))
+            except UserError as problem:
+                raise UserError(f"{origin}: {problem}") from None
+    task = GenerateTask(spec, options, end_ids(spec, options), prompts, min(batch_size, len(prompts)))
+    digest = _digest(task, prompt_file, "runtime" if engine is answer_on_runtime else "vllm")
+    with closing(LineWriter(out, digest, len(prompts))) if is_main_rank() else nullcontext() as lines:
         done = lines.lines if lines is not None else 0
-        if done:
-            console.note(f"{done} texts are already there")
-        if done < len(prompts) or already_started():  # with a launcher, other ranks wait for ``done``
-            report = ignore if lines is None else lines.report
-            (engine or answer_on_runtime)(task, done, report, console)
-        return None if lines is None else lines.finish()
+        with console.progress("generating", len(prompts), done=done) as advance:
+
+            def write(batch: tuple[int, list[list[int]]]) -> None:
+                assert lines is not None
+                first, new = batch
+                rows = [_row(task, asked, tokenizer, first + place, ids) for place, ids in enumerate(new)]
+                rows = rows[lines.lines - first :]  # of a batch that was cut off by a kill
+                lines.append(rows)
+                advance(len(rows))
+
+            if done < len(prompts) or already_started():  # with a launcher, other ranks wait for ``done``
+                engine(task, done, ignore if lines is None else write, console)
+        if lines is None:
+            return None
+        lines.finish()
+        console.result(
+            f"{lines.lines} texts, {lines.lines - lines.ended} of them cut off at --max-new-tokens"
+            f" {options.max_new_tokens}: {out}"
+        )
+        return GenerateFileDocument(spec.name, str(spec.layout), str(out), lines.lines, lines.ended)
 
 
 # ---- prompts ----
 
 
-def _check_from_bos(options: GenerateOptions, samples: int | None) -> None:
-    if samples is None or samples < 1:
-        raise UsageError("--from-bos needs --num-samples N: how many texts")
-    if options.chat:
-        raise UsageError("--from-bos begins with the BOS token alone; leave --chat out")
-    if options.sampling.temperature == 0:
-        raise UsageError(
-            "--temperature 0 with --from-bos would give the same text every time; give a temperature above 0"
-        )
-
-
-def bos_id(spec: ModelSpec, tokenizer: Any, max_new_tokens: int) -> int:
-    """Return the id of the BOS token, of config.json or else the tokenizer. Raises UserError where there is none, or no
-    room for a text."""
+def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
+    """Return the id of the BOS token, of config.json or else the tokenizer. Raises UserError where there is none."""
     bos = spec.config.get("bos_token_id")
     bos = getattr(tokenizer, "bos_token_id", None) if bos is None else bos
     if type(bos) is not int or not 0 <= bos < spec.config["vocab_size"]:
         raise UserError(
-            f"{spec.name} has no BOS token among its {spec.config['vocab_size']} tokens (bos_token_id of config.json is"
-            f" {bos!r}), so --from-bos has nothing to begin with"
-        )
-    if max_new_tokens + 1 > spec.positions:
-        raise UserError(
-            f"--max-new-tokens {max_new_tokens} and the BOS token exceed the model's {spec.positions} positions"
+            f"{spec.name} has no BOS token among its {spec.config['vocab_size']} tokens (bos_token_id is {bos!r}), so"
+            " --from-bos has nothing to begin with"
         )
     return bos
 
@@ -206,7 +168,7 @@ def read_prompts(path: Path, *, chat: bool, samples: int | None) -> list[tuple[s
     """Return the first ``samples`` prompts of a file (None: all), each with its place for people.
 
     chat: a text is a user's message, not one to continue.
-    Raises UserError that names the line for a row that cannot be used, and for fewer prompts than are asked for.
+    Raises UserError that names the line for a row that cannot be used, and for a file without prompts.
     """
     path = resolved(path, "--prompt-file ")
     readers = {".jsonl": jsonl_rows, ".parquet": parquet_rows, ".txt": _text_rows}
@@ -216,20 +178,19 @@ def read_prompts(path: Path, *, chat: bool, samples: int | None) -> list[tuple[s
         raise UserError(f"--prompt-file {path} does not exist")
     rows = itertools.islice(readers[path.suffix](path, PROMPT_FORMATS), samples)
     prompts = [(row.origin, _asked(row, chat)) for row in rows]
-    if len(prompts) < (samples or 1):
-        raise UserError(f"--prompt-file {path} holds {len(prompts)} prompts, and {samples or 1} are asked for")
+    if not prompts:
+        raise UserError(f"--prompt-file {path} holds no prompts")
     return prompts
 
 
 def _text_rows(path: Path, formats: Formats) -> Iterator[Row]:
     for number, line in enumerate(read_lines(path), start=1):
-        origin = f"{path}, line {number}"
         try:
             text = line.decode().rstrip("\r\n")
         except UnicodeDecodeError:
-            raise UserError(f"{origin} is not UTF-8 text") from None
+            raise UserError(f"{path}, line {number} is not UTF-8 text") from None
         if text.strip():
-            yield Row({"text": text}, origin)
+            yield Row({"text": text}, f"{path}, line {number}")
 
 
 def _asked(row: Row, chat: bool) -> Asked:
@@ -250,11 +211,11 @@ def _asked(row: Row, chat: bool) -> Asked:
 # ---- the file ----
 
 
-def _identity(task: FileTask, prompt_file: str | Path | None, engine: str) -> dict[str, Any]:
-    """Return all that decides a line. The number of ranks and the size of a batch change rounding only."""
+def _digest(task: GenerateTask, prompt_file: str | Path | None, engine: str) -> str:
+    """Return a hash of all that decides a line. The number of ranks and the size of a batch change rounding only."""
     spec, options = task.spec, task.options
     assert spec.folder is not None
-    return {
+    identity = {
         "model": fingerprint(read_checkpoint(spec.folder)),
         "tokenizer": tokenizer_hash(spec.folder),  # with the chat template
         "layout": spec.layout.to_config(),
@@ -266,64 +227,54 @@ def _identity(task: FileTask, prompt_file: str | Path | None, engine: str) -> di
         "max_new_tokens": options.max_new_tokens,
         **vars(options.sampling),
     }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _row(task: GenerateTask, asked: list[Asked], tokenizer: Any, number: int, new: list[int]) -> dict[str, Any]:
+    """Return a line of OUT.
+
+    asked: what each line answers; empty: texts begin with BOS.
+    """
+    prompt, ended = task.prompts[number], new[-1] in task.eos
+    reason = {"finish_reason": "stop" if ended else "length"}
+    if not asked:
+        ids = [*prompt, *new]
+        text = {} if tokenizer is None else {"text": tokenizer.decode(ids, skip_special_tokens=True)}
+        return {**text, "input_ids": ids, **reason}
+    answer, question = answer_text(tokenizer, prompt, new[:-1] if ended else new), asked[number]
+    if isinstance(question, str):
+        return {"prompt": question, "completion": answer, **reason}
+    return {"messages": [*question, {"role": "assistant", "content": answer}], **reason}
 
 
 class LineWriter:
     """The writer of the unfinished OUT: a locked file beside it, whose name holds a hash of all that decides its lines.
 
-    So only the same command goes on with it. It is a context of the one process that writes, and receives an engine's
-    reports. Raises UserError while another run of the same command writes OUT.
+    So only the same command goes on with it. Raises UserError while another run of the same command writes OUT.
 
-    asked: what each line answers; empty: texts begin with BOS.
-    lines: the number of complete lines.
+    lines, ended: the number of complete lines, and of those that EOS ended.
     """
 
-    def __init__(
-        self,
-        task: FileTask,
-        asked: list[Asked],
-        tokenizer: Any,
-        out: Path,
-        identity: dict[str, Any],
-        console: Console,
-    ) -> None:
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-        self.task, self.asked, self.tokenizer, self.out, self.console = task, asked, tokenizer, out, console
-        self.path, self.lines = out.with_name(f"{out.name}.{digest}.part"), 0
-        self.reasons = Counter[str]()
-        self.backend: str | None = None
-        self.tokens, self.begin, self.seconds = 0, 0.0, 0.0
-        self.bar = contextlib.ExitStack()
-        self.advance: Callable[[int], None] = lambda count: None
+    def __init__(self, out: Path, digest: str, most: int) -> None:
+        """Open the file that an earlier run left, or a new one.
+
+        most: the number of lines that OUT will have.
+        """
+        self.out, self.path = out, out.with_name(f"{out.name}.{digest}.part")
+        self.lines = self.ended = end = 0
         self.file = self.path.open("ab", buffering=0)
         if not try_lock(self.file.fileno()):
             self.file.close()
             raise UserError(f"another run writes {out}; wait for it, or choose another --out")
-        end = 0
-        for line in itertools.islice(read_lines(self.path), len(task.prompts)):
+        for line in itertools.islice(read_lines(self.path), most):
             try:  # the rest of a line after a kill or a power failure is cut off
                 reason = parse_json(line)["finish_reason"] if line.endswith(b"\n") else None
             except (ValueError, KeyError, TypeError):
                 break
             if reason is None:
                 break
-            self.reasons[reason] += 1
-            self.lines += 1
-            end += len(line)
+            self.lines, self.ended, end = self.lines + 1, self.ended + (reason == "stop"), end + len(line)
         self.file.truncate(end)
-
-    def report(self, value: Any) -> None:
-        """Take what an ``Engine`` reports."""
-        if isinstance(value, str):
-            self.backend, self.begin = value, time.perf_counter()
-            bar = self.console.progress("generating", len(self.task.prompts), done=self.lines)
-            self.advance = self.bar.enter_context(bar)
-            return
-        first, new = value
-        self.tokens += sum(map(len, new))
-        self.seconds = time.perf_counter() - self.begin
-        rows = [self._row(first + place, ids) for place, ids in enumerate(new)]
-        self.append(rows[self.lines - first :])  # of a batch that was cut off by a kill
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write rows. Raises UserError where the disk is full."""
@@ -335,105 +286,19 @@ class LineWriter:
             raise UserError(
                 f"{self.path} cannot be written: {sentence(error)}; once it can, run the same command again to resume"
             ) from None
-        self.reasons.update(row["finish_reason"] for row in rows)
         self.lines += len(rows)
-        self.advance(len(rows))
+        self.ended += sum(row["finish_reason"] == "stop" for row in rows)
 
-    def _row(self, number: int, new: list[int]) -> dict[str, Any]:
-        prompt, ended = self.task.prompts[number], new[-1] in self.task.eos
-        reason = {"finish_reason": "stop" if ended else "length"}
-        if not self.asked:
-            ids = [*prompt, *new]
-            text = {} if self.tokenizer is None else {"text": self.tokenizer.decode(ids, skip_special_tokens=True)}
-            return {**text, "input_ids": ids, **reason}
-        answer, asked = answer_text(self.tokenizer, prompt, new[:-1] if ended else new), self.asked[number]
-        if isinstance(asked, str):
-            return {"prompt": asked, "completion": answer, **reason}
-        return {"messages": [*asked, {"role": "assistant", "content": answer}], **reason}
-
-    def finish(self) -> GenerateFileDocument:
-        """Give the file the name OUT; return the outcome of the run, and show it."""
-        self.bar.close()
+    def finish(self) -> None:
+        """Give the file the name OUT."""
         if self.out.exists():
             raise UserError(f"--out {self.out} appeared meanwhile; the texts are in {self.path}")
         os.fsync(self.file.fileno())
         os.replace(self.path, self.out)
         fsync(self.out.parent)
-        document = GenerateFileDocument(
-            model=self.task.spec.name,
-            layout=str(self.task.spec.layout),
-            backend=self.backend,
-            out=str(self.out),
-            samples=self.lines,
-            ended_samples=self.reasons["stop"],
-            output_tokens=self.tokens,
-            output_tokens_per_s=self.tokens / self.seconds if self.tokens else None,
-        )
-        speed = f", {document.output_tokens_per_s:.0f} tokens/s" if document.output_tokens_per_s else ""
-        self.console.result(
-            f"{self.lines} texts{speed}, {self.reasons['length']} cut off at --max-new-tokens"
-            f" {self.task.options.max_new_tokens}: {self.out}"
-        )
-        return document
 
-    def __enter__(self) -> "LineWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.close()
+    def close(self) -> None:
+        """Close the file. One without lines is removed."""
         if not self.lines:
             self.path.unlink(missing_ok=True)
         self.file.close()
-
-
-def answer_text(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
-    """Return the text that ``new`` adds to a prompt, without special tokens.
-
-    It is decoded with the prompt, since ids decoded alone may lose the space that they begin with (SentencePiece).
-    """
-    before = str(tokenizer.decode(prompt, skip_special_tokens=True))
-    both = str(tokenizer.decode([*prompt, *new], skip_special_tokens=True))
-    return both[len(before) :] if both.startswith(before) else str(tokenizer.decode(new, skip_special_tokens=True))
-
-
-# ---- the runtime ----
-
-
-def answer_on_runtime(task: FileTask, done: int, report: Report, console: Console) -> None:
-    """Answer on ladderize's own ranks. This is an ``Engine``."""
-    ranks = {name: getattr(task.options, name) for name in ("tp_size", "device", "threads")}
-    run(_answer_on_rank, task, done, console, **ranks, report=report)
-
-
-def _answer_on_rank(group: Ranks, task: FileTask, done: int, console: Console) -> None:
-    done = group.broadcast(done)
-    if done == len(task.prompts):
-        return
-    options = task.options
-    generator, backend = open_batch(group, task.spec, task.batch_size, task.longest, options, console)
-    console.note(
-        f"{task.spec.layout}; {backend}; {human_bytes(generator.cache.nbytes)} of KV cache for {task.batch_size} texts"
-        " at a time"
-    )
-    group.report(backend)
-    with torch.inference_mode():
-        for numbers in task.parts(done, task.batch_size):
-            prompts = [task.prompts[number] for number in numbers]
-            prompts += prompts[-1:] * (task.batch_size - len(prompts))  # computed, and not waited for
-            new: list[list[int]] = [[] for _ in numbers]
-            for made in generate_tokens(
-                generator,
-                prompts,
-                max_new_tokens=options.max_new_tokens,
-                sampling=options.sampling,
-                eos=task.eos,
-                first_row=numbers[0],
-            ):
-                for ids, more in zip(new, made, strict=False):
-                    ids += more
-                if all(ids[-1] in task.eos for ids in new):
-                    break
-            group.report((numbers[0], new))
-    generator.model.collectives.close()

@@ -8,7 +8,6 @@ from ladderize.choices import (
     BACKEND,
     DEVICE,
     DTYPE,
-    REPLICATE_VOCAB,
     REVISION,
     THREADS,
     TP_SIZE,
@@ -78,9 +77,6 @@ class GenerateOptions:
     device: str = option(DEVICE, default_device)
     threads: int | None = option(THREADS)
     revision: str | None = option(REVISION)
-    replicate_vocab: bool = option(REPLICATE_VOCAB, False)
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.replicate_vocab and self.tp_size == 1:
-            raise UsageError("--replicate-vocab has no effect with one rank")

@@ -13,14 +13,13 @@ from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import asked_recipe
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from ladderize.eval.options import EvalOptions
+from ladderize.eval.options import MARGIN, EvalOptions
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
 from ladderize.sweep.stages import Given, adapt_words, errors_begin_with, parsed_options, words_of
 from ladderize.sweep_document import AS_CONVERTED
 
-MARGIN = 1.0  # points of accuracy, where the file says nothing
 KEYS = ("model", "out", "data", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
 PATH_KEYS = ("data", "eval_data", "perplexity", "include_path", "head_map", "recipe")
 # keys whose lists are no grids

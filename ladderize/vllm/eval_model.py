@@ -20,7 +20,7 @@ from ladderize.modeling import load_tokenizer
 from ladderize.ranks.environment import environment_with
 from ladderize.runtime.shards import check_runnable
 from ladderize.vllm.engine import ends_of, engine_variables, reason_of
-from ladderize.vllm.environment import check_vllm, installed_version
+from ladderize.vllm.environment import check_vllm
 
 REQUESTS_PER_SEQUENCE = 32  # lm-eval hands over so many: answers have Python objects for every token
 WINDOWS_AT_ONCE = 16
@@ -44,7 +44,7 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
     positions = most_positions(config)
     if options.max_length is not None and options.max_length > positions:
         raise UserError(f"--max-length {options.max_length} is more than the {positions} positions of {name}")
-    if load_tokenizer(folder, trust_remote_code=options.trust_remote_code) is None:
+    if load_tokenizer(folder) is None:
         raise UserError(f"{name} has no tokenizer, which lm-eval's vLLM model needs; use --backend hf")
     arguments = {
         "pretrained": str(folder),
@@ -54,7 +54,6 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
         "max_num_seqs": options.batch_size,
         "batch_size": REQUESTS_PER_SEQUENCE * options.batch_size,
         "seed": options.seed,
-        "trust_remote_code": options.trust_remote_code,
         "disable_log_stats": True,
         **ends_of(config),
         **more,
@@ -70,8 +69,6 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
 
 class VLLMModel(EvalModel):
     """A model in vLLM's processes."""
-
-    no_predictions = "vLLM tells the log-probabilities of single tokens, not of the whole vocabulary"
 
     def __init__(self, name: str, checkpoint: Checkpoint, options: EvalOptions, engine: Any) -> None:
         from vllm.platforms import current_platform
@@ -90,20 +87,9 @@ class VLLMModel(EvalModel):
             device=current_platform.device_type,
             backend="vllm",
             tp_size=options.tp_size,
-            vllm_version=installed_version(),
         )
 
-    def score(
-        self,
-        windows: list[np.ndarray],
-        *,
-        batch_size: int,
-        keep: Path | None = None,
-        reference: Path | None = None,
-        advance: Callable[[int], None] = lambda n: None,
-    ) -> list[WindowScore]:
-        assert keep is None
-        assert reference is None  # see ``no_predictions``
+    def score(self, windows: list[np.ndarray], *, advance: Callable[[int], None], **how: Any) -> list[WindowScore]:
         scores: list[WindowScore] = []
         for first in range(0, len(windows), WINDOWS_AT_ONCE):
             part = [window.tolist() for window in windows[first : first + WINDOWS_AT_ONCE]]
@@ -113,8 +99,7 @@ class VLLMModel(EvalModel):
             advance(len(part))
         return scores
 
-    def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
-        self.engine.add_bos_token = add_bos
+    def harness(self, options: EvalOptions) -> Any:
         return self.engine
 
     def close(self) -> None:

@@ -3,15 +3,15 @@
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.ranks.environment import environment_with
-from ladderize.runtime.generate_file import FileTask
+from ladderize.runtime.generate import GenerateTask
 from ladderize.runtime.launch import Report
 from ladderize.vllm.engine import ends_of, engine_variables, reason_of
-from ladderize.vllm.environment import check_vllm, installed_version
+from ladderize.vllm.environment import check_vllm
 
 BATCHES_AT_ONCE = 8  # vLLM starts a text when another has ended; lines are written when so many batches are complete
 
 
-def answer_in_vllm(task: FileTask, done: int, report: Report, console: Console) -> None:
+def answer_in_vllm(task: GenerateTask, done: int, report: Report, console: Console) -> None:
     """Answer the prompts that are not ``done``. This is an ``Engine`` of ``generate_file``.
 
     The draws are vLLM's. A text depends on its number and the seed, and is not the runtime's. Raises UserError if vLLM
@@ -35,7 +35,6 @@ def answer_in_vllm(task: FileTask, done: int, report: Report, console: Console) 
             )
         except Exception as error:
             raise UserError(f"vLLM cannot run {spec.name}: {reason_of(error)}") from error
-    report(f"vllm {installed_version()}")
     chosen = options.sampling
     for numbers in task.parts(done, BATCHES_AT_ONCE * task.batch_size):
         parameters = [
