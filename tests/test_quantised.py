@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ladderize import convert_checkpoint, load
 from ladderize.checkpoint.tensors import locate_tensors
@@ -66,20 +66,6 @@ def test_there_and_back(sources, tmp_path, name):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
     for folder in ("out", "back"):
         assert (tmp_path / folder / "model.safetensors").samefile(source / "model.safetensors")
-
-
-@pytest.mark.parametrize("name", ["W4A16 asymmetric", "FP8 blocks"])
-def test_files_are_written_anew_byte_by_byte(sources, tmp_path, name):
-    """Where tensors lack the beginning of their names, and get it."""
-    source, before = tmp_path / "src", load_file(sources(name) / "model.safetensors")
-    shutil.copytree(sources(name), source)
-    named = {key.removeprefix("model."): tensor for key, tensor in before.items()}
-    save_file(named, source / "model.safetensors", {"format": "pt"})
-    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="all"), verify=False)
-    assert report.weights == {"rewritten": 1}
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == before.keys()
-    assert all(torch.equal(found[name], before[name]) and found[name].dtype == before[name].dtype for name in before)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +310,7 @@ def test_what_does_not_run_quantised_weights(sources, tmp_path, words):
     places = {"TEXT": tmp_path / "text.jsonl", "OUT": tmp_path / "out"}
     outcome = invoke(words[0], sources("int8"), *(places.get(word, word) for word in words[1:]))
     assert outcome.code == 1, outcome.stderr
-    sentence = "do not run quantised weights, and adapters on int8 or FP8 ones get wrong gradients; `ladderize eval"
-    assert sentence in " ".join(outcome.stderr.split())
+    assert "do not run quantised weights; `ladderize eval" in " ".join(outcome.stderr.split())
     assert "Traceback" not in outcome.stderr
     assert listing(tmp_path) == ["text.jsonl"]
 

@@ -1,7 +1,7 @@
 """The tensors that a config promises, and checks that a checkpoint has them."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ladderize.checkpoint.quantised import QUANTISATION_KEYS, plain_view, quantisation_of
@@ -31,36 +31,16 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> None:
-    """Raise UserError unless this is the config of a dense, unquantised model of a supported family, with sensible
-    numbers.
+    """Raise UserError unless this is the config of an unquantised model of a supported family, with sensible numbers.
 
     model: the name in messages.
     """
     family = family_of(config)
-    check_sizes(config, model)
-    check_rope(config)
-    family.describe(config)
-
-
-def check_largest(config: Mapping[str, Any]) -> None:
-    """Raise UserError for a number so large that transformers would exhaust memory."""
-    for key, most in LARGEST.items():
-        value = config.get(key)
-        if type(value) is int and value > most:
-            raise UserError(f"config.json: {key} is {shown(value)}, but must be a positive integer of at most {most:,}")
-
-
-def check_sizes(config: Mapping[str, Any], model: str = "this checkpoint") -> None:
-    """Raise UserError unless this is the config of an unquantised decoder with sensible sizes and numbers.
-
-    model: the name in messages.
-    """
     if quantised := next((config[key] for key in QUANTISATION_KEYS if config.get(key)), None):
         method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(
             f"{model} is quantised with {method}; the runtime and what trains or measures layers do not run"
-            " quantised weights, and adapters on int8 or FP8 ones get wrong gradients; `ladderize eval --backend vllm`"
-            " and `vllm serve` run them"
+            " quantised weights; `ladderize eval --backend vllm` and `vllm serve` run them"
         )
     for key, most in LARGEST.items():
         value = config.get(key)
@@ -76,16 +56,32 @@ def check_sizes(config: Mapping[str, Any], model: str = "this checkpoint") -> No
     heads, kv_heads = config["num_attention_heads"], kv_head_count(config)
     if heads % kv_heads:
         raise UserError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+    check_rope(config)
+    family.describe(config)
+
+
+def check_largest(config: Mapping[str, Any]) -> None:
+    """Raise UserError for a number so large that transformers would exhaust memory."""
+    for key, most in LARGEST.items():
+        value = config.get(key)
+        if type(value) is int and value > most:
+            raise UserError(f"config.json: {key} is {shown(value)}, but must be a positive integer of at most {most:,}")
 
 
 def check_rope(config: Mapping[str, Any]) -> None:
-    """Raise UserError unless the rotary embedding is of a known type and has its numbers."""
-    rope: dict[str, Any] = {}
+    """Raise UserError unless the rotary embedding is stated once, of a known type, and with its numbers."""
+    theta, stated = config.get("rope_theta"), []
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)
         if value is not None and not isinstance(value, dict):
             raise UserError(f"config.json: {key} is {str(value)[:60]!r}, but must be an object; repair the file")
-        rope |= value or {}
+        stated += [{"rope_theta": theta, **value}] if value else []
+    rope = stated[0] if stated else {}
+    if any(one != rope or theta not in (None, one["rope_theta"]) for one in stated):
+        raise UserError(
+            "config.json states the rotary embedding twice, in different ways (rope_theta, rope_scaling,"
+            " rope_parameters); leave the wrong one out"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_NEEDS:
         raise UserError(
@@ -95,10 +91,10 @@ def check_rope(config: Mapping[str, Any]) -> None:
     for key in ROPE_NEEDS[kind]:
         if key not in rope:
             raise UserError(f"config.json: a rope_type of {kind} needs {key}; repair the file")
-    lists = {"short_factor", "long_factor"}
-    numbers = {key: rope[key] for key in (*ROPE_NEEDS[kind], "rope_theta") if key in rope and key not in lists}
-    numbers |= {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
-    numbers |= {"rms_norm_eps": config["rms_norm_eps"]} if "rms_norm_eps" in config else {}
+    numbers = {key: rope[key] for key in ROPE_NEEDS[kind] if key not in ("short_factor", "long_factor")}
+    for key, source in (("rope_theta", rope), ("rope_theta", config), ("rms_norm_eps", config)):
+        if key in source and (source[key] is not None or key != "rope_theta"):
+            numbers[key] = source[key]
     for key in numbers:
         positive(numbers, key)
 
@@ -156,32 +152,37 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def check_quantised(checkpoint: Checkpoint) -> list[str]:
-    """Check the tensors of a checkpoint that may be quantised; of each quantised projection every tensor must be there.
-
-    Returns remarks; raises UserError where a tensor is missing or does not fit.
-    """
+def check_quantised(checkpoint: Checkpoint) -> None:
+    """Raise UserError where a tensor, or one of a quantised projection's tensors, is missing or does not fit."""
     quantisation = quantisation_of(checkpoint.config, checkpoint.folder)
-    return check_tensors(plain_view(checkpoint, quantisation, expected_tensors(checkpoint.config)))
+    check_tensors(plain_view(checkpoint, quantisation, expected_tensors(checkpoint.config)))
 
 
 def parameter_count(config: Mapping[str, Any]) -> int:
     return sum(math.prod(shape) for shape in expected_tensors(config).values())
 
 
-def check_tensors(checkpoint: Checkpoint) -> list[str]:
-    """Compare every tensor with the config; returns remarks, raises UserError where one is missing or does not fit."""
-    config, found = checkpoint.config, checkpoint.tensors
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Compare every tensor with the config; raises UserError where one is missing or does not fit."""
+    config, stored = checkpoint.config, checkpoint.tensors
     expected = expected_tensors(config)
     for name, shape in expected.items():
-        if name not in found:
-            raise UserError(f"{checkpoint.folder}: the tensor {name} is missing; {_why_missing(name, found)}")
-        if found[name].shape != shape:
+        if name not in stored:
+            why = "the checkpoint is incomplete or its config.json is another model's"
+            if name in (EMBEDDING, HEAD) and not stored.keys().isdisjoint((EMBEDDING, HEAD)):
+                why = (
+                    "transformers would draw it at random; if it is the embedding, too, set tie_word_embeddings to true"
+                    " in config.json"
+                )
+            elif other := next((other for other in stored if other.endswith(f".{name}")), None):
+                why = f"the names begin with {other.removesuffix(name)!r}; save the model inside that wrapper"
+            raise UserError(f"{checkpoint.folder}: the tensor {name} is missing; {why}")
+        if stored[name].shape != shape:
             raise UserError(
-                f"{checkpoint.folder}: {name} has shape {list(found[name].shape)}, but config.json asks for"
-                f" {list(shape)}{_how_to_fit(name, found[name].shape, shape)}"
+                f"{checkpoint.folder}: {name} has shape {list(stored[name].shape)}, but config.json asks for"
+                f" {list(shape)}"
             )
-    for name, tensor in found.items():
+    for name, tensor in stored.items():
         if name not in expected:
             raise UserError(
                 f"{checkpoint.folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is not a tensor of a"
@@ -193,36 +194,3 @@ def check_tensors(checkpoint: Checkpoint) -> list[str]:
                 f"{checkpoint.folder}: {name} is stored as {tensor.dtype}, which quantised weights are, but config.json"
                 " says of no such quantisation; take the unquantised model"
             )
-    stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    stored = sorted({FLOAT_DTYPES[tensor.dtype] for tensor in found.values()})
-    if stated and stored != [stated]:
-        return [
-            f"config.json says {stated}, the weights are stored as {' and '.join(stored)}; both are kept as they are"
-        ]
-    return []
-
-
-def _why_missing(name: str, found: Collection[str]) -> str:
-    """Return advice for a tensor ``name`` that is not among those ``found``."""
-    if (other := next((other for other in found if other.endswith(f".{name}")), None)) is not None:
-        return (
-            f"the names begin with {other.removesuffix(name)!r}, which a wrapper such as torch.compile's or DDP's puts"
-            " before a model's own, so that transformers would load none of them; save the model inside (accelerate's"
-            " unwrap_model), or rename the tensors"
-        )
-    if (other := {HEAD: EMBEDDING, EMBEDDING: HEAD}.get(name)) in found:
-        return (
-            f"config.json does not tie it to {other}, so transformers would draw it at random; if the two are one in"
-            " this model, set tie_word_embeddings to true in config.json"
-        )
-    return "the checkpoint is incomplete or its config.json is another model's"
-
-
-def _how_to_fit(name: str, stored: tuple[int, ...], asked: tuple[int, ...]) -> str:
-    """Return advice where only the vocabulary's size differs; else an empty text."""
-    if name not in (EMBEDDING, HEAD) or stored[1:] != asked[1:]:
-        return ""
-    return (
-        f"; if the tokenizer has at most {stored[0]:,} tokens, set vocab_size to {stored[0]} in config.json, else load"
-        " the model so and give it more rows (transformers' resize_token_embeddings)"
-    )

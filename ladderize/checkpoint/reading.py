@@ -42,7 +42,6 @@ KNOWN_DTYPES: dict[str, tuple[int, str]] = {
 DTYPE_BYTES = {stored: width for stored, (width, _) in KNOWN_DTYPES.items()}
 FLOAT_DTYPES = {stored: KNOWN_DTYPES[stored][1] for stored in ("F64", "F32", "F16", "BF16")}
 STORED_NAMES = {name: stored for stored, (_, name) in KNOWN_DTYPES.items()}
-CAST_DTYPES = ("float32", "float16", "bfloat16")  # dtypes that weights may be converted to and run in
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -53,7 +52,7 @@ OTHER_WEIGHTS = (*PICKLES, ".gguf", ".h5", ".msgpack", ".onnx")  # neither downl
 class TensorInfo:
     """The place of one tensor in a file, and its name there.
 
-    start, stop: byte offsets in the file; equal where no value is stored: all are zero.
+    start, stop: byte offsets in the file.
     """
 
     name: str
@@ -71,42 +70,23 @@ class TensorInfo:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def is_stored(self) -> bool:
-        """True if its values are in the file."""
-        return self.nbytes > 0 or self.numel == 0
-
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint folder: its config and the place of each tensor; no tensor is in memory.
 
-    tensors: by the name in the model, which may differ from the name in the file.
-    remarks, warnings: what is read otherwise than it is written.
+    tensors: by the name in the model. A tied embedding may be stored as ``lm_head.weight``.
+    warnings: what is read otherwise than it is written.
     """
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    remarks: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
     def weight_files(self) -> list[str]:
         return sorted({tensor.file for tensor in self.tensors.values()})
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-def check_folder(folder: Path) -> None:
-    """Raise UserError unless ``folder`` is a folder, not empty, and holds regular files only."""
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; name the folder of a Hugging Face checkpoint or a hub id")
-    if not any(folder.iterdir()):
-        raise UserError(f"{folder} is empty; it should hold config.json and safetensors weights")
-    check_entries(folder)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -121,26 +101,13 @@ def check_entries(folder: Path) -> None:
             check_regular(entry)
 
 
-def read_stated_config(folder: Path) -> dict[str, Any]:
-    """Return config.json as it is written; raises UserError where it is missing or holds NaN or Infinity, which
-    Python's JSON accepts."""
-    path = folder / "config.json"
-    if is_there(path):
-        return read_json(path)
-    if (folder / "adapter_config.json").exists():
-        raise UserError(
-            f"{folder} is a PEFT adapter; `ladderize merge {folder} OUT` makes a checkpoint of it and its base"
-        )
-    raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
+def read_tensors(folder: Path) -> dict[str, TensorInfo]:
+    """Return every tensor that transformers would read from ``folder``, by its name in the file.
 
-
-def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Return every tensor that transformers would read from ``folder``, by its name in the file, and remarks.
-
-    Raises UserError where weights are missing, or index and files differ.
+    Raises UserError where weights are missing, or a file lacks what the index says of it.
     """
     if is_there(folder / WEIGHTS):
-        return read_header(folder, WEIGHTS), []
+        return read_header(folder, WEIGHTS)
     if not is_there(folder / INDEX):
         raise _no_weights(folder)
     weight_map = read_weight_map(folder)
@@ -160,8 +127,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
             raise UserError(
                 f"{folder / INDEX} says that {tensor_name} is in {name}, but it is not; download both again"
             )
-    unnamed = [name for name in tensors if name not in weight_map]
-    return tensors, [f"{INDEX} leaves out {_some(unnamed)}, which its files hold; the files count"] if unnamed else []
+    return tensors
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
@@ -170,26 +136,6 @@ def read_weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{folder / INDEX} has no weight_map; download it again")
     return {name: str(file) for name, file in weight_map.items()}
-
-
-def second_weights(folder: Path) -> str | None:
-    """Return a warning for a folder with both a single weight file and complete shards; else None."""
-    if not (is_there(folder / WEIGHTS) and is_there(folder / INDEX)):
-        return None
-    try:
-        files = sorted({*read_weight_map(folder).values()} - {WEIGHTS})
-    except UserError:  # the single file counts, so nobody reads the index
-        return None
-    if not files or not all((folder / name).is_file() for name in files):
-        return None
-    return (
-        f"{folder} holds {WEIGHTS} and the shards of {INDEX} ({_some(files)}); {WEIGHTS} counts, as for transformers:"
-        " remove the one that is not meant"
-    )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_plain_name(name: str, where: Path) -> None:
@@ -224,16 +170,13 @@ def _tensor(name: str, file: str, entry: Mapping[str, Any], base: int) -> Tensor
 
 
 def _no_weights(folder: Path) -> UserError:
-    advice = (
-        "convert them first with AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(NEW), which writes"
-        " safetensors; pickle can run code when opened, so it is not read here"
-    )
     names = (path.name.removesuffix(".index.json") for path in folder.iterdir())
-    if pickles := sorted(name for name in names if name.lower().endswith(PICKLES)):
-        return UserError(f"{folder} has only pickle weights ({', '.join(pickles[:3])}); {advice}")
+    pickles = sorted(name for name in names if name.lower().endswith(PICKLES))
     return UserError(
-        f"{folder} holds neither {WEIGHTS} nor {INDEX} (`ladderize plan --shape {folder}/config.json` needs none);"
-        f" if its source has only pickle weights (.bin), {advice}"
+        f"{folder} holds "
+        + (f"only pickle weights ({', '.join(pickles[:3])})" if pickles else f"neither {WEIGHTS} nor {INDEX}")
+        + "; pickle can run code when opened, so it is not read here:"
+        " AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(NEW) writes safetensors"
     )
 
 
@@ -255,7 +198,12 @@ def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
         raise UserError("the name of the checkpoint is empty; name a folder or a hub id")
     path = resolved(source)
     if path.exists():
-        check_folder(path)
+        if not path.is_dir() or not any(path.iterdir()):
+            raise UserError(
+                f"{source} is {'empty' if path.is_dir() else 'not a folder'}; name the folder of a Hugging Face"
+                " checkpoint, with config.json and safetensors weights, or a hub id"
+            )
+        check_entries(path)
         if revision is not None:
             raise UserError(f"{source} is a local folder, which has no revisions; leave --revision out")
         return path.resolve(), True

@@ -25,7 +25,7 @@ from ladderize.checkpoint.reading import (
     torch_dtype,
 )
 from ladderize.checkpoint.tensors import bytes_of, encode_header, read_tensor, shorter
-from ladderize.console import SILENT, Console, human_bytes, sentence
+from ladderize.console import SILENT, Console, sentence
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.regular import open_regular
@@ -121,7 +121,7 @@ def plan_shards(
     for name, old in checkpoint.tensors.items():
         move = moves.get(name) if name not in replace else None
         entry = Entry(name, STORED_NAMES[dtype] if dtype else old.dtype, replace.get(name, old), move)
-        if not old.is_stored or entry != Entry(old.name, old.dtype, old):
+        if entry != Entry(old.name, old.dtype, old):
             changed.add(old.file)
         files[old.file].append(entry)
     return [  # wide elements first, so that every tensor begins at a multiple of its element size
@@ -158,7 +158,6 @@ def write_checkpoint(
     check: receives the finished folder before it appears as ``out``; if it raises, nothing appears.
     Raises UserError where the disk is full or fails.
     """
-    _check_space(content, out, copy=copy)
     total = sum(shard.nbytes for shard in content.shards)
     try:
         with output.atomic_folder(out, overwrite=overwrite) as folder:
@@ -217,7 +216,7 @@ def _parts(entry: Entry, folder: Path) -> "Iterator[Tensor]":
     import torch
 
     info, move = entry.source, entry.move
-    if not info.is_stored or not info.nbytes:
+    if not info.nbytes:
         yield read_tensor(folder, info)
         return
     shape = info.shape or (1,)
@@ -249,15 +248,3 @@ def _cast(values: "Tensor", entry: Entry) -> "Tensor":
             f"{entry.name} has values too large for {FLOAT_DTYPES[entry.dtype]}; take --dtype bfloat16 or float32"
         )
     return cast
-
-
-def _check_space(content: Content, out: Path, *, copy: bool) -> None:
-    """Raise UserError where the disk has too little space, before anything is written."""
-    parent = output.existing_parent(out)
-    same_disk = parent.stat().st_dev == content.source.folder.resolve().stat().st_dev
-    needed = sum(shard.nbytes for shard in content.shards if shard.rewritten or copy or not same_disk)
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise UserError(
-            f"OUT {out} needs {human_bytes(needed)}, but only {human_bytes(free)} are free there; choose another disk"
-        )

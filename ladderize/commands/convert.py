@@ -71,8 +71,6 @@ def convert(given: GivenOptions) -> None:
     console.document(report.to_dict())
     for warning in report.warnings:
         console.warn(warning)
-    for remark in report.remarks:
-        console.note(f"Note: {remark}")
     if dry_run:
         console.table(report.layers, right=["layer"])
         console.result("")

@@ -53,7 +53,6 @@ class ConversionReport(Record):
     extra_files: list[str]
     carried_over: list[str]
     not_carried_over: list[str]
-    remarks: list[str]
     warnings: list[str]
     written: bool = False
     verified: Verification | None = None
@@ -170,6 +169,5 @@ def report_of(plan: Plan) -> ConversionReport:
         extra_files=sorted(plan.changes.extra_files),
         carried_over=plan.carried,
         not_carried_over=plan.left_behind,
-        remarks=plan.remarks,
         warnings=plan.warnings,
     )

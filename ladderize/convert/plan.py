@@ -21,7 +21,6 @@ from ladderize.checkpoint.reading import (
     Checkpoint,
     TensorInfo,
     fetch_weights,
-    has_tokenizer,
     resolve_json,
 )
 from ladderize.checkpoint.tensors import fingerprint
@@ -88,7 +87,6 @@ class Plan:
     changes: Changes
     carried: list[str]
     left_behind: list[str]
-    remarks: list[str]
     warnings: list[str]
     quantisation: Quantisation | None
 
@@ -127,11 +125,9 @@ def make_plan(
         check_unchanged(recipe, changes)
     source = read_checkpoint(folder if is_local else fetch_weights(src, revision))
     check_fingerprint(source, src, changes.head_map)
-    remarks = [*source.remarks, *check_quantised(source)]
+    check_quantised(source)
     if quantisation is not None:
         check_ranks(source, quantisation, after.sync_tp_size or 1)
-    if not has_tokenizer(source.folder):
-        remarks.append(f"{src} holds no tokenizer, so neither does OUT; eval of tasks, adapt and generate need one")
     warnings = [*source.warnings, *layout_warnings(source, before, after)]
     shards = plan_shards(
         source,
@@ -155,7 +151,6 @@ def make_plan(
         changes=changes,
         carried=[name for name in carried if name not in changes.extra_files],
         left_behind=left_behind,
-        remarks=remarks,
         warnings=warnings,
         quantisation=quantisation,
     )

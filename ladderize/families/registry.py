@@ -1,4 +1,4 @@
-"""Finds the family of a config.json, and explains why others are refused. Imports no torch."""
+"""Finds the family of a config.json. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,14 +17,14 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family of a config, dense or converted; raises UserError with the reason for an unsupported one."""
+    """Return the family of a config, dense or converted; raises UserError for an unsupported one."""
     if (family := find_family(config)) is not None:
         return family
-    stated = config.get("model_type")
-    why = f": {REFUSED[str(stated)]}" if str(stated) in REFUSED else ""
+    stated = config.get("model_type") or "model without model_type"
+    known = ", ".join(family.model_type for family in SUPPORTED)
     raise UserError(
-        f"this is a {stated or 'model without model_type'}, which ladderize does not convert{why}; model_type must be"
-        f" one of {', '.join(family.model_type for family in SUPPORTED)}"
+        f"this is a {stated}, which ladderize does not convert (docs/families.md says why); model_type must be one of"
+        f" {known}"
     )
 
 
@@ -54,29 +54,3 @@ def is_authors(config: Mapping[str, Any]) -> bool:
     """Return whether the config is of the published checkpoints of Ladder Residual, which state their layout in another
     way."""
     return config.get("model_type") == AUTHORS_TYPE
-
-
-# ---- why others are refused ----
-
-REFUSED = {
-    model_type: reason
-    for reason, model_types in {
-        "its norms come after attention and the MLP, so that the sum over the ranks must be complete before them": (
-            "gemma2 gemma3 gemma3_text gemma3n gemma3n_text olmo2 olmo3 exaone4 glm4"
-        ),
-        "its attention and its MLP read the same input, so that a layer has one sync point already": (
-            "cohere cohere2 gptj gpt_neox phi falcon"
-        ),
-        "it is a mixture of experts": (
-            "mixtral qwen2_moe qwen3_moe granitemoe granitemoeshared olmoe phimoe gpt_oss deepseek_v2 deepseek_v3"
-        ),
-        "some of its layers have no attention": (
-            "granitemoehybrid qwen3_next jamba bamba zamba zamba2 falcon_h1 lfm2 nemotron_h"
-        ),
-        "its projections are fused into one tensor": "phi3 glm",
-        "it scales each query by its position in the text, which the attention of none of these families does": (
-            "ministral3"
-        ),
-    }.items()
-    for model_type in model_types.split()
-}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.methods import ALIGN, BLOCKS
-from ladderize.checkpoint.opening import check_model, read_config
+from ladderize.checkpoint.opening import open_sound_checkpoint, read_config
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
 from ladderize.eval.table import mean_accuracy
@@ -130,7 +130,7 @@ class Planner:
     def of(cls, spec: SweepSpec, builder: StageBuilder, root: Path) -> "Planner":
         """Return a planner. Raises UserError for a model that is not dense, and for layouts that do not fit it or a
         benchmark."""
-        config = read_config(check_model(spec.model))
+        config = read_config(open_sound_checkpoint(spec.model).folder)
         dense = Layout.from_config(config)
         if not dense.is_dense:
             raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
