@@ -80,17 +80,9 @@ def _read_text(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Itera
     if path.suffix == ".txt":
         yield encoded(read_text(path, MAX_TEXT_BYTES), str(path))
         return
-    for number, line in enumerate(read_lines(path), start=1):
-        if not line.strip():
-            continue
-        origin = f"{path}, line {number}"
-        try:
-            row = parse_line(line)
-            ids = as_ids(row["input_ids"]) if isinstance(row, dict) and row.get("input_ids") is not None else None
-        except ValueError as error:
-            raise UserError(f"{origin}: {error}") from None
-        if ids is not None:
-            yield ids
+    for origin, row in json_lines(path):
+        if isinstance(row, dict) and row.get("input_ids") is not None:
+            yield as_ids(row["input_ids"], origin)
         elif isinstance(row, dict) and isinstance(row.get("text"), str):
             yield encoded(row["text"], origin)
         else:
@@ -122,19 +114,24 @@ def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list
     return ids
 
 
-def parse_line(line: bytes) -> Any:
-    """Return the value of a line of a ``.jsonl`` file; raises ValueError with the reason."""
-    try:
-        value = parse_json(line, constants=True)
-    except ValueError as error:
-        raise ValueError(f"is not JSON ({error})") from None
-    if b"\\u" in line and not is_text(json.dumps(value, ensure_ascii=False)):
-        raise ValueError("holds half of a surrogate pair, which is not a character")
-    return value
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of each line of a ``.jsonl`` file that is not empty; raises UserError for a bad
+    one."""
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.strip():
+            continue
+        origin = f"{path}, line {number}"
+        try:
+            value = parse_json(line, constants=True)
+        except ValueError as error:
+            raise UserError(f"{origin}: is not JSON ({error})") from None
+        if b"\\u" in line and not is_text(json.dumps(value, ensure_ascii=False)):
+            raise UserError(f"{origin}: holds half of a surrogate pair, which is not a character")
+        yield origin, value
 
 
-def as_ids(value: Any) -> np.ndarray:
-    """Return a list of token ids as int64; raises ValueError unless all are integers from 0 to 2**31 - 1."""
+def as_ids(value: Any, origin: str) -> np.ndarray:
+    """Return a list of token ids as int64; raises UserError unless all are integers from 0 to 2**31 - 1."""
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError):
@@ -142,9 +139,9 @@ def as_ids(value: Any) -> np.ndarray:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         if isinstance(value, list) and not value:
             return np.empty(0, dtype=np.int64)
-        raise ValueError("its input_ids are not a list of integers")
+        raise UserError(f"{origin}: its input_ids are not a list of integers")
     if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
-        raise ValueError("its input_ids hold a negative or an impossibly large token id")
+        raise UserError(f"{origin}: its input_ids hold a negative or an impossibly large token id")
     return array.astype(np.int64)
 
 

@@ -11,15 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ladderize.data import as_ids, parse_line
+from ladderize.data import as_ids, json_lines
 from ladderize.errors import UserError
-from ladderize.files.regular import read_lines
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-
-
-class BadRow(UserError):
-    """A row that cannot be used; the sentence names its place."""
 
 
 @dataclass(frozen=True)
@@ -65,60 +60,60 @@ TRAINING = Formats(
 
 
 def check_row(row: Row, formats: Formats = TRAINING) -> str:
-    """Return the format of a row; raises BadRow for one with missing or mistyped values. Nothing is tokenised, so it is
-    cheap."""
+    """Return the format of a row; raises UserError for one with missing or mistyped values."""
     if not isinstance(row.values, Mapping):
-        raise BadRow(f"{row.origin}: not an object with named values; a row needs {formats.in_words}")
+        raise UserError(f"{row.origin}: not an object with named values; a row needs {formats.in_words}")
     present = [name for name, value in row.values.items() if value is not None]
     name = formats.find(present)
     if name is None:
-        raise BadRow(f"{row.origin}: has {', '.join(map(str, present)) or 'nothing'}; a row needs {formats.in_words}")
+        raise UserError(
+            f"{row.origin}: has {', '.join(map(str, present)) or 'nothing'}; a row needs {formats.in_words}"
+        )
     if name == "input_ids":
         read_ids(row)
     elif name in ("messages", "conversations"):
         read_messages(row, name)
     elif wrong := [column for column in formats.columns[name] if not isinstance(row.values[column], str)]:
-        raise BadRow(f"{row.origin}: its {wrong[0]} is not a string")
+        raise UserError(f"{row.origin}: its {wrong[0]} is not a string")
     return name
 
 
 def read_ids(row: Row) -> tuple[np.ndarray, np.ndarray]:
     """Return a row's ``input_ids`` (int64) and its ``loss_mask`` (bool; True for all, where there is none).
 
-    Raises BadRow for invalid ones.
+    Raises UserError for invalid ones.
     """
-    try:
-        ids = as_ids(row.values["input_ids"])
-    except ValueError as error:
-        raise BadRow(f"{row.origin}: {error}") from None
+    ids = as_ids(row.values["input_ids"], row.origin)
     mask = row.values.get("loss_mask")
     if mask is None:
         return ids, np.ones(len(ids), dtype=bool)
     if not isinstance(mask, list) or len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
-        raise BadRow(f"{row.origin}: its loss_mask is not a list of 0 and 1, one for each of the {len(ids)} input_ids")
+        raise UserError(
+            f"{row.origin}: its loss_mask is not a list of 0 and 1, one for each of the {len(ids)} input_ids"
+        )
     return ids, np.asarray(mask, dtype=bool)
 
 
 def read_messages(row: Row, column: str) -> list[dict[str, Any]]:
     """Return a conversation as chat templates take it; ShareGPT's names (from, value; human, gpt) are translated.
 
-    Raises BadRow for an invalid one.
+    Raises UserError for an invalid one.
     """
     role, content = ("role", "content") if column == "messages" else ("from", "value")
     turns = row.values[column]
     if not isinstance(turns, list) or not turns:
-        raise BadRow(f"{row.origin}: its {column} are not a list of turns")
+        raise UserError(f"{row.origin}: its {column} are not a list of turns")
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         where = f"{row.origin}: turn {number} of its {column}"
         if not isinstance(turn, Mapping) or not all(isinstance(turn.get(key), str) for key in (role, content)):
-            raise BadRow(f"{where} has no {role} and {content} that are strings")
+            raise UserError(f"{where} has no {role} and {content} that are strings")
         # Other keys of a message, such as a name, are left to the template; parquet fills in None where a turn has
         # none.
         message = {key: value for key, value in turn.items() if value is not None}
         if column == "conversations":
             if turn["from"] not in SHAREGPT:
-                raise BadRow(f"{where} is from {turn['from']!r}; known are {', '.join(SHAREGPT)}")
+                raise UserError(f"{where} is from {turn['from']!r}; known are {', '.join(SHAREGPT)}")
             message = {"role": SHAREGPT[turn["from"]], "content": turn["value"]}
         messages.append(message)
     return messages
@@ -128,16 +123,11 @@ def read_messages(row: Row, column: str) -> list[dict[str, Any]]:
 
 
 def jsonl_rows(path: Path, formats: Formats) -> Iterator[Row]:
-    """Yield the JSON object of each line that is not empty. Raises BadRow, which names the first bad line."""
-    for number, line in enumerate(read_lines(path), start=1):
-        if line.strip():
-            origin = f"{path}, line {number}"
-            try:
-                row = Row(parse_line(line), origin)
-            except ValueError as error:
-                raise BadRow(f"{origin}: {error}") from None
-            check_row(row, formats)
-            yield row
+    """Yield the JSON object of each line that is not empty. Raises UserError, which names the first bad line."""
+    for origin, values in json_lines(path):
+        row = Row(values, origin)
+        check_row(row, formats)
+        yield row
 
 
 def parquet_rows(path: Path, formats: Formats) -> Iterator[Row]:

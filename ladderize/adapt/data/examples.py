@@ -20,7 +20,7 @@ import numpy as np
 from ladderize.chat_template import DATE_OF_DATA, chat_template_of, refused_conversation
 from ladderize.data import need_tokenizer, text_ids
 from ladderize.errors import UserError
-from ladderize.rows import BadRow, Row, check_row, read_ids, read_messages
+from ladderize.rows import Row, check_row, read_ids, read_messages
 
 Span = tuple[int, int]  # [begin, end) in characters
 Scored = tuple[np.ndarray, np.ndarray]  # int64 ids and a bool mask of those that are scored: [tokens] each
@@ -81,7 +81,7 @@ class Encoder:
         for place, row in enumerate(rows):
             if not any(scored[1:].any() for _, scored in found[place]):
                 lengths = " and ".join(str(len(ids)) for ids, _ in found[place]) or "0"
-                raise BadRow(f"{row.origin}: gives {lengths} tokens, none of which the loss could score")
+                raise UserError(f"{row.origin}: gives {lengths} tokens, none of which the loss could score")
             if (highest := max(int(ids.max()) for ids, _ in found[place])) >= self.vocab_size:
                 beyond = f"the token id {highest}, but the model's vocabulary ends at {self.vocab_size - 1}"
                 raise UserError(f"{row.origin}: holds {beyond}; were they made with another tokenizer?")
@@ -152,7 +152,7 @@ def marked_texts(
     Where the template has ``{% generation %}`` markers, a conversation is one example. Elsewhere an assistant's turn is
     what the template adds to the prompt. A turn continues the example of the turn before it if the template left that
     text unchanged. Where the template rewrites earlier turns (Qwen3's drops thoughts), the turn begins its own example.
-    Raises BadRow if the template refuses the conversation, or does not show where a turn is.
+    Raises UserError if the template refuses the conversation, or does not show where a turn is.
     """
     from transformers.utils import chat_template_utils as templates
 
@@ -162,7 +162,7 @@ def marked_texts(
         try:
             texts, spans = to_text(conversations=[part], chat_template=template, **options, **given)
         except Exception as error:  # a template may raise whatever Python can
-            raise BadRow(f"{origin}: {refused_conversation(error)}") from None
+            raise UserError(f"{origin}: {refused_conversation(error)}") from None
         return texts[0], spans[0] if spans else []
 
     if re.search(r"\{%-?\s*generation\s*-?%\}", template):
@@ -173,7 +173,7 @@ def marked_texts(
         after, _ = render(messages[: number + 1])
         if not after.startswith(before):
             problem = "the chat template does not begin it with its prompt; mark it there with {% generation %}"
-            raise BadRow(f"{origin}: turn {number + 1}: {problem}")
+            raise UserError(f"{origin}: turn {number + 1}: {problem}")
         earlier = found.pop()[1] if found and before.startswith(found[-1][0]) else []
         found.append((after, [*earlier, (len(before), len(after))]))
     return found
