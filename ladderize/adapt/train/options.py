@@ -34,10 +34,12 @@ SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
 # than from large ones.
 LEAST_PER_STEP, MOST_PER_STEP = 2048, 65536
+PER_STEP = 16384  # where --max-steps are given
 LORA_RANK = 16
-PER_STEP = 16384  # where the budget is of steps
 MICRO_BATCH_TOKENS = 8192
 MOST_TOKENS = 10**18  # more than any data have
+# A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
+FIXED = ["method", "train", "heldout", "seq_len", "batch_size", "seed", "distill_weight", "hidden_weight", "lora_rank"]
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -279,7 +281,11 @@ class RetrainOptions(Record):
             peak *= min(1.0, max(LEAST_PEAK, math.sqrt(left_by_alignment / WHOLE_PEAK_FROM)))
             warmup = max(warmup, min(ALIGNED_WARMUP, int(steps * ALIGNED_SHARE)))
         return TrainOptions(
-            **{field.name: getattr(self, field.name) for field in fields(self) if field.name not in RESOLVED},
+            **{
+                field.name: getattr(self, field.name)
+                for field in fields(self)
+                if field.name not in TrainOptions.__annotations__
+            },
             seq_len=seq_len,
             batch_size=batch_size,
             micro_batch_size=micro,
@@ -288,14 +294,6 @@ class RetrainOptions(Record):
             warmup_steps=self.warmup_steps if self.warmup_steps is not None else warmup,
             eval_every=self.eval_every or max(1, min(500, steps // 10)),
         )
-
-
-RESOLVED = ("seq_len", "batch_size", "micro_batch_size", "lora_rank", "lr", "warmup_steps", "eval_every")
-# A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
-FIXED = (
-    *("method", "train", "heldout", "seq_len", "batch_size", "seed"),
-    *("distill_weight", "hidden_weight", "lora_rank"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
