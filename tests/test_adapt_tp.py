@@ -21,7 +21,6 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from tests import warm
 from tests.helpers import CLIPPED, SHAPE, all_gone, edit_json, invoke, invoke_well, listing, one_sentence, save_llama
-from tests.train.commands import check_same_run
 
 LENGTH, ROWS = 16, 32
 
@@ -126,18 +125,7 @@ def steps_of(folder):
     return read_metrics(path, "loss") if path.exists() else []
 
 
-def test_the_command_makes_the_steps_of_one_process(place, tmp_path, capfd):
-    more = ["--distill-from", place / "dense", "--train", "all"]
-    invoke_well(*arguments(place, tmp_path / "one", *more, steps=4))
-    outcome = invoke_well(*arguments(place, tmp_path / "two", *more, *DOMINO, "--json", steps=4))
-    document = json.loads(outcome.stdout)
-    assert document.items() <= json.loads((tmp_path / "two" / "adaptation.json").read_text()).items()
-    assert "2 for each copy of the model, schedule domino" in capfd.readouterr().err  # said by a rank
-    check_same_run(tmp_path / "two", tmp_path / "one")
-    assert listing(tmp_path) == ["one", "two"]
-
-
-def test_sigterm_saves_and_the_same_command_goes_on(place, tmp_path):
+def test_sigterm_saves_and_the_same_command_goes_on(place, tmp_path, capfd):
     out, work = tmp_path / "out", tmp_path / "out.ladderize-work"
     command = arguments(place, out, *DOMINO, "--eval-every", 1000, "--no-verify", steps=100_000)
     process = warm.WarmProcess([sys.executable, "-m", "ladderize", *command])
@@ -153,6 +141,8 @@ def test_sigterm_saves_and_the_same_command_goes_on(place, tmp_path):
     assert not out.exists()
     made = steps_of(work)
     assert len(made) == int(found[1])
-    invoke_well(*arguments(place, out, *DOMINO, "--no-verify", steps=len(made) + 3))
+    outcome = invoke_well(*arguments(place, out, *DOMINO, "--no-verify", "--json", steps=len(made) + 3))
+    assert json.loads(outcome.stdout).items() <= json.loads((out / "adaptation.json").read_text()).items()
+    assert "2 for each copy of the model, schedule domino" in capfd.readouterr().err  # said by a rank
     assert steps_of(out)[:-3] == made
     assert len(steps_of(out)) == len(made) + 3

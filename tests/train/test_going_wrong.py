@@ -79,7 +79,7 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
     ("more", "code", "expected"),
     [
         (["--samples", "4"], 2, "--samples has no effect with --method full"),
-        (["--method", "align", "--lr", "1"], 2, "--lr has no effect with --method align"),
+        (["--method", "align"], 2, "--max-steps has no effect with --method align"),
         (["--max-tokens", "9"], 2, "and not both"),
         (["--lr", "0"], 2, "--lr must be above 0"),
         (["--hidden-weight", "1"], 2, "or --hidden-weight above 0, have no effect without each other"),

@@ -66,6 +66,7 @@ def adapt_checkpoint(
     if options.tp_size == 1 or already_started():
         return retrain(join_ranks(options.device), job, console)
     check_group_size(options.tp_size, options.device)
+    open_task(job.model, options, Launch(options.device, options.tp_size))  # its errors come before ranks are started
     document: Adaptation | None = run(
         retrain,
         job,
