@@ -11,7 +11,7 @@ from tests.vllm.models import SHAPE, check, make, random_prompts
 
 LENGTHS = (1, 2, 7, 31, 32, 33, 90)
 # each on the ranks where it shows most: one or two virtual ranks in a process, or four
-EAGER = [(1, "spd 4"), (2, "spd 4"), (1, "drawn"), (2, "drawn"), (1, "spd and ladder"), (1, "mixed"),
+EAGER = [(1, "dense"), (1, "spd 4"), (2, "spd 4"), (1, "drawn"), (2, "drawn"), (1, "spd and ladder"), (1, "mixed"),
          (2, "ladder upper half"), (2, "spd 2"), (2, "spd below ladder"), (2, "fewer KV heads than ranks")]  # fmt: skip
 
 
