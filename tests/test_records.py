@@ -12,7 +12,6 @@ from ladderize.files.records import Record
 
 @dataclass(frozen=True)
 class Inner(Record):
-    KEYS: ClassVar = {"kind": "class"}
     LEFT_OUT: ClassVar = ("note",)
 
     kind: str
@@ -32,8 +31,8 @@ class Outer(Record):
 
 
 DOCUMENT = {
-    "name": "a", "count": 3, "path": "x/y", "inner": {"class": "spd", "share": None},
-    "rows": [{"class": "b", "share": 0.5}],
+    "name": "a", "count": 3, "path": "x/y", "inner": {"kind": "spd", "share": None},
+    "rows": [{"kind": "b", "share": 0.5}],
     "pair": [4, 5.0], "by_layer": {"7": [1, 2]},
 }  # fmt: skip
 
@@ -42,7 +41,7 @@ def test_there_and_back():
     outer = Outer.from_dict(DOCUMENT | {"from a later version": 1}, "file.json")
     assert outer == Outer("a", 3, Path("x/y"), Inner("spd"), [Inner("b", 0.5)], (4, 5.0), {7: (1, 2)})
     assert outer.to_dict() == DOCUMENT
-    assert Inner("spd", note="n").to_dict() == {"class": "spd", "share": None, "note": "n"}
+    assert Inner("spd", note="n").to_dict() == {"kind": "spd", "share": None, "note": "n"}
     assert Outer.from_dict({**DOCUMENT, "pair": [4, 5]}, "f").pair == (4, 5.0)  # JSON writes 5.0 as 5 where it likes
 
 
@@ -53,8 +52,8 @@ def test_there_and_back():
         ({"count": True}, "file.json: count is True, but must be of type int"),
         ({"count": None}, "file.json: count is None, but must be of type int"),
         ({"inner": []}, "file.json: inner is [], but must be an object"),
-        ({"inner": {}}, "file.json: inner has no class"),
-        ({"rows": [{"class": "b", "share": "much"}]}, "file.json: rows[0]: share is 'much', but must be of type float"),
+        ({"inner": {}}, "file.json: inner has no kind"),
+        ({"rows": [{"kind": "b", "share": "much"}]}, "file.json: rows[0]: share is 'much', but must be of type float"),
         ({"rows": {}}, "file.json: rows is {}, but must be a list"),
         ({"pair": [1]}, "file.json: pair has 1 entries, but must have 2"),
         (

@@ -18,18 +18,16 @@ class Record:
 
     Fields are plain values, other Records, or lists, tuples, dicts and unions of these.
 
-    KEYS: field -> its key, where JSON has another name (a reserved word such as ``class``).
     LEFT_OUT: fields that JSON lacks while they are None; other fields are null there.
     """
 
-    KEYS: typing.ClassVar[Mapping[str, str]] = {}
     LEFT_OUT: typing.ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document as JSON holds it; ``from_dict`` reads it back."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         shown = {name: value for name, value in values.items() if value is not None or name not in self.LEFT_OUT}
-        return {self.KEYS.get(name, name): _plain(value) for name, value in shown.items()}
+        return {name: _plain(value) for name, value in shown.items()}
 
     @classmethod
     def from_dict(cls: type[OwnRecord], value: object, where: str | Path) -> OwnRecord:
@@ -42,7 +40,7 @@ class Record:
             raise UserError(f"{where} is {shown(value)}, but must be an object")
         known, hints = {}, get_type_hints(cls)
         for field in fields(cls):  # type: ignore[arg-type]
-            key = cls.KEYS.get(field.name, field.name)
+            key = field.name
             if key in value:
                 known[field.name] = read_value(hints[field.name], value[key], f"{where}: {key}")
             elif field.default is MISSING and field.default_factory is MISSING:
