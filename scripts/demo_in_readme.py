@@ -70,7 +70,7 @@ def main() -> None:
     root = arguments.demo / "sweep"
     with tempfile.TemporaryDirectory() as folder:
         summary = ladderize.write_report([root], Path(folder) / "page.html", markdown=Path(folder) / "page.md")
-        shutil.copyfile(Path(folder) / "page-pictures" / "tradeoff.png", PICTURE)
+        shutil.copyfile(Path(folder) / "page-pictures" / "tradeoff-1.png", PICTURE)
     text = [
         f"`make demo` takes {arguments.minutes} minutes on 2 cores once everything is installed. It ends with",
         "`ladderize-demo/report.html` ([how to read it](docs/report.md)), which begins with this answer:",

@@ -134,7 +134,7 @@ function marksOf(figure) {
 /** Marks whose fill and stroke both have less than 3:1 with what is behind the drawing. */
 function faintMarks() {
   const found = [];
-  for (const figure of document.querySelectorAll("figure.plot")) {
+  for (const figure of document.querySelectorAll("figure")) {
     for (const shape of marksOf(figure)) {
       const style = getComputedStyle(shape);
       const back = behind(shape.ownerSVGElement);
@@ -146,36 +146,4 @@ function faintMarks() {
     }
   }
   return found;
-}
-
-/** What a reader can use: links, buttons, choices, and what takes the focus by the tab key. */
-function usable() {
-  return [...document.querySelectorAll("a[href], button, select, summary, [tabindex='0']")].filter(isShown);
-}
-
-function look(element) {
-  const style = getComputedStyle(element);
-  return [style.outlineStyle, style.outlineWidth, style.boxShadow, style.borderColor, style.top].join();
-}
-
-/** How everything looks now, for looksChanged. */
-function rememberLooks() {
-  window.rememberedLooks = new Map(usable().map((element) => [element, look(element)]));
-}
-
-function looksChanged(element) {
-  return window.rememberedLooks.get(element) !== look(element);
-}
-
-/** Elements that reach beyond the screen's width, though no box of theirs scrolls or cuts them. */
-function tooWide() {
-  const width = document.documentElement.clientWidth;
-  return [...document.body.querySelectorAll("*")]
-    .filter((element) => isShown(element) && element.getBoundingClientRect().right > width + 1)
-    .filter((element) => {
-      for (let at = element.parentElement; at && at !== document.body; at = at.parentElement)
-        if (getComputedStyle(at).overflowX !== "visible") return false;
-      return true;
-    })
-    .map(described);
 }

@@ -5,9 +5,7 @@ The browser and its driver are Debian's (`.ci/run` installs them). Selenium is t
 downloads any.
 """
 
-import base64
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +15,7 @@ from typing import Any, Literal
 
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.warm import PATIENCE
 
@@ -52,7 +47,6 @@ class Browser:
         self.driver = driver
         self.requests: list[str] = []
         self.messages: list[str] = []
-        self.scripts = True
 
     def show(
         self,
@@ -61,19 +55,15 @@ class Browser:
         width: int = DESKTOP,
         scheme: Scheme = "light",
         media: Literal["", "print"] = "",
-        ready: str = "html",
     ) -> None:
-        """Open the file as a reader of this screen width (pixels) and colour scheme does, and wait until something
-        matches the selector ``ready`` and nothing changes any more. What it asks for and what it prints on the console
-        is in `requests` and `messages` then."""
+        """Open the file as a reader of this screen width (pixels) and colour scheme does, and wait until nothing
+        changes any more. What it asks for and what it prints on the console is in `requests` and `messages` then."""
         self._command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.emulate(scheme, media)
         self._drain()  # what the page before it left
         self.requests, self.messages = [], []
         self.driver.get(page.resolve().as_uri())
-        WebDriverWait(self.driver, PATIENCE).until(lambda _: self.find(ready), f"no {ready} in {page.name}")
-        if self.scripts:  # without them there are no timers to wait with, and nothing that changes
-            self.run("return settled()")
+        self.run("return settled()")
         self._drain()
 
     def emulate(self, scheme: Scheme, media: Literal["", "print"] = "") -> None:
@@ -94,56 +84,6 @@ class Browser:
     def width_needed(self) -> int:
         """The width of the page's content in pixels: wider than the screen means scrolling sideways."""
         return int(self.run("return document.documentElement.scrollWidth"))
-
-    def hover(self, element: WebElement) -> None:
-        ActionChains(self.driver).scroll_to_element(element).move_to_element(element).perform()
-
-    def printed_pages(self) -> int:
-        """How many A4 pages the page takes."""
-        pdf = base64.b64decode(self.driver.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27})["data"])
-        return len(re.findall(rb"/Type\s*/Page\b", pdf))
-
-    @contextmanager
-    def without_scripts(self) -> Iterator[None]:
-        """Pages that are shown meanwhile run no JavaScript of their own."""
-        self._command("Emulation.setScriptExecutionDisabled", value=True)
-        self.scripts = False
-        try:
-            yield
-        finally:
-            self.scripts = True
-            self._command("Emulation.setScriptExecutionDisabled", value=False)
-
-    def press(self, *keys: str) -> None:
-        """Keys on what has the focus."""
-        self.driver.switch_to.active_element.send_keys(*keys)
-
-    def focus(self, element: WebElement) -> None:
-        self.run("arguments[0].focus()", element)
-        assert self.driver.switch_to.active_element == element, "it does not take the focus"
-
-    def tab_stops(self, at_most: int) -> tuple[list[str], list[str]]:
-        """Return all that the tab key reaches from the page's top, in order, described by tag, id and name; and those
-        of them that look the same with and without the focus."""
-        self.run("document.activeElement.blur(); getSelection().removeAllRanges(); scrollTo(0, 0); rememberLooks()")
-        stops: list[str] = []
-        unseen: list[str] = []
-        for _ in range(at_most):
-            self.driver.switch_to.active_element.send_keys(Keys.TAB)
-            if self.run("return document.activeElement === document.body"):
-                break
-            stop, changed = self.run("return [described(document.activeElement), looksChanged(document.activeElement)]")
-            stops.append(stop)
-            unseen += [] if changed else [stop]
-        return stops, unseen
-
-    def picture(self, file: Path) -> None:
-        """The whole page as PNG, not only what fits the screen."""
-        size = self.run("return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
-        self._command(
-            "Emulation.setDeviceMetricsOverride", width=size[0], height=size[1], deviceScaleFactor=1, mobile=False
-        )
-        assert self.driver.save_screenshot(str(file))
 
     def _command(self, name: str, **arguments: Any) -> None:
         self.driver.execute_cdp_cmd(name, arguments)

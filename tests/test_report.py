@@ -58,7 +58,7 @@ def answer_of(*paths, margin=None):
 
 def rows_of(page, name):
     (plot,) = (plot for plot in page.plots if plot.name == name)
-    return plot.panels[0].spec["data"]["values"]
+    return plot.panels[0]["data"]["values"]
 
 
 def models_of(page):
@@ -124,12 +124,6 @@ def test_the_nearest_is_named_where_no_margin_is_shown(tmp_path):
     assert f"The nearest to dense is {nearest['perplexity']} " in answer_of(tmp_path)[0]
 
 
-@pytest.mark.parametrize(("repeat", "share"), [(3, "75%"), (4, "88%"), (5, None)])
-def test_few_rounds_are_said(files, repeat, share):
-    change(files / "bench.json", lambda d: d["options"].update(repeat=repeat))
-    assert (f"intervals of {repeat} rounds are too narrow: about {share}" in answer_of(files)[0]) == (share is not None)
-
-
 def test_a_speed_up_that_no_interval_shows_is_none(tmp_path):
     """Its interval holds 1, or too few rounds give no interval."""
     write_files(tmp_path, points={**POINTS, "ladder": 0.1}, speedups={**SPEEDUPS, "ladder": 1.02}, spread=0.05)
@@ -147,14 +141,7 @@ def test_times_in_vllm_are_settings_of_their_own(files):
     best = answer_of(files)[1]
     assert best == "ladder"
     (speed,) = (plot for plot in page_of(files).plots if plot.name == "speed")
-    assert sorted("(vLLM, cpu)" in panel.title for panel in speed.panels) == [False, True]
-
-
-def test_emulated_times_are_called_so(tmp_path):
-    page = page_of(write_files(tmp_path, speedups=dict.fromkeys(POINTS, 2.0), emulated=True))
-    assert "This speed-up is emulated, not measured on a whole group." in page.answer.sentences[0]
-    assert {row["kind"] for row in rows_of(page, "tradeoff")} == {"emulated"}
-    assert all("emulated" in row["words"] for row in rows_of(page, "tradeoff"))
+    assert sorted("(vLLM, cpu)" in panel["title"] for panel in speed.panels) == [False, True]
 
 
 def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
@@ -166,10 +153,9 @@ def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
 
 def test_without_a_score_or_a_converted_model_nothing_is_known(tmp_path):
     text, _ = answer_of(write_files(tmp_path, points=None))
-    assert text.startswith("The accuracy was not measured.")
-    assert "ladderize eval DENSE MODEL..." in text
+    assert text.startswith("The accuracy was not measured")
     page = page_of(write_files(tmp_path, points={}, speedups={}, models={"dense": layouts()["dense"]}))
-    assert page.answer.headline == "The accuracy was not measured."
+    assert page.answer.headline.startswith("The accuracy was not measured")
     assert "The trade-off" not in page.sections
 
 
@@ -248,50 +234,47 @@ def test_the_page_of_a_sweep(sweep):
     assert page.answer.headline.startswith(headline)
     rows = rows_of(page, "tradeoff")
     assert {row["name"] for row in rows} == {"dense", "ladder", "ladder-1000", "ladder-9000", "spd"}
-    assert {row["setting"] for row in rows} == {"s0", "s1"}
+    (tradeoff,) = (plot for plot in page.plots if plot.name == "tradeoff")
+    assert [panel["title"].split(", ")[1] for panel in tradeoff.panels] == ["batch 1", "batch 4"]
     assert all(row["y1"] < row["y"] < row["y2"] for row in rows if row["name"] != "dense")
     recovery = rows_of(page, "recovery")  # it begins at the model that was not retrained
     assert [row["tokens"] for row in recovery if row["line"] == "ladder 0:4, full"] == [0, 1000, 9000]
     assert [row["y"] for row in recovery] == sorted(row["y"] for row in recovery)
-    speed = rows_of(page, "speed")  # one model of a layout is drawn with its times
-    assert ({row["name"] for row in speed}, {row["batch"] for row in speed}) == ({"ladder", "spd"}, {1, 4})
+    assert {row["name"] for row in rows_of(page, "speed")} == {"ladder", "spd"}  # one model of a layout
     plots = {"tradeoff", "tasks", "speed", "time-prefill", "time-decode", "recovery", "heldout"}
     assert {plot.name for plot in page.plots} == plots
 
 
-def test_what_was_trained_and_is_better_than_dense_is_doubted(tmp_path):
-    chance = fresh_rng().random(4000)
-    write_sweep(tmp_path / "sweep", {"dense": chance < 0.7, "ladder": chance < 0.4, "ladder-500": chance < 0.95})
-    answer = page_of(tmp_path / "sweep").answer
-    assert answer.best.name == "ladder-500"
-    assert "may come of the text it was trained on" in " ".join(answer.sentences)
-
-
 def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):
-    """All are equally fast; marks tell what was aligned and what was trained."""
+    """All are equally fast; marks tell what was aligned and what was trained. Training may teach what dense could have
+    learned, too; an alignment teaches nothing."""
     chance = fresh_rng().random(4000)
-    shares = {"dense": 0.7, "ladder": 0.694, "ladder-500-align": 0.703, "ladder-900-align+full": 0.696}
-    write_sweep(tmp_path / "sweep", {name: chance < share for name, share in shares.items()})
-    page = page_of(tmp_path / "sweep")
-    assert page.answer.best.name == "ladder-500-align"
-    assert "may come of the text" not in " ".join(page.answer.sentences)  # an alignment teaches nothing
+    for number, (best, trained) in enumerate([("ladder-500-align", 0.696), ("ladder-900-align+full", 0.95)]):
+        shares = {"dense": 0.7, "ladder": 0.694, "ladder-500-align": 0.703, "ladder-900-align+full": trained}
+        folder = tmp_path / f"sweep{number}"
+        write_sweep(folder, {name: chance < share for name, share in shares.items()})
+        page = page_of(folder)
+        assert page.answer.best.name == best
+        assert ("may come of the text" in " ".join(page.answer.sentences)) == (number == 1)
     sizes = {row["name"]: row["size"] for row in rows_of(page, "tradeoff")}
     dense, converted, aligned, trained = (sizes[name] for name in shares)
     assert dense == converted < aligned < trained
 
 
 def test_a_line_of_recovery_goes_through_what_its_stages_made(tmp_path):
-    """From the model as converted; what only begins another line has none of its own."""
+    """From the model as converted."""
     names = ("dense", "spd", "spd-500-align", "spd-900-align+full", "spd-600-blocks", "ladder", "ladder-500-align")
     answers = fresh_rng().random((len(names), 60)) < 0.7
     write_sweep(tmp_path / "sweep", dict(zip(names, answers, strict=True)))
     page = page_of(tmp_path / "sweep")
-    lines = {}
+    lines, ends = {}, []
     for row in rows_of(page, "recovery"):
         lines.setdefault(row["line"], []).append(row["tokens"])
+        ends += [row["name"]] * row["is_end"]
     spd = "spd 0:4 (sync_tp_size 2)"
     expected = {f"{spd}, align + full": [0, 500, 900], f"{spd}, blocks": [0, 600], "ladder 0:4, align": [0, 500]}
-    assert lines == expected
+    assert expected.items() <= lines.items()
+    assert sorted(ends) == sorted(names[1:])  # a mark each
     assert models_of(page)["spd-900-align+full"]["adapted"] == "align + full, 900 tokens"
 
 
@@ -308,7 +291,6 @@ def test_a_sweep_that_is_not_complete_says_so(sweep):
     page = page_of(sweep)
     answer = " ".join(page.answer.sentences)
     assert "The sweep is not complete. `ladderize sweep" in answer
-    assert "1 of 5 models failed; the table says why." in answer
     assert models_of(page)["spd"]["failed"] == "no <disk> left"
 
 
@@ -327,15 +309,11 @@ def test_a_retraining_is_drawn_by_its_divergence(tmp_path):
     rows = rows_of(page_of(tmp_path), "heldout")
     assert [(row["step"], row["tokens"]) for row in rows] == [(0, 0), (3, 1500)]
     assert [row["y"] for row in rows] == pytest.approx([math.log(9 / 3.4), math.log(4 / 3.4)])
-
-
-def test_runs_with_and_without_a_teacher_are_drawn_by_their_perplexity(tmp_path):
-    """A measure that only one has tells them not apart; folders of the same name are told by those above them."""
-    write_metrics(tmp_path / "a" / "model", [9.0, 4.0])
-    write_metrics(tmp_path / "b" / "model", [9.0, 5.0], dense=None)
-    page = page_of(tmp_path / "a", tmp_path / "b")
+    # one that had no teacher has no divergence; folders of the same name are told apart by those above them
+    write_metrics(tmp_path / "other" / "adapted", [9.0, 5.0], dense=None)
+    page = page_of(tmp_path / "adapted", tmp_path / "other")
     rows = [(row["name"], row["y"]) for row in rows_of(page, "heldout")]
-    assert rows == [("a/model", 9.0), ("a/model", 4.0), ("b/model", 9.0), ("b/model", 5.0)]
+    assert rows[1:] == [(f"{tmp_path.name}/adapted", 4.0), ("other/adapted", 9.0), ("other/adapted", 5.0)]
     assert "Dashed: the dense model, 3.4." in page.plots[-1].caption
 
 
@@ -363,17 +341,6 @@ def test_no_name_lies_on_a_mark(tmp_path):
     assert name_sides([(0.5, 0.5), (0.52, 0.55), (0.51, 0.45)], [False, True, True]) == [0, 1, -1]
 
 
-# ---- the plot of sensitivities ----
-
-
-def test_every_layer_has_its_cost(tmp_path):
-    document = sensitivity_document()
-    write_document(tmp_path / "sensitivity.json", document)
-    page = page_of(tmp_path)
-    rows = [(row["layer"], row["kind"], row["y"]) for row in rows_of(page, "sensitivity")]
-    assert rows == [(cost["layer"], cost["kind"], cost["sensitivity"]) for cost in document["costs"]]
-
-
 # ---- the files that are written ----
 
 
@@ -394,7 +361,7 @@ class Reader(HTMLParser):
 
 
 def test_page_markdown_and_pictures(files):
-    """The page asks the network for nothing, and is the same for the same documents."""
+    """The page asks the network for nothing, runs no script, and is the same for the same documents."""
     arguments = ("report", files, "--out", files / "p.html", "--markdown", files / "card.md", "--json")
     outcome = invoke(*arguments)
     text = (files / "p.html").read_text()
@@ -402,18 +369,18 @@ def test_page_markdown_and_pictures(files):
     assert (files / "p.html").read_text() == text
     page = Reader(text)
     for tag, attributes in page.elements:
-        assert tag not in ("iframe", "object", "embed", "base")
+        assert tag not in ("script", "iframe", "object", "embed", "base")
         for name in ("src", "href", "data", "action", "xlink:href"):
             assert not re.match(r"(?i)\s*(https?:)?//", attributes.get(name) or ""), (tag, attributes)
     assert not any("@import" in style or "url(" in style for style in page.texts["style"])
-    assert len(text.encode()) < 2_000_000
+    assert len(text.encode()) < 1_000_000
     summary = json.loads(outcome.stdout)
     assert summary["best"] == "models/ladder"
     card = (files / "card.md").read_text()
     assert summary["headline"] in text
     assert summary["headline"] in card
     links = re.findall(r"\[[^\]]*\]\(([^)]*\.png)\)", card)
-    assert len(set(links)) == len(links) > 3
+    assert len(set(links)) > 3
     for link in links:
         assert (files / link).read_bytes().startswith(b"\x89PNG")
         drawn = (files / link).with_suffix(".svg").read_text()
@@ -432,7 +399,7 @@ def test_what_documents_say_is_text_and_nothing_else(tmp_path):
     assert outcome.code == 0, outcome
     page = Reader((tmp_path / "p.html").read_text())
     assert not [attributes for tag, attributes in page.elements if tag == "img" or "onerror" in attributes]
-    assert not any("window.bad" in text for text in page.texts["script"] if not text.lstrip().startswith("["))
+    assert "script" not in page.texts
     for name in ("p.html", "p.md"):
         assert not re.search("[\x07\x1b\u202e]", (tmp_path / name).read_text())
     assert not re.search("<script|<img", (tmp_path / "p.md").read_text())
@@ -452,17 +419,14 @@ def test_what_documents_say_is_text_and_nothing_else(tmp_path):
         ("b.json", "", "does not exist"),
         ("metrics.jsonl", "x\n", "metrics.jsonl, line 1 is not JSON"),
         ("metrics.jsonl", '{"step": "x"}\n', "line 1: step is 'x', but must be of type int"),
+        ("config.json", "{}", "has no sweep.json, results*.json"),
     ],
 )
 def test_what_is_no_document_is_refused_in_one_sentence(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_text(content)
-    assert message in refused(tmp_path if name == "metrics.jsonl" else tmp_path / "a.json", out=tmp_path)
+    assert message in refused(tmp_path / "a.json" if name in ("a.json", "b.json") else tmp_path, out=tmp_path)
     assert not (tmp_path / "page.html").exists()
-
-
-def test_a_folder_without_documents(tmp_path):
-    assert "has no sweep.json, results*.json" in refused(tmp_path, out=tmp_path)
 
 
 def test_speed_ups_over_another_model_are_refused(files):
@@ -483,7 +447,6 @@ def test_a_model_that_changed_its_layout_is_refused(files):
 def test_outputs_that_cannot_be_meant(files, monkeypatch):
     assert "must end in .html" in one_sentence(invoke("report", files, "--out", files / "page.pdf"))
     assert "must end in .md" in one_sentence(invoke("report", files, "--markdown", files / "a.txt"))
-    assert "--margin must be above 0" in one_sentence(invoke("report", files, "--margin", "0"))
     assert "does not exist" in one_sentence(invoke("report", files, "--out", files / "no" / "page.html"))
     monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
     assert "pip install 'ladderize[report]'" in refused(files, out=files)

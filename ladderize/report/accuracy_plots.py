@@ -1,7 +1,6 @@
 """Accuracy: differences to the dense model task by task, what adaptation wins back by the tokens that it reads,
 retrainings while they ran, and the sensitivity of each layer."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,24 +13,18 @@ from ladderize.report.documents import FoundDocuments, RetrainingRun
 from ladderize.report.join import ReportContent
 from ladderize.report.models import ReportModel, WithInterval, points_text
 from ladderize.report.plot import (
-    BY_ACCURACY,
-    BY_PERPLEXITY,
+    MEASURES,
     SIGNED_LABEL,
-    Measure,
-    PlotPanel,
     ReportPlot,
     Spec,
     dots,
     family_colour,
-    family_legend,
     intervals,
-    is_wide,
     level,
     lines,
     looks,
     make_spec,
     marks,
-    nominal,
     quantitative,
 )
 from ladderize.sweep_document import AS_CONVERTED, THEN
@@ -39,8 +32,7 @@ from ladderize.sweep_document import AS_CONVERTED, THEN
 TOKENS_AXIS: Spec = {"format": "~s", "labelExpr": "datum.value === 0 ? '0' : datum.label", "tickCount": 5}
 KIND_LOOKS = {LADDER: ("ladder", "circle"), SPD: ("spd", "square"), SPD_LADDER: ("both", "diamond")}
 LEAST_COST = 0.05  # of perplexity; less is next to nothing
-WIDE_RANGE = 20  # times the middle value: where the highest is above, the scale is logarithmic away from 0
-POWERS = [10.0**exponent for exponent in range(-3, 7)]
+TICKS = [0, *(sign * 10.0**exponent for sign in (-1, 1) for exponent in range(-1, 7))]
 RUN_COLOURS = ("ladder", "spd", "both", "baseline", "dense")
 RUN_SHAPES = ("circle", "square", "diamond", "triangle-up")  # with the colours, different for the first twenty runs
 
@@ -52,30 +44,23 @@ def task_plots(content: ReportContent) -> list[ReportPlot]:
     """Return one plot with a panel for each task; none where nothing was compared."""
     compared = [(one, task) for one in content.models if one.comparison is not None for task in one.comparison.tasks]
     # the metric that stands for its task, where it has a meaning in points
-    drawn = [(one, task) for one, task in compared if task.main and task.verdict is not None]
-    if not drawn:
+    rows = [_task_row(one, task) for one, task in compared if task.main and task.verdict is not None]
+    if not rows:
         return []
-    rows = [_task_row(one, task) for one, task in drawn]
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    return [
-        ReportPlot(
-            name="tasks",
-            title="Differences task by task",
-            caption="Points from dense on the same questions; bars are 95 % intervals of paired differences. Left of 0"
-            " is worse. The dashed line is the margin.",
-            summary=f"Differences to dense in {len(tasks)} tasks, in points, with 95 % intervals.",
-            panels=[_task_panel(task, [row for row in rows if row["task"] == task], content.margin) for task in tasks],
-            legend=family_legend(rows),
-        )
-    ]
+    tasks = dict.fromkeys(row["task"] for row in rows)
+    caption = (
+        "Points from dense on the same questions; bars are 95 % intervals of paired differences. Left of 0 is worse."
+        " The dashed line is the margin."
+    )
+    panels = [_task_panel(task, [row for row in rows if row["task"] == task], content.margin) for task in tasks]
+    return [ReportPlot("tasks", "Differences task by task", caption, panels)]
 
 
 def _task_row(one: ReportModel, task: TaskComparison) -> dict[str, Any]:
     points = WithInterval(task.difference, task.low, task.high).scaled(100)
     lost, gained = task.right_to_wrong, task.wrong_to_right
-    flips = (
-        f"; {len(lost)} right to wrong, {len(gained)} wrong to right" if lost is not None and gained is not None else ""
-    )
+    has_flips = lost is not None and gained is not None
+    flips = f"; {len(lost or ())} right to wrong, {len(gained or ())} wrong to right" if has_flips else ""
     return {
         "task": task.task,
         "metric": metric_name(task.metric, task.filter),
@@ -86,11 +71,10 @@ def _task_row(one: ReportModel, task: TaskComparison) -> dict[str, Any]:
     }
 
 
-def _task_panel(task: str, rows: list[dict[str, Any]], margin: float) -> PlotPanel:
+def _task_panel(task: str, rows: list[dict[str, Any]], margin: float) -> Spec:
     title = f"points of {rows[-1]['metric']} from dense"
     x = quantitative("x", title, axis={"labelExpr": SIGNED_LABEL, "tickCount": 5})
-    levels = [level("x", 0), level("x", -margin, dashed=True)]
-    return PlotPanel(dots(f"{task}: points from dense", rows, x, levels), task)
+    return dots(task, rows, x, [level("x", 0), level("x", -margin, dashed=True)])
 
 
 # ---- recovery: adapted models by their tokens, and retrainings by their validations ----
@@ -105,60 +89,44 @@ def _models_plot(content: ReportContent) -> list[ReportPlot]:
     adapted = [one for one in content.models if one.adapted is not None]
     trained = {one.modes for one in adapted if one.tokens}
     same = sorted((one for one in adapted if one.modes in trained), key=lambda one: one.tokens or 0)
-    measure = BY_ACCURACY if any(one.difference is not None for one in same) else BY_PERPLEXITY
-    known = [(one, value) for one in same if (value := measure.value(one, content.reference)) is not None]
+    name = "difference" if any(one.difference is not None for one in same) else "perplexity"
+    measure, text = MEASURES[name]
+    known = [(one, value) for one in same if (value := getattr(one, name)) is not None]
     if len(known) < 2:
         return []
     rows = [
         {
             "line": f"{one.layout_words}, {end}",
+            "is_end": one.adapted == end,
             "name": one.name,
             "family": one.family,
             "tokens": one.tokens or 0,
             **value.fields("y"),
-            "words": f"{one.title}; {one.tokens or 0:,} tokens; {measure.title} {measure.text(value)}",
+            "words": f"{one.title}; {one.tokens or 0:,} tokens; {measure} {text(value)}",
         }
         for one, value in known
-        for end in _last_ways([other for other, _ in known if other.modes == one.modes])
-        if _begins(str(one.adapted), end)
+        for end in dict.fromkeys(str(other.adapted) for other, _ in known if other.modes == one.modes)
+        if one.adapted == AS_CONVERTED or f"{end}{THEN}".startswith(f"{one.adapted}{THEN}")
     ]
-    return [
-        ReportPlot(
-            name="recovery",
-            title="Recovery against tokens",
-            caption=f"Each line is one layout and way of adapting it: {measure.title} against the tokens that it read;"
-            " 0 tokens is the converted model as it is. A line goes through the models that its stages made. Bars are"
-            " 95 % intervals.",
-            summary=f"{measure.title.capitalize()} of {len(known)} models against the tokens that they read.",
-            panels=[PlotPanel(_models_spec(rows, measure, content.margin))],
-            legend=family_legend(rows),
-        )
-    ]
+    caption = (
+        f"Each line is one layout and way of adapting it: {measure} against the tokens that it read; 0 tokens is the"
+        " converted model as it is. A line goes through the models that its stages made. Bars are 95 % intervals."
+    )
+    return [ReportPlot("recovery", "Recovery against tokens", caption, [_models_panel(rows, measure, content.margin)])]
 
 
-def _begins(method: str, other: str) -> bool:
-    """Return True if one way of adapting is the other, or becomes it by further stages."""
-    return method == AS_CONVERTED or f"{other}{THEN}".startswith(f"{method}{THEN}")
-
-
-def _last_ways(models: Sequence[ReportModel]) -> list[str]:
-    """Return the ways of adapting that no other way continues."""
-    methods = {str(one.adapted) for one in models}
-    return sorted(one for one in methods if not any(_begins(one, other) for other in methods - {one}))
-
-
-def _models_spec(rows: list[dict[str, Any]], measure: Measure, margin: float) -> Spec:
+def _models_panel(rows: list[dict[str, Any]], measure: str, margin: float) -> Spec:
     constant = max(1.0, max(row["tokens"] for row in rows) / 100)
     x = quantitative("tokens", "tokens read", scale={"type": "symlog", "constant": constant}, axis=TOKENS_AXIS)
-    y = quantitative("y", measure.title, scale={"zero": False})
+    y = quantitative("y", measure, scale={"zero": False})
     levels = []
-    if measure.is_more_better:
+    if measure == MEASURES["difference"][0]:
         y["axis"] = {"labelExpr": SIGNED_LABEL, "tickCount": 6}
         levels = [level("y", 0), level("y", -margin, dashed=True)]
     encoding = {"x": x, "y": y, "color": family_colour(rows)}
-    by_line = lines({**encoding, "detail": nominal("line")}, opacity=0.8)
-    layers = [*levels, by_line, intervals("y", encoding), marks(encoding, 80)]
-    return make_spec(f"{measure.title} against tokens read", 300, rows, layers)
+    by_line = lines({**encoding, "detail": {"field": "line", "type": "nominal"}}, opacity=0.8)
+    models = {**marks(encoding, 80), "transform": [{"filter": "datum.is_end"}]}
+    return make_spec("", 300, rows, [*levels, by_line, intervals("y", encoding), models])
 
 
 def _retraining_plot(found: Sequence[RetrainingRun]) -> list[ReportPlot]:
@@ -184,28 +152,16 @@ def _retraining_plot(found: Sequence[RetrainingRun]) -> list[ReportPlot]:
         return []
     dense = {line.value("dense_heldout_perplexity") for _, line in validations}
     levels = [] if has_teacher else sorted({round(value, 6) for value in dense if value is not None})
-    dashed = f" Dashed: the dense model, {', '.join(f'{value:.4g}' for value in levels)}." if levels else ""
-    title = f"Held-out {quality} while retraining"
+    dashed = f"Dashed: the dense model, {', '.join(f'{value:.4g}' for value in levels)}." if levels else ""
     names = dict.fromkeys(run.name for run in runs)
     table = {name: (RUN_COLOURS[i % len(RUN_COLOURS)], RUN_SHAPES[i % len(RUN_SHAPES)]) for i, name in enumerate(names)}
-    scale: Spec = {"type": "log", "nice": False} if is_wide([row["y"] for row in rows]) else {"zero": False}
-    y = quantitative(
-        "y", f"held-out {quality}{', nats' * has_teacher}", scale=scale, axis={"format": "~g", "tickCount": 6}
-    )
-    encoding, look = {"x": quantitative("tokens", "tokens read", axis=TOKENS_AXIS), "y": y}, looks("name", table)
+    title = f"held-out {quality}{', nats' * has_teacher}"
+    y = quantitative("y", title, scale={"type": "log", "nice": False}, axis={"format": "~g", "tickCount": 6})
+    encoding, look = {"x": quantitative("tokens", "tokens read", axis=TOKENS_AXIS), "y": y}, looks("name", table, 1)
     drawn = [lines({**encoding, "color": look["color"]}), marks({**encoding, **look}, 55)]
-    layers = [*(level("y", value, dashed=True) for value in levels), *drawn]
-    spec = make_spec(f"Held-out {quality} by tokens", 280, rows, layers)
-    return [
-        ReportPlot(
-            name="heldout",
-            title=title,
-            caption=f"Of text that was held out, by the tokens that were read.{dashed}",
-            summary=f"Held-out {quality} of {len(runs)} trainings, by tokens read.",
-            panels=[PlotPanel(spec, picture_title=f"{title}.{dashed}")],
-            legend=[(name, *look) for name, look in table.items()],
-        )
-    ]
+    panel = make_spec(dashed, 280, rows, [*(level("y", value, dashed=True) for value in levels), *drawn])
+    caption = f"Of text that was held out, by the tokens that were read. {dashed}"
+    return [ReportPlot("heldout", f"Held-out {quality} while retraining", caption, [panel])]
 
 
 # ---- sensitivity ----
@@ -214,29 +170,21 @@ def _retraining_plot(found: Sequence[RetrainingRun]) -> list[ReportPlot]:
 def sensitivity_plots(found: FoundDocuments) -> list[ReportPlot]:
     """Return one plot for each file."""
     return [
-        _plot(one.document, "sensitivity" if number == 1 else f"sensitivity-{number}")
-        for number, one in enumerate(found.sensitivities, 1)
+        ReportPlot(
+            name="sensitivity" if number == 1 else f"sensitivity-{number}",
+            title="Sensitivity of each layer",
+            caption=f"{dense_line(document).capitalize()}. Bars are {INTERVAL:.0%} bootstrap intervals.",
+            panels=[_sensitivity_panel(document)],
+        )
+        for number, document in enumerate(found.sensitivities, 1)
     ]
 
 
-def _plot(document: SensitivityDocument, name: str) -> ReportPlot:
-    ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
-    aligned = ", aligned" if document.aligned is not None else ""
-    windows = f"{document.data.samples} x {document.data.seq_len} tokens"
-    return ReportPlot(
-        name=name,
-        title="Sensitivity of each layer",
-        caption=f"{Path(document.model).name}{ranks}{aligned}; {windows}, {INTERVAL:.0%} bootstrap intervals:"
-        f" {dense_line(document)}.",
-        summary=f"The cost of {document.num_layers} layers as {', '.join(document.kinds)}, each with its interval.",
-        panels=[_panel(document)],
-        legend=[(kind, *KIND_LOOKS[kind]) for kind in document.kinds],
-    )
+def _sensitivity_panel(document: SensitivityDocument) -> Spec:
+    """Return a panel of each layer's sensitivity by kind, with its interval.
 
-
-def _panel(document: SensitivityDocument) -> PlotPanel:
-    """Return a panel of each layer's sensitivity by kind, with its interval. Its scale is logarithmic where a few
-    layers dwarf the others."""
+    A few layers dwarf the others, so the scale is logarithmic away from 0.
+    """
     rows: list[dict[str, Any]] = [
         {
             "layer": cost.layer,
@@ -248,21 +196,20 @@ def _panel(document: SensitivityDocument) -> PlotPanel:
         }
         for cost in document.costs
     ]
-    lowest, highest = min(cost.low for cost in document.costs), max(cost.high for cost in document.costs)
-    y = quantitative("y", "increase of perplexity")
-    threshold = max(statistics.median(abs(cost.sensitivity) for cost in document.costs), LEAST_COST)
-    if highest > WIDE_RANGE * threshold:
-        powers = [power for power in POWERS if power >= threshold]
-        ticks = [*(-power for power in reversed(powers) if -power >= lowest), 0, *(p for p in powers if p <= highest)]
-        y["scale"] = {"type": "symlog", "constant": threshold, "nice": False, "padding": 8}
-        y["axis"] = {"values": ticks, "format": "~g", "labelOverlap": True}
+    scale = {"type": "symlog", "constant": LEAST_COST, "nice": False, "padding": 8}
+    axis = {"values": TICKS, "format": "~g", "labelOverlap": True}
     x: Spec = {"field": "layer", "type": "ordinal", "title": "layer", "axis": {"labelAngle": 0, "labelOverlap": True}}
     look = looks("kind", {kind: KIND_LOOKS[kind] for kind in document.kinds})
-    encoding = {"x": x, "y": y, "xOffset": {"field": "kind", "type": "nominal", "sort": document.kinds}}
+    encoding = {
+        "x": x,
+        "y": quantitative("y", "increase of perplexity", scale=scale, axis=axis),
+        "xOffset": {"field": "kind", "type": "nominal", "sort": document.kinds},
+    }
     layers = [
         level("y", 0),
-        intervals("y", {**encoding, "color": look["color"]}, width=2),
+        intervals("y", {**encoding, "color": look["color"]}),
         marks({**encoding, **look}, 50),
     ]
-    spec = make_spec("Sensitivity of each layer", 280, rows, layers)
-    return PlotPanel(spec, picture_title="Increase of the perplexity by each layer")
+    ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
+    aligned = ", aligned" if document.aligned is not None else ""
+    return make_spec(f"{Path(document.model).name}{ranks}{aligned}", 280, rows, layers)

@@ -7,9 +7,6 @@ from ladderize.report.join import ReportContent
 from ladderize.report.models import ReportModel, Setting, Timing, perplexity_text, points_text, speedup_text
 from ladderize.runtime.bench.document import ENOUGH_ROUNDS, few_rounds
 
-MEASURE_ACCURACY = "ladderize eval DENSE MODEL... --tasks A,B --out results.json"
-MEASURE_SPEED = "ladderize bench DENSE MODEL... --tp-size N --out bench.json"
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -22,8 +19,8 @@ class Answer:
 
     headline: str
     sentences: list[str]
-    best: ReportModel | None = None
-    setting: Setting | None = None
+    best: ReportModel | None
+    setting: Setting | None
 
 
 def find_answer(content: ReportContent) -> Answer:
@@ -31,11 +28,11 @@ def find_answer(content: ReportContent) -> Answer:
     margin = margin_text(content.margin)
     others = [one for one in content.models if one is not content.reference]
     shown = [one for one in others if one.verdict(content.margin) == "shown"]
-    compared = [one for one in others if one.difference is not None]
     nearest = None if shown else _nearest(others)
     best, timing = _fastest(shown or ([nearest] if nearest is not None else others), content)
     is_faster = timing is not None and timing.is_faster
-    sentences = []
+    recommended = best if shown and (is_faster or timing is None) else None
+    sentences = [_numbers(best, timing)] if best is not None and timing is not None else []
     if shown and best is not None:
         headline = f"{best.title} is at most {margin} less accurate than dense"
         if timing is None:
@@ -44,22 +41,28 @@ def find_answer(content: ReportContent) -> Answer:
             headline += f" and {timing.whole.value:.2f}\u00d7 as fast: both are shown by 95 % intervals."
         else:
             headline += ", but no layout within that is shown to be faster in any setting that was timed."
-    elif compared:
+    elif any(one.difference is not None for one in others):
         headline = f"No layout is shown to be within {margin} of dense."
-        if needed := max(one.samples_needed(content.margin) or 0 for one in compared):
-            sentences = [f"About {needed:,} samples would show it of a model that is as good as dense."]
+        if needed := max(one.samples_needed(content.margin) for one in others):
+            sentences.append(f"About {needed:,} samples would show it of a model that is as good as dense.")
     else:
-        headline = "The accuracy was not measured."
-        sentences = [f"`{MEASURE_ACCURACY}` measures it; give results.json to this report."]
+        headline = "The accuracy was not measured: `ladderize eval DENSE MODEL... --tasks A,B` does."
     if nearest is not None:
         headline += f" The nearest to dense is {nearest.title}: {_distance(nearest)}."
-    if best is not None and timing is not None:
-        sentences.insert(0, _numbers(best, timing))
-    if timing is None:
-        sentences.append(f"`{MEASURE_SPEED}` measures the speed.")
-    recommended = best if shown and (is_faster or timing is None) else None
-    setting = timing.setting if timing is not None else None
-    return Answer(headline, [*sentences, *_doubts(content, recommended)], recommended, setting)
+    gain = recommended.difference if recommended is not None else None
+    if recommended is not None and recommended.was_trained and gain is not None and gain.value > 0:
+        sentences.append(
+            f"That {recommended.name} is better than dense may come of the text it was trained on: train the dense"
+            " model on it too, and compare the two."
+        )
+    for _, sweep in content.found.sweeps:
+        if not sweep.complete:
+            sentences.append(f"The sweep is not complete. `{sweep.command}` goes on with it.")
+    if not all(bench.complete for _, bench in content.found.benches):
+        sentences.append("A benchmark was interrupted: its rows are those measured so far.")
+    if few := few_rounds(min((bench.options.repeat for _, bench in content.found.benches), default=ENOUGH_ROUNDS)):
+        sentences.append(f"Speeds: {few}.")
+    return Answer(headline, sentences, recommended, timing.setting if timing is not None else None)
 
 
 def _fastest(models: list[ReportModel], content: ReportContent) -> tuple[ReportModel | None, Timing | None]:
@@ -105,24 +108,3 @@ def _numbers(best: ReportModel, timing: Timing) -> str:
     is_emulated = timing.setting.kind == "emulated"
     note = " This speed-up is emulated, not measured on a whole group." if is_emulated else ""
     return f"{best.name}: {accuracy}end to end {speedup_text(timing.whole)}{interval}, {timing.setting.words}.{note}"
-
-
-def _doubts(content: ReportContent, best: ReportModel | None) -> list[str]:
-    """Return sentences on missing data, and on a gain over dense that training alone may explain."""
-    sentences = []
-    if best is not None and best.was_trained and best.difference is not None and best.difference.value > 0:
-        sentences.append(
-            f"That {best.name} is better than dense may come of the text it was trained on: train the dense model on it"
-            " too, and compare the two."
-        )
-    for sweep in content.found.sweeps:
-        points = [point for point in sweep.document.points if point.not_promoted is None]
-        if failed := sum(point.failure is not None for point in points):
-            sentences.append(f"{failed} of {len(points)} models failed; the table says why.")
-        if not sweep.document.complete:
-            sentences.append(f"The sweep is not complete. `{sweep.document.command}` goes on with it.")
-    benches = [bench.document for bench in content.found.benches]
-    if not all(bench.complete for bench in benches):
-        sentences.append("A benchmark was interrupted: its rows are those measured so far.")
-    few = few_rounds(min((bench.options.repeat for bench in benches), default=ENOUGH_ROUNDS))
-    return sentences + ([f"Speeds: {few}."] if few else [])

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ladderize.adapt.methods import METRICS
 from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensitivity
@@ -22,19 +22,6 @@ READABLE = "sweep.json, results.json, bench.json or sensitivity.json"
 PATTERNS = ("results*.json", "bench*.json", "sensitivity*.json")
 # a key that only one kind of document has
 OF_SWEEP, OF_RESULTS, OF_BENCH, OF_SENSITIVITY = "points", "models", "rows", "costs"
-AnyDocument = TypeVar("AnyDocument")
-
-
-@dataclass(frozen=True)
-class FoundDocument(Generic[AnyDocument]):
-    """One document.
-
-    version: of the ladderize that wrote it.
-    """
-
-    path: Path
-    document: AnyDocument
-    version: str
 
 
 @dataclass(frozen=True)
@@ -71,12 +58,15 @@ class RetrainingRun:
 
 @dataclass
 class FoundDocuments:
-    """All documents, in the order in which they were named."""
+    """All documents, in the order in which they were named.
 
-    sweeps: list[FoundDocument[SweepDocument]] = field(default_factory=list)
-    results: list[FoundDocument[EvalResults]] = field(default_factory=list)
-    benches: list[FoundDocument[BenchDocument]] = field(default_factory=list)
-    sensitivities: list[FoundDocument[SensitivityDocument]] = field(default_factory=list)
+    seen: their files, and the folders of retrainings.
+    """
+
+    sweeps: list[tuple[Path, SweepDocument]] = field(default_factory=list)
+    results: list[tuple[Path, EvalResults]] = field(default_factory=list)
+    benches: list[tuple[Path, BenchDocument]] = field(default_factory=list)
+    sensitivities: list[SensitivityDocument] = field(default_factory=list)
     retrainings: list[RetrainingRun] = field(default_factory=list)
     seen: set[Path] = field(default_factory=set)
 
@@ -106,7 +96,7 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
     below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     for place in (folder, *below):
         for file in [file for pattern in PATTERNS for file in sorted(place.glob(pattern)) if file.is_file()]:
-            _add_file(file, found, is_named=False)
+            _add_file(file, found)
         if (place / METRICS).is_file() and not place.name.endswith(".ladderize-work"):
             _add_retraining(place, place.name, found)
     if len(found.seen) == before:
@@ -116,49 +106,42 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
         )
 
 
-def _add_file(path: Path, found: FoundDocuments, *, is_named: bool = True) -> None:
-    """Add a file's document. Raises UserError if it is none of a report's.
-
-    is_named: the user named the file; in a folder, a document of bench --train is skipped.
-    """
+def _add_file(path: Path, found: FoundDocuments) -> None:
+    """Add a file's document. Raises UserError if it is none of a report's."""
     if path in found.seen:
         return
     found.seen.add(path)
     content = read_document(path, READABLE)
-
-    def one(document: AnyDocument) -> FoundDocument[AnyDocument]:
-        return FoundDocument(path, document, str(content.get("ladderize_version", "unknown")))
-
     if OF_SWEEP in content:
-        sweep = one(SweepDocument.from_dict(content, path))
-        found.sweeps.append(sweep)
-        _add_stages(sweep, found)
+        sweep = SweepDocument.from_dict(content, path)
+        found.sweeps.append((path, sweep))
+        _add_stages(path, sweep, found)
     elif OF_RESULTS in content:
-        found.results.append(one(EvalResults.from_dict(content, path)))
+        found.results.append((path, EvalResults.from_dict(content, path)))
     elif OF_SENSITIVITY in content:
-        found.sensitivities.append(one(read_sensitivity(path)))
-    elif OF_BENCH in content and not (bench := BenchDocument.from_dict(content, path)).options.train:
-        found.benches.append(one(bench))
-    elif is_named or OF_BENCH not in content:
+        found.sensitivities.append(read_sensitivity(path))
+    elif OF_BENCH in content:
+        bench = BenchDocument.from_dict(content, path)
+        if bench.options.train:
+            raise UserError(f"{path} is of bench --train, which has no place in a report; name the other files")
+        found.benches.append((path, bench))
+    else:
         raise UserError(f"{path} is none of the documents that a report is made of: {READABLE}")
 
 
-def _add_stages(sweep: FoundDocument[SweepDocument], found: FoundDocuments) -> None:
+def _add_stages(path: Path, sweep: SweepDocument, found: FoundDocuments) -> None:
     """Add the files that a sweep points to, all inside its folder. Raises UserError for one that is not there."""
 
     def place(name: str) -> Path:
-        path = inside(sweep.path.parent, name)
-        if path is None:
-            raise UserError(f"{sweep.path} names {name}, which lies outside of its folder")
-        return path
+        if (target := inside(path.parent, name)) is None:
+            raise UserError(f"{path} names {name}, which lies outside of its folder")
+        return target
 
-    document = sweep.document
-    results = [point.results for point in document.points if point.results is not None]
-    for name in (*results, *document.benches):
+    for name in (*(point.results for point in sweep.points if point.results is not None), *sweep.benches):
         if not place(name).is_file():
-            raise UserError(f"{sweep.path} names {name}, which is not there; run `ladderize sweep` again")
+            raise UserError(f"{path} names {name}, which is not there; run `ladderize sweep` again")
         _add_file(place(name), found)
-    for point in document.points:
+    for point in sweep.points:
         if point.adaptation is not None and (place(point.adaptation) / METRICS).is_file():
             _add_retraining(place(point.adaptation), point.name, found)
 

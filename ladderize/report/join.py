@@ -12,7 +12,7 @@ from ladderize.eval.compare import compare_models
 from ladderize.eval.options import MARGIN
 from ladderize.eval.results import EvalResults, EvaluatedModel
 from ladderize.eval.table import mean_accuracy, short_names
-from ladderize.report.documents import FoundDocument, FoundDocuments
+from ladderize.report.documents import FoundDocuments
 from ladderize.report.models import ReportModel, Setting, Timing, WithInterval, model_key, new_model
 from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow
 
@@ -57,11 +57,11 @@ def join_documents(found: FoundDocuments, margin: float | None = None) -> Report
 
     margin: in points; None: the sweep's (the least of several sweeps'), or 1.
     """
-    margin = margin or min((sweep.document.margin for sweep in found.sweeps), default=MARGIN)
+    margin = margin or min((sweep.margin for _, sweep in found.sweeps), default=MARGIN)
     models: Models = {}
-    for sweep in found.sweeps:
-        for point in sweep.document.points:  # of another sweep, too: paths hold a hash of all that decides a model
-            key = f"{sweep.path}: {point.name}" if point.model is None else model_key(point.model)
+    for path, sweep in found.sweeps:
+        for point in sweep.points:  # of another sweep, too: paths hold a hash of all that decides a model
+            key = f"{path}: {point.name}" if point.model is None else model_key(point.model)
             known = {name: getattr(point, name) for name in FROM_POINT}
             models.setdefault(key, new_model(point, point.model or point.name, point.name, **known))
     places = _add_results(models, found.results)
@@ -74,8 +74,7 @@ def join_documents(found: FoundDocuments, margin: float | None = None) -> Report
 
 
 def _preference(setting: Setting) -> tuple[object, ...]:
-    first = (bool(setting.note), setting.kind == "emulated", -setting.tp_size, setting.source, setting.batch_size)
-    return (*first, setting.medium, setting.prompt_len, setting.output_len)
+    return bool(setting.note), setting.kind == "emulated", -setting.tp_size, setting.source, setting.batch_size
 
 
 def _name(models: list[ReportModel]) -> None:
@@ -101,22 +100,22 @@ def _check_layout(one: ReportModel, row: EvaluatedModel | BenchRow, path: Path) 
 # ---- accuracy: every model against the reference, in pairs ----
 
 
-def _add_results(models: Models, found: Sequence[FoundDocument[EvalResults]]) -> dict[str, tuple[Path, str]]:
+def _add_results(models: Models, found: Sequence[tuple[Path, EvalResults]]) -> dict[str, tuple[Path, str]]:
     """Add the evaluations. Return the place of each model's samples by key: a results.json, and the model's name in it.
 
     Raises UserError for a model that is evaluated twice, or that has another layout elsewhere.
     """
     places: dict[str, tuple[Path, str]] = {}
-    for results in found:
-        for number, entry in enumerate(results.document.models):
+    for path, results in found:
+        for number, entry in enumerate(results.models):
             row, key = entry.model, model_key(entry.model.model)
             if key in places and number == 0:
                 continue  # the reference of several evaluations: the first one counts
             if key in places:
-                raise UserError(f"{results.path} and {places[key][0]} both evaluate {row.model}; name one of the two")
-            places[key] = (results.path, row.model)
+                raise UserError(f"{path} and {places[key][0]} both evaluate {row.model}; name one of the two")
+            places[key] = (path, row.model)
             one = models.setdefault(key, new_model(row, row.model))
-            _check_layout(one, row, results.path)
+            _check_layout(one, row, path)
             one.accuracy = mean_accuracy(entry)
             if (text := row.perplexity) is not None:
                 ends = () if text.stderr is None else (-NORMAL_95 * text.stderr, NORMAL_95 * text.stderr)
@@ -125,7 +124,7 @@ def _add_results(models: Models, found: Sequence[FoundDocument[EvalResults]]) ->
 
 
 def _compare(
-    models: Models, found: Sequence[FoundDocument[EvalResults]], places: dict[str, tuple[Path, str]], margin: float
+    models: Models, found: Sequence[tuple[Path, EvalResults]], places: dict[str, tuple[Path, str]], margin: float
 ) -> list[str]:
     """Give every evaluated model its comparison with the reference; return remarks, each once.
 
@@ -137,8 +136,8 @@ def _compare(
         return []
     stored = {
         model_key(one.other): one
-        for results in found
-        for one in results.document.comparisons
+        for _, results in found
+        for one in results.comparisons
         if model_key(one.reference) == dense
     }
     if strangers := stored.keys() - places.keys():
@@ -152,6 +151,10 @@ def _compare(
             one.comparison = compared
             if (overall := compared.overall) is not None:  # the reference's mean is over the same tasks
                 reference.accuracy, one.accuracy = overall.reference_value, overall.value
+                reference.difference = WithInterval(0.0)
+                one.difference = WithInterval(overall.difference, overall.low, overall.high).scaled(100)
+            if (measured := compared.predictions) is not None:
+                one.divergence = WithInterval(measured.mean_kl, measured.low, measured.high)
             if (text := compared.perplexity) is not None:
                 ends = (None if end is None else text.reference_value + end for end in (text.low, text.high))
                 one.perplexity = WithInterval(text.value, *ends)
@@ -162,14 +165,13 @@ def _compare(
 # ---- times: speed depends on the layout alone, so models that were not timed share those of their layout ----
 
 
-def _add_times(models: Models, benches: Sequence[FoundDocument[BenchDocument]], *, is_evaluated: bool) -> list[str]:
+def _add_times(models: Models, benches: Sequence[tuple[Path, BenchDocument]], *, is_evaluated: bool) -> list[str]:
     """Add the measured times; return the reasons why models were not timed.
 
     is_evaluated: True if accuracies are known: speed-ups must then be over the same model.
     """
     remarks = []
-    for source, bench in enumerate(benches):
-        document, path = bench.document, bench.path
+    for source, (path, document) in enumerate(benches):
         for name, why in document.failed.items():
             remarks.append(f"{path.name}: {why}, so it was not timed")
             if (failed := models.get(model_key(name))) is not None:

@@ -13,7 +13,6 @@ from ladderize.sweep_document import AS_CONVERTED, SweepPoint
 
 # measured: real ranks; emulated: one real rank of a group that is not there
 TimingKind = Literal["measured", "emulated"]
-PHASE_WORDS = {"end_to_end": "end to end", "prefill": "prefill", "decode": "decode"}
 MINUS = "\u2212"
 
 
@@ -41,7 +40,7 @@ class WithInterval:
         return WithInterval(self.value * factor, low, high)
 
     def fields(self, name: str) -> dict[str, float | None]:
-        """Return the three numbers as fields of a plot's row, named as in ``vega.intervals``."""
+        """Return the three numbers as fields of a plot's row, named as in ``plot.intervals``."""
         return {name: self.value, f"{name}1": self.low, f"{name}2": self.high}
 
     def text(self, digits: int = 2, *, sign: bool = False, unit: str = "") -> str:
@@ -84,20 +83,12 @@ class Setting:
     note: str = ""
 
     @property
-    def place(self) -> str:
-        """Everything but batch size and lengths, in words that begin with the kind."""
+    def words(self) -> str:
+        """Words that begin with the kind."""
         ranks = f"{self.tp_size} rank{'s' * (self.tp_size > 1)}"
         over = f" over {self.medium}" if self.tp_size > 1 else ""
-        return f"{self.kind}: {ranks}{over} ({self.device}){self.note}"
-
-    @property
-    def short(self) -> str:
-        """The words without the lengths of prompt and output."""
-        return f"{self.place}, batch {self.batch_size}"
-
-    @property
-    def words(self) -> str:
-        return f"{self.short}, {self.prompt_len} + {self.output_len} tokens"
+        lengths = f"{self.prompt_len} + {self.output_len} tokens"
+        return f"{self.kind}: {ranks}{over} ({self.device}){self.note}, batch {self.batch_size}, {lengths}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +105,7 @@ class Timing:
     has_interval: bool
 
     def speedup(self, phase: str) -> WithInterval:
-        """Return the speed-up of a phase of PHASE_WORDS."""
+        """Return the speed-up of a phase: ``end_to_end``, ``prefill`` or ``decode``."""
         return WithInterval(self.row.speedup[phase], *(self.row.speedup_interval[phase] if self.has_interval else ()))
 
     @property
@@ -134,6 +125,8 @@ class ReportModel:
 
     is_model: False for a baseline and for random weights.
     accuracy: the mean over tasks, 0 to 1.
+    difference: points of mean accuracy from the reference.
+    divergence: the mean KL of its predictions from the reference's, in nats per token.
     comparison: with the reference, in pairs.
     timed_as: the model whose times it has, where it was not timed itself.
     """
@@ -152,6 +145,8 @@ class ReportModel:
     not_promoted: str | None = None
     accuracy: float | None = None
     perplexity: WithInterval | None = None
+    difference: WithInterval | None = None
+    divergence: WithInterval | None = None
     comparison: ComparisonDocument | None = None
     timings: list[Timing] = field(default_factory=list)
     timed_as: "ReportModel | None" = None
@@ -160,18 +155,6 @@ class ReportModel:
     def was_trained(self) -> bool:
         """True where its adaptation was more than an alignment."""
         return self.adapted not in (None, AS_CONVERTED, ALIGN)
-
-    @property
-    def difference(self) -> WithInterval | None:
-        """Points of mean accuracy from the reference."""
-        overall = self.comparison.overall if self.comparison is not None else None
-        return None if overall is None else WithInterval(overall.difference, overall.low, overall.high).scaled(100)
-
-    @property
-    def divergence(self) -> WithInterval | None:
-        """The mean KL of its predictions from the reference's, in nats per token."""
-        measured = self.comparison.predictions if self.comparison is not None else None
-        return None if measured is None else WithInterval(measured.mean_kl, measured.low, measured.high)
 
     @property
     def modes(self) -> tuple[tuple[str, ...], tuple[str, ...], int | None]:
@@ -206,19 +189,18 @@ class ReportModel:
 
     def verdict(self, margin: float) -> str:
         """Return the verdict of the interval on a margin in points; empty where nothing was compared."""
-        difference = self.difference
-        if difference is None:
+        if self.comparison is None or self.difference is None:
             return ""
-        if difference.low is not None and difference.low > -margin:
+        if self.difference.low is not None and self.difference.low > -margin:
             return "shown"
-        return "worse" if difference.high is not None and difference.high < -margin else "not shown"
+        return "worse" if self.difference.high is not None and self.difference.high < -margin else "not shown"
 
-    def samples_needed(self, margin: float) -> int | None:
-        """Return the number of samples that would show the margin of an equally good model; None unless these were too
-        few."""
+    def samples_needed(self, margin: float) -> int:
+        """Return the number of samples that would show the margin of an equally good model; 0: these were enough, or it
+        is not known."""
         if self.comparison is None or self.comparison.margin != margin or self.verdict(margin) != "not shown":
-            return None
-        return None if self.comparison.overall is None else self.comparison.overall.samples_needed
+            return 0
+        return (self.comparison.overall.samples_needed or 0) if self.comparison.overall is not None else 0
 
     def timing(self, setting: Setting) -> Timing | None:
         return next((timing for timing in self.timings if timing.setting == setting), None)

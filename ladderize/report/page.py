@@ -1,14 +1,10 @@
 """The command ``ladderize report``: one HTML page that needs nothing else, its pictures, and Markdown.
 
-All text of documents is escaped.
+All text of documents is escaped. The page runs no script.
 """
 
-import json
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,7 +21,7 @@ from ladderize.report.accuracy_plots import recovery_plots, sensitivity_plots, t
 from ladderize.report.answer import Answer, find_answer
 from ladderize.report.documents import find_documents
 from ladderize.report.join import ReportContent, join_documents
-from ladderize.report.plot import PALETTE, ReportPlot, save_pictures, svg_picture
+from ladderize.report.plot import PALETTE, ReportPlot, draw, save_pictures
 from ladderize.report.speed_plots import speed_plots, time_plots
 from ladderize.report.tables import ReportTable, models_table, setup_facts
 from ladderize.report.tradeoff_plot import tradeoff_plots
@@ -46,7 +42,6 @@ class ReportPage:
     sections: dict[str, list[ReportPlot]]
     setup: list[tuple[str, dict[str, str]]]
     remarks: list[str]
-    version: str = ladderize.__version__
 
     @property
     def plots(self) -> list[ReportPlot]:
@@ -91,15 +86,20 @@ def write_report(
     if not paths:
         raise UsageError("name the folder of a sweep, or files that eval and bench wrote")
     with console.stage("reading"):
-        content = join_documents(find_documents([Path(path) for path in paths]), margin)
+        page = build_page(join_documents(find_documents([Path(path) for path in paths]), margin))
     with console.stage("drawing"):
-        page = build_page(content)
-        written = [_write(out, html_page(page))]
+        drawings = {plot.name: [draw(panel) for panel in plot.panels] for plot in page.plots}
+        css = (TEMPLATES / "page.css").read_text(encoding="utf-8")
+        written = [_write(out, "page.html.j2", page=page, drawings=drawings, css=css, palette=PALETTE)]
         if card is not None:
-            pictures = _write_pictures(page, card.with_name(f"{card.stem}-pictures"))
+            folder = card.with_name(f"{card.stem}-pictures")
+            folder.mkdir(exist_ok=True)
+            pictures = {name: _write_pictures(panels, folder / name) for name, panels in drawings.items()}
             written += [path for paths in pictures.values() for path in paths]
-            links = {name: [_link(one, card) for one in paths[::2]] for name, paths in pictures.items()}
-            written.append(_write(card, markdown_page(page, links)))
+            links = {
+                name: [quote(f"{folder.name}/{one.name}") for one in paths[::2]] for name, paths in pictures.items()
+            }
+            written.append(_write(card, "report.md.j2", page=page, pictures=links))
     best = page.answer.best.model if page.answer.best is not None else None
     return ReportSummary(str(out), page.answer.headline, best, [str(path) for path in written])
 
@@ -112,25 +112,10 @@ def _place(path: str | Path, option: str, *endings: str) -> Path:
     return path
 
 
-def _write(path: Path, text: str) -> Path:
-    with replacement(path) as file:
-        file.write(text)
-    return path
-
-
-def _write_pictures(page: ReportPage, folder: Path) -> dict[str, list[Path]]:
-    """Write the pictures; return those of each plot by its name, PNG and SVG in turn."""
-    folder.mkdir(exist_ok=True)
-    written: dict[str, list[Path]] = {}
-    for plot in page.plots:
-        for number, panel in enumerate(plot.panels, 1):
-            stem = plot.name if len(plot.panels) == 1 else f"{plot.name}-{number}"
-            written.setdefault(plot.name, []).extend(save_pictures(panel, folder / stem))
-    return written
-
-
-def _link(picture: Path, file: Path) -> str:
-    return quote(Path(os.path.relpath(picture, file.parent)).as_posix())
+def _write_pictures(panels: list[str], stem: Path) -> list[Path]:
+    """Write the pictures of a plot; return them, PNG and SVG in turn. Several are numbered."""
+    stems = [stem] if len(panels) == 1 else [Path(f"{stem}-{number}") for number in range(1, len(panels) + 1)]
+    return [path for panel, one in zip(panels, stems, strict=True) for path in save_pictures(panel, one)]
 
 
 def check_libraries() -> None:
@@ -140,9 +125,6 @@ def check_libraries() -> None:
         import vl_convert  # noqa: F401
     except ImportError:
         raise UserError("a report needs jinja2 and vl-convert-python: pip install 'ladderize[report]'") from None
-
-
-# ---- what is on it ----
 
 
 def build_page(content: ReportContent) -> ReportPage:
@@ -169,74 +151,29 @@ def build_page(content: ReportContent) -> ReportPage:
 # ---- rendering ----
 
 
-@cache
-def _library() -> str:
-    """Return vega-embed as a script. It takes a second, so it is cached. Raises UserError if it cannot be put in a
-    page."""
-    import vl_convert
-
-    code = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    if "</script" in code.lower() or "<!--" in code:
-        raise UserError("this version of vl-convert-python cannot be put in a page; install 1.9")
-    return str(code)
-
-
-def html_page(page: ReportPage) -> str:
-    """Return the page as HTML."""
-    return _render(
-        "page.html.j2",
-        page=page,
-        css=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
-        script=(TEMPLATES / "page.js").read_text(encoding="utf-8"),
-        library=_library() if page.plots else "",
-        palette=PALETTE,
-        specs={plot.name: script_json([panel.spec for panel in plot.panels]) for plot in page.plots},
-        pictures={plot.name: [svg_picture(panel) for panel in plot.panels] for plot in page.plots},
-    )
-
-
-def markdown_page(page: ReportPage, pictures: dict[str, list[str]]) -> str:
-    """Return the page as Markdown for a README or a model card.
-
-    pictures: links to the pictures of each plot, by its name.
-    """
-    return _render("report.md.j2", page=page, pictures=pictures)
-
-
-def script_json(value: object) -> str:
-    """Return JSON for a script element: no text in it can end the element, or begin a comment."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def markdown_text(text: object) -> str:
-    """Return text on one line, escaped for Markdown and HTML. Text between backticks stays code."""
-    parts = re.split(r"(?<!`)(`[^`<>&|]+`)(?!`)", " ".join(str(text).split()))
-    return "".join(part if number % 2 else _escaped(part) for number, part in enumerate(parts))
-
-
-def _escaped(plain: str) -> str:
-    for character in "\\`*_[]|#":
-        plain = plain.replace(character, "\\" + character)
-    return plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def code_parts(text: str) -> list[tuple[bool, str]]:
-    """Return a sentence in parts: True for one between backticks, and its text."""
-    return [(number % 2 == 1, part) for number, part in enumerate(text.split("`"))]
-
-
-def _render(name: str, **values: Any) -> str:
+def _write(path: Path, template: str, **values: Any) -> Path:
+    """Write a page of a template."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
-        autoescape=name.endswith(".html.j2"),
+        autoescape=template.endswith(".html.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         finalize=lambda value: printable(value) if type(value) is str else value,  # not Markup, which is HTML already
     )
-    environment.filters |= {"md": markdown_text, "code": code_parts}
-    return environment.get_template(name).render(**values)
+    environment.filters["md"] = markdown_text
+    text = environment.get_template(template).render(version=ladderize.__version__, **values)
+    with replacement(path) as file:
+        file.write(text)
+    return path
+
+
+def markdown_text(text: object) -> str:
+    """Return text on one line, escaped for Markdown and HTML."""
+    plain = " ".join(str(text).split())
+    for character in "\\`*_[]|#":
+        plain = plain.replace(character, "\\" + character)
+    return plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

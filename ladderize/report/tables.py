@@ -1,6 +1,6 @@
 """The table of all models, and the facts of machines and versions."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +12,10 @@ from ladderize.report.models import ReportModel, Setting, WithInterval, perplexi
 
 @dataclass(frozen=True)
 class TableCell:
-    """A cell of a table, with the text that is shown.
-
-    value: the number that it is sorted by; None: by the text.
-    """
+    """The text of a cell; True for a number."""
 
     text: str
-    value: float | None = None
+    is_number: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,32 +33,21 @@ class ReportTable:
     @property
     def numeric(self) -> list[bool]:
         """True for each column that holds numbers."""
-        return [any(row[place].value is not None for row in self.rows) for place in range(len(self.columns))]
+        return [any(row[place].is_number for row in self.rows) for place in range(len(self.columns))]
 
 
-def make_table(caption: str, rows: Iterable[Mapping[str, str | TableCell]], note: str = "") -> ReportTable:
-    """Return a table of rows that all have the same keys, which are the columns."""
-    made = [{name: TableCell(cell) if isinstance(cell, str) else cell for name, cell in row.items()} for row in rows]
-    return ReportTable(caption, list(made[0]) if made else [], [list(row.values()) for row in made], note)
-
-
-def number_cell(value: float | None, shown: Callable[[float], str] | str) -> TableCell:
-    """Return a cell with a number; it is empty where there is none.
-
-    shown: a format string or a function.
-    """
-    if value is None:
-        return TableCell("")
-    return TableCell(shown.format(value) if isinstance(shown, str) else shown(value), float(value))
-
-
-def percent_cell(share: float | None) -> TableCell:
-    return number_cell(share, lambda value: f"{100 * value:.1f} %")
+def number_cell(value: float | None, text: Callable[[float], str]) -> TableCell:
+    """Return a cell with a number; it is empty where there is none."""
+    return TableCell("") if value is None else TableCell(text(value), True)
 
 
 def estimate_cell(estimate: WithInterval | None, text: Callable[[WithInterval], str]) -> TableCell:
-    """Return the text of a number with its interval, sorted by the number."""
-    return TableCell("") if estimate is None else TableCell(text(estimate), estimate.value)
+    """Return the text of a number with its interval."""
+    return TableCell("") if estimate is None else TableCell(text(estimate), True)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def models_table(content: ReportContent, setting: Setting | None) -> ReportTable:
@@ -70,7 +56,7 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
     setting: the setting of the times.
     """
     rows = [_model_row(one, setting, content.margin) for one in content.models]
-    filled = {name for row in rows for name, cell in row.items() if cell not in ("", TableCell(""))}
+    filled = [name for name in rows[0] if any(row[name].text for row in rows)] if rows else []
     shared: dict[str, list[str]] = {}
     for one in content.models:
         if one.timed_as is not None:
@@ -78,33 +64,33 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
     words = "; ".join(f"{', '.join(names)} those of {timed}" for timed, names in shared.items())
     note = f"* Times of another model with the same layout, on which alone speed depends: {words}." if words else ""
     caption = "All models" + (f". Times: {setting.words}" if setting is not None else "")
-    return make_table(caption, [{name: row[name] for name in row if name in filled} for row in rows], note)
+    return ReportTable(caption, filled, [[row[name] for name in filled] for row in rows], note)
 
 
-def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict[str, str | TableCell]:
+def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict[str, TableCell]:
     timing = one.timing(setting) if setting is not None else None
     row = timing.row if timing is not None else None
     kind = setting.kind if setting is not None else ""
     predictions = one.comparison.predictions if one.comparison is not None else None
-    needed = one.samples_needed(margin)
     verdict = {"worse": "no: shown to be worse"}.get(one.verdict(margin), one.verdict(margin))
     star = " *" * (one.timed_as is not None)
-    whole = timing.whole if timing is not None else None
+    speed = timing.whole if timing is not None else None
+    same = predictions.same_top_share if predictions is not None else None
     return {
-        "model": one.name,
-        "layout": one.layout_words,
-        "adapted": one.adaptation,
+        "model": TableCell(one.name),
+        "layout": TableCell(one.layout_words),
+        "adapted": TableCell(one.adaptation),
         "points from dense (95 %)": estimate_cell(one.difference, points_text),
-        f"within {margin_text(margin)}": verdict + (f": {needed:,} samples needed" if needed else ""),
-        f"speed-up (95 %), {kind}": estimate_cell(whole, lambda value: speedup_text(value) + star),
+        f"within {margin_text(margin)}": TableCell(verdict),
+        f"speed-up (95 %), {kind}": estimate_cell(speed, lambda value: speedup_text(value) + star),
         "perplexity (95 %)": estimate_cell(one.perplexity, perplexity_text),
-        "accuracy": percent_cell(one.accuracy),
+        "accuracy": number_cell(one.accuracy, percent),
         "KL to dense, nats": estimate_cell(one.divergence, lambda kl: f"{kl.value:.4f}"),
-        "same top token": percent_cell(predictions.same_top_share if predictions is not None else None),
-        f"prefill ms, {kind}": number_cell(row.ms["prefill"] if row is not None else None, "{:.2f}"),
-        f"decode ms, {kind}": number_cell(row.ms["decode"] if row is not None else None, "{:.2f}"),
-        "not promoted": one.not_promoted or "",
-        "failed": one.failure or "",
+        "same top token": number_cell(same, percent),
+        f"prefill ms, {kind}": number_cell(row.ms["prefill"] if row is not None else None, "{:.2f}".format),
+        f"decode ms, {kind}": number_cell(row.ms["decode"] if row is not None else None, "{:.2f}".format),
+        "not promoted": TableCell(one.not_promoted or ""),
+        "failed": TableCell(one.failure or ""),
     }
 
 
@@ -122,17 +108,15 @@ def setup_facts(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
 
 def _facts(found: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
     """Yield the facts of each document's making: machine, versions, options."""
-    for results in found.results:
-        options, model = results.document.options, results.document.models[0].model
+    for path, results in found.results:
+        options, model = results.options, results.models[0].model
         versions = {"torch": model.torch_version, "transformers": model.transformers_version}
         asked = {"tasks": options.tasks, "samples for each task": options.limit, "perplexity on": options.perplexity}
-        facts = {"device": model.device, "dtype": model.dtype, **versions, **asked}
-        yield results.path, {"ladderize": results.version, **facts}
-    for bench in found.benches:
-        document = bench.document
+        yield path, {"device": model.device, "dtype": model.dtype, **versions, **asked}
+    for path, document in found.benches:
         machine = {
             name.replace("_", " "): fact for name, fact in vars(document.environment).items() if name != "settings"
         }
         link = f"emulated link {document.link.name}" if document.link is not None else document.backend
         rounds = f"{document.options.repeat}, after {document.options.warmup} to warm up"
-        yield bench.path, {"ladderize": bench.version, **machine, "communication": link, "rounds": rounds}
+        yield path, {**machine, "communication": link, "rounds": rounds}

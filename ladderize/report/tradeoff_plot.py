@@ -1,26 +1,20 @@
 """The trade-off: speed-up against accuracy, or against perplexity, with the Pareto front."""
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ladderize.eval.table import margin_text
 from ladderize.report.join import ReportContent
-from ladderize.report.models import PHASE_WORDS, Setting, WithInterval, speedup_text
+from ladderize.report.models import Setting, speedup_text
 from ladderize.report.plot import (
-    BY_ACCURACY,
-    BY_PERPLEXITY,
+    MEASURES,
     SIGNED_LABEL,
-    Measure,
-    PlotChoice,
-    PlotPanel,
+    WIDTH,
     ReportPlot,
     Spec,
     family_colour,
-    family_legend,
     intervals,
-    is_wide,
     kind_shape,
     level,
     lines,
@@ -28,50 +22,42 @@ from ladderize.report.plot import (
     quantitative,
 )
 
+HEIGHT = 380
 CLOSE_ACROSS, CLOSE_UP = 0.25, 0.06  # shares of the axes: names of marks that are closer would overlap
-WIDE_SPAN = 12  # points; beyond, the scale is logarithmic away from 0, so that small losses stay apart
-POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50)
+POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50)
+BEYOND = 2  # points from dense, beyond which the scale is logarithmic, so that small losses stay apart
 MARK_SIZES = (70, 120, 180)  # as converted; aligned; trained
-BEYOND = 2  # points from dense, beyond which a wide scale is logarithmic
 
 
 def tradeoff_plots(content: ReportContent, first: Setting | None) -> list[ReportPlot]:
-    """Return a plot for each measure that was taken; none without times of checkpoints.
+    """Return a plot for each measure that was taken, with a panel for each setting; none without times of checkpoints.
 
-    first: the setting that is shown at first.
+    first: the setting that is shown first.
     """
     settings = sorted(content.real_settings, key=lambda setting: setting != first)
     plots = []
-    for measure in (BY_ACCURACY, BY_PERPLEXITY):
-        places = itertools.product(enumerate(settings), PHASE_WORDS)
-        rows = [row for (number, setting), phase in places for row in _rows(content, measure, number, setting, phase)]
-        if content.reference is not None and any(row["name"] != content.reference.name for row in rows):
-            plots.append(_plot(content, measure, rows))
+    for measure in MEASURES:
+        rows = {setting: _rows(content, measure, setting) for setting in settings}
+        panels = [_panel(content, measure, setting, placed) for setting, placed in rows.items() if len(placed) > 1]
+        if panels:
+            plots.append(_plot(content, measure, panels))
     return plots
 
 
-def _rows(content: ReportContent, measure: Measure, number: int, setting: Setting, phase: str) -> list[dict[str, Any]]:
-    """Return a row for each model that was timed in a setting, for a phase.
-
-    number: of the setting, since two documents may have settings of the same words.
-    """
+def _rows(content: ReportContent, measure: str, setting: Setting) -> list[dict[str, Any]]:
+    """Return a row for each model that was timed in a setting."""
     placed = [
-        (one, timing.speedup(phase), score)
+        (one, timing.whole, score)
         for one in content.models
-        if (timing := one.timing(setting)) is not None and (score := measure.value(one, content.reference)) is not None
+        if (timing := one.timing(setting)) is not None and (score := getattr(one, measure)) is not None
     ]
-    if not placed:
-        return []
-    sign = 1 if measure.is_more_better else -1
+    sign = 1 if measure == "difference" else -1
     front = pareto_front([(speed.value, sign * score.value) for _, speed, score in placed])
-    across = _shares([speed for _, speed, _ in placed])
-    up = _shares([score for _, _, score in placed], lambda value: sign * math.asinh(value / 2))  # about the scales' way
-    sides = name_sides(list(zip(across, up, strict=True)), front)
+    up = [sign * math.asinh(score.value / BEYOND) for _, _, score in placed]  # about the scales' way
+    sides = name_sides(list(zip(_shares([one.value for _, one, _ in placed]), _shares(up), strict=True)), front)
+    title, text = MEASURES[measure]
     return [
         {
-            "setting": f"s{number}",
-            "place": setting.words,
-            "phase": phase,
             "kind": setting.kind,
             "family": one.family,
             "size": MARK_SIZES[bool(one.adaptation) + one.was_trained],
@@ -81,8 +67,8 @@ def _rows(content: ReportContent, measure: Measure, number: int, setting: Settin
             **score.fields("y"),
             "front": on_front,
             "label": side,
-            "words": f"{one.title}; {PHASE_WORDS[phase]} {speedup_text(speed)}, {setting.words};"
-            f" {measure.title} {measure.text(score)}{'; on the Pareto front' if on_front else ''}",
+            "words": f"{one.title}; end to end {speedup_text(speed)}, {setting.words}; {title} {text(score)}"
+            f"{'; on the Pareto front' if on_front else ''}",
         }
         for (one, speed, score), on_front, side in zip(placed, front, sides, strict=True)
     ]
@@ -94,14 +80,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
     A point is off it if another is at least as good in both and better in one. Equal points are on it or off it
     together.
     """
-    best: dict[float, float] = {}
-    for speed, score in points:
-        best[speed] = max(score, best.get(speed, score))
-    needed, highest = {}, -math.inf  # the score that a point of a speed must have: the best, and above all faster ones
-    for speed in sorted(best, reverse=True):
-        needed[speed] = best[speed] if best[speed] > highest else math.inf
-        highest = max(highest, best[speed])
-    return [score == needed[speed] for speed, score in points]
+    return [not any(other != one and other[0] >= one[0] and other[1] >= one[1] for other in points) for one in points]
 
 
 def name_sides(places: list[tuple[float, float]], front: list[bool]) -> list[int]:
@@ -126,60 +105,56 @@ def name_sides(places: list[tuple[float, float]], front: list[bool]) -> list[int
     return sides
 
 
-def _shares(estimates: list[WithInterval], stretch: Callable[[float], float] = float) -> list[float]:
-    """Return where each value lies on an axis that shows all intervals, as a share of its length."""
-    ends = [stretch(end) for one in estimates for end in (one.value, one.low, one.high) if end is not None]
-    return [stretch(one.value) / (max(ends) - min(ends) or 1.0) for one in estimates]
+def _shares(values: list[float]) -> list[float]:
+    """Return where each value lies on an axis that shows all of them, as a share of its length."""
+    return [value / (max(values) - min(values) or 1.0) for value in values]
 
 
-def _plot(content: ReportContent, measure: Measure, rows: list[dict[str, Any]]) -> ReportPlot:
-    quality = "accuracy" if measure.is_more_better else "perplexity"
-    settings = {row["setting"]: row["place"] for row in rows}
-    at_first = rows[0]["place"]
-    choices = [PlotChoice("setting", "Setting", list(settings.items()))] if len(settings) > 1 else []
-    summary = (
-        f"Scatter plot of {len({row['name'] for row in rows})} models: speed-up over dense on the horizontal axis,"
-        f" {quality} on the vertical one; at first {at_first}, end to end."
-    )
-    margin = f"The dashed line is the margin, {margin_text(content.margin)}. " if measure.is_more_better else ""
+def _plot(content: ReportContent, measure: str, panels: list[Spec]) -> ReportPlot:
+    is_accuracy = measure == "difference"
+    margin = f" The dashed line is the margin, {margin_text(content.margin)}." if is_accuracy else ""
     return ReportPlot(
-        name="tradeoff" if measure.is_more_better else "tradeoff-perplexity",
-        title=f"Speed-up against {quality}",
-        caption="Up and to the right is better. Bars are 95 % intervals. Filled marks are on the Pareto front: no other"
-        f" model is both faster and better, intervals aside. {margin}Circles are measured; diamonds are emulated. Small"
-        " marks are models as converted, larger ones are aligned, the largest trained, with a dot in them. At first:"
-        f" {at_first}.",
-        summary=summary,
-        panels=[PlotPanel(_spec(content, measure, rows, summary), picture_title=at_first)],
-        legend=family_legend(rows),
-        choices=[*choices, PlotChoice("phase", "Time of", list(PHASE_WORDS.items()))],
-        interactive=True,
+        name="tradeoff" if is_accuracy else "tradeoff-perplexity",
+        title=f"Speed-up against {'accuracy' if is_accuracy else 'perplexity'}",
+        caption="From end to end. Up and to the right is better. Bars are 95 % intervals. Filled marks are on the"
+        f" Pareto front: no other model is both faster and better, intervals aside.{margin} Circles are measured;"
+        " diamonds are emulated. Small marks are models as converted, larger ones are aligned, the largest trained,"
+        " with a dot in them.",
+        panels=panels,
     )
 
 
-def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], summary: str) -> Spec:
+def _panel(content: ReportContent, measure: str, setting: Setting, rows: list[dict[str, Any]]) -> Spec:
     x = quantitative(
         "x",
         "speed-up over dense",
         scale={"zero": False, "nice": True, "padding": 24},
         axis={"format": ".2~f", "labelExpr": "datum.label + '\u00d7'", "tickCount": 6},
     )
-    y = _vertical(measure, [row[key] for row in rows for key in ("y", "y1", "y2") if row[key] is not None])
+    levels = [level("x", 1)]
+    if measure == "difference":
+        title = f"points from dense (logarithmic beyond \u00b1{BEYOND})"
+        axis: Spec = {"values": POINT_TICKS, "labelExpr": SIGNED_LABEL, "labelOverlap": True}
+        scale: Spec = {"type": "symlog", "constant": BEYOND, "zero": False}
+        levels += [level("y", 0), level("y", -content.margin, dashed=True)]
+    else:
+        title, axis, scale = "perplexity (axis turned round: up is better)", {"tickCount": 7}, {"type": "log"}
+        scale["reverse"], axis["format"] = True, "~g"
+    y = quantitative("y", title, scale={**scale, "padding": 16, "nice": False}, axis=axis)
     place, colour = {"x": x, "y": y}, family_colour(rows)
     front = lines({**place, "order": {"field": "x", "type": "quantitative"}}, color="var(--muted)", strokeDash=[2, 3])
     points = {
         **place,
         "color": colour,
         "fill": {"condition": {"test": "datum.front", **colour}, "value": "var(--page)"},
-        "shape": kind_shape(rows),
+        "shape": kind_shape(),
         "size": {"field": "size", "type": "quantitative", "scale": None, "legend": None},
         "description": {"field": "words"},
     }
     dot = {"mark": {"type": "point", "filled": True, "size": 22, "opacity": 1, "aria": False}}
     dot |= {"encoding": {**place, "color": {"condition": {"test": "datum.front", "value": "var(--page)"}, **colour}}}
     layers = [
-        *([level("y", 0, strokeWidth=1), level("y", -content.margin, dashed=True)] if measure.is_more_better else []),
-        level("x", 1, strokeWidth=1),
+        *levels,
         {**front, "transform": [{"filter": "datum.front"}]},
         intervals("x", {**place, "color": colour}),
         intervals("y", {**place, "color": colour}),
@@ -188,22 +163,12 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
         _labels(place, stroke="var(--page)", strokeWidth=4, strokeJoin="round"),  # so that no line runs through a name
         _labels(place),
     ]
-    return make_spec(
-        summary,
-        380,
-        rows,
-        layers,
-        params=[{"name": "setting", "value": rows[0]["setting"]}, {"name": "phase", "value": "end_to_end"}],
-        transform=[{"filter": "datum.setting === setting && datum.phase === phase"}],
-    )
+    return make_spec(setting.words, HEIGHT, rows, layers)
 
 
 def _labels(place: Spec, **look: Any) -> Spec:
-    """Draw the models' names: to the left of marks on the right half, to the right of the others.
-
-    A phone has room for the names of the front only.
-    """
-    right = "scale('x', datum.x) > width / 2"
+    """Draw the models' names: to the left of marks on the right half, to the right of the others."""
+    right = f"scale('x', datum.x) > {WIDTH / 2}"
     return {
         "transform": [{"filter": "datum.label !== 0"}],
         "mark": {
@@ -212,27 +177,8 @@ def _labels(place: Spec, **look: Any) -> Spec:
             "align": {"expr": f"{right} ? 'right' : 'left'"},
             "dx": {"expr": f"{right} ? -6 : 6"},
             "dy": {"expr": "-12 * datum.label"},
-            "opacity": {"expr": "datum.front || width > 500 ? 1 : 0"},
-            "limit": {"expr": "min(180, width / 2 - 8)"},  # half the drawing is free on that side, on a phone as well
+            "limit": 180,
             **look,
         },
         "encoding": {**place, "text": {"field": "name"}},
     }
-
-
-def _vertical(measure: Measure, values: list[float]) -> Spec:
-    """Return the vertical axis, wide enough for the values."""
-    low, high = min(values), max(values)
-    scale: Spec = {"padding": 16, "nice": False}
-    if not measure.is_more_better:
-        is_log = is_wide(values)
-        scale |= {"reverse": True, **({"type": "log"} if is_log else {"zero": False})}
-        title = f"perplexity ({'logarithmic, ' * is_log}axis turned round: up is better)"
-        return quantitative("y", title, scale=scale, axis={"format": "~g", "tickCount": 7})
-    title, axis = "mean accuracy, points from dense", {"labelExpr": SIGNED_LABEL, "tickCount": 7}
-    scale["zero"] = False
-    if high - low > WIDE_SPAN:
-        scale |= {"type": "symlog", "constant": BEYOND}
-        axis = {"values": [tick for tick in POINT_TICKS if low - 5 <= tick <= high + 1], "labelExpr": SIGNED_LABEL}
-        title += f" (logarithmic beyond \u00b1{BEYOND})"
-    return quantitative("y", title, scale=scale, axis=axis)
