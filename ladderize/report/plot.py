@@ -32,11 +32,11 @@ PALETTE = {
     "hidden": ("#1f63c9", "#78aefc"),
     "waited": ("#b4500c", "#f0a050"),
 }
-WIDTH = 560  # of a drawing's axes, in pixels
+DRAWING_WIDTH = 560  # of a drawing's axes, in pixels
 # of an axis of differences: a plus, a true minus, or neither at 0
 SIGNED_LABEL = "(datum.value > 0 ? '+' : datum.value < 0 ? '\u2212' : '') + format(abs(datum.value), '~f')"
 TEXT: Spec = {"labelColor": "var(--ink)", "titleColor": "var(--ink)", "labelFontSize": 13}
-CONFIG: Spec = {
+VEGA_CONFIG: Spec = {
     "font": "sans-serif",
     "view": {"stroke": None},
     "title": {"color": "var(--ink)", "anchor": "start", "fontSize": 13, "offset": 8},
@@ -96,13 +96,13 @@ def make_spec(title: str, height: int, rows: PlotRows, layers: list[Spec]) -> Sp
     """
     return {
         "title": title,
-        "width": WIDTH,
+        "width": DRAWING_WIDTH,
         "height": height,
         "padding": 8,
         "background": "var(--page)",
         "data": {"values": rows},
         "layer": layers,
-        "config": CONFIG,
+        "config": VEGA_CONFIG,
     }
 
 

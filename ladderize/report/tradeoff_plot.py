@@ -8,9 +8,9 @@ from ladderize.eval.table import margin_text
 from ladderize.report.join import ReportContent
 from ladderize.report.models import Setting, speedup_text
 from ladderize.report.plot import (
+    DRAWING_WIDTH,
     MEASURES,
     SIGNED_LABEL,
-    WIDTH,
     ReportPlot,
     Spec,
     family_colour,
@@ -168,7 +168,7 @@ def _panel(content: ReportContent, measure: str, setting: Setting, rows: list[di
 
 def _labels(place: Spec, **look: Any) -> Spec:
     """Draw the models' names: to the left of marks on the right half, to the right of the others."""
-    right = f"scale('x', datum.x) > {WIDTH / 2}"
+    right = f"scale('x', datum.x) > {DRAWING_WIDTH / 2}"
     return {
         "transform": [{"filter": "datum.label !== 0"}],
         "mark": {
