@@ -25,6 +25,7 @@ from ladderize.report.plot import (
     looks,
     make_spec,
     marks,
+    positive_scale,
     quantitative,
 )
 from ladderize.sweep_document import AS_CONVERTED, THEN
@@ -156,7 +157,8 @@ def _retraining_plot(found: Sequence[RetrainingRun]) -> list[ReportPlot]:
     names = dict.fromkeys(run.name for run in runs)
     table = {name: (RUN_COLOURS[i % len(RUN_COLOURS)], RUN_SHAPES[i % len(RUN_SHAPES)]) for i, name in enumerate(names)}
     title = f"held-out {quality}{', nats' * has_teacher}"
-    y = quantitative("y", title, scale={"type": "log", "nice": False}, axis={"format": "~g", "tickCount": 6})
+    scale = positive_scale([row["y"] for row in rows])
+    y = quantitative("y", title, scale=scale, axis={"format": "~g", "tickCount": 6})
     encoding, look = {"x": quantitative("tokens", "tokens read", axis=TOKENS_AXIS), "y": y}, looks("name", table, 1)
     drawn = [lines({**encoding, "color": look["color"]}), marks({**encoding, **look}, 55)]
     panel = make_spec(dashed, 280, rows, [*(level("y", value, dashed=True) for value in levels), *drawn])

@@ -110,6 +110,11 @@ def quantitative(field: str, title: str, **more: Any) -> Spec:
     return {"field": field, "type": "quantitative", "title": title, **more}
 
 
+def positive_scale(values: Sequence[float]) -> Spec:
+    """Return a logarithmic scale, or a linear one where a value has no logarithm."""
+    return {"type": "log", "nice": False} if min(values) > 0 else {"zero": False}
+
+
 def nominal(field: str, ends: Mapping[str, str]) -> Spec:
     """Return a nominal encoding.
 

@@ -19,6 +19,7 @@ from ladderize.report.plot import (
     level,
     lines,
     make_spec,
+    positive_scale,
     quantitative,
 )
 
@@ -138,8 +139,9 @@ def _panel(content: ReportContent, measure: str, setting: Setting, rows: list[di
         scale: Spec = {"type": "symlog", "constant": BEYOND, "zero": False}
         levels += [level("y", 0), level("y", -content.margin, dashed=True)]
     else:
-        title, axis, scale = "perplexity (axis turned round: up is better)", {"tickCount": 7}, {"type": "log"}
-        scale["reverse"], axis["format"] = True, "~g"
+        title, axis = "perplexity (axis turned round: up is better)", {"tickCount": 7, "format": "~g"}
+        ends = [row[key] for row in rows for key in ("y", "y1", "y2") if row[key] is not None]
+        scale = {**positive_scale(ends), "reverse": True}
     y = quantitative("y", title, scale={**scale, "padding": 16, "nice": False}, axis=axis)
     place, colour = {"x": x, "y": y}, family_colour(rows)
     front = lines({**place, "order": {"field": "x", "type": "quantitative"}}, color="var(--muted)", strokeDash=[2, 3])
