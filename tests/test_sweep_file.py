@@ -124,16 +124,10 @@ REFUSED = {
     "an unknown key": ({"layout": "a"}, "unknown key 'layout'; did you mean layouts?"),
     "no layouts": ({"layouts": None}, "layouts is missing"),
     "an entry without layers": ({"layouts": [{"name": "a"}]}, r"layouts\[0\]: names no layers"),
-    "spd without ranks": ({"layouts": [{"spd": "all"}]}, r"layouts\[0\]: --spd needs --sync-tp-size"),
-    "layers chosen without a sensitivity": ({"layouts": [{"ladder": "auto"}]}, "needs --sensitivity FILE"),
     "what the sweep decides": ({"adapt": [{**FULL, "align": True}]}, r"adapt\[0\]: align cannot be given here"),
     "a backend that tells no predictions": (
         {"eval": {"perplexity": "a.npy", "backend": "vllm"}},
         "eval: backend cannot be given here",
-    ),
-    "options beside the stages": (
-        {"adapt": [{"stages": [FULL], "lr": 1.0}]},
-        r"adapt\[0\]: only layouts may stand beside stages",
     ),
     "an entry that is not there": (
         {"adapt": [{**FULL, "layouts": "most"}], "layouts": [HALF]},
@@ -146,31 +140,19 @@ REFUSED = {
     "layers that are not there": ({"layouts": [{"ladder": "2:9"}]}, r"layouts\[0\].*2:9 is .*out of range"),
     "ranks that do not fit": ({"layouts": [{"spd": "all", "sync_tp_size": 3}]}, r"layouts\[0\].*does not divide the 8"),
     "a method": ({"adapt": [{"method": "ful"}]}, r"adapt\[0\]: method is 'ful'"),
-    "no budget": ({"adapt": [{"method": "full", "data": "x.npy"}]}, "say how long to train"),
-    "an option's slip": ({"adapt": [{**FULL, "max_token": 3}]}, "did you mean max_tokens"),
-    "a chain of nothing": ({"adapt": [{"stages": []}]}, r"adapt\[0\]: stages is an empty list"),
     "promote without an evaluation": (
         {"adapt": [{**FULL, "promote": 1}], "eval": None},
         "promote goes by what eval measures",
     ),
-    "nobody promoted": ({"adapt": [{**FULL, "promote": 0}]}, r"adapt\[0\]: promote is 0, but must be at least 1"),
     "data to train on": ({"adapt": [{**FULL, "data": "nowhere.npy"}]}, "nowhere.npy names nothing that exists"),
     "nothing to evaluate": ({"eval": {"batch_size": 3}}, "eval: nothing to evaluate"),
-    "eval's slip": (
-        {"eval": {"perplexit": "a"}},
-        "eval: options: eval has no option 'perplexit'",
-    ),
-    "a link alone": ({"bench": [{"link": "20,10"}]}, r"bench\[0\]: --emulate-tp and --link must be given together"),
     "a long prompt": ({"bench": [{"prompt_len": 99}]}, r"bench\[0\].*over the model's 64 positions"),
     "ranks that a layout does not run on": (
         {"bench": [{**FAST, "tp_size": 4}]},
         r"bench\[0\] cannot time half: .*does not divide the 2 virtual ranks",
     ),
-    "an empty list": ({"bench": [{"tp_size": []}]}, "tp_size is an empty list"),
     "a number for a file": ({"eval": {"perplexity": 0.5}}, "/0.5 does not exist"),
-    "a margin": ({"margin": 0}, "margin is 0"),
     "nothing to measure": ({"eval": None, "bench": None}, "neither eval nor bench"),
-    "no model": ({"model": None}, "model is missing"),
 }
 
 
