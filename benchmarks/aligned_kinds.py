@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.layers.align import align_checkpoint
-from ladderize.adapt.layers.measures import Variant, heldout_measures
+from ladderize.adapt.layers import align
+from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.options import AlignOptions
+from ladderize.adapt.layers.rewrite import adapt_layers
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
@@ -48,10 +49,10 @@ def divergences(model: Path, heldout: Mapping[str, Path]) -> dict[str, float]:
     for kind, file in heldout.items():
         ids = read_windows(dense.checkpoint, str(file), seq_len=SEQ_LEN, samples=None, seed=0)[:JUDGED]
         models: Any = {
-            "dense": Variant(dense, plain),
-            "model": Variant(own, own.layout),
+            "dense": Contender(dense, plain, dense.weights),
+            "model": Contender(own, own.layout, own.weights),
         }
-        found[kind] = heldout_measures(models, torch.from_numpy(ids), ALONE).divergence["model"]
+        found[kind] = heldout_measures(models, torch.from_numpy(ids), ALONE)[1]["model"]
     return found
 
 
@@ -73,11 +74,10 @@ def main(out: Path) -> None:
             rows.append({"layout": layout, "data": "as converted", "random": None, **divergences(model, heldout)})
             for name, file in data.items():
                 for share in (0.0, 0.25) if name != OWN else (0.25,):
-                    options = AlignOptions(
-                        str(file), samples=SAMPLES, seq_len=SEQ_LEN, random_share=share, dtype="float32", write="last"
-                    )
+                    align.RANDOM_SHARE = share
+                    options = AlignOptions(str(file), samples=SAMPLES, seq_len=SEQ_LEN, dtype="float32", write="last")
                     aligned = folder / f"{layout}-{name}-{share}"
-                    align_checkpoint(model, aligned, MODEL, options, verify=False)
+                    adapt_layers(model, aligned, MODEL, options, verify=False)
                     rows.append({"layout": layout, "data": name, "random": share, **divergences(aligned, heldout)})
                     show(rows[-1])
     out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")

@@ -44,7 +44,7 @@ def by_shortcut(aligned: AlignedLayouts, layouts: list[Layout], scored: torch.Te
     blocks, every = aligned.blocks, range(aligned.blocks.num_layers)
     streams = Streams(blocks, aligned.all_windows, aligned.ranks)
     student = StudentBlocks(layouts[0], tuple(every), aligned.weights)
-    made = aligned_layers(blocks, blocks, aligned.weights, student, streams, aligned.settings)
+    made = aligned_layers(blocks, blocks, aligned.weights, student, streams)
     weights = [computed(layer.weights, blocks) for layer in made]
     found = []
     for first, layout in enumerate(layouts):
@@ -96,7 +96,7 @@ def main() -> None:
         for asked in args.tokens:
             count = asked // tokens
             own = Windows(rest[:count], rest[count : count + max(8, count // 8)])
-            aligned = AlignedLayouts(blocks, own, BATCH)
+            aligned = AlignedLayouts(blocks, own)
             begin = time.process_time()
             columns = [perplexity(aligned(layout, scored), tokens) for layout in layouts]
             seconds = round(time.process_time() - begin, 1)

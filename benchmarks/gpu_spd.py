@@ -20,10 +20,9 @@ from ladderize.adapt.layers.align import align
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
 from ladderize.adapt.layers.head_grouping import group_heads
-from ladderize.adapt.layers.layer_files import LayerFiles, StudentBlocks
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.layout_scores import ConvertedLayouts
-from ladderize.adapt.layers.options import AlignSettings, DistillSettings
-from ladderize.adapt.layers.rewrite import LayerJob
+from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
@@ -89,7 +88,7 @@ def aligned(blocks: Blocks, ids: torch.Tensor, folder: Path) -> list[torch.Tenso
     layers = range(blocks.num_layers)
     layout = Layout.from_layers(blocks.num_layers, ladder=layers, spd=layers, sync_tp_size=RANKS)
     job = job_of(blocks, StudentBlocks(layout, tuple(layers), blocks.weights), Windows(ids[:16], ids[16:]), folder)
-    align(job, AlignSettings(ridge=1e-2))
+    align(job, ridges=(1e-2,))
     return [tensor for layer in layers for tensor in job.files.weights(layer).values()]
 
 
@@ -141,9 +140,9 @@ def main() -> None:
         every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
         student = StudentBlocks(every, tuple(layers), blocks.weights)
         alignment, distillation = (job_of(blocks, student, windows, Path(folder) / name) for name in ("align", "work"))
-        measured("alignment", lambda: align(alignment, AlignSettings(ridge=1e-2)), results, device)
+        measured("alignment", lambda: align(alignment, ridges=(1e-2,)), results, device)
         save()
-        settings = DistillSettings(epochs=1, patience=1)
+        settings = BlockwiseOptions("a.npy", epochs=1)
         measured("distillation, 1 epoch", lambda: distill(distillation, settings), results, device)
         results["losses"] = [
             [report.loss_before, report.loss_after]

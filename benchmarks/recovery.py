@@ -3,7 +3,7 @@
     python benchmarks/recovery.py OUT.json [--models demo,stories] [--prose MODEL] [--layouts ...] [--recipes ...]
         [--tokens 16k,60k] [--seeds 0,1,2] [--lr-factors 1] [--jobs 2]
 
-Every cell is a run of ``ladderize.adapt_checkpoint``, ``adapt_blocks`` or ``align_checkpoint`` with the options that a
+Every cell is a run of ``ladderize.adapt_checkpoint`` or ``adapt_layers`` with the options that a
 user gets by default, on one thread, and is judged in float32 on texts that nothing was trained on; of the demo model
 with seed 0 and 60k tokens or more the demo's tasks are asked, too. Cells that OUT.json has already are not run again,
 so that a run may be cut off, or asked for more. The model ``prose`` is made by scripts/train_demo_model.py, which says
@@ -124,20 +124,20 @@ def converted(bench: Bench, layout: str, folder: Path) -> Path:
 
 
 def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Path:
-    from ladderize.adapt.layers.align import align_checkpoint
     from ladderize.adapt.layers.options import AlignOptions
+    from ladderize.adapt.layers.rewrite import adapt_layers
 
     options = AlignOptions(
         bench.train, samples=tokens // bench.seq_len, seq_len=bench.seq_len, seed=seed, dtype="float32", write="last"
     )
-    align_checkpoint(source, out, bench.model, options, verify=False)
+    adapt_layers(source, out, bench.model, options, verify=False)
     return out
 
 
 def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> Path:
 
-    from ladderize.adapt.layers.distill import adapt_blocks
     from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions
+    from ladderize.adapt.layers.rewrite import adapt_layers
     from ladderize.adapt.train.options import FULL_LR, WIDTH, RetrainOptions
     from ladderize.adapt.train.run import adapt_checkpoint
     from ladderize.blocks import open_checkpoint
@@ -156,7 +156,7 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
             dtype="float32",
             write="last",
         )
-        adapt_blocks(source, out, bench.model, windows, verify=False)
+        adapt_layers(source, out, bench.model, windows, verify=False)
         return out
     weights = {
         "ce": {"distill_weight": 0.0},
@@ -198,7 +198,7 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     """KL(dense || model) in nats per token and perplexity, in float32."""
     import torch
 
-    from ladderize.adapt.layers.measures import Variant, heldout_measures
+    from ladderize.adapt.layers.measures import Contender, heldout_measures
     from ladderize.blocks import Blocks, open_checkpoint, read_windows
     from ladderize.layout import Layout
     from ladderize.ranks.group import Ranks
@@ -208,19 +208,19 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     )
     ids = read_windows(dense.checkpoint, bench.heldout, seq_len=bench.seq_len, samples=None, seed=0)[:JUDGED]
     plain = Layout.dense(dense.num_layers)
-    measured = heldout_measures(
+    perplexity, divergence = heldout_measures(
         {
-            "dense": Variant(dense, plain),
-            "model": Variant(own, own.layout),
+            "dense": Contender(dense, plain, dense.weights),
+            "model": Contender(own, own.layout, own.weights),
         },
         torch.from_numpy(ids),
         Ranks(0, 1, torch.device("cpu")),
     )
     return {
-        "kl": measured.divergence["model"],
-        "perplexity": measured.perplexity["model"].perplexity,
-        "stderr": measured.perplexity["model"].stderr or 0.0,
-        "dense_perplexity": measured.perplexity["dense"].perplexity,
+        "kl": divergence["model"],
+        "perplexity": perplexity["model"].perplexity,
+        "stderr": perplexity["model"].stderr or 0.0,
+        "dense_perplexity": perplexity["dense"].perplexity,
     }
 
 

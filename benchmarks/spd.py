@@ -24,10 +24,8 @@ import torch
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
 from ladderize.adapt.layers.head_grouping import group_heads, permuted_weights
-from ladderize.adapt.layers.layer_files import LayerFiles, StudentBlocks
-from ladderize.adapt.layers.measures import loaded
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions, SpdOptions
-from ladderize.adapt.layers.rewrite import LayerJob
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.adapt.layers.spd import spd
 from ladderize.adapt.layers.windows import training_windows
@@ -71,7 +69,7 @@ def table(args: argparse.Namespace) -> dict:
             begin = time.perf_counter()
             document = spd(args.model, f"{folder}/out", options, console=Console())
             assert document is not None
-            layers = len(document.blocks)
+            layers = len(document.layers)
             seconds = time.perf_counter() - begin
             scores = evaluate(
                 [args.model, f"{folder}/out"],
@@ -159,7 +157,7 @@ def ablation(args: argparse.Namespace) -> dict:
         windows = training_windows(checkpoint, options)
         calibration = windows.train[:128].numpy()
         asked = SensitivityOptions(args.data, "sweep", ranks, seed=seed)
-        measured = measure_sensitivity(args.model, asked, windows=calibration, console=Console())
+        measured = measure_sensitivity(args.model, asked, drawn=(calibration, ""), console=Console())
         ascending = [cost.layer for cost in sorted(measured.costs, key=lambda cost: cost.sensitivity)]
         chosen = {fraction: ascending[: round(fraction * count)] for fraction in FRACTIONS}
         for criterion in ("none", "paper", "error"):
@@ -176,9 +174,9 @@ def ablation(args: argparse.Namespace) -> dict:
                 student = StudentBlocks(every, tuple(layers), untrained.__getitem__)
                 alone = Ranks(0, 1, torch.device("cpu"))
                 job = LayerJob(blocks, blocks, student, blocks.weights, windows, work, alone, Console())
-                distill(job, options.settings())
+                distill(job, options)
                 seconds = time.perf_counter() - begin
-                trained = {layer: loaded(work, layer, blocks) for layer in layers}
+                trained = {layer: work.loaded(layer, blocks) for layer in layers}
                 reports = [work.report(BlockReport, layer).to_dict() for layer in layers]
             for fraction, dropped in chosen.items():
                 layout = Layout.from_layers(count, spd=dropped, sync_tp_size=ranks)

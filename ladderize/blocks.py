@@ -234,14 +234,6 @@ class Blocks:
         for number, part in enumerate(beside.split(at_once)):
             yield [linear(own.split(at_once)[number], head).float().mul_(scale) for own in rows], part
 
-    def ends_differ(self, other: "Blocks") -> bool:
-        """Return whether embedding, final norm or LM head have other values in ``other``."""
-        names = [name for name in self.checkpoint.tensors if not name.startswith("model.layers.")]
-        theirs = [name for name in other.checkpoint.tensors if not name.startswith("model.layers.")]
-        return {*names} != {*theirs} or any(
-            not torch.equal(one, two) for one, two in zip(self.read(names), other.read(names), strict=True)
-        )
-
     def _end(self, name: str) -> Tensor:
         """Return the embedding, the final norm or the LM head, read once and kept."""
         if name not in self._ends:

@@ -3,14 +3,13 @@
 import json
 import random
 import shutil
-from dataclasses import replace
 
 import datasets
 import numpy as np
 import pytest
 
 from ladderize.adapt.data.training_data import open_data
-from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions
+from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.adapt.layers.windows import read_rows, training_windows
 from ladderize.blocks import open_checkpoint
 from ladderize.errors import UserError
@@ -104,16 +103,6 @@ def test_rows_of_ids_are_windows_and_passages_are_none(tmp_path, checkpoint):
     assert flat.train.shape[1] == min(2048, positions)
     with pytest.raises(UserError, match=f"--seq-len {positions + 1} is over the model's {positions} positions"):
         training_windows(checkpoint, BlockwiseOptions(str(tmp_path / "rows.npy"), seq_len=positions + 1))
-
-
-def test_long_rows_of_ids_are_read_until_there_are_enough(tmp_path, checkpoint):
-    """Windows that were asked for, beside a number of tokens: rows may be longer than the 2048 that texts are cut
-    into."""
-    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(3, VOCAB, (80, 8192), dtype=np.uint16))
-    config = {**checkpoint.config, "max_position_embeddings": 8192}
-    options = AlignOptions(str(tmp_path / "rows.npy"), samples=60, tokens=1)
-    windows = training_windows(replace(checkpoint, config=config), options)
-    assert windows.train.shape == (60, 8192)
 
 
 def test_a_bad_row_is_named(tmp_path, checkpoint):

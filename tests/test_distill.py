@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer, lr_factor, needs_pair
+from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer, needs_pair
 from ladderize.adapt.layers.distill import teacher_pass
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerFolder, StudentBlocks
-from ladderize.adapt.layers.options import BlockwiseOptions, DistillSettings
-from ladderize.adapt.layers.windows import training_windows
+from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError
@@ -38,7 +37,9 @@ FEW_EPOCHS = """
 import sys
 from tests.helpers import python_options
 sys.argv[:1] = ["ladderize"]
+from ladderize.adapt.layers import block_trainer
 from ladderize.cli import main
+block_trainer.TOKENS_PER_STEP = 64
 with python_options(epochs=3):
     main()
 """
@@ -80,7 +81,7 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
             sync_tp_size=layout.sync_tp_size if index in layout.spd_layers else None,
         )
         expected = (streams(blocks, alone, ids)[index + 1] - dense[index + 1]).square().mean()
-        trainer = BlockTrainer(blocks, student, index, before, after, 3, DistillSettings(lr=1.0, batch_size=2))
+        trainer = BlockTrainer(blocks, student, index, before, after, 3, BlockwiseOptions("a.npy", lr=1.0))
         with torch.no_grad():
             assert float(trainer.loss(torch.arange(5))) == pytest.approx(float(expected), rel=1e-4)
             assert trainer.added_part() == pytest.approx(
@@ -90,23 +91,12 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
     assert passed == list(range(max(layers) + 1))
 
 
-def test_the_schedule_warms_up_and_ends_at_zero():
-    values = [lr_factor(step, 100) for step in range(100)]
-    assert values[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert values[5] == 1.0
-    assert values[-1] < 0.001
-    assert sorted(values[5:], reverse=True) == values[5:]
-    assert lr_factor(0, 1) == 1.0
-
-
-def test_defaults_scale_with_the_model():
-    assert DistillSettings().resolve(4096, 2048).lr == pytest.approx(5e-5)
-    assert DistillSettings().resolve(4096, 2048).batch_size == 1
-    assert DistillSettings().resolve(64, 256) == DistillSettings(lr=5e-5 * 64, batch_size=8)
-    assert DistillSettings(lr=1.0, batch_size=3).resolve(64, 256) == DistillSettings(lr=1.0, batch_size=3)
-
-
 # ---- the command ----
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    monkeypatch.setattr("ladderize.adapt.layers.block_trainer.TOKENS_PER_STEP", 64)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +114,7 @@ def pair(made, tmp_path):
 
 def command(pair, out, *options, method="blocks", data="ids.npy"):
     dense, model = pair
-    sizes = ["--batch-size", 4, "--lr", 1e-3, "--samples", 64, "--heldout", 8]
+    sizes = ["--lr", 1e-3, "--samples", 64, "--heldout", 8]
     write = [] if "--write" in options else ["--write", "last"]  # random models need not get better on other data
     what = ["--method", method, "--distill-from", dense, "--data", dense.parent / data, "--no-verify"]
     return ["adapt", model, out, *what, *sizes, *write, *options]
@@ -146,14 +136,14 @@ def adapted(pair, out, *options, **more):
 def test_every_block_gets_better(pair, tmp_path):
     shown = adapted(pair, tmp_path / "out", "--json")
     document = json.loads(shown.stdout)
-    assert [block["block"] for block in document["blocks"]] == [1, 2, 3]
-    for block in document["blocks"]:
+    assert [block["layer"] for block in document["layers"]] == [1, 2, 3]
+    for block in document["layers"]:
         assert block["loss_after"] < 0.9 * block["loss_before"]
         assert block["loss_after"] == pytest.approx(min(value for _, value in block["curve"]), rel=1e-5)
     assert list(document["heldout_perplexity"]) == [
         "dense",
         "before",
-        "distilled",
+        "after",
     ]  # of noise; test_spd.py has a trained model's
     # the output: the same layout, block 0 and the ends untouched, the others the ones that were measured
     assert {name.split(".")[2] for name in changed_tensors(pair[1], tmp_path / "out")} == {"1", "2", "3"}
@@ -198,7 +188,7 @@ def test_two_processes_train_the_same_weights(pair, tmp_path):
     more = command(pair, tmp_path / "two", "--device", "cpu", "--json")
     result = warm.run_group([sys.executable, "-c", FEW_EPOCHS, *more])
     assert result.returncode == 0, result.stderr
-    assert len(json.loads(result.stdout)["blocks"]) == 3
+    assert len(json.loads(result.stdout)["layers"]) == 3
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two
 
@@ -206,11 +196,11 @@ def test_two_processes_train_the_same_weights(pair, tmp_path):
 def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
     outcome = adapt(pair, tmp_path / "out", "--lr", 30, "--json", epochs=9)  # absurd, but finite
     assert outcome.code == 0, outcome.stderr
-    for block in json.loads(outcome.stdout)["blocks"]:
+    for block in json.loads(outcome.stdout)["layers"]:
         assert block["loss_after"] <= block["loss_before"]
         assert block["best_step"] or block["loss_after"] == block["loss_before"]
         assert block["stopped_early"] == (block["steps"] < 9 * 16)
-    kept = [block["block"] for block in json.loads(outcome.stdout)["blocks"] if not block["best_step"]]
+    kept = [block["layer"] for block in json.loads(outcome.stdout)["layers"] if not block["best_step"]]
     assert kept
     assert not {int(name.split(".")[2]) for name in changed_tensors(pair[1], tmp_path / "out")} & set(kept)
 
@@ -221,7 +211,7 @@ def test_a_block_that_adds_nothing_is_none_to_fail_on(pair, tmp_path):
     for folder in pair:
         change_weights(folder, lambda name, weight: weight * 0 if name in silent else weight)
     shown = adapted(pair, tmp_path / "out", "--train", "2", "--json")
-    (block,) = json.loads(shown.stdout)["blocks"]
+    (block,) = json.loads(shown.stdout)["layers"]
     assert [block["share_lost_before"], block["share_lost_after"], block["loss_after"]] == [0, 0, 0]
 
 
@@ -243,14 +233,9 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--train", "0"], 1, "0 are the same as in the dense model; only 1:4 differ from it"),
-        (["--train", "9"], 1, "--train: 9 is empty or out of range"),
+        (["--train", "0"], 1, "0 are the same as in the dense model; only 1:4 can be rewritten"),
         (["--samples", "70"], 1, "gives 72 windows of 16 tokens, and 78 are asked for"),
         (["--lr", "0"], 2, "--lr must be above 0"),
-        (["--lr", "nan"], 2, "--lr must be a finite number of at least 0, not nan"),
-        (["--method", "magic"], 2, "'magic' is not one of"),
-        (["--lr", "1e300"], 2, "at most 1000"),
-        (["--data", "another.npy"], 2, "and one --data file"),
     ],
 )
 def test_what_is_refused(pair, tmp_path, options, code, message):
@@ -280,27 +265,3 @@ def test_work_of_another_run_is_not_mixed_in(tmp_path):
     (folder / "mine.txt").write_text("not ladderize's")
     with pytest.raises(UserError, match="not a folder of unfinished work"):
         LayerFolder(folder, {"a": 2})
-
-
-def test_the_teacher_is_never_touched(pair, tmp_path):
-    dense, _ = pair
-    before = {path.name: path.read_bytes() for path in dense.iterdir()}
-    assert "is the source or lies inside it" in one_sentence(adapt(pair, dense, "--overwrite"))
-    assert "is the source or lies inside it" in one_sentence(adapt(pair, dense / "inner"))
-    assert {path.name: path.read_bytes() for path in dense.iterdir()} == before
-
-
-def test_the_dense_row_is_the_teachers(pair, tmp_path):
-    """A student that was retrained whole has other ends; the dense row still is the dense model's, and the difference
-    is said."""
-    dense, model = pair
-    change_weights(model, lambda name, weight: weight * 1.5 if name == "model.norm.weight" else weight)
-    shown = adapt(pair, tmp_path / "out", "--json")
-    assert "has a different embedding, final norm or LM head" in shown.stderr
-    rows = json.loads(shown.stdout)["heldout_perplexity"]
-    options = BlockwiseOptions(str(tmp_path / "ids.npy"), samples=64, heldout=8)
-    np.save(tmp_path / "heldout.npy", training_windows(open_checkpoint(str(dense)), options).heldout.numpy())
-    scored = json.loads(invoke("eval", dense, "--perplexity", tmp_path / "heldout.npy", "--json").stdout)
-    assert rows["dense"]["perplexity"] == pytest.approx(
-        scored["models"][0]["ladderize"]["perplexity"]["perplexity"], rel=1e-5
-    )

@@ -28,7 +28,7 @@ SHORTENED = {
     "adapt_lora.yaml": ["--max-tokens", "2048", "--write", "last"],
     "bench.yaml": ["--repeat", "1", "--warmup", "1", "--output-len", "4", "--no-check"],
     "bench_emulated.yaml": ["--num-layers", "1", "--repeat", "1", "--warmup", "1", "--output-len", "2"],
-    "spd.yaml": ["--samples", "24", "--heldout", "4", "--calibration-samples", "8", "--no-verify"],
+    "spd.yaml": ["--samples", "24", "--heldout", "4", "--no-verify"],
     "sensitivity.yaml": ["--samples", "4"],
     "sweep.yaml": ["--dry-run"],  # tests/test_sweep.py runs small ones
 }

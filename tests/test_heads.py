@@ -13,7 +13,7 @@ from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
-from ladderize.convert.heads import GroupingReport, HeadMap, check_order, kv_order, permute_heads, read_head_map
+from ladderize.convert.heads import GroupingReport, HeadMap, check_order, permute_heads, read_head_map
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
@@ -103,28 +103,10 @@ def test_permute_heads_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("order", "kv_heads", "expected"),
-    [
-        ((3, 2, 0, 1), 2, (1, 0)),
-        ((3, 2, 0, 1), 4, (3, 2, 0, 1)),
-        ((3, 2, 0, 1), 1, (0,)),
-        (SWAPPED, 4, (1, 0, 2, 3)),
-    ],
-)
-def test_kv_order(order, kv_heads, expected):
-    assert kv_order(order, kv_heads) == expected
-    check_order(order, len(order), kv_heads)
-
-
-@pytest.mark.parametrize(
     ("order", "message"),
     [
         ((0, 1, 2, 2), "not a permutation of the heads 0 to 3"),
-        ((0, 1, 2), "not a permutation"),
-        ((0, 1, 2, 3, 4), "not a permutation"),
-        ((1, 2, 3, 4), "not a permutation"),
         ((-1, 0, 1, 2), "not a permutation"),
-        ((), "not a permutation"),
         ((0, 2, 1, 3), "splits KV groups: positions 0 to 1 hold the heads 0, 2"),
     ],
 )
@@ -139,7 +121,7 @@ def test_orders_that_are_none(order, message):
 
 @pytest.mark.parametrize(("shards", "chunk"), [(1, 4 << 20), (3, 128)])
 @pytest.mark.parametrize(
-    "extra", [{}, BIASES, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}, {"head_dim": 16}], ids=str
+    "extra", [BIASES, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}, {"head_dim": 16}], ids=str
 )
 def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards, chunk):
     """MHA, GQA, MQA, with biases: the tensors are those of permute_heads, and logits differ by the order of a sum
@@ -175,29 +157,6 @@ def test_only_touched_files_are_rewritten(tmp_path):
     assert index["weight_map"] == places
 
 
-def test_the_command_line_counts_both(tmp_path):
-    source = save_llama(tmp_path / "src", shards=4)
-    path = save_map(HeadMap(4, {2: SWAPPED}, fingerprint(read_checkpoint(source))), tmp_path / "map.json")
-    options = ("--spd", "1:3", "--sync-tp-size", "4", "--head-map", path, "--no-verify")
-    dry, done = (invoke("convert", source, tmp_path / "out", *options, *more) for more in (["--dry-run"], []))
-    report = json.loads(invoke("convert", source, tmp_path / "out2", *options, "--dry-run", "--json").stdout)
-    rewritten = len(report["weight_files_rewritten"])
-    kept = len(report["weight_files"]) - rewritten
-    assert rewritten
-    assert kept
-    assert f"{rewritten} to be rewritten, {kept} to be taken over as they are" in dry.stdout
-    assert "head_map.json" in dry.stdout
-    assert f"{rewritten} rewritten" in done.stdout
-    assert f"{kept} linked" in done.stdout
-    assert "reordered in layers 2" in done.stdout
-
-
-def test_an_order_that_is_the_old_one_links(llama, tmp_path):
-    head_map = HeadMap(4, {1: tuple(range(HEADS))}, fingerprint(read_checkpoint(llama)))
-    report = convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(head_map=head_map), verify=False)
-    assert (report.weights, report.permuted_layers) == ({"linked": 1}, [])
-
-
 @pytest.mark.parametrize("extra", [{}, BIASES], ids=str)
 def test_spd_with_a_map_is_spd_of_permuted_weights(tmp_path, extra):
     source = save_llama(tmp_path / "src", **extra)
@@ -213,17 +172,6 @@ def test_spd_with_a_map_is_spd_of_permuted_weights(tmp_path, extra):
     assert not torch.allclose(result, before, rtol=1e-3, atol=1e-3)  # where syncs are dropped, the order matters
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_with_another_dtype(tmp_path, dtype):
-    source = save_llama(tmp_path / "src", shards=2, **BIASES)
-    head_map = map_for(source)
-    recipe = Recipe(spd="all", sync_tp_size=4, dtype=dtype)
-    convert_checkpoint(source, tmp_path / "out", recipe, changes=Changes(head_map=head_map), verify=False)
-    found = all_tensors(tmp_path / "out")
-    for name, tensor in permuted(all_tensors(source), head_map).items():
-        assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
-
-
 def test_a_dtype_that_some_files_have_already_links_those(tmp_path):
     source = save_llama(tmp_path / "src", shards=3, dtype=torch.bfloat16)
     file = source / "model-00002-of-00003.safetensors"
@@ -236,7 +184,7 @@ def test_a_dtype_that_some_files_have_already_links_those(tmp_path):
 
 def test_the_record_makes_it_again(llama, tmp_path):
     head_map = map_for(llama, [1, 2])
-    head_map.report[1] = GroupingReport("error", "pairs of ranks", 0.5, 0.25, 0.375, 1.0, 2.0)
+    head_map.report[1] = GroupingReport(0.5, 0.25)
     path = save_map(head_map, tmp_path / "map.json")
     outcome = invoke(
         "convert", llama, tmp_path / "a", "--spd", "1:3", "--sync-tp-size", "4", "--head-map", path, "--no-verify"
@@ -259,14 +207,6 @@ def test_the_record_makes_it_again(llama, tmp_path):
     assert "computed for another model" in one_sentence(outcome)
 
 
-@pytest.mark.parametrize("options", [["--dense"], ["--ladder", "2:"]])
-def test_nothing_dropped_takes_any_map(llama, tmp_path, options):
-    path = save_map(map_for(llama, ranks=8), tmp_path / "map.json")
-    outcome = invoke_well("convert", llama, tmp_path / "out", *options, "--head-map", path, "--no-verify")
-    assert "1 rewritten" in outcome.stdout
-    assert "in another order" in (tmp_path / "out" / "README.md").read_text()
-
-
 # ---- refused maps ----
 
 
@@ -276,17 +216,12 @@ def test_nothing_dropped_takes_any_map(llama, tmp_path, options):
         ({"fingerprint": "0" * 64}, "the head map was computed for another model"),
         ({"sync_tp_size": 2}, "is for sync_tp_size 2, but the layout has 4"),
         ({"orders": {"4": list(range(8))}}, "names layer 4, but the model has 4 layers"),
-        ({"orders": {"-1": list(range(8))}}, "names layer -1"),
         ({"orders": {"1": [0] * 8}}, "does not fit layer 1: its order is not a permutation of the heads 0 to 7"),
         ({"orders": {"1": [0, 2, 1, 3, 4, 5, 6, 7]}}, "splits KV groups"),
         ({"orders": {"one": list(range(8))}}, "orders has the key 'one', which is not an integer"),
         ({"orders": {"1": [*range(7), True]}}, "orders.1[7] is True, but must"),
-        ({"orders": {"1": "01234567"}}, "orders.1 is '01234567', but must be a list"),
         ({"orders": None}, "orders is None, but must be an object"),
-        ({"report": {"1": {"criterion": "error"}}}, "report.1 has no freedom"),
-        ({"sync_tp_size": True}, "sync_tp_size is True"),
         ({"sync_tp_size": 0}, "sync_tp_size is 0"),
-        ({"fingerprint": 5}, "fingerprint is 5"),
     ],
 )
 def test_head_maps_that_do_not_fit(llama, tmp_path, changes, message):
@@ -294,35 +229,6 @@ def test_head_maps_that_do_not_fit(llama, tmp_path, changes, message):
     outcome = invoke("convert", llama, tmp_path / "out", "--spd", "all", "--sync-tp-size", "4", "--head-map", path)
     assert (outcome.code, message in one_sentence(outcome)) == (1, True), outcome.stderr
     assert listing(tmp_path) == ["map.json", "src"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is not valid JSON"),
-        ("[]", "holds a list"),
-        ("{}", "is no result file of ladderize"),
-        ('{"schema_version": 2}', "schema_version 2"),
-        ('{"schema_version": true}', "schema_version True"),
-        ('{"schema_version": NaN}', "holds NaN"),
-        ("\x00\xff", "is not valid JSON"),
-    ],
-)
-def test_files_that_are_no_head_map(llama, tmp_path, text, message):
-    (tmp_path / "map.json").write_text(text)
-    outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "all", "--head-map", tmp_path / "map.json")
-    assert (outcome.code, message in one_sentence(outcome)) == (1, True), outcome.stderr
-
-
-def test_other_ways_to_name_no_head_map(llama, tmp_path):
-    convert = lambda *options: one_sentence(invoke("convert", llama, tmp_path / "out", *options))  # noqa: E731
-    assert "no such file" in convert("--ladder", "all", "--head-map", tmp_path / "missing.json")
-    assert "is not a regular file" in convert("--ladder", "all", "--head-map", tmp_path)
-    path = save_map(map_for(llama), tmp_path / "map.json")
-    assert "nothing to convert" in convert("--head-map", path)
-    (tmp_path / "r.yaml").write_text("ladder: all\nhead_map: 5\n")
-    assert "head_map is 5, but must be of type str" in convert("--recipe", tmp_path / "r.yaml")
-    assert listing(tmp_path) == ["map.json", "r.yaml", "src"]
 
 
 # ---- fingerprints ----
@@ -443,14 +349,6 @@ def test_replacements_that_do_not_fit(llama, tmp_path):
     with pytest.raises(UserError, match="became shorter"):
         convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(replace=good))
     assert "out" not in listing(tmp_path)
-
-
-def test_a_replacement_too_large_for_the_stored_dtype(tmp_path):
-    source = save_llama(tmp_path / "src", dtype=torch.float16)
-    replace = trained(tmp_path / "new", [O1], torch.float32)
-    save_file({O1: torch.full((32, 32), 1e6)}, tmp_path / "new" / "trained.safetensors")
-    with pytest.raises(UserError, match=f"{O1} has values too large for float16"):
-        convert_checkpoint(source, tmp_path / "out", SPD, changes=Changes(replace=replace))
 
 
 def test_a_map_beside_the_source_gives_way_to_the_one_applied(llama, tmp_path):

@@ -4,7 +4,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions, WindowOptions
+from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions
 from ladderize.adapt.methods import ALIGN, BLOCKS, FULL, LORA, Method
 from ladderize.adapt.train.options import RetrainOptions
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, DeviceName, argument, check_options, flag, option
@@ -19,7 +19,7 @@ from ladderize.commands.builder import (
     command,
     names_of,
 )
-from ladderize.commands.shared import LOADING, start_on, start_server
+from ladderize.commands.shared import LOADING, show_layers, start_on, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
 
@@ -61,7 +61,7 @@ OPTIONS: dict[Method, type] = {
         MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule dtype device",
         OUTPUT: "overwrite no_verify json",
     },
-    left_out="epochs patience",
+    left_out="epochs",
 )
 def adapt(given: GivenOptions) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
@@ -73,15 +73,14 @@ def adapt(given: GivenOptions) -> None:
     with console.stage(LOADING):
         options = adapt_options(given)
         start_server(1 if own.dry_run else given.params["tp_size"])
-        home = {BLOCKS: "layers.distill", ALIGN: "layers.align"}.get(own.method, "train.run")
-        importlib.import_module(f"ladderize.adapt.{home}")
-    if isinstance(options, WindowOptions):
+        importlib.import_module(f"ladderize.adapt.{'layers.rewrite' if own.method in (ALIGN, BLOCKS) else 'train.run'}")
+    if isinstance(options, AlignOptions | BlockwiseOptions):
         _rewrite(own, options, console)
     else:
         _retrain(own, options, console)
 
 
-def adapt_options(given: GivenOptions) -> RetrainOptions | WindowOptions:
+def adapt_options(given: GivenOptions) -> RetrainOptions | AlignOptions | BlockwiseOptions:
     """Return the options of the method after all checks that need nothing else. Raises UsageError."""
     own = given.fill(AdaptArguments)
     heeded = names_of(AdaptArguments) | names_of(OPTIONS[own.method]) | {"config"}
@@ -98,34 +97,24 @@ def adapt_options(given: GivenOptions) -> RetrainOptions | WindowOptions:
             f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from, and one"
             " --data file; it has no --dry-run"
         )
-    windows: WindowOptions = given.fill(OPTIONS[own.method], data=data[0], layers=own.train)
-    return windows
+    filled: AlignOptions | BlockwiseOptions = given.fill(OPTIONS[own.method], data=data[0], layers=own.train)
+    return filled
 
 
-def _rewrite(own: AdaptArguments, options: WindowOptions, console: Console) -> None:
+def _rewrite(own: AdaptArguments, options: AlignOptions | BlockwiseOptions, console: Console) -> None:
     """Align, or train blocks."""
     out, dense = own.out, own.distill_from
     assert out is not None
     assert dense is not None
     start_on(own.device, None)
-    from ladderize.adapt.layers.align import ALIGNING
-    from ladderize.adapt.layers.distill import DISTILLING
-    from ladderize.adapt.layers.rewrite import perplexity_rows, rewrite
+    from ladderize.adapt.layers.rewrite import adapt_layers
 
-    method: Any = ALIGNING if own.method == ALIGN else DISTILLING
     how: dict[str, Any] = {"overwrite": own.overwrite, "verify": own.verify, "console": console}
-    document = rewrite(method, own.model, out, dense, options, **how)
+    document = adapt_layers(own.model, out, dense, options, **how)
     if document is None:
         return
     console.document(document.to_dict())
-    rows = document.rows()
-    console.table(rows, right=[next(iter(rows[0]))])
-    console.result("")
-    measured = perplexity_rows(document.heldout_perplexity, document.heldout_divergence)
-    console.table(measured, right=["perplexity", "stderr", "difference", "KL to dense"])
-    console.prose(document.MEANING)
-    console.prose(document.target)
-    console.result(f"wrote {document.out}")
+    show_layers(console, document)
 
 
 def _retrain(own: AdaptArguments, options: RetrainOptions, console: Console) -> None:

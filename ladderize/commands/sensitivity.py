@@ -24,10 +24,10 @@ class SensitivityArguments:
     SensitivityArguments,
     SensitivityOptions,
     panels={
-        DATA: "data samples align_samples seq_len seed",
+        DATA: "data samples seq_len seed",
         OUTPUT: "out overwrite json",
         MEASUREMENT: "sync_tp_size mode align",
-        MEMORY: "batch_size dtype device threads",
+        MEMORY: "dtype device threads",
         MODELS: "revision",
     },
 )

@@ -2,10 +2,15 @@
 
 import os
 import shlex
+from typing import TYPE_CHECKING
 
 from ladderize.choices import BackendName, DeviceName
+from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.ranks.environment import WORLD_SIZE
+
+if TYPE_CHECKING:
+    from ladderize.adapt.layers.document import LayersDocument
 
 LOADING = "loading torch and transformers"  # the first line of a command that computes
 
@@ -59,3 +64,19 @@ def start_on(device: DeviceName | None, threads: int | None) -> DeviceName:
 def command_line(*words: object) -> str:
     """Return a command line of ``ladderize``, quoted for a shell."""
     return shlex.join(["ladderize", *map(str, words)])
+
+
+# ---- models whose layers were rewritten ----
+
+
+def show_layers(console: Console, document: "LayersDocument") -> None:
+    """Print what happened to each layer, and the measures of the model before and after."""
+    from ladderize.adapt.layers.document import MEANINGS
+
+    rows = document.rows()
+    console.table(rows, right=[next(iter(rows[0]))])
+    console.prose(MEANINGS[document.method])
+    console.result("")
+    console.table(document.measured_rows(), right=["perplexity", "stderr", "KL to dense"])
+    console.prose(document.target)
+    console.result(f"wrote {document.out}")

@@ -80,20 +80,11 @@ def permute_heads(
 
 @dataclass(frozen=True)
 class GroupingReport(Record):
-    """The figures of a layer's head grouping.
+    """The mean squared difference of a block's output to the dense block's, with heads in the old order and in the
+    new."""
 
-    freedom: the choices that there were, in words.
-    error_before, error_after, error_of_paper: the mean squared difference of the block's output to the dense block's.
-    distance_before, distance_after: of attention maps, summed within ranks.
-    """
-
-    criterion: str
-    freedom: str
     error_before: float
     error_after: float
-    error_of_paper: float
-    distance_before: float
-    distance_after: float
 
 
 @dataclass(frozen=True)

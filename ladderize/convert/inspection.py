@@ -24,9 +24,8 @@ from ladderize.layout import (
 
 # ---- its history: documents that adapt and spd write beside the weights, and that conversions carry along ----
 
-SPD_DOCUMENT, ALIGNMENT, DISTILLATION = "spd.json", "alignment.json", "distillation.json"
-# In their usual order. adaptation.json states its method.
-METHODS = {SPD_DOCUMENT: "spd", ALIGNMENT: "align", DISTILLATION: "blocks", "adaptation.json": None}
+ALIGNMENT, DISTILLATION = "alignment.json", "distillation.json"
+DOCUMENTS = (ALIGNMENT, DISTILLATION, "adaptation.json")  # in their usual order
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def read_retrainings(folder: Path) -> list[Retraining]:
     Raises UserError for one of ours that is damaged.
     """
     found = []
-    for name in METHODS:
+    for name in DOCUMENTS:
         path = folder / name
         content = read_json(path, advice="restore it, or remove it") if path.is_file() else {}
         if not {"ladderize_version", "model"} <= content.keys():
@@ -75,20 +74,15 @@ def read_retrainings(folder: Path) -> list[Retraining]:
 
 def _told(name: str, content: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a ``Retraining`` from the content of the document ``name``."""
-    entries, aligned = content["layers"] if "layers" in content else content["blocks"], name == ALIGNMENT
-    if name == SPD_DOCUMENT:
-        entries = [entry for entry in entries if entry.get("alignment") or entry.get("distillation")]
-        aligned = not any(entry.get("distillation") for entry in entries)
-    divergences = list((content.get("heldout_divergence") or content.get("divergence") or {}).values())
-    taught_by_itself = content["model"] if name == SPD_DOCUMENT else None
+    divergences = content.get("heldout_divergence") or {}
     return {
-        "method": METHODS[name] or content["method"],
+        "method": content["method"],
         "model": content["model"],
-        "teacher": content.get("teacher", content.get("distill_from", taught_by_itself)),
+        "teacher": content.get("teacher", content.get("distill_from")),
         "layout": content["layout"],
-        "layers": [entry.get("layer", entry.get("block")) if isinstance(entry, dict) else entry for entry in entries],
+        "layers": [entry["layer"] if isinstance(entry, dict) else entry for entry in content["layers"]],
         "data": content["data"] if isinstance(content["data"], list) else [content["data"]["file"]],
-        "left_by_alignment": divergences[-1] if aligned and divergences else None,
+        "left_by_alignment": divergences.get("after") if name == ALIGNMENT else None,
     }
 
 

@@ -100,7 +100,6 @@ class SensitivityOptions:
     samples: int = option("Windows to score, drawn from the data; all if there are fewer.", 128, min=1)
     seq_len: int | None = option(SEQ_LEN)
     seed: int = option("Seed of the windows that are drawn.", 0, min=0, max=MAX_SEED)
-    batch_size: int | None = option("Windows per forward pass.", min=1, shown="4096 tokens")
     dtype: Dtype = option(DTYPE, "auto")
     device: str = option(DEVICE, default_device)
     revision: str | None = option(REVISION)
@@ -108,12 +107,6 @@ class SensitivityOptions:
         "Measure each changed model as `adapt --method align` leaves it, on further windows of the data. Much more"
         " work.",
         False,
-    )
-    align_samples: int | None = option(
-        "With --align: windows to align on, none of which is scored; an eighth as many are held out.",
-        min=1,
-        shown="16384 tokens; more for wide models",
-        needs="align",
     )
 
     def __post_init__(self) -> None:

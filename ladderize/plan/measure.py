@@ -58,7 +58,7 @@ class LayoutMeasurer:
             windows = windows_to_align_on(checkpoint, rest, costs.aligned.samples, costs.aligned.heldout)
             if windows is None:
                 raise UserError(_too_few(len(rest), data, "to align on and confirm a layout on"))
-            self.aligner = AlignedLayouts(self.blocks, windows, None)
+            self.aligner = AlignedLayouts(self.blocks, windows)
             rest = rest[len(windows.all) :]
         chosen_on = {window.tobytes() for window in choose}
         confirm = np.array([window for window in rest if window.tobytes() not in chosen_on], dtype=drawn.dtype)
@@ -114,7 +114,7 @@ class LayoutMeasurer:
                 advance(1)
                 return blocks.layer(index, layout, blocks.weights(index))
 
-            nll = window_nlls(blocks, layer_at, torch.from_numpy(windows), batch_size=usual_batch(None, windows))
+            nll = window_nlls(blocks, layer_at, torch.from_numpy(windows), batch_size=usual_batch(windows))
         check_finite(float(nll.sum()), f"the log-likelihood under {layout}")
         return nll.tolist()
 

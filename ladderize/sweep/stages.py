@@ -54,7 +54,7 @@ KINDS = {
         "src out dense dtype copy dry_run overwrite no_verify revision json",
     ),
     "adapt": StageKind(
-        4,
+        5,
         f"{MODEL_FOLDER}/config.json",
         "model out distill_from align dry_run overwrite no_verify json",
     ),

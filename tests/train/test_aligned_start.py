@@ -72,7 +72,7 @@ def test_a_begun_training_goes_on_from_what_was_aligned(place, tmp_path, monkeyp
 
 
 def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "rewrite", lambda *_, **__: pytest.fail("aligned"))
+    monkeypatch.setattr(run, "adapt_layers", lambda *_, **__: pytest.fail("aligned"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     for method in ("full", "lora"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.layers.layer_files import StudentBlocks
-from ladderize.adapt.layers.options import DistillSettings
+from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, TOKENS_PER_STEP, BlockwiseOptions
 from ladderize.blocks import Blocks, State, check_finite, complete
 from ladderize.errors import UserError
 from ladderize.files.records import Record
@@ -17,6 +17,8 @@ from ladderize.layout import OVERLAPPED, Layout
 
 WARMUP, EVALUATIONS_PER_EPOCH = 0.05, 4
 MAX_GRADIENT = 1.0
+BLOCK_ERROR = "block error: error of the block's output on held-out windows, as % of what the dense block adds"
+PATIENCE = 2  # epochs without a better held-out loss, after which a block is left as it was best
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class BlockReport(Record):
     curve: (step, held-out loss).
     """
 
-    block: int
+    layer: int
     loss_before: float
     loss_after: float
     share_lost_before: float
@@ -39,6 +41,17 @@ class BlockReport(Record):
     stopped_early: bool
     seconds: float
     curve: list[tuple[int, float]]
+
+    def row(self) -> dict[str, str]:
+        """Return the row of a table for people."""
+        return {
+            "block": str(self.layer),
+            "loss (MSE) before": f"{self.loss_before:.3e}",
+            "after": f"{self.loss_after:.3e}",
+            "block error before": f"{self.share_lost_before:.2%}",
+            "after distillation": f"{self.share_lost_after:.2%}",
+            "steps": str(self.steps) + (" (stopped early)" if self.stopped_early else ""),
+        }
 
 
 class States:
@@ -64,6 +77,11 @@ class States:
         return parts if len(parts) == 2 else parts[0]
 
 
+def batch_windows(windows: Tensor) -> int:
+    """Return the number of windows [windows, tokens, ...] in a step."""
+    return max(1, TOKENS_PER_STEP // windows.shape[1])
+
+
 def needs_pair(layout: Layout, layer: int) -> bool:
     """Return whether the layer reads the stream without the MLP before it, since the sync point that enters it is
     overlapped."""
@@ -74,7 +92,6 @@ class BlockTrainer:
     """One block, its teacher's states, and the training loop. Windows from number ``trained`` on are held out.
 
     before, after: the dense model's states that enter and leave the block.
-    settings: resolved ones.
     """
 
     def __init__(
@@ -85,9 +102,9 @@ class BlockTrainer:
         before: States,
         after: States,
         trained: int,
-        settings: DistillSettings,
+        options: BlockwiseOptions,
     ) -> None:
-        self.blocks, self.index, self.settings = teacher, index, settings
+        self.blocks, self.index, self.options = teacher, index, options
         self.before, self.after = before, after
         self.trained, self.heldout = torch.arange(trained), torch.arange(trained, before.windows)
         self.pair = needs_pair(student.layout, index)
@@ -95,8 +112,9 @@ class BlockTrainer:
         # Weights are float32 to learn in; autocast decides the dtype of products.
         wide = {name: tensor.float().clone() for name, tensor in self.initial.items()}
         self.layer = teacher.layer(index, student.layout, wide)
-        self.batch_size = settings.batch_size or 1
-        self.lr = settings.lr or 0.0
+        self.batch_size = batch_windows(before.tensors[0])
+        width = int(teacher.config["hidden_size"])
+        self.lr = options.lr if options.lr is not None else PAPERS_LR * PAPERS_WIDTH / width
 
     def loss(self, rows: Tensor) -> Tensor:
         """Return the mean squared difference to the dense block's output on these windows."""
@@ -132,16 +150,16 @@ class BlockTrainer:
         They are never worse on held-out windows than the initial ones.
         Raises UserError for a loss that is NaN or infinite.
         """
-        settings, begin = self.settings, time.perf_counter()
+        options, begin = self.options, time.perf_counter()
         before = self._checked(self._heldout_mean(self.loss), 0)
         per_epoch = math.ceil(len(self.trained) / self.batch_size)
-        total, every = settings.epochs * per_epoch, max(1, per_epoch // EVALUATIONS_PER_EPOCH)
+        total, every = options.epochs * per_epoch, max(1, per_epoch // EVALUATIONS_PER_EPOCH)
         optimizer = self.optimizer()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total))
         # The order must not depend on which blocks were trained before.
-        generator = torch.Generator().manual_seed(settings.seed * 10_007 + self.index)
+        generator = torch.Generator().manual_seed(options.seed * 10_007 + self.index)
         best, best_weights, best_step, step, curve = before, self.initial, 0, 0, [(0, before)]
-        while step < total and step - best_step <= settings.patience * per_epoch:
+        while step < total and step - best_step <= PATIENCE * per_epoch:
             for rows in self.trained[torch.randperm(len(self.trained), generator=generator)].split(self.batch_size):
                 self._checked(self.step(optimizer, rows), step)
                 schedule.step()
@@ -156,7 +174,7 @@ class BlockTrainer:
         after, best_weights = self._confirmed(best_weights, before)
         added = self.added_part()
         return best_weights, BlockReport(
-            block=self.index,
+            layer=self.index,
             loss_before=before,
             loss_after=after,
             # A block that adds nothing, such as a new one of an expanded model, has nothing to lose.

@@ -8,103 +8,45 @@ reads the pair of streams that a ladder layer reads: the dense stream after atte
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer, States, needs_pair
-from ladderize.adapt.layers.options import TOKENS_PER_STEP, BlockwiseOptions, DistillSettings
-from ladderize.adapt.layers.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite
-from ladderize.adapt.methods import BLOCKS
+from ladderize.adapt.layers.align import check_states_room
+from ladderize.adapt.layers.block_trainer import BlockTrainer, States, batch_windows, needs_pair
+from ladderize.adapt.layers.layer_files import LayerJob
+from ladderize.adapt.layers.options import TOKENS_PER_STEP, BlockwiseOptions
 from ladderize.blocks import Blocks, State, complete
-from ladderize.console import code_span, human_bytes
+from ladderize.console import human_bytes
 from ladderize.layout import BLOCKING, OVERLAPPED, Layout, format_ranges
-from ladderize.memory import check_room
-
-BLOCK_ERROR = "block error: error of the block's output on held-out windows, as % of what the dense block adds"
 
 
-@dataclass(frozen=True)
-class Distillation(RewrittenLayers):
-    """The content of distillation.json; docs/files.md explains the keys."""
-
-    RESULT = "distilled"
-    MEANING = BLOCK_ERROR
-    options: DistillSettings
-    blocks: list[BlockReport]
-
-    def rows(self) -> list[dict[str, str]]:
-        return [
-            {
-                "block": str(report.block),
-                "loss (MSE) before": f"{report.loss_before:.3e}",
-                "after": f"{report.loss_after:.3e}",
-                "block error before": f"{report.share_lost_before:.2%}",
-                "after distillation": f"{report.share_lost_after:.2%}",
-                "steps": str(report.steps) + (" (stopped early)" if report.stopped_early else ""),
-            }
-            for report in self.blocks
-        ]
-
-    def done(self) -> str:
-        layers = format_ranges([block.block for block in self.blocks])
-        return (
-            f"**Retraining.** Layers {layers} were distilled block by block from {code_span(self.teacher)} (`blocks`)."
-        )
-
-
-def distill(job: LayerJob, settings: DistillSettings) -> None:
+def distill(job: LayerJob, options: BlockwiseOptions) -> None:
     """Train every block of ``job.student.layers`` that ``job.files`` does not hold yet; the ranks take them in turn.
 
     Raises UserError for a loss that is NaN or infinite, and where the states do not fit in memory; finished blocks stay
     in ``job.files``.
     """
     teacher, student, windows, ranks = job.teacher, job.student, job.windows, job.ranks
-    settings = settings.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
     pairs = any(needs_pair(student.layout, layer) for layer in student.layers)
     states = 2 * (1 + pairs) * windows.all.numel() * int(teacher.config["hidden_size"]) * teacher.dtype.itemsize
-    advice = "lower --samples"
-    check_room(states, torch.device("cpu"), "keeping the states of all windows", advice, processes=ranks.local_size)
+    check_states_room(states, processes=ranks.local_size)
     job.console.note(
         f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {windows.train.shape[1]} tokens,"
-        f" {len(windows.heldout)} held out, for at most {settings.epochs} epoch{'s' if settings.epochs > 1 else ''} on"
+        f" {len(windows.heldout)} held out, for at most {options.epochs} epoch{'s' if options.epochs > 1 else ''} on"
         f" {ranks.words}; {human_bytes(states)} of states in memory"
     )
     done = ranks.broadcast([layer for layer in student.layers if job.files.has(layer)])
     if done:
         job.console.note(f"blocks {format_ranges(done)} are already done")
     mine = [layer for layer in student.layers if layer not in done][ranks.rank :: ranks.size]
-    steps = settings.epochs * math.ceil(len(windows.train) / (settings.batch_size or 1))
+    steps = options.epochs * math.ceil(len(windows.train) / batch_windows(windows.train))
     with job.console.progress("distilling", len(mine) * steps) as advance:
         for index, before, after in teacher_pass(teacher, windows.all, mine, pairs):
             if index in mine:
-                trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), settings)
+                trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), options)
                 weights, report = trainer.train(advance)
                 job.files.save(index, weights, report)
-
-
-DISTILLING = LayerMethod(
-    name=BLOCKS,
-    key="distillation",
-    document=Distillation,
-    reports=("blocks", BlockReport),
-    run=distill,
-    advice="train with a lower --lr or on other data",
-)
-
-
-def adapt_blocks(
-    model: str | Path, out: str | Path, teacher_name: str | Path, options: BlockwiseOptions, **how: Any
-) -> Distillation | None:
-    """Distil ``model``'s blocks from the dense ``teacher_name`` and write the result to ``out``.
-
-    how: ``overwrite``, ``verify``, ``revision`` and ``console``.
-    Returns the document of distillation.json; None on other ranks than 0. Raises UserError.
-    """
-    return rewrite(DISTILLING, model, out, teacher_name, options, **how)
 
 
 def teacher_pass(

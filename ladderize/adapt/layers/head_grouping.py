@@ -61,8 +61,9 @@ def group_heads(
             weights = blocks.weights(index)
             if index in layers:
                 distance, probe = observe(blocks, blocks.layer(index, dropped, weights), states, sync_tp_size, seed)
-                assignment, report[index] = assign(probe, distance, criterion, seed)
+                assignment = assign(probe, distance, criterion, seed)
                 orders[index] = head_order(assignment, group_size)
+                report[index] = GroupingReport(probe.error(probe.identity), probe.error(assignment))
             layer = blocks.layer(index, dense, weights)
             states = [blocks.run(layer, state) for state in states]  # type: ignore[misc]
             advance(1)
@@ -181,35 +182,14 @@ def _attention(blocks: Blocks, layer: Any, state: Tensor) -> tuple[Tensor, Tenso
     return heads, scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
 
-def assign(probe: Probe, distance: np.ndarray, criterion: str, seed: int) -> tuple[Assignment, GroupingReport]:
-    """Return the assignment that a criterion chooses, and its figures."""
-    identity, papers = probe.identity, papers_assignment(probe, distance, seed=seed)
-    chosen = papers
-    if criterion == "error":
-        chosen = min((descend(probe, start, seed=seed) for start in (identity, papers)), key=probe.error)
-        chosen = chosen if probe.error(chosen) < probe.error(identity) else identity
-    return chosen, GroupingReport(
-        criterion=criterion,
-        freedom=freedom(len(distance), probe.ranks),
-        error_before=probe.error(identity),
-        error_after=probe.error(chosen),
-        error_of_paper=probe.error(papers),
-        distance_before=_within(distance, identity),
-        distance_after=_within(distance, chosen),
+def assign(probe: Probe, distance: np.ndarray, criterion: str, seed: int) -> Assignment:
+    """Return the assignment that a criterion chooses."""
+    papers = papers_assignment(probe, distance, seed=seed)
+    if criterion == "paper":
+        return papers
+    return min(
+        (probe.identity, *(descend(probe, start, seed=seed) for start in (probe.identity, papers))), key=probe.error
     )
-
-
-def freedom(groups: int, ranks: int) -> str:
-    """Return what can change, in words."""
-    if ranks == 1:
-        return "one rank: nothing can change"
-    if groups > ranks:
-        return "which groups of heads share a rank can change, and which rank that is"
-    return "one KV group per rank: only the assignment of groups to ranks can change"
-
-
-def _within(distance: np.ndarray, assignment: Assignment) -> float:
-    return float(sum(distance[np.ix_(members, members)].sum() / 2 for members in assignment))
 
 
 # ---- the paper's criterion ----
@@ -258,49 +238,35 @@ def _exchange(distance: np.ndarray, labels: np.ndarray, ranks: int) -> np.ndarra
 # ---- descent on the error ----
 
 
-class Descent:
-    """An assignment whose error is lowered step by step."""
-
-    def __init__(self, probe: Probe, start: Assignment) -> None:
-        self.probe = probe
-        self.members = [frozenset(members) for members in start]
-        self.outputs = [probe.output(rank, members) for rank, members in enumerate(self.members)]
-        self.difference = sum(self.outputs, -probe.target)
-        self.error = _mean_square(self.difference)
-
-    def attempt(self, change: Mapping[int, frozenset[int]]) -> bool:
-        """Give some ranks other KV groups if that lowers the error; return whether it did."""
-        outputs = {rank: self.probe.output(rank, members) for rank, members in change.items()}
-        zero = torch.zeros((), device=self.difference.device)
-        difference = self.difference + sum((output - self.outputs[rank] for rank, output in outputs.items()), zero)
-        error = _mean_square(difference)
-        if not error < self.error * (1 - MIN_GAIN):
-            return False
-        self.difference, self.error = difference, error
-        for rank, members in change.items():
-            self.members[rank], self.outputs[rank] = members, outputs[rank]
-        return True
-
-    def exchanges(self, rng: np.random.Generator) -> Iterator[dict[int, frozenset[int]]]:
-        """Yield every exchange of two KV groups, and of all that two ranks hold, each made from the current
-        assignment."""
-        count, ranks = len(self.probe.partials), self.probe.ranks
-        if count > ranks:
-            for one, other in rng.permutation(list(itertools.combinations(range(count), 2))).tolist():
-                a, b = (next(r for r, members in enumerate(self.members) if unit in members) for unit in (one, other))
-                if a != b:
-                    yield {a: self.members[a] - {one} | {other}, b: self.members[b] - {other} | {one}}
-        for a, b in itertools.combinations(range(ranks), 2):
-            yield {a: self.members[b], b: self.members[a]}
-
-
 def descend(probe: Probe, start: Assignment, *, seed: int = 0) -> Assignment:
-    """Exchange KV groups between ranks until no exchange lowers the block's error.
+    """Give ranks other KV groups while that lowers the block's error.
 
     An exchange computes two slices of the MLP, so a pass over U groups costs about as much as U^2 / N forward passes of
     the MLP.
     """
-    descent, rng = Descent(probe, start), np.random.default_rng(seed)
-    while sum(descent.attempt(change) for change in descent.exchanges(rng)):  # passes until one changes nothing
-        pass
-    return [sorted(members) for members in descent.members]
+    rng, members = np.random.default_rng(seed), [frozenset(each) for each in start]
+    outputs = [probe.output(rank, each) for rank, each in enumerate(members)]
+    difference = sum(outputs, -probe.target)
+    error, changed = _mean_square(difference), True
+    while changed:
+        changed = False
+        for change in exchanges(members, rng):
+            new = {rank: probe.output(rank, each) for rank, each in change.items()}
+            other = sum((output - outputs[rank] for rank, output in new.items()), difference)
+            if _mean_square(other) < error * (1 - MIN_GAIN):
+                difference, error, changed = other, _mean_square(other), True
+                for rank, each in change.items():
+                    members[rank], outputs[rank] = each, new[rank]
+    return [sorted(each) for each in members]
+
+
+def exchanges(members: Sequence[frozenset[int]], rng: np.random.Generator) -> Iterator[dict[int, frozenset[int]]]:
+    """Yield every exchange of two KV groups, and of all that two ranks hold, each made from the ``members`` of now."""
+    count, ranks = sum(map(len, members)), range(len(members))
+    if count > len(members):
+        for one, other in rng.permutation(list(itertools.combinations(range(count), 2))).tolist():
+            a, b = (next(rank for rank in ranks if group in members[rank]) for group in (one, other))
+            if a != b:
+                yield {a: members[a] - {one} | {other}, b: members[b] - {other} | {one}}
+    for a, b in itertools.combinations(ranks, 2):
+        yield {a: members[b], b: members[a]}

@@ -1,4 +1,4 @@
-"""The files of finished layers, from which a killed run resumes."""
+"""The work of a method that rewrites layers, and the files of finished layers, from which a killed run resumes."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +9,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ladderize.adapt.layers.windows import Windows
+from ladderize.blocks import Blocks
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import locate_tensors, read_tensor
+from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import OwnRecord, Record
 from ladderize.files.temporaries import fsync
 from ladderize.files.work import WorkFolder
 from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
 
 LayerWeights = Callable[[int], Mapping[str, Tensor]]  # of a layer, by their names within it
 
@@ -73,6 +77,10 @@ class LayerFiles:
         infos = read_header(self.folder, self.path(layer).name)
         return {name.removeprefix(prefix): read_tensor(self.folder, info) for name, info in infos.items()}
 
+    def loaded(self, layer: int, blocks: Blocks) -> dict[str, Tensor]:
+        """Return a layer's weights on the device and in the dtype of ``blocks``."""
+        return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in self.weights(layer).items()}
+
     def tensors(self, layers: Sequence[int]) -> dict[str, TensorInfo]:
         """Return the place of every tensor of these layers, for the converter."""
         return {name: info for layer in layers for name, info in locate_tensors(self.path(layer)).items()}
@@ -86,3 +94,22 @@ class LayerFolder(WorkFolder):
     @property
     def files(self) -> LayerFiles:
         return LayerFiles(self.folder)
+
+
+@dataclass(frozen=True)
+class LayerJob:
+    """The work of a method, which rewrites every layer of ``student`` that ``files`` do not hold yet.
+
+    teacher, converted: the dense and the converted model, in the dtype of the computation.
+    student: the layers to rewrite, with weights as stored.
+    dense_weights: returns the dense model's stored weights of a layer, their heads in the student's order.
+    """
+
+    teacher: Blocks
+    converted: Blocks
+    student: StudentBlocks
+    dense_weights: LayerWeights
+    windows: Windows
+    files: LayerFiles
+    ranks: Ranks
+    console: Console

@@ -23,7 +23,7 @@ from ladderize.adapt.layers.align import (
 )
 from ladderize.adapt.layers.align_layer import Streams, states_bytes
 from ladderize.adapt.layers.layer_files import StudentBlocks
-from ladderize.adapt.layers.options import AlignSettings, layers_to_align, short_tokens
+from ladderize.adapt.layers.options import layers_to_align, short_tokens
 from ladderize.adapt.layers.windows import Windows, split_windows
 from ladderize.blocks import Blocks, State, check_finite, complete, stored_dtype, window_nlls
 from ladderize.checkpoint.config import parameter_count
@@ -37,10 +37,9 @@ from ladderize.ranks.group import Ranks
 TOKENS_PER_PASS = 4096
 
 
-def usual_batch(batch_size: int | None, windows: np.ndarray) -> int:
-    """Return the number of windows per forward pass: as asked for, or 4096 tokens' worth, and no more than there
-    are."""
-    return min(batch_size or max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
+def usual_batch(windows: np.ndarray) -> int:
+    """Return the number of windows per forward pass: 4096 tokens' worth, and no more than there are."""
+    return min(max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
 
 
 # ---- as converted ----
@@ -95,8 +94,6 @@ def score_layouts(
     blocks: Blocks,
     layouts: Sequence[Layout],
     windows: np.ndarray,
-    *,
-    batch_size: int | None,
     ranks: Ranks,
     console: Console,
 ) -> np.ndarray:
@@ -107,7 +104,7 @@ def score_layouts(
     windows: ids [windows, tokens], which the ranks share.
     Raises UserError where memory is too small, or a result is NaN or infinite.
     """
-    batch_size = min(usual_batch(batch_size, windows), math.ceil(len(windows) / ranks.size))
+    batch_size = min(usual_batch(windows), math.ceil(len(windows) / ranks.size))
     weights = parameter_count(blocks.config) * blocks.dtype.itemsize
     what, advice = "measuring sensitivity with all weights in memory", "choose a machine with more"
     check_room(weights, blocks.device, what, advice, processes=ranks.local_size)
@@ -133,7 +130,7 @@ def score_layouts(
 
 
 def windows_to_align_on(
-    checkpoint: Checkpoint, others: np.ndarray, samples: int | None, heldout: int | None = None
+    checkpoint: Checkpoint, others: np.ndarray, samples: int | None = None, heldout: int | None = None
 ) -> Windows | None:
     """Return the first of ``others`` to align on; None where they are too few.
 
@@ -152,11 +149,10 @@ class AlignedLayouts:
     """Scores layouts of the dense model of ``blocks`` after alignment on ``windows``. A dense layout is scored as it
     is."""
 
-    def __init__(self, blocks: Blocks, windows: Windows, batch_size: int | None) -> None:
+    def __init__(self, blocks: Blocks, windows: Windows) -> None:
         checkpoint = blocks.checkpoint
-        self.blocks, self.windows, self.batch_size = blocks, windows, batch_size
-        self.settings = AlignSettings()
-        self.all_windows = with_random(windows, checkpoint.config, self.settings)
+        self.blocks, self.windows = blocks, windows
+        self.all_windows = with_random(windows, checkpoint.config)
         # float16 has too small a range to align in; adapt does the same
         half = blocks.dtype == torch.float16
         self.teacher = Blocks(checkpoint, torch.bfloat16, blocks.device) if half else blocks
@@ -175,7 +171,7 @@ class AlignedLayouts:
         if not layout.is_dense:
             streams = Streams(self.teacher, self.all_windows, self.ranks)
             student = StudentBlocks(layout, layers_to_align(layout), self.weights)
-            made = aligned_layers(self.teacher, self.teacher, self.weights, student, streams, self.settings)
+            made = aligned_layers(self.teacher, self.teacher, self.weights, student, streams)
 
         def layer_at(index: int) -> torch.nn.Module:
             weights: Mapping[str, Tensor] = self.weights(index)
@@ -185,8 +181,7 @@ class AlignedLayouts:
                 advance(1 if layer.reports else 0)
             return self.blocks.layer(index, layout, computed(weights, self.blocks))
 
-        batch_size = usual_batch(self.batch_size, scored.numpy())
-        nll = window_nlls(self.blocks, layer_at, scored, batch_size=batch_size)
+        nll = window_nlls(self.blocks, layer_at, scored, batch_size=usual_batch(scored.numpy()))
         check_finite(float(nll.sum()), f"the log-likelihood of {self.blocks.checkpoint.folder} as {layout}")
         return nll.numpy()
 
@@ -221,13 +216,13 @@ def score_aligned(
     if known:
         console.note(f"{len(known)} models were measured before")
     states = states_bytes(aligned.teacher, aligned.all_windows, aligned.ranks)
-    check_states_room(states, "--align-samples", processes=ranks.local_size)
+    check_states_room(states, processes=ranks.local_size)
     console.note(
         f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens: {layers_of(models):,} layers are"
         f" aligned on {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out),"
         f" on {ranks.words}; {human_bytes(states)} of states in memory{' of each' if ranks.size > 1 else ''}"
     )
-    warn_of_few(windows.train.numel(), aligned.blocks.config, "--align-samples", console)
+    warn_of_few(windows.train.numel(), aligned.blocks.config, console)
     ids = torch.from_numpy(scored)
     with console.progress("sensitivity", layers_of(models)) as advance:
         for done in ranks.shared_out(models, lambda layout: (layout, aligned(layout, ids, advance).tolist())):

@@ -3,11 +3,11 @@ layer."""
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ladderize.adapt.layers.layer_files import LayerFiles, LayerWeights
+from ladderize.adapt.layers.layer_files import LayerWeights
 from ladderize.adapt.layers.options import TOKENS_PER_STEP
 from ladderize.blocks import Blocks, window_streams
 from ladderize.eval.results import Perplexity, perplexity_from_nlls
@@ -15,36 +15,22 @@ from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A model to measure: ``blocks`` in ``layout``.
-
-    weights: returns those of a layer; None: the checkpoint's.
-    """
+class Contender(NamedTuple):
+    """A model to measure: ``blocks`` in ``layout``, with a layer's ``weights``."""
 
     blocks: Blocks
     layout: Layout
-    weights: LayerWeights | None = None
+    weights: LayerWeights
 
     def layer(self, index: int) -> torch.nn.Module:
-        return self.blocks.layer(index, self.layout, (self.weights or self.blocks.weights)(index))
+        return self.blocks.layer(index, self.layout, self.weights(index))
 
 
-@dataclass(frozen=True)
-class HeldoutMeasures:
-    """Measures of held-out windows, by the name of the step.
-
-    perplexity: of each step and of the dense model.
-    divergence: mean KL(dense || model) in nats per token.
-    """
-
-    perplexity: dict[str, Perplexity]
-    divergence: dict[str, float]
-
-
-def heldout_measures(variants: Mapping[str, Contender], ids: torch.Tensor, ranks: Ranks) -> HeldoutMeasures:
-    """Return the perplexity of held-out windows under variants of a model, and their divergence from the first, dense
-    one.
+def heldout_measures(
+    contenders: Mapping[str, Contender], ids: torch.Tensor, ranks: Ranks
+) -> tuple[dict[str, Perplexity], dict[str, float]]:
+    """Return the perplexity of held-out windows under each model, and the mean KL(first || model) in nats per token of
+    all but the first, dense one.
 
     One layer is in memory at a time. Ranks share the batches of one process, so the results are equal, bit by bit, on
     every rank and for every number of ranks.
@@ -54,9 +40,9 @@ def heldout_measures(variants: Mapping[str, Contender], ids: torch.Tensor, ranks
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
     batches = ids.split(batch_size)[ranks.rank :: ranks.size]
     perplexities, divergences, reference = {}, {}, None
-    for name, variant in variants.items():
-        blocks = variant.blocks
-        streams = window_streams(blocks, variant.layer, torch.cat(batches), batch_size=batch_size) if batches else []
+    for name, contender in contenders.items():
+        blocks = contender.blocks
+        streams = window_streams(blocks, contender.layer, torch.cat(batches), batch_size=batch_size) if batches else []
         nlls: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
         with torch.no_grad():
@@ -71,15 +57,10 @@ def heldout_measures(variants: Mapping[str, Contender], ids: torch.Tensor, ranks
             reference = streams
         else:
             divergences[name] = float(total.sum()) / ids[:, 1:].numel()
-    return HeldoutMeasures(perplexities, divergences)
+    return perplexities, divergences
 
 
 def in_order(parts: list[list[torch.Tensor]]) -> torch.Tensor:
     """Return the values of all batches in order, from ranks that each had every size-th batch."""
     values = [value for values in itertools.zip_longest(*parts) for value in values if value is not None]
     return torch.cat(values) if values else torch.empty(0)
-
-
-def loaded(files: LayerFiles, layer: int, blocks: Blocks) -> dict[str, torch.Tensor]:
-    """Return a rewritten layer's weights on the device and in the dtype of ``blocks``."""
-    return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in files.weights(layer).items()}

@@ -15,9 +15,7 @@ from ladderize.adapt.layers.layout_scores import (
     score_layouts,
     windows_to_align_on,
 )
-from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype
-from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import (
@@ -68,15 +66,13 @@ def measure_sensitivity(
     options: SensitivityOptions,
     *,
     console: Console = SILENT,
-    windows: np.ndarray | None = None,
-    sha256: str | None = None,
+    drawn: tuple[np.ndarray, str] | None = None,
     ranks: Ranks | None = None,
     unfinished: Path | None = None,
 ) -> SensitivityDocument:
     """Return the cost of changed layers of a dense ``model``.
 
-    windows: ids [windows, seq_len] that were drawn from the data before.
-    sha256: of the data, if they are no single file.
+    drawn: ids [windows, seq_len] that were drawn from the data before, and the sha256 of these.
     ranks: those that share the work, all of which return the same; None: those that a launcher started.
     unfinished: a file that keeps the measurements of aligned models.
     Raises UserError for a model or data that cannot be measured.
@@ -90,9 +86,19 @@ def measure_sensitivity(
     layouts = [*(change.layout for change in changes), dense]
     for layout in layouts:
         layout.check_model(checkpoint.config)
-    scored, to_align = drawn_windows(checkpoint, options, windows, console)
+    if drawn is None:
+        file = options.data
+        windows = read_windows(checkpoint, file, seq_len=options.seq_len, samples=None, seed=options.seed)
+        drawn = windows, data.file_sha256(file)
+    windows, sha256 = drawn
+    scored = windows[: options.samples]
+    to_align = windows_to_align_on(checkpoint, windows[options.samples :]) if options.align else None
+    if options.align and to_align is None:
+        raise UserError(
+            f"{options.data} gives {len(windows)} windows of {windows.shape[1]} tokens, too few for {options.samples}"
+            " to score and others to align on; give more data, or lower --samples or --seq-len"
+        )
     dtype = stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype
-    sha256 = sha256 or data.file_sha256(options.data)
     about: dict[str, Any] = {
         "fingerprint": fingerprint(checkpoint),
         "dtype": dtype,
@@ -101,7 +107,7 @@ def measure_sensitivity(
     }
     blocks = Blocks(checkpoint, getattr(torch, dtype), ranks.device)
     if to_align is None:
-        nll = score_layouts(blocks, layouts, scored, batch_size=options.batch_size, ranks=ranks, console=console)
+        nll = score_layouts(blocks, layouts, scored, ranks, console)
     else:
         identity = {name: str(value) for name, value in about.items()}
         known = ranks.broadcast(_measured_before(unfinished, identity) if ranks.is_main else {})
@@ -110,8 +116,8 @@ def measure_sensitivity(
             if ranks.is_main and unfinished is not None:
                 write_json(unfinished, {**identity, "nll": nlls})
 
-        aligner = AlignedLayouts(blocks, to_align, options.batch_size)
-        nll = score_aligned(aligner, layouts, scored, known=known, keep=keep, ranks=ranks, console=console)
+        aligned = AlignedLayouts(blocks, to_align)
+        nll = score_aligned(aligned, layouts, scored, known=known, keep=keep, ranks=ranks, console=console)
     tokens = scored.shape[1] - 1
     return SensitivityDocument(
         model=str(model),
@@ -123,31 +129,6 @@ def measure_sensitivity(
         costs=layer_costs(changes, nll, tokens, options.mode),
         **about,
     )
-
-
-def drawn_windows(
-    checkpoint: Checkpoint, options: SensitivityOptions, drawn: np.ndarray | None, console: Console
-) -> tuple[np.ndarray, Windows | None]:
-    """Return the windows to score, ids [samples, seq_len], and those after them to align on; None where models are
-    scored as converted.
-
-    drawn: all windows in random order, if they were read before.
-    Raises UserError where there are too few.
-    """
-    if drawn is None:
-        drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=None, seed=options.seed)
-    scored, gives = drawn[: options.samples], f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens"
-    if not options.align:
-        if len(scored) < options.samples:
-            console.note(f"{gives}, fewer than the {options.samples} of --samples: all are taken")
-        return scored, None
-    aligned = windows_to_align_on(checkpoint, drawn[options.samples :], options.align_samples)
-    if aligned is None:
-        raise UserError(
-            f"{gives}, too few for {options.samples} to score, {options.align_samples or 1} others to align on and some"
-            " that are held out; give more data, or lower --samples, --align-samples or --seq-len"
-        )
-    return scored, aligned
 
 
 def _measured_before(path: Path | None, identity: Mapping[str, str]) -> dict[str, list[float]]:

@@ -10,9 +10,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.state import AcceleratorState, GradientState
 
 from ladderize.adapt.data.training_data import open_data
-from ladderize.adapt.layers.align import ALIGNING
 from ladderize.adapt.layers.options import AlignOptions, short_tokens
-from ladderize.adapt.layers.rewrite import rewrite
+from ladderize.adapt.layers.rewrite import adapt_layers
 from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.options import RetrainOptions
@@ -116,7 +115,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
             write=options.write,
         )
         how: dict[str, Any] = {"overwrite": job.overwrite, "verify": job.verify}
-        rewrite(ALIGNING, model, beside, options.distill_from, asked, console=console, **how)
+        adapt_layers(model, beside, options.distill_from, asked, console=console, **how)
         ranks.barrier()  # rank 0 alone writes
     return replace(job, model=beside)
 
