@@ -349,14 +349,3 @@ def test_replacements_that_do_not_fit(llama, tmp_path):
     with pytest.raises(UserError, match="became shorter"):
         convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(replace=good))
     assert "out" not in listing(tmp_path)
-
-
-def test_a_map_beside_the_source_gives_way_to_the_one_applied(llama, tmp_path):
-    (llama / "head_map.json").write_text("{}")
-    edit_json(llama / "generation_config.json", mine=1)
-    head_map = map_for(llama)
-    report = convert_checkpoint(
-        llama, tmp_path / "out", Recipe(ladder="all"), changes=Changes(head_map=head_map), verify=False
-    )
-    assert read_head_map(tmp_path / "out" / "head_map.json").orders == head_map.orders
-    assert (report.extra_files, report.carried_over) == (["head_map.json"], ["generation_config.json"])

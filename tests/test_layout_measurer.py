@@ -15,7 +15,7 @@ from ladderize.plan import measure
 from ladderize.plan.measure import LayoutMeasurer
 from ladderize.plan.options import PlanModel
 from tests.helpers import SHAPE, fresh_rng, invoke
-from tests.test_layout_scores import oracle_nll, random_layout
+from tests.test_sensitivity import oracle_nll, random_layout
 
 SAMPLES, OTHERS = 7, 5  # windows that the sensitivity was measured on, and the rest of the file
 

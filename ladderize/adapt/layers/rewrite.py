@@ -38,7 +38,7 @@ from ladderize.files.work import RUN, run_digest, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
 
-ADVICE = {
+ADVICE_AFTER = {
     ALIGN: "align on more data, or on data like those that the model is for",
     BLOCKS: "train with a lower --lr or on other data",
 }
@@ -108,7 +108,7 @@ class LayerTask:
         return LayersDocument.from_dict(read_own(resolved(self.out) / file), file) if self.ranks.is_main else None
 
 
-def open_task(
+def open_layer_task(
     model: str,
     out: str,
     teacher: str,
@@ -150,7 +150,7 @@ def adapt_layers(
     options: AlignOptions solve projections by least squares, BlockwiseOptions distil each block.
     Raises UserError.
     """
-    task = open_task(str(model), str(out), str(dense), options, console, overwrite=overwrite, revision=revision)
+    task = open_layer_task(str(model), str(out), str(dense), options, console, overwrite=overwrite, revision=revision)
     layout = Layout.from_config(task.source.config)
     if layout.is_dense:
         raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
@@ -219,7 +219,7 @@ def rewrite_layers(
     key, kind = Path(FILES[task.method]).stem, LayerReport if task.method == ALIGN else BlockReport
     if options.write == "best":
         kl = divergence["before"], divergence["after"]
-        check_improved("KL", *kl, work=work.folder, advice=ADVICE[task.method], what=key)
+        check_improved("KL", *kl, work=work.folder, advice=ADVICE_AFTER[task.method], what=key)
     about = task.about()
     reports: Any = [work.files.report(kind, layer) for layer in layers]
     document = LayersDocument(

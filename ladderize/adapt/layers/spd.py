@@ -22,7 +22,7 @@ from ladderize.adapt.layers.options import (
     default_tokens,
     layers_to_rewrite,
 )
-from ladderize.adapt.layers.rewrite import LayerTask, open_task, rewrite_layers
+from ladderize.adapt.layers.rewrite import LayerTask, open_layer_task, rewrite_layers
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
@@ -63,7 +63,7 @@ def spd(
             f"{model} is not dense ({dense}); only a dense model has sync points to drop by their sensitivity"
         )
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
-    task = open_task(model, str(out), model, options, console, overwrite=overwrite, revision=revision)
+    task = open_layer_task(model, str(out), model, options, console, overwrite=overwrite, revision=revision)
     asked = {name: getattr(options, name) for name in ("sync_tp_size", "spd_fraction", "repair", "head_grouping")}
     identity = {"method": "spd", **task.fingerprints(), **task.about(), **asked}
     calibration = task.windows.train[:CALIBRATION]
