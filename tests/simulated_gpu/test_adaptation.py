@@ -141,7 +141,8 @@ def test_a_step_of_the_hugging_face_model(folders, monkeypatch):
             training.accelerator.backward(losses.sum() / ids.numel())
             gradients = {key: parameter.grad.cpu().clone() for key, parameter in training.named.items()}
             norm = float(training.clip(1e-4))
-            training.optimizer.param_groups[0]["lr"] = training.optimizer.param_groups[1]["lr"] = 1e-3
+            for group in training.optimizer.param_groups:
+                group["lr"] = 1e-3
             training.optimizer.step()
             return losses.detach().cpu(), norm, gradients, {key: training.whole(key).cpu() for key in gradients}
 
