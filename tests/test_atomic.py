@@ -111,14 +111,6 @@ def test_somebody_elses_files_are_not_cleaned(llama, tmp_path):
     assert {".out.ladderize-notes", "out.ladderize-1234", ".outer.ladderize-1234"} <= set(listing(tmp_path))
 
 
-def test_overwrite_swaps(llama, tmp_path):
-    convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all"), verify=False)
-    (tmp_path / "out" / "old-file").touch()
-    convert_checkpoint(llama, tmp_path / "out", LADDER, overwrite=True, verify=False)
-    assert listing(tmp_path) == ["out", "src"]
-    assert not (tmp_path / "out" / "old-file").exists()
-
-
 def test_a_swap_that_fails_half_way_puts_the_old_one_back(llama, tmp_path, monkeypatch):
     convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all"), verify=False)
     old, rename = fingerprint(tmp_path / "out"), os.rename

@@ -243,14 +243,6 @@ def test_wrong_options(llama, tmp_path, options, code, message):
     assert listing(tmp_path) == ["src"]
 
 
-def test_options_unknown_to_typer(llama, tmp_path):
-    outcome = invoke("convert", llama, tmp_path / "out", "--ladders", "2:")
-    assert outcome.code == 2
-    assert "--ladders" in outcome.stderr
-    assert invoke("convert", llama).code == 2
-    assert invoke("convert", llama, tmp_path / "out", "--spd", "all", "--sync-tp-size", "0").code == 2
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -17,12 +17,10 @@ from ladderize.checkpoint.opening import read_config
 from ladderize.convert.card import split_front_matter
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UserError
-from ladderize.files.parsing import MAX_YAML_BYTES
 from ladderize.layout import Layout, LayoutError
 from ladderize.runtime.shards import check_runnable
 from tests.helpers import (
     BIASES,
-    STORIES,
     all_tensors,
     edit_json,
     edit_tensors,
@@ -185,13 +183,6 @@ def test_a_config_in_the_style_of_transformers_4(llama, tmp_path):
     assert load(tmp_path / "out").config.rope_parameters["rope_theta"] == 500000.0
 
 
-def test_llama_1_buffers_are_ignored_and_kept(llama, tmp_path):
-    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    tensors = edit_tensors(llama, lambda tensors: tensors.update(buffer))
-    report = convert_checkpoint(llama, tmp_path / "out", LADDER)
-    assert report.verified.tensors == len(tensors)
-
-
 def test_the_authors_format(llama, tmp_path):
     edit_json(llama / "config.json", model_type="llamaLadder", ladder_layers=2, auto_map={"AutoConfig": "evil.Config"})
     (llama / "modeling_llama_ladder.py").write_text("raise SystemExit\n")
@@ -300,13 +291,6 @@ def test_any_card_is_kept_and_breaks_nothing(llama, tmp_path, card, kept):
     assert (tmp_path / "out" / "README.source.md").read_bytes() == card
 
 
-def test_a_front_matter_that_nobody_writes_is_not_parsed(llama, tmp_path):
-    card = "---\nlicense: mit\n" + "#" * MAX_YAML_BYTES + "\n---\nbody"
-    (llama / "README.md").write_text(card)
-    convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
-    assert card_of(tmp_path / "out")[0].keys() == {"library_name", "tags"}
-
-
 def test_the_record_is_a_recipe(llama, tmp_path):
     convert_checkpoint(
         llama, tmp_path / "a", Recipe(ladder="1:", spd="0", sync_tp_size=2, dtype="bfloat16"), verify=False
@@ -411,29 +395,6 @@ def test_inspect_shows_the_tp_sizes_that_run(tmp_path):
                 check_runnable(config, Layout.from_config(config), ranks)
         shown = f"heads       {heads}, KV heads {kv_heads}; TP sizes {', '.join(map(str, expected))}\n"
         assert shown in invoke("inspect", tmp_path / name).stdout
-
-
-@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/fixtures is not here")
-def test_stories_after_a_round_trip_to_dense(tmp_path):
-    from transformers import AutoTokenizer
-
-    convert_checkpoint(STORIES, tmp_path / "a", Recipe(ladder="all"), verify=False)
-    convert_checkpoint(tmp_path / "a", tmp_path / "dense", Recipe(dense=True), verify=False)
-    model, tokenizer = load(tmp_path / "dense"), AutoTokenizer.from_pretrained(tmp_path / "dense")
-    output = model.generate(torch.tensor([[1]]), max_new_tokens=40, do_sample=False)
-    text = tokenizer.decode(output[0], skip_special_tokens=True)
-    assert text.startswith(
-        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
-    )
-
-
-def test_a_card_that_its_owner_rewrote_is_a_source_card(llama, tmp_path):
-    (llama / "README.md").write_text("first")
-    convert_checkpoint(llama, tmp_path / "a", LADDER, verify=False)
-    (tmp_path / "a" / "README.md").write_text("---\nlicense: mit\n---\nretrained by me")
-    convert_checkpoint(tmp_path / "a", tmp_path / "b", Recipe(ladder="all"), verify=False)
-    assert (tmp_path / "b" / "README.source.md").read_text().endswith("retrained by me")
-    assert card_of(tmp_path / "b")[0]["license"] == "mit"
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(dtype="float16")])

@@ -330,7 +330,6 @@ def test_replacements(tmp_path, stored, dtype):
     assert {name: (tmp_path / "out" / name).read_text() for name in extra} == extra
     card = (tmp_path / "out" / "README.md").read_text()
     assert "2 tensors have other values" in card
-    assert "nothing here was retrained" not in card
 
 
 def test_replacements_that_do_not_fit(llama, tmp_path):

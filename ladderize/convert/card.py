@@ -100,18 +100,13 @@ def _changes(plan: Plan) -> Iterator[str]:
 
 
 def _accuracy(plan: Plan) -> str:
-    changes = "**Accuracy.** A conversion changes what the model computes"
+    engine, better = "", ""
     if plan.quantisation is not None:
         engine = "" if plan.quantisation.not_run is None else " --backend vllm"
-        return (
-            f"{changes}. Measure this checkpoint\nbeside its source (`ladderize eval{engine}`) before you rely on it."
-            f" Where it is worse than it may be,\n{QUANTISE_LAST}."
-        )
-    if plan.changes.replace:
-        return f"{changes}. Measure this checkpoint beside its source (`ladderize eval`) before you rely on it."
+        better = f" Where it is worse than it may be,\n{QUANTISE_LAST}."
     return (
-        f"{changes}, and nothing here was retrained by it. Measure this checkpoint\nbeside its source (`ladderize"
-        " eval`) and adapt it before you rely on it."
+        "**Accuracy.** A conversion changes what the model computes. Measure this checkpoint\nbeside its source"
+        f" (`ladderize eval{engine}`) before you rely on it.{better}"
     )
 
 
