@@ -480,7 +480,7 @@ def test_files_of_devices_and_links_are_read(tmp_path):
     path.write_text(json.dumps({"schema_version": 1, "device": device.to_dict(), "link": link.to_dict()}))
     assert read_device(str(path)) == device
     assert read_interconnect(str(path)) == link
-    for content, message in (("{}", "has no device, but no keys"), ("[1]", "object is expected")):
+    for content, message in (("{}", "has no device, but no keys"), ("[1]", "has no device")):
         path.write_text(content)
         with pytest.raises(UserError, match=message):
             read_device(str(path))
