@@ -4,10 +4,12 @@ A layer has two sync points, after attention and after the MLP, where the partia
 
 * ``blocking``: all-reduce, wait, go on (the dense model);
 * ``overlapped``: the next sub-module computes while the all-reduce runs (Ladder Residual, arXiv 2501.06589);
+* ``delayed``: the same, but each rank's next sub-module reads the rank's own partial at once;
 * ``dropped``: no all-reduce; each rank carries its partial into the next sync point (Sync-Point Drop, arXiv
   2502.20727).
 
-A layout is nothing but the list of these modes, plus the number of virtual ranks that dropped ones were made for.
+A layout is nothing but the list of these modes, plus the number of virtual ranks that delayed and dropped ones were
+made for.
 """
 
 import re
@@ -18,10 +20,12 @@ from typing import Any
 from ladderize.errors import LadderizeError
 from ladderize.families.registry import is_authors, is_ladderized, known_family
 
-BLOCKING, OVERLAPPED, DROPPED = "blocking", "overlapped", "dropped"
-ATTENTION_MODES = (BLOCKING, OVERLAPPED, DROPPED)
-MLP_MODES = (BLOCKING, OVERLAPPED)
-ONE_OVERLAPPED = "attention overlapped", "entering MLP overlapped"  # names of layers with one overlapped sync point
+BLOCKING, OVERLAPPED, DELAYED, DROPPED = "blocking", "overlapped", "delayed", "dropped"
+ATTENTION_MODES = (BLOCKING, OVERLAPPED, DELAYED, DROPPED)
+MLP_MODES = (BLOCKING, OVERLAPPED, DELAYED)
+HIDING = (OVERLAPPED, DELAYED)  # the next sub-module computes while the all-reduce runs
+APART = (DELAYED, DROPPED)  # each rank's next sub-module reads the rank's own partial
+STEMS = {BLOCKING: "", OVERLAPPED: "ladder", DELAYED: "delayed", DROPPED: "spd"}  # of layers' names
 CONFIG_KEYS = ("attention_sync", "mlp_sync", "sync_tp_size")
 DEFAULT_RANKS = 8  # the GPUs of the usual machine
 RANGE = re.compile(r"all|(?P<one>-?\d+)|(?P<start>-?\d+)?:(?P<stop>-?\d+)?", re.ASCII)
@@ -81,7 +85,7 @@ class Layout:
     """The modes of all sync points. Raises LayoutError for inconsistent ones.
 
     attention_sync, mlp_sync: one mode for each layer.
-    sync_tp_size: virtual ranks, iff something is dropped.
+    sync_tp_size: virtual ranks, iff something is delayed or dropped.
     """
 
     attention_sync: tuple[str, ...]
@@ -108,11 +112,14 @@ class Layout:
             )
         if self.sync_tp_size is not None and (type(self.sync_tp_size) is not int or self.sync_tp_size < 1):
             raise LayoutError(f"sync_tp_size is {self.sync_tp_size!r}, but must be a positive integer")
-        if self.spd_layers and self.sync_tp_size is None:
-            raise LayoutError("dropped sync points need sync_tp_size, the number of virtual ranks (--sync-tp-size N)")
-        if self.sync_tp_size is not None and not self.spd_layers:
+        apart = any(mode in APART for mode in self.attention_sync + self.mlp_sync)
+        if apart and self.sync_tp_size is None:
             raise LayoutError(
-                "sync_tp_size (--sync-tp-size) has no effect where no sync point is dropped; leave it out"
+                "delayed and dropped sync points need sync_tp_size, the number of virtual ranks (--sync-tp-size N)"
+            )
+        if self.sync_tp_size is not None and not apart:
+            raise LayoutError(
+                "sync_tp_size (--sync-tp-size) has no effect where no sync point is delayed or dropped; leave it out"
             )
 
     # ---- making one ----
@@ -123,19 +130,27 @@ class Layout:
 
     @classmethod
     def from_layers(
-        cls, num_layers: int, *, ladder: Iterable[int] = (), spd: Iterable[int] = (), sync_tp_size: int | None = None
+        cls,
+        num_layers: int,
+        *,
+        ladder: Iterable[int] = (),
+        delayed: Iterable[int] = (),
+        spd: Iterable[int] = (),
+        sync_tp_size: int | None = None,
     ) -> "Layout":
         """Return the layout of named layers.
 
-        A ladder layer overlaps its own attention sync and the MLP sync entering it (the previous layer's); an spd layer
-        drops its attention sync; one that is both drops its attention sync and overlaps the entering MLP sync.
-        Raises LayoutError for layers that do not go together.
+        A ladder layer overlaps its own attention sync and the MLP sync entering it (the previous layer's); a delayed
+        layer delays them; an spd layer drops its attention sync, and if it is ladder or delayed, too, overlaps or
+        delays the entering MLP sync. Raises LayoutError for layers that do not go together.
         """
-        ladder_set, spd_set = set(ladder), set(spd)
-        attention = (
-            DROPPED if i in spd_set else OVERLAPPED if i in ladder_set else BLOCKING for i in range(num_layers)
-        )
-        mlp = (OVERLAPPED if i + 1 in ladder_set else BLOCKING for i in range(num_layers))
+        hiding = dict.fromkeys(ladder, OVERLAPPED)
+        delayed, dropped = set(delayed), set(spd)
+        if both := delayed & hiding.keys():
+            raise LayoutError(f"layers {format_ranges(both)} are ladder and delayed, which exclude each other")
+        hiding |= dict.fromkeys(delayed, DELAYED)
+        attention = (DROPPED if i in dropped else hiding.get(i, BLOCKING) for i in range(num_layers))
+        mlp = (hiding.get(i + 1, BLOCKING) for i in range(num_layers))
         return cls(tuple(attention), tuple(mlp), sync_tp_size)
 
     @classmethod
@@ -170,7 +185,15 @@ class Layout:
     @property
     def ladder_layers(self) -> list[int]:
         """The layers that are ladder by name; an spd layer counts when the MLP sync entering it is overlapped."""
-        return [i for i in range(self.num_layers) if "ladder" in self.layer_name(i)]
+        return self._named("ladder")
+
+    @property
+    def delayed_layers(self) -> list[int]:
+        """The layers that are delayed by name; an spd layer counts when the MLP sync entering it is delayed."""
+        return self._named("delayed")
+
+    def _named(self, kind: str) -> list[int]:
+        return [i for i in range(self.num_layers) if kind in self.layer_name(i).split("+")]
 
     @property
     def is_dense(self) -> bool:
@@ -190,14 +213,15 @@ class Layout:
         return self.mlp_sync[layer - 1] if layer else BLOCKING
 
     def layer_name(self, layer: int) -> str:
-        """Return ``dense``, ``ladder``, ``spd``, ``spd+ladder``, or the name of the one sync point that is
-        overlapped."""
+        """Return ``dense``, ``ladder``, ``delayed``, ``spd``, ``spd+ladder``, ``spd+delayed``, or the modes of a layer
+        that is none of them, such as ``attention overlapped``."""
         attention, entering = self.attention_sync[layer], self.entering(layer)
         if attention == DROPPED:
-            return "spd" if entering == BLOCKING else "spd+ladder"
-        if attention == OVERLAPPED:
-            return "ladder" if entering == OVERLAPPED or layer == 0 else ONE_OVERLAPPED[0]
-        return "dense" if entering == BLOCKING else ONE_OVERLAPPED[1]
+            return "+".join(filter(None, ("spd", STEMS[entering])))
+        if entering == attention or layer == 0:
+            return STEMS[attention] or "dense"
+        of_both = ("attention", attention), ("entering MLP", entering)
+        return ", ".join(f"{name} {mode}" for name, mode in of_both if mode != BLOCKING)
 
     def count(self, mode: str) -> int:
         """Return the number of sync points with this mode, of 2 per layer."""
@@ -225,15 +249,13 @@ class Layout:
         """Return the layout in one line, such as ``32 layers: ladder 16:32``."""
         if self.is_dense:
             return f"{self.num_layers} layers: dense"
-        parts = []
-        if self.ladder_layers:
-            parts.append(f"ladder {format_ranges(self.ladder_layers)}")
-        if self.spd_layers:
-            parts.append(f"spd {format_ranges(self.spd_layers)} (sync_tp_size {self.sync_tp_size})")
-        for name in ONE_OVERLAPPED:
-            if layers := [i for i in range(self.num_layers) if self.layer_name(i) == name]:
-                parts.append(f"{name} {format_ranges(layers)}")
-        return f"{self.num_layers} layers: " + ", ".join(parts)
+        layers: dict[str, list[int]] = {"ladder": [], "delayed": [], "spd": []}
+        for index in range(self.num_layers):
+            for name in self.layer_name(index).split("+"):
+                layers.setdefault(name, []).append(index)
+        parts = [f"{name} {format_ranges(own)}" for name, own in layers.items() if own and name != "dense"]
+        ranks = "" if self.sync_tp_size is None else f" (sync_tp_size {self.sync_tp_size})"
+        return f"{self.num_layers} layers: " + ", ".join(parts) + ranks
 
     def table(self) -> list[dict[str, Any]]:
         """Return one row for each layer: its name and its two sync points."""

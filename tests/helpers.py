@@ -52,6 +52,12 @@ LAYOUTS = {
     "mixed": ("2:", "0:2", 2, {}),
     "same layer": ("all", "all", 4, {}),
     "same layer with biases": ("1:3", "1:4", 2, BIASES),
+    "delayed all 2": ("", "", 2, {}, "all"),
+    "delayed more ranks than kv heads": ("", "", 8, {}, "all"),
+    "delayed with biases": ("", "", 4, BIASES, "1:3"),
+    "spd and delayed": ("", "0,2:", 4, {}, "1,3"),
+    "same layer delayed with biases": ("", "1:", 2, BIASES, "1:"),
+    "every mode": ("0", "3", 4, {}, "2:"),
 }
 
 # Of each family that is no Llama: what its models here have beside SHAPE, so that everything of the family matters in a
@@ -84,9 +90,10 @@ CLIPPED = ("--max-grad-norm", 1e-4)
 
 
 def make_layout(name: str) -> Layout:
-    ladder, spd, ranks, _ = LAYOUTS[name]
+    ladder, spd, ranks, _, *delayed = LAYOUTS[name]
     layers = SHAPE["num_hidden_layers"]
-    named = {key: parse_ranges(value, layers) for key, value in (("ladder", ladder), ("spd", spd)) if value}
+    ranges = {"ladder": ladder, "spd": spd, "delayed": "".join(delayed)}
+    named = {key: parse_ranges(value, layers) for key, value in ranges.items() if value}
     return Layout.from_layers(layers, **named, sync_tp_size=ranks)
 
 

@@ -108,7 +108,7 @@ class Oracle:
 
         residual = self.weights["model.embed_tokens.weight"][input_ids] * self.family.of_embedding
         nothing = torch.zeros_like(residual)
-        carry = [nothing for _ in ranks]
+        carry = ahead = [nothing for _ in ranks]
         pending = None  # (the sum of an all-reduce in flight, the bias that goes with it)
         streams = []
         for layer in range(config.num_hidden_layers):
@@ -121,7 +121,7 @@ class Oracle:
                 bias = nothing if bias is None else bias * self.family.of_sums
                 partial, own = [], []
                 for rank in ranks:
-                    x = rms_norm(residual + carry[rank], norm, config.rms_norm_eps)
+                    x = rms_norm(residual + carry[rank] + ahead[rank], norm, config.rms_norm_eps)
                     if name == "attention":
                         product = self.attention(layer, x, positions, allowed, rank)
                     else:
@@ -130,7 +130,7 @@ class Oracle:
                     own.append(product)
                     partial.append(product + carry[rank])
                 self.added[layer, name] = sum(own) + bias
-                carry = [nothing for _ in ranks]
+                carry = ahead = [nothing for _ in ranks]
                 if pending is not None:
                     residual = residual + pending[0] + pending[1]
                     pending = None
@@ -138,6 +138,9 @@ class Oracle:
                     residual = residual + sum(partial) + bias
                 elif mode == "overlapped":
                     pending = (sum(partial), bias)
+                elif mode == "delayed":
+                    pending, ahead = (sum(partial), nothing), partial
+                    residual = residual + bias
                 elif mode == "dropped":
                     carry = partial
                     residual = residual + bias

@@ -1,4 +1,4 @@
-"""Configurations of decoders whose sync points are blocking, overlapped or dropped, one by one.
+"""Configurations of decoders whose sync points are blocking, overlapped, delayed or dropped, one by one.
 
 The class of a family, such as LadderizedLlamaConfig, is made of transformers' own when it is first asked for.
 """
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import transformers
 
-ATTENTION_MODES = ("blocking", "overlapped", "dropped")
-MLP_MODES = ("blocking", "overlapped")
+ATTENTION_MODES = ("blocking", "overlapped", "delayed", "dropped")
+MLP_MODES = ("blocking", "overlapped", "delayed")
 
 
 @dataclass
@@ -17,9 +17,11 @@ class LadderizedConfig:
     """A layout, before a family's own configuration among the bases of a class.
 
     attention_sync: the mode of each layer's attention sync point: "blocking" (the dense model), "overlapped" (Ladder
-        Residual, arXiv 2501.06589) or "dropped" (Sync-Point Drop, arXiv 2502.20727).
-    mlp_sync: the same for each layer's MLP sync point: "blocking" or "overlapped"; the last is "blocking".
-    sync_tp_size: the number of virtual ranks that the dropped sync points were made for; None when none is dropped.
+        Residual, arXiv 2501.06589), "delayed" (each rank reads its own partial at once, the others' a sub-module
+        later) or "dropped" (Sync-Point Drop, arXiv 2502.20727).
+    mlp_sync: the same for each layer's MLP sync point, which is not "dropped"; the last is "blocking".
+    sync_tp_size: the number of virtual ranks that the delayed and dropped sync points were made for; None when there
+        are none.
 
     Left out, all three mean a dense model. An impossible layout raises ValueError.
     """
@@ -63,9 +65,10 @@ class LadderizedConfig:
             raise ValueError(
                 f"the last mlp_sync must be 'blocking', not {self.mlp_sync[-1]!r}: nothing follows to hide it"
             )
-        if ("dropped" in self.attention_sync) != (self.sync_tp_size is not None):
+        apart = {"delayed", "dropped"}.intersection(self.attention_sync + self.mlp_sync)
+        if bool(apart) != (self.sync_tp_size is not None):
             raise ValueError(
-                f"sync_tp_size is {self.sync_tp_size}: it goes with dropped sync points, and only with them"
+                f"sync_tp_size is {self.sync_tp_size}: it goes with delayed and dropped sync points, and only with them"
             )
         if self.sync_tp_size is not None:
             n, kv_heads = self.sync_tp_size, self.num_key_value_heads

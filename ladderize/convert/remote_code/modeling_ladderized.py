@@ -1,4 +1,4 @@
-"""Decoders whose sync points are blocking, overlapped (Ladder Residual) or dropped (Sync-Point Drop).
+"""Decoders whose sync points are blocking, overlapped (Ladder Residual), delayed, or dropped (Sync-Point Drop).
 
 Under tensor parallelism every layer has two sync points, where the partial outputs of all ranks are summed into the
 residual stream: after attention and after the MLP. This file computes, on one device, what such a group of ranks
@@ -29,14 +29,29 @@ logger = logging.get_logger(__name__)
 
 
 class HeadsOnlyAttention:
-    """A family's attention up to, but without, `o_proj`: in a dropped layer its product stays split by rank."""
+    """A family's attention up to, but without, `o_proj`, whose product may stay split by rank.
+
+    Its input may be apart for each rank, [ranks, batch, tokens, hidden]: rank k's heads are then of the k-th, and where
+    there are more ranks than KV heads each rank has keys and values of its own.
+    """
 
     def query_key_value(self, hidden_states, position_embeddings):
         """[batch, heads, tokens, head_dim] each, as attention reads them."""
-        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (
-            projection(hidden_states).view(heads) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        if hidden_states.ndim == 4:
+            ranks, kv_heads = len(hidden_states), self.config.num_key_value_heads
+            query, key, value = (
+                column_parallel(projection, hidden_states, ranks, blocks)
+                for projection, blocks in (
+                    (self.q_proj, ranks),
+                    (self.k_proj, min(ranks, kv_heads)),
+                    (self.v_proj, min(ranks, kv_heads)),
+                )
+            )
+        else:
+            query, key, value = (
+                projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            )
+        query, key, value = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (query, key, value))
         if hasattr(self, "q_norm"):  # of each head
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -59,9 +74,10 @@ class HeadsOnlyAttention:
 
 class LadderizedDecoderLayer:
     """One layer. `hidden_states` is the complete residual stream; `visible` is what this layer's attention may read
-    of it: the stream without the MLP all-reduce that is still in flight (None: nothing is in flight).
+    of it while the MLP's all-reduce is still in flight (None: nothing is in flight): the stream without it, and where
+    that is delayed with each rank's own part of it, [ranks, batch, tokens, hidden].
 
-    Returns the complete stream, or, when the own MLP sync point is overlapped, the pair (complete, visible).
+    Returns the complete stream, or, when the own MLP sync point is overlapped or delayed, the pair (complete, visible).
     A class of it names `heads_only`, the family's attention without `o_proj`.
     """
 
@@ -76,8 +92,13 @@ class LadderizedDecoderLayer:
         self.attention_sync = config.attention_sync[layer_idx]
         self.mlp_sync = config.mlp_sync[layer_idx]
         self.sync_tp_size = config.sync_tp_size
-        if self.attention_sync == "dropped":
+        reads_apart = layer_idx > 0 and config.mlp_sync[layer_idx - 1] == "delayed"
+        self.keeps_apart = self.attention_sync in ("delayed", "dropped")
+        if self.keeps_apart or reads_apart:
             self.self_attn.__class__ = self.heads_only
+        if reads_apart:
+            kv_heads = max(config.num_key_value_heads, self.sync_tp_size)
+            self.self_attn.num_key_value_groups = config.num_attention_heads // kv_heads
 
     def __call__(self, hidden_states, *args, **kwargs):
         # The model hands on what the layer before returned. Reentrant checkpointing wants bare tensors as arguments.
@@ -90,46 +111,60 @@ class LadderizedDecoderLayer:
     def with_outputs(self, hidden_states, visible=None, **kwargs):
         """Return what `forward` returns, and what attention and the MLP add to the stream.
 
-        Training may compare the latter with the dense model's. A dropped attention's is without the bias of o_proj.
+        Training may compare the latter with the dense model's. A dropped or delayed attention's is without the bias of
+        o_proj.
         """
         attention_input = self.input_layernorm(hidden_states if visible is None else visible)
         attention_output, _ = self.self_attn(attention_input, **kwargs)
-        if self.attention_sync == "dropped":
-            visible, attention_output, mlp_output = self.dropped_mlp(hidden_states, attention_output)
-            complete = visible + (mlp_output + attention_output)
+        partials = 0  # of attention, by rank, where its sum never comes
+        if self.keeps_apart:
+            apart, bias = row_parallel(self.self_attn.o_proj, attention_output, self.sync_tp_size)
+            apart = self.scaled(apart)
+            before = hidden_states if bias is None else hidden_states + self.scaled(bias)
+            attention_output, mlp_input = apart.sum(0), before + apart
+            if self.attention_sync == "dropped":
+                partials = apart
         else:
+            if isinstance(self.self_attn, HeadsOnlyAttention):
+                attention_output = self.self_attn.o_proj(attention_output)
             attention_output = self.scaled(attention_output)
-            visible = hidden_states + attention_output
-            mlp_input = visible if self.attention_sync == "blocking" else hidden_states
-            mlp_output = self.scaled(self.mlp(self.post_attention_layernorm(mlp_input)))
-            complete = visible + mlp_output
-        state = complete if self.mlp_sync == "blocking" else (complete, visible)
-        return state, attention_output, mlp_output
+            before = hidden_states
+            mlp_input = before + attention_output if self.attention_sync == "blocking" else before
+        stream = before + attention_output
+        by_rank, bias, mlp_output = self.mlp_products(self.post_attention_layernorm(mlp_input))
+        complete = stream + mlp_output
+        if self.mlp_sync == "blocking":
+            return complete, attention_output, mlp_output
+        visible = before if self.attention_sync == "dropped" else stream
+        if self.mlp_sync == "delayed":
+            visible = (visible if bias is None else visible + bias) + by_rank + partials
+        return (complete, visible), attention_output, mlp_output
 
     def scaled(self, output):
         """Return the part of what attention or the MLP computed that is added to the stream."""
         return output if self.residual_multiplier == 1 else output * self.residual_multiplier
 
-    def dropped_mlp(self, residual, heads):
-        """SPD's block: rank k's MLP reads the residual plus its own partial P_k only; P_k is summed with the MLP's
-        output.
+    def mlp_products(self, inputs):
+        """Return the MLP's products by rank [ranks, ..., hidden] and its bias, both None unless its sum is delayed, and
+        the sum of both.
 
-        residual: [batch, tokens, hidden]; heads: [batch, tokens, heads * head_dim].
-        Returns the residual plus the bias of o_proj, and the sums over the ranks of P_k and of MLP_k.
+        inputs: [..., hidden], or apart for each rank, [ranks, ..., hidden]: rank k's MLP reads the k-th alone.
         """
-        partials, bias = row_parallel(self.self_attn.o_proj, heads, self.sync_tp_size)
-        partials = self.scaled(partials)
-        residual = residual if bias is None else residual + self.scaled(bias)
-        mlp_input = self.post_attention_layernorm(residual + partials)
-        gate = column_parallel(self.mlp.gate_proj, mlp_input, self.sync_tp_size)
-        up = column_parallel(self.mlp.up_proj, mlp_input, self.sync_tp_size)
-        slices = self.mlp.act_fn(gate) * up
-        if reads_otherwise(base_linear(self.mlp.down_proj)):
-            outputs, bias = row_parallel(self.mlp.down_proj, slices, self.sync_tp_size)
-            output = outputs.sum(0) if bias is None else outputs.sum(0) + bias
-        else:  # down_proj reads the ranks' slices side by side, so that its product already is their sum
-            output = self.mlp.down_proj(slices)
-        return residual, partials.sum(0), self.scaled(output)
+        mlp = self.mlp
+        if self.mlp_sync != "delayed" and not self.keeps_apart:
+            return None, None, self.scaled(mlp(inputs))
+        if self.keeps_apart:
+            gate, up = (column_parallel(own, inputs, self.sync_tp_size) for own in (mlp.gate_proj, mlp.up_proj))
+        else:
+            gate, up = mlp.gate_proj(inputs), mlp.up_proj(inputs)
+        slices = mlp.act_fn(gate) * up
+        if self.mlp_sync != "delayed" and not reads_otherwise(base_linear(mlp.down_proj)):
+            # down_proj reads the ranks' slices side by side, so that its product already is their sum
+            return None, None, self.scaled(mlp.down_proj(slices))
+        by_rank, bias = row_parallel(mlp.down_proj, slices, self.sync_tp_size)
+        by_rank, bias = self.scaled(by_rank), None if bias is None else self.scaled(bias)
+        output = by_rank.sum(0)
+        return by_rank, bias, output if bias is None else output + bias
 
 
 def row_parallel(projection, inputs, ranks):
@@ -158,24 +193,29 @@ def row_parallel(projection, inputs, ranks):
     return output, base_linear(projection).bias
 
 
-def column_parallel(projection, inputs, ranks):
+def column_parallel(projection, inputs, ranks, blocks=None):
     """Return the ranks' outputs of a column-parallel projection, side by side, bias included.
 
     inputs: [ranks, ..., in], one for each rank; rank k computes the k-th contiguous part of the outputs.
+    blocks: the parts of the outputs where these are fewer than the ranks; neighbours then compute the same one.
     Returns [..., out].
     """
+    blocks = blocks or ranks
+
+    def owned(rows):
+        return rows.unflatten(0, (blocks, -1)).repeat_interleave(ranks // blocks, 0)
 
     def multiply(weight, inputs):
-        return torch.einsum("n...h,noh->...no", inputs, weight.unflatten(0, (ranks, -1))).flatten(-2)
+        return torch.einsum("n...h,noh->...no", inputs, owned(weight)).flatten(-2)
 
     parts = sliceable(projection, inputs)
     if parts is None:
-        whole = (projection(inputs[k]).unflatten(-1, (ranks, -1)) for k in range(ranks))
-        return torch.cat([output[..., k, :] for k, output in enumerate(whole)], dim=-1)
+        whole = (projection(inputs[k]).unflatten(-1, (blocks, -1)) for k in range(ranks))
+        return torch.cat([output[..., k * blocks // ranks, :] for k, output in enumerate(whole)], dim=-1)
     weight, adapters = parts
     output = multiply(weight, inputs)
     bias = base_linear(projection).bias
-    output = output if bias is None else output + bias
+    output = output if bias is None else output + owned(bias).flatten()
     for dropout, lora_a, lora_b, scaling in adapters:
         kept = dropout(torch.ones_like(inputs[0], dtype=lora_a.dtype))  # drawn once: real ranks share their seed
         low = nn.functional.linear(inputs.to(lora_a.dtype) * kept, lora_a)
@@ -188,7 +228,7 @@ def base_linear(projection):
     linear = projection.get_base_layer() if hasattr(projection, "get_base_layer") else projection
     if not isinstance(linear, nn.Linear) or type(linear.weight).__name__ == "DTensor":
         raise RuntimeError(
-            f"this layout has dropped sync points, which need whole weights, but {type(linear).__name__} is sharded or"
+            f"this layout has delayed or dropped sync points, which need whole weights, but {type(linear).__name__} is sharded or"
             " replaced by another framework's layer: run it in vLLM with ladderize's plugin (pip install"
             ' "ladderize[vllm]"), with ladderize\'s own runtime, or in plain transformers on one device'
         )
@@ -273,13 +313,13 @@ class LadderizedForCausalLM:
 
 def check_engine(config):
     """Raise ValueError where another engine will replace every nn.Linear, at any tensor-parallel size, of a layout that
-    has dropped sync points. Engines name their attention before they build a model."""
+    has delayed or dropped sync points. Engines name their attention before they build a model."""
     engine = config._attn_implementation if config._attn_implementation in ("vllm", "vllm_mla", "sglang") else None
     if getattr(getattr(config, "distributed_config", None), "tp_size", None) not in (None, 1):
         engine = "transformers' tensor parallelism"
     if config.sync_tp_size is not None and engine is not None:
         raise ValueError(
-            f"this layout drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run it:"
+            f"this layout delays or drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run it:"
             " use vLLM with ladderize's plugin (pip install \"ladderize[vllm]\"), ladderize's own runtime, or plain"
             " transformers on one device"
         )
