@@ -65,7 +65,7 @@ def wide(weights):
     norm = RMSNorm(weights.norm.weight.float(), weights.norm.eps)
     if isinstance(weights, MlpWeights):
         return replace(weights, norm=norm, gate_up=[linear(own) for own in weights.gate_up])
-    return replace(weights, norm=norm, qkv=linear(weights.qkv))
+    return replace(weights, norm=norm, qkv=[linear(own) for own in weights.qkv])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,7 +92,7 @@ def attention_case(dtype, *, dim, norms=False, rope=True, window=None):
     rows = (heads + 2 * kv_heads) * dim
     weights = AttentionWeights(
         RMSNorm(torch.randn(hidden).to(dtype), 1e-5),
-        Linear((torch.randn(rows, hidden) * 2 * hidden**-0.5).to(dtype), torch.randn(rows).to(dtype)),
+        [Linear((torch.randn(rows, hidden) * 2 * hidden**-0.5).to(dtype), torch.randn(rows).to(dtype))],
         [],
         None,
         HeadNorms(torch.randn(dim), torch.randn(dim), heads, kv_heads, 1e-5) if norms else None,

@@ -36,11 +36,11 @@ from tests.test_cpu_operations import (  # noqa: F401
 class Interpreted(GpuOperations):
     """On a CPU, with what it has on a GPU: a cache in the model's dtype, and additive masks."""
 
-    def attention(self, weights, x, step, cache, index, shape):
+    def attention(self, weights, x, step, cache, index, shape, virtual=0):
         own = cache if cache.memory() is None else KVCache(cache.keys.to(x.dtype), cache.values.to(x.dtype))
         mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, x.dtype)
         near = {window: additive(seen, x.dtype) for window, seen in step.near.items()}
-        output = super().attention(weights, x, replace(step, mask=mask, near=near), own, index, shape)
+        output = super().attention(weights, x, replace(step, mask=mask, near=near), own, index, shape, virtual)
         if own is not cache:
             cache.keys.copy_(own.keys)
             cache.values.copy_(own.values)

@@ -35,11 +35,11 @@ class CpuOperations(Operations):
         self._rms_norm(TYPES[x.dtype], *pointers, x.numel() // width, width, norm.eps, self.threads)
         return out
 
-    def mlp(self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:  # type: ignore[override]
-        inputs = [x] if carry is None else [x + own for own in carry]
+    def mlp(self, weights: MlpWeights, x: Tensor, apart: list[Tensor] | None) -> Tensor:  # type: ignore[override]
+        inputs = [x] if apart is None else [x + own for own in apart]
         products = [
             gate_up(self.norm(weights.norm, read))
-            for gate_up, read in zip(weights.gate_up, inputs, strict=carry is not None)
+            for gate_up, read in zip(weights.gate_up, inputs, strict=apart is not None)
         ]
         inner, kind = products[0].shape[-1] // 2, TYPES[x.dtype]
         stride = inner * len(products)
@@ -51,11 +51,18 @@ class CpuOperations(Operations):
         return out
 
     def attention(
-        self, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, index: int, shape: Shape
+        self,
+        weights: AttentionWeights,
+        x: Tensor,
+        step: Step,
+        cache: KVCache,
+        index: int,
+        shape: Shape,
+        virtual: int = 0,
     ) -> Tensor:
         decoder, (batch, tokens, _) = shape.decoder, x.shape
         heads, kv_heads, dim, norms = shape.own_heads, shape.own_kv_heads, shape.head_dim, weights.head_norms
-        qkv = weights.qkv(self.norm(weights.norm, x))
+        qkv = weights.qkv[virtual](self.norm(weights.norm, x))
         rope = step.rope_factors.contiguous() if decoder.rope[index] else None
         if rope is not None and (rope.shape[0] not in (1, batch) or rope.shape[1:] != (tokens, 1, dim // 2)):
             raise ValueError(f"rope factors {tuple(rope.shape)} of {batch} x {tokens} tokens with heads of {dim}")

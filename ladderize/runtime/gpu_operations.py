@@ -31,24 +31,31 @@ class GpuOperations(Operations):
     def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
         return triton_kernels.rms_norm(x, norm.weight, norm.eps)
 
-    def mlp(self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:  # type: ignore[override]
+    def mlp(self, weights: MlpWeights, x: Tensor, apart: list[Tensor] | None) -> Tensor:  # type: ignore[override]
         norm = weights.norm
-        if carry is None:
+        if apart is None:
             return triton_kernels.swiglu(weights.gate_up[0](self.norm(norm, x)))
         inner = []
-        for gate_up, own in zip(weights.gate_up, carry, strict=True):
+        for gate_up, own in zip(weights.gate_up, apart, strict=True):
             _, normed = triton_kernels.add_rms_norm(x, own, norm.weight, norm.eps)
             inner.append(triton_kernels.swiglu(gate_up(normed)))
         return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
 
     def attention(
-        self, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, index: int, shape: Shape
+        self,
+        weights: AttentionWeights,
+        x: Tensor,
+        step: Step,
+        cache: KVCache,
+        index: int,
+        shape: Shape,
+        virtual: int = 0,
     ) -> Tensor:
         if cache.memory() is None:
-            return super().attention(weights, x, step, cache, index, shape)
+            return super().attention(weights, x, step, cache, index, shape, virtual)
         decoder, tokens, norms = shape.decoder, x.shape[1], weights.head_norms
         query = triton_kernels.rotate_and_store(
-            weights.qkv(self.norm(weights.norm, x)),
+            weights.qkv[virtual](self.norm(weights.norm, x)),
             step.rope_factors if decoder.rope[index] else None,
             None if norms is None else norms.weight,
             0.0 if norms is None else norms.eps,

@@ -25,13 +25,22 @@ class KVCache:
     values: Tensor
 
     @classmethod
-    def allocate(cls, shape: Shape, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> "KVCache":
+    def allocate(
+        cls,
+        shape: Shape,
+        batch: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_heads: int | None = None,
+    ) -> "KVCache":
         """Return an empty cache. Raises UserError where there is not enough memory.
 
         dtype: of the model's weights.
+        kv_heads: of ``shards.cached_heads``; None: the rank's own.
         """
         dtype = _dtype(dtype, device)
-        size = _size(shape, batch, columns)
+        size = _size(shape, batch, columns, kv_heads)
         check_room(
             2 * math.prod(size) * dtype.itemsize,
             device,
@@ -41,9 +50,9 @@ class KVCache:
         # zeros, not empty: a masked column of garbage could hold NaN, and 0 * NaN is NaN
         return cls(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
 
-    def fits(self, shape: Shape, batch: int, columns: int, dtype: torch.dtype) -> bool:
+    def fits(self, shape: Shape, batch: int, columns: int, dtype: torch.dtype, kv_heads: int | None = None) -> bool:
         """Return True if ``allocate`` would make the same cache."""
-        size, expected = _size(shape, batch, columns), _dtype(dtype, self.keys.device)
+        size, expected = _size(shape, batch, columns, kv_heads), _dtype(dtype, self.keys.device)
         return tuple(self.keys.shape) == size and self.keys.dtype == expected
 
     @property
@@ -86,6 +95,10 @@ class KVCache:
         """Return a view of rows ``begin`` to ``end`` of the batch."""
         return KVCache(self.keys[:, begin:end], self.values[:, begin:end])
 
+    def kv_heads(self, begin: int, end: int) -> "KVCache":
+        """Return a view of KV heads ``begin`` to ``end``."""
+        return KVCache(self.keys[:, :, begin:end], self.values[:, :, begin:end])
+
     def for_parts(self) -> "KVCache":
         """Return a cache for the parts of one row, which are read in turn and see the keys and values of earlier
         ones."""
@@ -108,6 +121,9 @@ class NoCache(KVCache):
     def batch_rows(self, begin: int, end: int) -> KVCache:
         return self
 
+    def kv_heads(self, begin: int, end: int) -> KVCache:
+        return self
+
     def for_parts(self) -> KVCache:
         return PartsCache(self.keys.dtype, self.keys.device)
 
@@ -122,6 +138,10 @@ class PartsCache(NoCache):
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self.parts: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        self.by_heads: dict[int, PartsCache] = {}
+
+    def kv_heads(self, begin: int, end: int) -> KVCache:
+        return self.by_heads.setdefault(begin, PartsCache(self.keys.dtype, self.keys.device))
 
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
         if not isinstance(columns, int):
@@ -139,5 +159,5 @@ def _dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else dtype
 
 
-def _size(shape: Shape, batch: int, columns: int) -> tuple[int, ...]:
-    return shape.layers, batch, shape.own_kv_heads, columns, shape.head_dim
+def _size(shape: Shape, batch: int, columns: int, kv_heads: int | None) -> tuple[int, ...]:
+    return shape.layers, batch, kv_heads or shape.own_kv_heads, columns, shape.head_dim

@@ -125,31 +125,36 @@ def _packable() -> tuple[torch.dtype, ...]:
 
 @dataclass
 class AttentionWeights:
-    """One rank's part of a layer's attention. ``o`` has one entry for each virtual rank that is computed apart."""
+    """One rank's part of a layer's attention. ``qkv`` and ``o`` have one entry for each virtual rank that is computed
+    apart.
+
+    head_norms: for the heads of one entry of ``qkv``.
+    """
 
     norm: RMSNorm
-    qkv: Linear
+    qkv: list[Linear]
     o: list[Linear]
     o_bias: Tensor | None
     head_norms: HeadNorms | None = None
 
     @property
     def nbytes(self) -> int:
-        return _bytes(self.norm, [self.qkv, *self.o], self.o_bias)
+        return _bytes(self.norm, [*self.qkv, *self.o], self.o_bias)
 
 
 @dataclass
 class MlpWeights:
-    """One rank's part of a layer's MLP. ``gate_up`` has one entry for each virtual rank that is computed apart."""
+    """One rank's part of a layer's MLP. ``gate_up`` and ``down`` have one entry for each virtual rank that is computed
+    apart."""
 
     norm: RMSNorm
     gate_up: list[Linear]
-    down: Linear
+    down: list[Linear]
     down_bias: Tensor | None
 
     @property
     def nbytes(self) -> int:
-        return _bytes(self.norm, [*self.gate_up, self.down], self.down_bias)
+        return _bytes(self.norm, [*self.gate_up, *self.down], self.down_bias)
 
 
 def _bytes(norm: RMSNorm, linears: list[Linear], bias: Tensor | None) -> int:

@@ -13,7 +13,7 @@ from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import read_tensor
 from ladderize.layout import Layout
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights
-from ladderize.runtime.shards import Shape, Slice, virtual_ranks
+from ladderize.runtime.shards import Shape, Slice, VirtualRanks, rank_shape, virtual_ranks
 
 
 class Source(Protocol):
@@ -94,7 +94,7 @@ def load_weights(
 
 
 def _layer(
-    read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: int, pack: bool, *, pack_sent: bool
+    read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: VirtualRanks, pack: bool, *, pack_sent: bool
 ) -> tuple[AttentionWeights, MlpWeights]:
     """Return one layer's weights.
 
@@ -109,10 +109,9 @@ def _layer(
         biases = [bias for _, bias in parts if bias is not None]
         return Linear(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None, pack=pack)
 
-    def split(bounds: tuple[int, int]) -> list[tuple[int, int]]:
-        """Split ``bounds`` into the blocks of the virtual ranks that this process computes apart."""
-        width = (bounds[1] - bounds[0]) // virtual
-        return [(bounds[0] + k * width, bounds[0] + (k + 1) * width) for k in range(virtual)]
+    def ranks(count: int) -> list[Shape]:
+        """Return the shapes of the virtual ranks that this process computes apart."""
+        return [rank_shape(shape, count, k) for k in range(count)]
 
     def paired(part: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         return pair_rope_rows(part[0], shape.head_dim), None if part[1] is None else pair_rope_rows(
@@ -120,28 +119,35 @@ def _layer(
         )
 
     own = shape.decoder
-    qkv = fused(
-        [
-            paired(rows("self_attn.q_proj", shape.query_rows(), own.qkv_bias)),
-            paired(rows("self_attn.k_proj", shape.kv_rows(), own.qkv_bias)),
-            rows("self_attn.v_proj", shape.kv_rows(), own.qkv_bias),
-        ]
-    )
+    qkv = [
+        fused(
+            [
+                paired(rows("self_attn.q_proj", rank.query_rows(), own.qkv_bias)),
+                paired(rows("self_attn.k_proj", rank.kv_rows(), own.qkv_bias)),
+                rows("self_attn.v_proj", rank.kv_rows(), own.qkv_bias),
+            ]
+        )
+        for rank in ranks(virtual.qkv)
+    ]
     head_norms = None
     if own.head_norms:
         query, key = (
             pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), shape.head_dim) for name in ("q", "k")
         )
-        head_norms = HeadNorms(query, key, shape.own_heads, shape.own_kv_heads, shape.eps)
+        first = rank_shape(shape, virtual.qkv)
+        head_norms = HeadNorms(query, key, first.own_heads, first.own_kv_heads, shape.eps)
     o = [
-        Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *bounds), pack=pack_sent)
-        for bounds in split(shape.query_rows())
+        Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *rank.query_rows()), pack=pack_sent)
+        for rank in ranks(virtual.o)
     ]
     gate_up = [
-        fused([rows("mlp.gate_proj", bounds, own.mlp_bias), rows("mlp.up_proj", bounds, own.mlp_bias)])
-        for bounds in split(shape.inner_rows())
+        fused([rows(f"mlp.{name}_proj", rank.inner_rows(), own.mlp_bias) for name in ("gate", "up")])
+        for rank in ranks(virtual.gate_up)
     ]
-    down = Linear(read(f"{prefix}mlp.down_proj.weight", 1, *shape.inner_rows()), pack=pack_sent)
+    down = [
+        Linear(read(f"{prefix}mlp.down_proj.weight", 1, *rank.inner_rows()), pack=pack_sent)
+        for rank in ranks(virtual.down)
+    ]
     attention = AttentionWeights(
         norm=RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
         qkv=qkv,

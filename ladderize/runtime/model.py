@@ -2,23 +2,24 @@
 
 Between layers the state is the residual stream, equal on all ranks, and perhaps one all-reduce in flight. Each
 sub-module returns this rank's partial sum; the layout says whether its sum is waited for at once (blocking), after the
-next sub-module (overlapped, Ladder Residual, arXiv 2501.06589) or left out until the next sync point (dropped, SPD,
-arXiv 2502.20727).
+next sub-module (overlapped, Ladder Residual, arXiv 2501.06589, or delayed: that one reads this rank's partial at once)
+or left out until the next sync point (dropped, SPD, arXiv 2502.20727).
 """
 
 from collections.abc import Callable, Generator, Iterator
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from ladderize.layout import BLOCKING, DROPPED, Layout
+from ladderize.layout import APART, DELAYED, DROPPED, HIDING, Layout
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
-from ladderize.runtime.shards import Shape
+from ladderize.runtime.shards import Shape, cached_heads, rank_shape
 from ladderize.runtime.step import Step, join_parts, split_parts, with_additive_masks
 
 OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
@@ -68,6 +69,9 @@ class TPLlama:
         self.operations = operations or Operations()
         self.head = weights.take_head()
         self.windows = sorted({window for window in shape.decoder.windows if window is not None})
+        virtual = (layout.sync_tp_size or shape.tp_size) // shape.tp_size
+        self.rank_shapes = [rank_shape(shape, virtual, number) for number in range(virtual)]
+        self.more_cached = cached_heads(shape, layout) > shape.own_kv_heads
 
     def forward(self, ids: Tensor, step: Step, cache: KVCache, schedule: Schedule = SEQUENTIAL) -> Tensor:
         """Return the output layer's input [batch, tokens, hidden], equal on all ranks.
@@ -99,40 +103,51 @@ class TPLlama:
         assert sent is not None
         residual, x = sent.wait()
         sent = None
+        apart: list[Tensor] | None = None  # what each virtual rank reads beside x: its partial of the sub-module before
         for index in range(self.shape.layers):
+            attention_mode, mlp_mode = layout.attention_sync[index], layout.mlp_sync[index]
             outputs = self.outputs_of(index)
-            products = self.attention_products(index, attention, x, step, cache, columns)
+            products = self.attention_products(index, attention, x, apart, step, cache, columns)
             if sent is not None:
                 products = iter(list(products))  # computed before the wait: that is the overlap
                 residual, x = sent.wait()
                 sent = None
-            carry = None
-            if layout.attention_sync[index] == DROPPED:
-                carry = list(products)
-                residual, x = self.add_bias(residual, x, scaled(attention.o_bias))
-            else:
-                take = None if outputs is None else outputs.attention
-                sent = PendingSum(collectives, residual, scaled(attention.o_bias), products, take)
+            take = None if outputs is None else outputs.attention
+            bias, apart = scaled(attention.o_bias), None
+            if attention_mode in APART:
+                apart = list(products)
+                residual, x = self.add_bias(residual, x, bias)
+            if attention_mode == DELAYED:
+                sent = self.send_apart(residual, apart, columns, bias, take)
+            elif attention_mode != DROPPED:
+                sent = PendingSum(collectives, residual, bias, products, take)
+            if sent is not None:
                 mlp = weights.mlp(index)
                 yield
-                if layout.attention_sync[index] == BLOCKING:
+                if attention_mode not in HIDING:
                     residual, x = sent.wait()
                     sent = None
             assert mlp is not None
-            products = self.mlp_products(mlp, x, carry, columns)
+            products = self.mlp_products(index, mlp, x, apart, columns)
             if sent is not None:
                 products = iter(list(products))
                 residual, x = sent.wait()
             take = None if outputs is None else outputs.mlp
-            sent = PendingSum(collectives, residual, scaled(mlp.down_bias), products, take)
-            if outputs is not None and carry is not None:
+            carry, bias, apart = apart, scaled(mlp.down_bias), None
+            if mlp_mode == DELAYED:
+                apart = list(products)
+                residual, x = self.add_bias(residual, x, bias)
+                sent = self.send_apart(residual, apart, columns, bias, take)
+            else:
+                sent = PendingSum(collectives, residual, bias, products, take)
+            if outputs is not None and carry is not None and attention_mode == DROPPED:
                 outputs.send_dropped(collectives, carry, scaled(attention.o_bias))
             if index + 1 < self.shape.layers:
                 attention, mlp = self.upcoming(index + 1)
             else:
                 self.head = weights.take_head()  # like a sub-module's: before the last sum is waited for
             yield
-            if layout.mlp_sync[index] == BLOCKING:
+            if mlp_mode not in HIDING:
                 residual, x = sent.wait()
                 sent = None
         return self.end(x)  # the last MLP sync is blocking: nothing is on its way
@@ -167,32 +182,92 @@ class TPLlama:
             return (residual + bias,) * 2
         return residual + ShareOfGradient.apply(bias, 1 / self.collectives.ranks), x + bias
 
+    def send_apart(
+        self,
+        residual: Tensor,
+        partials: list[Tensor],
+        columns: int,
+        bias: Tensor | None,
+        take: Callable[[Tensor], None] | None,
+    ) -> PendingSum:
+        """Send the sum of a delayed sub-module, of whose bias the stream knows already.
+
+        partials: of this process's virtual ranks, which read them meanwhile: the message is new memory.
+        take: see PendingSum; receives the sum with the bias.
+        """
+        total = partials[0] if len(partials) == 1 else torch.stack(partials).sum(0)
+        messages = [part.clone(memory_format=torch.contiguous_format) for part in total.chunk(columns, -1)]
+        taken = take
+        if take is not None and bias is not None:
+            share, give = ShareOfGradient.apply(bias, 1 / self.collectives.ranks), take
+            taken = lambda total: give(total + share)  # noqa: E731
+        return PendingSum(self.collectives, residual, None, messages, taken)
+
     def attention_products(
-        self, index: int, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, columns: int
+        self,
+        index: int,
+        weights: AttentionWeights,
+        x: Tensor,
+        apart: list[Tensor] | None,
+        step: Step,
+        cache: KVCache,
+        columns: int,
     ) -> Iterator[Tensor]:
         """Yield this rank's part of attention's sum, without o_proj's bias.
 
-        It comes in ``columns`` parts, or, where the sum is dropped, whole for each virtual rank.
+        It comes in ``columns`` parts, or, where it is read before it is summed, whole for each virtual rank.
+
+        apart: after a delayed MLP, what virtual rank k of this process reads beside x.
         """
-        heads = self.operations.attention(weights, x, step, cache, index, self.shape)
-        if self.layout.attention_sync[index] != DROPPED:
+        heads = self.heads(index, weights, x, apart, step, cache)
+        if self.layout.attention_sync[index] not in APART:
             yield from map(self.scaled, weights.o[0].products(heads, columns))
         else:
             for o, part in zip(weights.o, heads.chunk(len(weights.o), -1), strict=True):
                 yield self.scaled(o(part))
 
+    def heads(
+        self,
+        index: int,
+        weights: AttentionWeights,
+        x: Tensor,
+        apart: list[Tensor] | None,
+        step: Step,
+        cache: KVCache,
+    ) -> Tensor:
+        """Return o_proj's input [batch, tokens, own heads * head_dim], of the virtual ranks side by side."""
+        attention = self.operations.attention
+        if apart is None:
+            own = cache.kv_heads(0, self.shape.own_kv_heads) if self.more_cached else cache
+            return attention(weights, x, step, own, index, self.shape, 0)
+        outputs = []
+        for number, (shape, partial) in enumerate(zip(self.rank_shapes, apart, strict=True)):
+            own = cache
+            if len(apart) > 1:
+                own = cache.kv_heads(number * shape.own_kv_heads, (number + 1) * shape.own_kv_heads)
+            outputs.append(attention(weights, x + partial, step, own, index, shape, number))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
     def mlp_products(
-        self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None, columns: int
+        self, index: int, weights: MlpWeights, x: Tensor, apart: list[Tensor] | None, columns: int
     ) -> Iterator[Tensor]:
-        """Yield this rank's part of the MLP's sum, without down_proj's bias, plus its carry, in ``columns`` parts.
+        """Yield this rank's part of the MLP's sum, without down_proj's bias.
 
-        The carry is the P of SPD section 4.1: X' = X + AR(Z + P).
+        It comes in ``columns`` parts, or, where it is delayed, whole for each virtual rank. After a dropped attention
+        its partials are added: they are the P of SPD section 4.1: X' = X + AR(Z + P).
 
-        Each virtual rank k of this process reads x + carry[k]; the one product with down_proj adds them all up.
+        apart: what virtual rank k of this process reads beside x; None: nothing.
         """
-        inner = self.operations.mlp(weights, x, carry)
-        for number, product in enumerate(map(self.scaled, weights.down.products(inner, columns))):
-            for own in carry or ():
+        carry = apart if apart is not None and self.layout.attention_sync[index] == DROPPED else []
+        inner = self.operations.mlp(weights, x, apart)
+        if self.layout.mlp_sync[index] == DELAYED:
+            parts = inner.chunk(len(weights.down), -1)
+            for number, (down, part) in enumerate(zip(weights.down, parts, strict=True)):
+                product = self.scaled(down(part))
+                yield product + carry[number] if carry else product
+            return
+        for number, product in enumerate(map(self.scaled, weights.down[0].products(inner, columns))):
+            for own in carry:
                 product = product + own.chunk(columns, -1)[number]
             yield product
 

@@ -29,14 +29,14 @@ class Operations:
 
     @staticmethod
     def project(
-        weights: AttentionWeights, x: Tensor, rope_factors: Tensor | None, shape: Shape
+        weights: AttentionWeights, x: Tensor, rope_factors: Tensor | None, shape: Shape, virtual: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [batch, own heads, tokens, head_dim], float32.
 
         x: the residual stream [batch, tokens, hidden].
         rope_factors: None in a layer without rope.
         """
-        fused = weights.qkv(weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))
+        fused = weights.qkv[virtual](weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))
         query_key, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
         if weights.head_norms is not None:
             query_key = weights.head_norms(query_key)
@@ -46,15 +46,24 @@ class Operations:
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def attention(
-        self, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, index: int, shape: Shape
+        self,
+        weights: AttentionWeights,
+        x: Tensor,
+        step: Step,
+        cache: KVCache,
+        index: int,
+        shape: Shape,
+        virtual: int = 0,
     ) -> Tensor:
         """Return o_proj's input in layer ``index``, [batch, tokens, own heads * head_dim]. Keys and values go into the
         cache.
 
         x: the residual stream [batch, tokens, hidden].
+        shape, virtual: of the virtual rank that is computed, and its number among ``weights.qkv``.
         """
         decoder = shape.decoder
-        query, key, value = self.project(weights, x, step.rope_factors if decoder.rope[index] else None, shape)
+        rope_factors = step.rope_factors if decoder.rope[index] else None
+        query, key, value = self.project(weights, x, rope_factors, shape, virtual)
         cache.write(index, step.columns, key, value)
         if step.length:
             key, value = cache.read(index, step.length)
@@ -64,12 +73,12 @@ class Operations:
         return attend(query.to(key.dtype), key, value, *seen, scale=decoder.attention_scale).to(x.dtype)
 
     @staticmethod
-    def mlp(weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:
+    def mlp(weights: MlpWeights, x: Tensor, apart: list[Tensor] | None) -> Tensor:
         """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side. Rank k reads x +
-        carry[k]."""
-        if carry is None:
+        apart[k]."""
+        if apart is None:
             return gated(weights.gate_up[0](weights.norm(x)))
-        inner = [gated(gate_up(weights.norm(x + own))) for gate_up, own in zip(weights.gate_up, carry, strict=True)]
+        inner = [gated(gate_up(weights.norm(x + own))) for gate_up, own in zip(weights.gate_up, apart, strict=True)]
         return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
 
 

@@ -6,16 +6,16 @@ ranks than KV heads (docs/design.md; Megatron-LM, arXiv 1909.08053).
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ladderize.checkpoint.config import head_dim, is_tied, kv_head_count
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder
 from ladderize.families.registry import complete_config, known_family
 from ladderize.files.documents import read_json
-from ladderize.layout import CONFIG_KEYS, DROPPED, Layout, LayoutError, check_split, runnable_sizes
+from ladderize.layout import APART, CONFIG_KEYS, DELAYED, Layout, LayoutError, check_split, runnable_sizes
 
 ACTIVATIONS = ("silu", "swish")
 
@@ -132,16 +132,37 @@ def check_runnable(config: Mapping[str, Any], layout: Layout, tp_size: int, *, n
         sizes = ", ".join(map(str, runnable_sizes(config, layout)))
         raise LayoutError(
             f"{name} {tp_size} does not divide the {layout.sync_tp_size} virtual ranks (sync_tp_size) that this"
-            f" layout's dropped sync points were made for; this model runs on {sizes}"
+            f" layout's delayed or dropped sync points were made for; this model runs on {sizes}"
         )
 
 
-def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> int:
-    """Return the number of virtual ranks that one process computes apart in ``layer``; 1 where nothing is dropped."""
-    if layout.attention_sync[layer] != DROPPED:
-        return 1
-    assert layout.sync_tp_size is not None
-    return layout.sync_tp_size // tp_size
+class VirtualRanks(NamedTuple):
+    """The numbers of virtual ranks that one process computes apart in a layer, by weight; 1: all as one."""
+
+    qkv: int
+    o: int
+    gate_up: int
+    down: int
+
+
+def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> VirtualRanks:
+    """Return the virtual ranks of a layer: q, k and v are apart after a delayed MLP, the others around own partials."""
+    count = (layout.sync_tp_size or tp_size) // tp_size
+    reads_apart = layout.entering(layer) == DELAYED
+    keeps_apart = layout.attention_sync[layer] in APART
+    is_delayed = layout.mlp_sync[layer] == DELAYED
+    return VirtualRanks(*(count if apart else 1 for apart in (reads_apart, keeps_apart, keeps_apart, is_delayed)))
+
+
+def rank_shape(shape: Shape, virtual: int, number: int = 0) -> Shape:
+    """Return the shape of one of the ``virtual`` ranks that a process computes apart; 1: the process's own."""
+    return replace(shape, tp_size=shape.tp_size * virtual, rank=shape.rank * virtual + number)
+
+
+def cached_heads(shape: Shape, layout: Layout) -> int:
+    """Return the KV heads of one rank's cache: virtual ranks that read apart have keys and values of their own."""
+    counts = {virtual_ranks(layout, layer, shape.tp_size).qkv for layer in range(layout.num_layers)}
+    return max(count * rank_shape(shape, count).own_kv_heads for count in counts)
 
 
 def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | None = None) -> int:
@@ -158,12 +179,14 @@ def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | N
     return shape.layers * layer * (projections or width) + width * others
 
 
-def cache_bytes(shape: Shape, batch: int, columns: int, width: int) -> int:
+def cache_bytes(shape: Shape, batch: int, columns: int, width: int, layout: Layout | None = None) -> int:
     """Return the bytes of one rank's keys and values of ``batch`` texts of ``columns`` tokens.
 
     width: bytes of a number.
+    layout: None: of which no MLP is delayed.
     """
-    return 2 * shape.layers * batch * shape.own_kv_heads * columns * shape.head_dim * width
+    heads = shape.own_kv_heads if layout is None else cached_heads(shape, layout)
+    return 2 * shape.layers * batch * heads * columns * shape.head_dim * width
 
 
 # ---- sizes without weights ----

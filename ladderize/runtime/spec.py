@@ -23,7 +23,7 @@ from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import Weights
 from ladderize.runtime.loader import CheckpointSource, RandomSource, Source, files_identity, load_weights
 from ladderize.runtime.model import TPLlama
-from ladderize.runtime.shards import Shape, check_activation, check_runnable, virtual_ranks
+from ladderize.runtime.shards import Shape, cached_heads, check_activation, check_runnable, virtual_ranks
 
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -161,6 +161,7 @@ def open_generator(
     shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
     operations = choose_operations(group, spec.torch_dtype)
     model = model_class(shape, spec.layout, own, collectives, operations)
-    if cache is None or not cache.fits(shape, batch, columns, spec.torch_dtype):
-        cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device)
+    kv_heads = cached_heads(shape, spec.layout)
+    if cache is None or not cache.fits(shape, batch, columns, spec.torch_dtype, kv_heads):
+        cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device, kv_heads)
     return Generator(model, rope_table(spec.config, columns, group.device), cache, graphs=group.device.type == "cuda")

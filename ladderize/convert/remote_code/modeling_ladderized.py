@@ -48,9 +48,7 @@ class HeadsOnlyAttention:
                 )
             )
         else:
-            query, key, value = (
-                projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)
-            )
+            query, key, value = (projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj))
         query, key, value = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (query, key, value))
         if hasattr(self, "q_norm"):  # of each head
             query, key = self.q_norm(query), self.k_norm(key)
@@ -228,8 +226,8 @@ def base_linear(projection):
     linear = projection.get_base_layer() if hasattr(projection, "get_base_layer") else projection
     if not isinstance(linear, nn.Linear) or type(linear.weight).__name__ == "DTensor":
         raise RuntimeError(
-            f"this layout has delayed or dropped sync points, which need whole weights, but {type(linear).__name__} is sharded or"
-            " replaced by another framework's layer: run it in vLLM with ladderize's plugin (pip install"
+            f"this layout has delayed or dropped sync points, which need whole weights, but {type(linear).__name__} is"
+            " sharded or replaced by another framework's layer: run it in vLLM with ladderize's plugin (pip install"
             ' "ladderize[vllm]"), with ladderize\'s own runtime, or in plain transformers on one device'
         )
     return linear
@@ -319,8 +317,8 @@ def check_engine(config):
         engine = "transformers' tensor parallelism"
     if config.sync_tp_size is not None and engine is not None:
         raise ValueError(
-            f"this layout delays or drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run it:"
-            " use vLLM with ladderize's plugin (pip install \"ladderize[vllm]\"), ladderize's own runtime, or plain"
+            f"this layout delays or drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run"
+            " it: use vLLM with ladderize's plugin (pip install \"ladderize[vllm]\"), ladderize's own runtime, or plain"
             " transformers on one device"
         )
 

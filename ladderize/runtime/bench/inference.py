@@ -173,8 +173,8 @@ class ParallelLlama(TPLlama):
         residual, x = pending.wait()
         for index in range(self.shape.layers):
             attention, mlp = self.weights.attention(index), self.weights.mlp(index)
-            (partial,) = self.attention_products(index, attention, x, step, cache, 1)
-            (partial_mlp,) = self.mlp_products(mlp, x, None, 1)
+            (partial,) = self.attention_products(index, attention, x, None, step, cache, 1)
+            (partial_mlp,) = self.mlp_products(index, mlp, x, None, 1)
             for bias in (self.scaled(attention.o_bias), self.scaled(mlp.down_bias)):
                 residual = residual if bias is None else residual + bias
             pending = PendingSum(self.collectives, residual, None, [partial + partial_mlp])

@@ -100,22 +100,35 @@ class _TrainedLlama(TPLlama):
         return None if self.outputs is None else self.outputs.of(index)
 
     def attention_products(
-        self, index: int, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, columns: int
+        self,
+        index: int,
+        weights: AttentionWeights,
+        x: Tensor,
+        apart: list[Tensor] | None,
+        step: Step,
+        cache: KVCache,
+        columns: int,
     ) -> Iterator[Tensor]:
         compute = super().attention_products
         if not self.recompute:
-            return compute(index, weights, x, step, cache, columns)
-        return iter(_recomputed(lambda x: tuple(compute(index, weights, x, step, cache, columns)), x))
+            return compute(index, weights, x, apart, step, cache, columns)
+
+        def again(x: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+            return tuple(compute(index, weights, x, list(own) or None, step, cache, columns))
+
+        return iter(_recomputed(again, x, *apart or ()))
 
     def mlp_products(
-        self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None, columns: int
+        self, index: int, weights: MlpWeights, x: Tensor, apart: list[Tensor] | None, columns: int
     ) -> Iterator[Tensor]:
         compute = super().mlp_products
         if not self.recompute:
-            return compute(weights, x, carry, columns)
-        return iter(
-            _recomputed(lambda x, *own: tuple(compute(weights, x, list(own) or None, columns)), x, *carry or ())
-        )
+            return compute(index, weights, x, apart, columns)
+
+        def again(x: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+            return tuple(compute(index, weights, x, list(own) or None, columns))
+
+        return iter(_recomputed(again, x, *apart or ()))
 
 
 def _recomputed(function: Any, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors
-from ladderize.layout import DROPPED, Layout
+from ladderize.errors import UserError
+from ladderize.layout import APART, DELAYED, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
 from ladderize.runtime.loader import Source, load_weights, unpair_rope_rows
-from ladderize.runtime.shards import Shape, Slice
+from ladderize.runtime.shards import Shape, Slice, rank_shape, virtual_ranks
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
 
 Pick = Callable[[Tensor], Tensor]
@@ -72,32 +73,34 @@ def share_frozen(weights: nn.Module, other: nn.Module) -> None:
             setattr(weights.get_submodule(owner), leaf, same)
 
 
-def named_tensors(attention: AttentionWeights, mlp: MlpWeights) -> dict[str, Tensor]:
-    """Return the tensors of a layer by the names that ``TrainedWeights`` gives them."""
-    norms = attention.head_norms
-    named: dict[str, Tensor | None] = {
-        "attention_norm": attention.norm.weight,
-        "q_norm": None if norms is None else norms.query,
-        "k_norm": None if norms is None else norms.key,
-        "qkv": attention.qkv.weight,
-        "qkv_bias": attention.qkv.bias,
-        "o_bias": attention.o_bias,
-        "mlp_norm": mlp.norm.weight,
-        "down": mlp.down.weight,
-        "down_bias": mlp.down_bias,
-    }
-    for number, o in enumerate(attention.o):
-        named[f"o{number}"] = o.weight
-    for number, gate_up in enumerate(mlp.gate_up):
-        named |= {f"gate_up{number}": gate_up.weight, f"gate_up{number}_bias": gate_up.bias}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+class TrainedLinear(nn.Module):
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = _parameter(linear.weight), _parameter(linear.bias)
+
+
+class TrainedAttention(nn.Module):
+    def __init__(self, weights: AttentionWeights) -> None:
+        super().__init__()
+        self.norm, self.o_bias = _parameter(weights.norm.weight), _parameter(weights.o_bias)
+        self.qkv = nn.ModuleList(map(TrainedLinear, weights.qkv))
+        self.o = nn.ModuleList(map(TrainedLinear, weights.o))
+        norms = weights.head_norms
+        self.q_norm = None if norms is None else _parameter(norms.query)
+        self.k_norm = None if norms is None else _parameter(norms.key)
+
+
+class TrainedMlp(nn.Module):
+    def __init__(self, weights: MlpWeights) -> None:
+        super().__init__()
+        self.norm, self.down_bias = _parameter(weights.norm.weight), _parameter(weights.down_bias)
+        self.gate_up = nn.ModuleList(map(TrainedLinear, weights.gate_up))
+        self.down = nn.ModuleList(map(TrainedLinear, weights.down))
 
 
 class TrainedWeights(nn.Module):
     """The trained and the frozen weights of one rank; see ``build_weights``.
 
-    layers: the parameters of each (``named_tensors``).
-    apart: how many virtual ranks are computed apart in the attention and in the MLP of each layer.
     head: the embedding, where the two are tied.
     pad_id: the token that only fills rows. Its row of the embedding has no gradient, as in transformers.
     """
@@ -105,7 +108,6 @@ class TrainedWeights(nn.Module):
     norm: Tensor
     embed: Tensor
     head: Tensor
-    layers: Any
 
     def __init__(
         self, weights: Weights, shape: Shape, layout: Layout, compute: torch.dtype, pad_id: int | None
@@ -116,9 +118,8 @@ class TrainedWeights(nn.Module):
         pad = None if pad_id is None else pad_id % shape.vocab - shape.vocab_start
         self.own_pad = pad if pad is not None and 0 <= pad < shape.own_vocab else None
         self.embed = _parameter(weights.embed)
-        frozen = ({name: _parameter(own) for name, own in named_tensors(*layer).items()} for layer in weights.layers)
-        self.layers = nn.ModuleList(map(nn.ParameterDict, frozen))
-        self.apart = [(len(attention.o), len(mlp.gate_up)) for attention, mlp in weights.layers]
+        self.attentions = nn.ModuleList(TrainedAttention(attention) for attention, _ in weights.layers)
+        self.mlps = nn.ModuleList(TrainedMlp(mlp) for _, mlp in weights.layers)
         self.norm = _parameter(weights.norm.weight)
         self.head = self.embed if shape.tied else _parameter(weights.head.weight)
 
@@ -131,47 +132,49 @@ class TrainedWeights(nn.Module):
         shape = self.shape
         vocabulary = (shape.vocab, shape.hidden)
         yield EMBEDDING, Piece(vocabulary, _whole(self.embed), 0)
-        for index, own in enumerate(self.layers):
-            prefix, (of_o, _) = f"model.layers.{index}.", self.apart[index]
-            for name, key, head_dim in (
-                ("input_layernorm.weight", "attention_norm", 0),
-                ("post_attention_layernorm.weight", "mlp_norm", 0),
-                ("self_attn.o_proj.bias", "o_bias", 0),
-                ("self_attn.q_norm.weight", "q_norm", shape.head_dim),
-                ("self_attn.k_norm.weight", "k_norm", shape.head_dim),
-                ("mlp.down_proj.bias", "down_bias", 0),
+        for index, (attention, mlp) in enumerate(self._layers()):
+            prefix = f"model.layers.{index}."
+            for name, parameter, head_dim in (
+                ("input_layernorm.weight", attention.norm, 0),
+                ("post_attention_layernorm.weight", mlp.norm, 0),
+                ("self_attn.o_proj.bias", attention.o_bias, 0),
+                ("self_attn.q_norm.weight", attention.q_norm, shape.head_dim),
+                ("self_attn.k_norm.weight", attention.k_norm, shape.head_dim),
+                ("mlp.down_proj.bias", mlp.down_bias, 0),
             ):
-                if key in own:
-                    yield prefix + name, Piece(tuple(own[key].shape), _whole(own[key]), head_dim=head_dim)
-            yield from self._column_pieces(index)
-            for name, keys, size in (
-                ("self_attn.o_proj", [f"o{number}" for number in range(of_o)], shape.heads * shape.head_dim),
-                ("mlp.down_proj", ["down"], shape.inner),
+                if parameter is not None:
+                    yield prefix + name, Piece(tuple(parameter.shape), _whole(parameter), head_dim=head_dim)
+            yield from self._column_pieces(prefix, attention, mlp)
+            for name, linears, size in (
+                ("self_attn.o_proj", attention.o, shape.heads * shape.head_dim),
+                ("mlp.down_proj", mlp.down, shape.inner),
             ):
-                parts = tuple((own[key], slice(None)) for key in keys)
+                parts = tuple((linear.weight, slice(None)) for linear in linears)
                 yield f"{prefix}{name}.weight", Piece((shape.hidden, size), parts, 1)
         yield "model.norm.weight", Piece(tuple(self.norm.shape), _whole(self.norm))
         if not shape.tied:
             yield HEAD, Piece(vocabulary, _whole(self.head), 0)
 
-    def _column_pieces(self, index: int) -> Iterator[tuple[str, Piece]]:
+    def _layers(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self.attentions, self.mlps, strict=True)
+
+    def _column_pieces(self, prefix: str, attention: Any, mlp: Any) -> Iterator[tuple[str, Piece]]:
         """Yield the pieces of projections whose output rows the ranks share."""
-        own, (_, of_mlp) = self.layers[index], self.apart[index]
-        shape, width = self.shape, self.shape.own_inner // of_mlp
-        query, kv = shape.own_heads * shape.head_dim, shape.own_kv_heads * shape.head_dim
+        shape, width = self.shape, self.shape.own_inner // len(mlp.gate_up)
+        rank = rank_shape(shape, len(attention.qkv))
+        query, kv = rank.own_heads * shape.head_dim, rank.own_kv_heads * shape.head_dim
         heads, kv_heads, shared = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_copies
-        gate_up = [f"gate_up{number}" for number in range(of_mlp)]
-        for name, keys, rows, size, copies, head_dim in (
-            ("self_attn.q_proj", ["qkv"], slice(0, query), heads, 1, shape.head_dim),
-            ("self_attn.k_proj", ["qkv"], slice(query, query + kv), kv_heads, shared, shape.head_dim),
-            ("self_attn.v_proj", ["qkv"], slice(query + kv, query + 2 * kv), kv_heads, shared, 0),
-            ("mlp.gate_proj", gate_up, slice(0, width), shape.inner, 1, 0),
-            ("mlp.up_proj", gate_up, slice(width, 2 * width), shape.inner, 1, 0),
+        for name, linears, rows, size, copies, head_dim in (
+            ("self_attn.q_proj", attention.qkv, slice(0, query), heads, 1, shape.head_dim),
+            ("self_attn.k_proj", attention.qkv, slice(query, query + kv), kv_heads, shared, shape.head_dim),
+            ("self_attn.v_proj", attention.qkv, slice(query + kv, query + 2 * kv), kv_heads, shared, 0),
+            ("mlp.gate_proj", mlp.gate_up, slice(0, width), shape.inner, 1, 0),
+            ("mlp.up_proj", mlp.gate_up, slice(width, 2 * width), shape.inner, 1, 0),
         ):
-            for kind, end, sizes in (("weight", "", (size, shape.hidden)), ("bias", "_bias", (size,))):
-                if keys[0] + end in own:
-                    parts = tuple((own[key + end], rows) for key in keys)
-                    yield f"model.layers.{index}.{name}.{kind}", Piece(sizes, parts, 0, copies, head_dim)
+            for kind, sizes in (("weight", (size, shape.hidden)), ("bias", (size,))):
+                parts = tuple((getattr(linear, kind), rows) for linear in linears)
+                if parts[0][0] is not None:
+                    yield f"{prefix}{name}.{kind}", Piece(sizes, parts, 0, copies, head_dim)
 
     # ---- gradients that the ranks know parts of ----
 
@@ -181,17 +184,21 @@ class TrainedWeights(nn.Module):
         They lie between a sum over the ranks and the products that are split among them.
         """
         found: list[Tensor] = [self.norm]
-        for index, own in enumerate(self.layers):
-            keys = ["attention_norm", "mlp_norm", "q_norm", "k_norm"]  # the last two: of this rank's heads alone
-            keys += ["o_bias"] if self.layout.attention_sync[index] == DROPPED else []
-            found += [own[key] for key in keys if key in own]
+        for index, (attention, mlp) in enumerate(self._layers()):
+            found += [attention.norm, mlp.norm]
+            if attention.q_norm is not None:  # of this rank's heads alone
+                found += [attention.q_norm, attention.k_norm]
+            if attention.o_bias is not None and self.layout.attention_sync[index] in APART:
+                found.append(attention.o_bias)
+            if mlp.down_bias is not None and self.layout.mlp_sync[index] == DELAYED:
+                found.append(mlp.down_bias)
         return found
 
     def copied_rows(self) -> list[tuple[Tensor, slice]]:
         """Return the rows of KV heads that neighbouring ranks hold too, each with its parameter."""
         begin = self.shape.own_heads * self.shape.head_dim
-        layers = self.layers if self.shape.kv_copies > 1 else []
-        return [(own[key], slice(begin, None)) for own in layers for key in ("qkv", "qkv_bias") if key in own]
+        qkv = [attention.qkv for attention, _ in self._layers()] if self.shape.kv_copies > 1 else []
+        return [(parameter, slice(begin, None)) for linears in qkv for parameter in linears.parameters()]
 
     @property
     def partial_numbers(self) -> int:
@@ -240,23 +247,30 @@ class UsedWeights:
     def norm(self) -> RMSNorm:
         return self._norm(self.weights.norm)
 
-    def take_head(self) -> Linear:
+    def take_head(self) -> LaterLinear:
         return self._later(self.weights.head, None)
 
     def attention(self, layer: int) -> AttentionWeights:
-        own, shape = self.weights.layers[layer], self.weights.shape
-        head_norms = None
-        if "q_norm" in own:
-            head_norms = HeadNorms(own["q_norm"], own["k_norm"], shape.own_heads, shape.own_kv_heads, shape.eps)
-        o = [self._later(own[f"o{number}"], None) for number in range(self.weights.apart[layer][0])]
-        bias = self._small(own, "o_bias")
-        return AttentionWeights(self._norm(own["attention_norm"]), self._linear(own, "qkv"), o, bias, head_norms)
+        own: Any = self.weights.attentions[layer]
+        shape = rank_shape(self.weights.shape, len(own.qkv))
+        return AttentionWeights(
+            self._norm(own.norm),
+            [self._linear(qkv) for qkv in own.qkv],
+            [self._linear(o) for o in own.o],
+            self._small(own.o_bias),
+            HeadNorms(own.q_norm, own.k_norm, shape.own_heads, shape.own_kv_heads, shape.eps)
+            if own.q_norm is not None
+            else None,
+        )
 
     def mlp(self, layer: int) -> MlpWeights:
-        own = self.weights.layers[layer]
-        gate_up = [self._linear(own, f"gate_up{number}") for number in range(self.weights.apart[layer][1])]
-        down = self._later(own["down"], None)
-        return MlpWeights(self._norm(own["mlp_norm"]), gate_up, down, self._small(own, "down_bias"))
+        own: Any = self.weights.mlps[layer]
+        return MlpWeights(
+            self._norm(own.norm),
+            [self._linear(gate_up) for gate_up in own.gate_up],
+            [self._linear(down) for down in own.down],
+            self._small(own.down_bias),
+        )
 
     @property
     def nbytes(self) -> int:
@@ -266,10 +280,10 @@ class UsedWeights:
     def resident_bytes(self) -> int:
         return self.nbytes
 
-    def _linear(self, own: Any, key: str) -> Linear:
-        return self._later(own[key], self._small(own, f"{key}_bias"))
+    def _linear(self, linear: Any) -> LaterLinear:
+        return self._later(linear.weight, self._small(linear.bias))
 
-    def _later(self, parameter: Tensor, bias: Tensor | None) -> Linear:
+    def _later(self, parameter: Tensor, bias: Tensor | None) -> LaterLinear:
         gradient = self._gradients.setdefault(id(parameter), WeightGradient())
         return LaterLinear(parameter, self._value(parameter), bias, gradient)
 
@@ -277,8 +291,8 @@ class UsedWeights:
         kind = RMSNorm if self.weights.compute == torch.float32 else WideRMSNorm
         return kind(weight.float(), self.weights.shape.eps)
 
-    def _small(self, own: Any, key: str) -> Tensor | None:
-        return own[key].to(self.weights.compute) if key in own else None
+    def _small(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias.to(self.weights.compute)
 
     def _value(self, parameter: Tensor) -> Tensor:
         if parameter.dtype == self.weights.compute:
@@ -323,6 +337,12 @@ def build_weights(
         compute,
         config.get("pad_token_id"),
     )
+    counts = {virtual_ranks(layout, layer, shape.tp_size).qkv for layer in range(shape.layers)}
+    if shape.kv_heads < shape.tp_size * max(counts) and max(counts) > 1:
+        raise UserError(
+            f"--tp-size {shape.tp_size} cannot train a layout with delayed MLPs for {layout.sync_tp_size} virtual ranks"
+            f" that share {shape.kv_heads} key-value heads; give --tp-size {layout.sync_tp_size}, or leave it out"
+        )
     unknown = trained - expected_tensors(dict(config)).keys()
     if unknown:
         raise ValueError(f"the model has no {sorted(unknown)[0]}")
@@ -334,8 +354,8 @@ def build_weights(
     return weights
 
 
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
+def _parameter(tensor: Tensor | None) -> Any:
+    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
 
 
 def _whole(parameter: Tensor) -> tuple[tuple[Tensor, slice]]:
