@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors
-from ladderize.errors import UserError
 from ladderize.layout import APART, DELAYED, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
 from ladderize.runtime.loader import Source, load_weights, unpair_rope_rows
-from ladderize.runtime.shards import Shape, Slice, rank_shape, virtual_ranks
+from ladderize.runtime.shards import Shape, Slice, rank_shape
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
 
 Pick = Callable[[Tensor], Tensor]
@@ -164,10 +163,11 @@ class TrainedWeights(nn.Module):
         rank = rank_shape(shape, len(attention.qkv))
         query, kv = rank.own_heads * shape.head_dim, rank.own_kv_heads * shape.head_dim
         heads, kv_heads, shared = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_copies
+        distinct = attention.qkv[:: min(len(attention.qkv), rank.kv_copies)]  # of the KV heads on this process
         for name, linears, rows, size, copies, head_dim in (
             ("self_attn.q_proj", attention.qkv, slice(0, query), heads, 1, shape.head_dim),
-            ("self_attn.k_proj", attention.qkv, slice(query, query + kv), kv_heads, shared, shape.head_dim),
-            ("self_attn.v_proj", attention.qkv, slice(query + kv, query + 2 * kv), kv_heads, shared, 0),
+            ("self_attn.k_proj", distinct, slice(query, query + kv), kv_heads, shared, shape.head_dim),
+            ("self_attn.v_proj", distinct, slice(query + kv, query + 2 * kv), kv_heads, shared, 0),
             ("mlp.gate_proj", mlp.gate_up, slice(0, width), shape.inner, 1, 0),
             ("mlp.up_proj", mlp.gate_up, slice(width, 2 * width), shape.inner, 1, 0),
         ):
@@ -194,41 +194,57 @@ class TrainedWeights(nn.Module):
                 found.append(mlp.down_bias)
         return found
 
-    def copied_rows(self) -> list[tuple[Tensor, slice]]:
-        """Return the rows of KV heads that neighbouring ranks hold too, each with its parameter."""
-        begin = self.shape.own_heads * self.shape.head_dim
-        qkv = [attention.qkv for attention, _ in self._layers()] if self.shape.kv_copies > 1 else []
-        return [(parameter, slice(begin, None)) for linears in qkv for parameter in linears.parameters()]
+    def copied_rows(self) -> list[list[tuple[Tensor, slice, int]]]:
+        """Return the rows of KV heads that several virtual ranks hold, of this process or of its neighbours.
+
+        A group is of one kind of parameter in a layer; each virtual rank of this process has its parameter in it, the
+        rows of the KV head in it, and the head's number.
+        """
+        groups = []
+        for attention, _ in self._layers():
+            count = len(attention.qkv)
+            rank, first = rank_shape(self.shape, count), self.shape.rank * count
+            if rank.kv_copies == 1:
+                continue
+            rows = slice(rank.own_heads * rank.head_dim, None)
+            for held in zip(*(linear.parameters() for linear in attention.qkv), strict=True):
+                heads = [(first + k) // rank.kv_copies for k in range(count)]
+                groups.append([(parameter, rows, head) for parameter, head in zip(held, heads, strict=True)])
+        return groups
 
     @property
     def partial_numbers(self) -> int:
         """The numbers in the message of ``sum_partial_gradients``, where all is trained."""
-        copied = sum(parameter[rows].numel() for parameter, rows in self.copied_rows())
-        partial = sum(parameter.numel() for parameter in self.partial_parameters())
-        return partial + copied * self.shape.tp_size // self.shape.kv_copies
+        copied = sum(group[0][0][group[0][1]].numel() for group in self.copied_rows())
+        return sum(parameter.numel() for parameter in self.partial_parameters()) + copied * self.shape.kv_heads
 
     @torch.no_grad()
     def sum_partial_gradients(self, tensor: Ranks) -> None:
         """Sum the gradients that ranks know parts of, in one message, after all backward passes of a step.
 
-        All ranks of ``tensor`` call it. KV heads that neighbouring ranks hold have the sum of these ranks' gradients.
+        All ranks of ``tensor`` call it. KV heads that several virtual ranks hold have the sum of their gradients.
         """
-        if tensor.size == 1:
-            return
-        partial = [own.grad for own in self.partial_parameters() if own.grad is not None]
-        copied = [own.grad[rows] for own, rows in self.copied_rows() if own.grad is not None]
-        copies = self.shape.kv_copies
-        # each rank has a place in the message for the heads that it holds, the same as the other ranks that hold them
-        places = [gradient.new_zeros(tensor.size // copies, *gradient.shape) for gradient in copied]
-        for place, gradient in zip(places, copied, strict=True):
-            place[tensor.rank // copies] = gradient
+        partial = [own.grad for own in self.partial_parameters() if own.grad is not None] if tensor.size > 1 else []
+        copied = [
+            [(own.grad[rows], head) for own, rows, head in group if own.grad is not None]
+            for group in self.copied_rows()
+        ]
+        copied = [group for group in copied if group]
+        places = []  # each head has a place in the message, the same on all ranks
+        for group in copied:
+            place = group[0][0].new_zeros(self.shape.kv_heads, *group[0][0].shape)
+            for gradient, head in group:
+                place[head] += gradient
+            places.append(place)
         if sent := [*partial, *places]:
-            message = tensor.sum(torch.cat([gradient.flatten() for gradient in sent]))
+            message = torch.cat([gradient.flatten() for gradient in sent])
+            message = tensor.sum(message) if tensor.size > 1 else message
             sums = message.split([gradient.numel() for gradient in sent])
             for gradient, total in zip(partial, sums, strict=False):
                 gradient.copy_(total.view_as(gradient))
-            for gradient, place, total in zip(copied, places, sums[len(partial) :], strict=True):
-                gradient.copy_(total.view_as(place)[tensor.rank // copies])
+            for group, place, total in zip(copied, places, sums[len(partial) :], strict=True):
+                for gradient, head in group:
+                    gradient.copy_(total.view_as(place)[head])
 
 
 class UsedWeights:
@@ -337,12 +353,6 @@ def build_weights(
         compute,
         config.get("pad_token_id"),
     )
-    counts = {virtual_ranks(layout, layer, shape.tp_size).qkv for layer in range(shape.layers)}
-    if shape.kv_heads < shape.tp_size * max(counts) and max(counts) > 1:
-        raise UserError(
-            f"--tp-size {shape.tp_size} cannot train a layout with delayed MLPs for {layout.sync_tp_size} virtual ranks"
-            f" that share {shape.kv_heads} key-value heads; give --tp-size {layout.sync_tp_size}, or leave it out"
-        )
     unknown = trained - expected_tensors(dict(config)).keys()
     if unknown:
         raise ValueError(f"the model has no {sorted(unknown)[0]}")
