@@ -12,7 +12,7 @@ from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.checkpoint.config import expected_tensors, head_dim, kv_head_count, parameter_count
 from ladderize.console import human_bytes, human_count
 from ladderize.convert.inspection import read_retrainings
-from ladderize.layout import DROPPED
+from ladderize.layout import APART, DELAYED
 from ladderize.ranks.environment import launched
 
 FP32 = 4
@@ -49,8 +49,9 @@ def estimate(task: Task) -> dict[str, Any]:
     # Left out: norms and replicated KV heads are on every rank.
     ranks, tokens = task.launch.processes if is_sharded else tp_size, options.micro_batch_size * options.seq_len
     kept = []  # per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's width
-    for mode in layout.attention_sync[0 if task.everything else min(task.layers, default=0) :]:
-        virtual = (layout.sync_tp_size or 1) // tp_size if mode == DROPPED else 1
+    for index in range(0 if task.everything else min(task.layers, default=0), layout.num_layers):
+        is_apart = layout.attention_sync[index] in APART or DELAYED in (layout.entering(index), layout.mlp_sync[index])
+        virtual = (layout.sync_tp_size or 1) // tp_size if is_apart else 1
         attention = 3 * heads // tp_size + 4 * max(1, kv_head_count(config) // tp_size)
         kept.append((3 + 4 * virtual) * hidden + attention * head_dim(config) + 4 * inner // tp_size)
     activations = sum(kept) * width

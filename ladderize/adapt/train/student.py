@@ -19,7 +19,7 @@ from ladderize.blocks import Blocks
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.convert.remote_code.modeling_ladderized import base_linear
 from ladderize.families.registry import decoder_of
-from ladderize.layout import DROPPED, Layout
+from ladderize.layout import APART, Layout
 from ladderize.modeling import ladderized_class
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.batch import Batch
@@ -119,7 +119,7 @@ class CollectingLayer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state, attention, mlp = self.with_outputs(*args, **kwargs)
-        if self.attention_sync == DROPPED and (bias := base_linear(self.self_attn.o_proj).bias) is not None:
+        if self.attention_sync in APART and (bias := base_linear(self.self_attn.o_proj).bias) is not None:
             attention = attention + self.scaled(bias)
         return state, attention, mlp
 
