@@ -34,7 +34,7 @@ class ConvertArguments:
     ConvertArguments,
     Recipe,
     panels={
-        LAYOUT: "ladder spd sync_tp_size dense recipe",
+        LAYOUT: "ladder delayed spd sync_tp_size dense recipe",
         "Weights": "head_map dtype copy",
         OUTPUT: "dry_run overwrite no_verify json",
         MODELS: "revision",
@@ -42,7 +42,7 @@ class ConvertArguments:
     configurable=False,
 )
 def convert(given: GivenOptions) -> None:
-    """Convert a checkpoint to a layout of overlapped and dropped all-reduces.
+    """Convert a checkpoint to a layout of overlapped, delayed and dropped all-reduces.
 
     Weights keep their values, except with --dtype. --head-map changes the order of heads.
     """

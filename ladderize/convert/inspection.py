@@ -13,6 +13,7 @@ from ladderize.files.documents import read_json
 from ladderize.files.records import Record
 from ladderize.layout import (
     BLOCKING,
+    DELAYED,
     DROPPED,
     OVERLAPPED,
     Layout,
@@ -100,6 +101,7 @@ class TokenCommunication(Record):
 
     blocking: int
     overlapped: int
+    delayed: int
     dropped: int
     reduced_bytes: int
     sent_bytes: int
@@ -114,9 +116,9 @@ class TokenCommunication(Record):
         message: bytes of a hidden state.
         """
         ring = 2 * (tp_size - 1) * message // tp_size
-        blocking, overlapped = layout.count(BLOCKING), layout.count(OVERLAPPED)
-        sent = blocking + overlapped
-        return cls(blocking, overlapped, layout.count(DROPPED), sent * message, sent * ring, blocking * ring)
+        blocking, overlapped, delayed, dropped = map(layout.count, (BLOCKING, OVERLAPPED, DELAYED, DROPPED))
+        sent = blocking + overlapped + delayed
+        return cls(blocking, overlapped, delayed, dropped, sent * message, sent * ring, blocking * ring)
 
 
 @dataclass(frozen=True)

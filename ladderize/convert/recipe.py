@@ -11,7 +11,7 @@ from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.layout import Layout, LayoutError, format_ranges, parse_ranges
 
-TEXT_KEYS = ("ladder", "spd")  # may be numbers in YAML
+TEXT_KEYS = ("ladder", "delayed", "spd")  # may be numbers in YAML
 RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
 
 
@@ -26,9 +26,14 @@ class Recipe:
     ladder: str | None = option(
         f"Layers whose all-reduces are overlapped (Ladder Residual): {RANGES}.", metavar="RANGES"
     )
+    delayed: str | None = option(
+        "The same, but each rank reads its own part of a sum at once, and the others' late.", metavar="RANGES"
+    )
     spd: str | None = option("Layers whose attention all-reduce is dropped (Sync-Point Drop).", metavar="RANGES")
     sync_tp_size: int | None = option(
-        "With --spd: TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.", min=1
+        "With --delayed and --spd: TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide"
+        " it.",
+        min=1,
     )
     dense: bool = option("Make every sync point blocking again: the family's own plain model.", False)
     dtype: Literal["float32", "float16", "bfloat16"] | None = option(
@@ -43,33 +48,44 @@ class Recipe:
         """Return the recipe that makes this layout: by names of layers where such names compile to it."""
         if layout.is_dense:
             return cls(dense=True)
-        ladder, spd, ranks = layout.ladder_layers, layout.spd_layers, layout.sync_tp_size
-        if Layout.from_layers(layout.num_layers, ladder=ladder, spd=spd, sync_tp_size=ranks) != layout:
+        named = {"ladder": layout.ladder_layers, "delayed": layout.delayed_layers, "spd": layout.spd_layers}
+        ranks = layout.sync_tp_size
+        if Layout.from_layers(layout.num_layers, **named, sync_tp_size=ranks) != layout:
             return cls(sync_tp_size=ranks, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
-        return cls(
-            ladder=format_ranges(ladder) if ladder else None,
-            spd=format_ranges(spd) if spd else None,
-            sync_tp_size=ranks,
-        )
+        return cls(**{name: format_ranges(own) for name, own in named.items() if own}, sync_tp_size=ranks)
 
     def __post_init__(self) -> None:
         check_options(self)
         modes = [key for key in (self.attention_sync, self.mlp_sync) if key is not None]
         if self.dense and self.names_layers:
-            raise UsageError("--dense makes every sync point blocking; it does not go with --ladder or --spd")
-        if modes and (len(modes) == 1 or self.ladder is not None or self.spd is not None):
-            raise UsageError("attention_sync and mlp_sync say every mode: they go together, without ladder and spd")
-        if self.spd is not None and self.sync_tp_size is None:
-            raise UsageError("--spd needs --sync-tp-size N, the number of ranks that the sync points are dropped for")
-        if self.sync_tp_size is not None and self.spd is None and not modes:
-            raise UsageError("--sync-tp-size has no effect without --spd; leave it out, or name the layers to drop")
+            raise UsageError(
+                "--dense makes every sync point blocking; it does not go with --ladder, --delayed or --spd"
+            )
+        if modes and (len(modes) == 1 or any(own is not None for own in self.ranges.values())):
+            raise UsageError(
+                "attention_sync and mlp_sync say every mode: they go together, without ladder, delayed and spd"
+            )
+        apart = [name for name in ("delayed", "spd") if self.ranges[name] is not None]
+        if apart and self.sync_tp_size is None:
+            raise UsageError(
+                f"--{apart[0]} needs --sync-tp-size N, the number of ranks that the sync points are made for"
+            )
+        if self.sync_tp_size is not None and not apart and not modes:
+            raise UsageError(
+                "--sync-tp-size has no effect without --delayed or --spd; leave it out, or name their layers"
+            )
         if self.attention_sync is not None and self.mlp_sync is not None:
             Layout(self.attention_sync, self.mlp_sync, self.sync_tp_size)  # raises LayoutError
 
     @property
+    def ranges(self) -> dict[str, str | None]:
+        """The layers of each name, as they were given."""
+        return {"ladder": self.ladder, "delayed": self.delayed, "spd": self.spd}
+
+    @property
     def names_layers(self) -> bool:
         """True if the recipe names layers or modes; ``dense`` alone does not."""
-        return not (self.ladder is self.spd is self.attention_sync is None)
+        return any(own is not None for own in (*self.ranges.values(), self.attention_sync))
 
     def layout(self, source: Layout) -> Layout:
         """Return the layout that this recipe makes of a source's layout; raises LayoutError for ranges that do not
@@ -83,9 +99,9 @@ class Recipe:
             layout = Layout(self.attention_sync, self.mlp_sync, self.sync_tp_size)
             layout.check_layers(layers)
             return layout
-        ladder = parse_ranges(self.ladder, layers, option="--ladder") if self.ladder is not None else []
-        spd = parse_ranges(self.spd, layers, option="--spd") if self.spd is not None else []
-        return Layout.from_layers(layers, ladder=ladder, spd=spd, sync_tp_size=self.sync_tp_size)
+        given = {name: own for name, own in self.ranges.items() if own is not None}
+        named = {name: parse_ranges(own, layers, option=f"--{name}") for name, own in given.items()}
+        return Layout.from_layers(layers, **named, sync_tp_size=self.sync_tp_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options that were given, so the YAML reads like the command line."""
