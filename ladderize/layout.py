@@ -196,6 +196,11 @@ class Layout:
         return [i for i in range(self.num_layers) if kind in self.layer_name(i).split("+")]
 
     @property
+    def hides(self) -> bool:
+        """True if a sub-module computes while an all-reduce runs."""
+        return any(mode in HIDING for mode in self.attention_sync + self.mlp_sync)
+
+    @property
     def is_dense(self) -> bool:
         return set(self.attention_sync + self.mlp_sync) == {BLOCKING}
 

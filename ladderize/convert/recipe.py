@@ -52,7 +52,8 @@ class Recipe:
         ranks = layout.sync_tp_size
         if Layout.from_layers(layout.num_layers, **named, sync_tp_size=ranks) != layout:
             return cls(sync_tp_size=ranks, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
-        return cls(**{name: format_ranges(own) for name, own in named.items() if own}, sync_tp_size=ranks)
+        ladder, delayed, spd = (format_ranges(own) if own else None for own in named.values())
+        return cls(ladder=ladder, delayed=delayed, spd=spd, sync_tp_size=ranks)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -46,7 +46,7 @@ class PlanModel(Record):
         metavar="A,B",
         shown="all of them, for all layers",
     )
-    sync_tp_size: int | None = option("Virtual ranks of spd in --layout.", min=1, shown="as many as ranks")
+    sync_tp_size: int | None = option("Virtual ranks of delayed and spd in --layout.", min=1, shown="as many as ranks")
     dtype: Dtype = option(
         "float32, bfloat16, float16, or auto: as stored, bfloat16 for a shape.", "auto", metavar="DTYPE"
     )

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.layout import APART, DROPPED, HIDING, Layout
 from ladderize.plan.hardware import DeviceSpec, EngineFacts
 from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
 from ladderize.runtime.shards import Shape
@@ -282,11 +282,6 @@ def mean_keys(least: int, most: int, window: int | None) -> float:
 
 # ---- whole passes ----
 
-# modes of sync points: with an all-reduce; that hide it under the next sub-module; whose layer computes virtual ranks
-# apart
-SENDING, HIDING, APART = {BLOCKING, OVERLAPPED}, {OVERLAPPED}, {DROPPED}
-
-
 class PassSeconds(NamedTuple):
     """The seconds of a pass or of a layer.
 
@@ -329,8 +324,9 @@ def predict_layer(parts: PassParts, entering: str, mode: str) -> PassSeconds:
     entering, mode: the modes of the entering MLP sync point and of the layer's own attention sync point. The first
     layer has no entering one: blocking stands for the last layer's MLP message.
     """
-    attention, mlp = (parts.attention_apart, parts.mlp_apart) if mode in APART else (parts.attention, parts.mlp)
+    attention = parts.attention_apart if mode in APART or entering in APART else parts.attention
+    mlp = parts.mlp_apart if mode in APART else parts.mlp
     covers = [attention] * (entering in HIDING) + [mlp] * (mode in HIDING)
     most = min(parts.message - parts.message_start, (1 - parts.contention) * parts.message)
-    sent = (entering in SENDING) + (mode in SENDING)
+    sent = (entering != DROPPED) + (mode != DROPPED)
     return PassSeconds(attention + mlp, sent * parts.message - sum(min(cover, most) for cover in covers))

@@ -117,7 +117,7 @@ class TPLlama:
             if attention_mode in APART:
                 apart = list(products)
                 residual, x = self.add_bias(residual, x, bias)
-            if attention_mode == DELAYED:
+            if apart is not None and attention_mode == DELAYED:
                 sent = self.send_apart(residual, apart, columns, bias, take)
             elif attention_mode != DROPPED:
                 sent = PendingSum(collectives, residual, bias, products, take)

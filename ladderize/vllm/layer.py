@@ -118,7 +118,7 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
     ) -> None:
         layer = extract_layer_index(prefix)
         attention, mlp = layout.attention_sync[layer], layout.mlp_sync[layer]
-        virtual = virtual_ranks(layout, layer, vllm_config.parallel_config.tensor_parallel_size)
+        virtual = virtual_ranks(layout, layer, vllm_config.parallel_config.tensor_parallel_size).o
         attention_class: Any = functools.partial(FamilyAttention, decoder, virtual > 1)
         super().__init__(vllm_config, prefix, attn_layer_type=attention_class)
         self.messages, self.scale = messages, decoder.residual_scale

@@ -12,7 +12,7 @@ from ladderize.checkpoint.config import check_config
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder
 from ladderize.families.registry import decoder_of, find_family, is_ladderized
-from ladderize.layout import OVERLAPPED, Layout
+from ladderize.layout import DELAYED, Layout
 from ladderize.runtime.shards import check_runnable, virtual_ranks
 from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture
 
@@ -103,7 +103,7 @@ def cut_at_messages(compilation: "CompilationConfig") -> None:
 
 def sends(layout: Layout, backend: MessageBackend) -> bool:
     """Return True if messages are in flight while something computes."""
-    return OVERLAPPED in layout.attention_sync + layout.mlp_sync or backend.link is not None
+    return layout.hides or backend.link is not None
 
 
 def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend) -> str | None:
@@ -116,7 +116,7 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     adapters, ranks = vllm_config.lora_config, parallel.tensor_parallel_size
     graphs = cuda and sends(layout, backend) and not model.enforce_eager
-    several = any(virtual_ranks(layout, layer, ranks) > 1 for layer in range(layout.num_layers))
+    several = any(max(virtual_ranks(layout, layer, ranks)) > 1 for layer in range(layout.num_layers))
     # on GPUs the order of the program rests on the cuts in the graph, which only vLLM's own compilation makes
     modes = {CompilationMode.STOCK_TORCH_COMPILE, *([CompilationMode.DYNAMO_TRACE_ONCE] if cuda else [])}
     of_any_layout = {
@@ -138,6 +138,9 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
         ),
     }
     of_sync_points = {
+        "delayed sync points are not served in vLLM; use ladderize's own runtime, or ladder layers": (
+            DELAYED in layout.attention_sync + layout.mlp_sync
+        ),
         "quantised weights and adapters need a process for each virtual rank; use --tensor-parallel-size"
         f" {layout.sync_tp_size}": several and (model.quantization is not None or adapters is not None),
         "--fully-sharded-loras sums inside each projection, beside the sync points of this layout; leave it out": (

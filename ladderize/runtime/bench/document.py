@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ladderize.choices import EngineName
 from ladderize.files.records import Record
-from ladderize.layout import OVERLAPPED
+from ladderize.layout import HIDING
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.schedule import ScheduleName
@@ -193,7 +193,7 @@ class BenchRow(Record):
         In a backward pass one always may, under weights' gradients; decoding is never cut by a schedule.
         """
         is_cut = self.schedule == "domino" and part != "decode"
-        return part == "backward" or is_cut or OVERLAPPED in (*self.attention_sync, *self.mlp_sync)
+        return part == "backward" or is_cut or any(m in HIDING for m in (*self.attention_sync, *self.mlp_sync))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ladderize.console import SILENT, Console
-from ladderize.layout import OVERLAPPED
 from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import (
@@ -147,7 +146,7 @@ class InferenceRun(BenchRun):
                 if model_class is ParallelLlama:
                     variants.append(Variant(PARALLEL, spec, loud, silent, BASELINE_ROW))
                     continue
-                overlapping = set(PHASES) if spec.layout.count(OVERLAPPED) else set()
+                overlapping = set(PHASES) if spec.layout.hides else set()
                 overlapping |= {"prefill"} if schedule.is_domino else set()
                 name = variant_name(spec.name, schedule.name, options)
                 kind = MODEL_ROW if name == spec.name else BASELINE_ROW

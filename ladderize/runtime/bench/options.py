@@ -31,7 +31,7 @@ from ladderize.layout import Layout, LayoutError, parse_ranges
 from ladderize.ranks.device import default_device
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, ScheduleName
 
-LAYOUT_NAMES = {"dense": (), "ladder": ("ladder",), "spd": ("spd",), "spd+ladder": ("spd", "ladder")}
+LAYOUT_NAMES = ("dense", "ladder", "delayed", "spd", "spd+ladder", "spd+delayed")
 BASELINES = ("parallel", "no-comm")
 PLUGIN = "plugin"  # with --engine vllm: the dense model in the class that runs layouts
 
@@ -73,7 +73,7 @@ class ModelChoice:
     num_layers: int | None = option(
         "With --random-weights: number of layers.", min=1, max=MOST_LAYERS, shown="the config's"
     )
-    sync_tp_size: int | None = option("With --random-weights: virtual ranks of spd.", min=1, shown="as many as ranks")
+    sync_tp_size: int | None = option("With --random-weights: virtual ranks of delayed and spd.", min=1, shown="as many as ranks")
     dtype: Dtype = option(
         "float32, bfloat16, float16, or auto: as stored, bfloat16 for random weights.", "auto", metavar="DTYPE"
     )
@@ -201,7 +201,7 @@ def layout_names(text: str | None) -> list[str]:
 
 
 def named_layout(text: str, num_layers: int, sync_tp_size: int, *, more: Sequence[str] = ()) -> Layout:
-    """Return the layout of a name: ``ladder`` is all layers, ``ladder=16:32`` some; likewise spd and spd+ladder.
+    """Return the layout of a name: ``ladder`` is all layers, ``ladder=16:32`` some; likewise the others.
 
     more: further names that --layout takes, for the message.
     """
@@ -215,10 +215,7 @@ def named_layout(text: str, num_layers: int, sync_tp_size: int, *, more: Sequenc
         layers = parse_ranges(ranges, num_layers, option="--layout") if equals else list(range(num_layers))
     except LayoutError as error:
         raise UserError(str(error)) from None
-    changes = LAYOUT_NAMES[name]
+    changed = dict.fromkeys(name.split("+") if name != "dense" else (), layers)
     return Layout.from_layers(
-        num_layers,
-        ladder=layers if "ladder" in changes else (),
-        spd=layers if "spd" in changes else (),
-        sync_tp_size=sync_tp_size if "spd" in changes else None,
+        num_layers, **changed, sync_tp_size=sync_tp_size if changed.keys() & {"delayed", "spd"} else None
     )

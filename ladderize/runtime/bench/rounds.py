@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.layout import BLOCKING, DROPPED, HIDING, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import MODEL_ROW, Overlap
 from ladderize.runtime.bench.options import BenchOptions
@@ -179,11 +179,11 @@ def sent_sums(layout: Layout) -> int:
 def read_sums(layout: Layout) -> int:
     """Return the number of sums that a backward pass sends: of sync points after which a sub-module reads the stream.
 
-    An overlapped sum is there when the next sub-module has computed; if that one's own sum then blocks, the sub-module
-    after it reads the stream with both.
+    An overlapped or delayed sum is there when the next sub-module has computed; if that one's own sum then blocks, the
+    sub-module after it reads the stream with both.
     """
     modes = [mode for modes in zip(layout.attention_sync, layout.mlp_sync, strict=True) for mode in modes]
-    return sent_sums(layout) - sum(pair == (OVERLAPPED, BLOCKING) for pair in pairwise(modes))
+    return sent_sums(layout) - sum(one in HIDING and after == BLOCKING for one, after in pairwise(modes))
 
 
 def expected_messages(

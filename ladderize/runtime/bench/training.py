@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.console import Console
-from ladderize.layout import OVERLAPPED
 from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, PASSES, variant_name
@@ -80,7 +79,7 @@ class TrainingRun(BenchRun):
                     continue
                 self.checks[f"{name}, {rows} rows"] = agreement
             overlapping = {"backward"}  # always, under the products of weights' gradients
-            overlapping |= {"forward"} if schedule.is_domino or spec.layout.count(OVERLAPPED) else set()
+            overlapping |= {"forward"} if schedule.is_domino or spec.layout.hides else set()
             kind = MODEL_ROW if name == spec.name else BASELINE_ROW
             yield Variant(name, spec, timed, silent, kind, schedule.name, overlapping, messages)
 
