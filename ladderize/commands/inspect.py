@@ -46,6 +46,7 @@ def inspect(given: GivenOptions) -> None:
         for name, key in (
             ("blocking all-reduces", "blocking"),
             ("overlapped all-reduces", "overlapped"),
+            ("delayed all-reduces", "delayed"),
             ("dropped sync points", "dropped"),
             ("bytes reduced", "reduced_bytes"),
             ("bytes sent (ring)", "sent_bytes"),
