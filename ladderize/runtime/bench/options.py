@@ -73,7 +73,9 @@ class ModelChoice:
     num_layers: int | None = option(
         "With --random-weights: number of layers.", min=1, max=MOST_LAYERS, shown="the config's"
     )
-    sync_tp_size: int | None = option("With --random-weights: virtual ranks of delayed and spd.", min=1, shown="as many as ranks")
+    sync_tp_size: int | None = option(
+        "With --random-weights: virtual ranks of delayed and spd.", min=1, shown="as many as ranks"
+    )
     dtype: Dtype = option(
         "float32, bfloat16, float16, or auto: as stored, bfloat16 for random weights.", "auto", metavar="DTYPE"
     )
