@@ -29,23 +29,30 @@ class AlignOracle:
         config = self.config
         scale = self.family.of_sums
         dense = self.dense["model.embed_tokens.weight"][ids] * self.family.of_embedding
-        complete = visible = self.student["model.embed_tokens.weight"][ids] * self.family.of_embedding
+        complete = self.student["model.embed_tokens.weight"][ids] * self.family.of_embedding
+        visible = [complete]  # by virtual rank, or one for all
         for layer in range(config.num_hidden_layers):
             attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
             solve = layer in layers
             # what reads the stream for attention
-            x_dense, x = self.normed("dense", layer, dense), self.normed("student", layer, visible)
-            for name in ("q_proj", "k_proj", "v_proj"):
-                if solve:
-                    self.solve(attention + name, [x], [self.apply(self.dense, attention + name, x_dense)])
+            x_dense, inputs = self.normed("dense", layer, dense), [self.normed("student", layer, x) for x in visible]
+            readers, kv_heads = len(inputs), config.num_key_value_heads
+            for name, blocks in (("q_proj", readers), ("k_proj", kv_heads), ("v_proj", kv_heads)):
+                if solve:  # ranks that share a KV head are as many more tokens
+                    blocks, sharing = min(blocks, readers), readers // min(blocks, readers)
+                    xs = [torch.cat(inputs[k * sharing : (k + 1) * sharing], 1) for k in range(blocks)]
+                    targets = self.apply(self.dense, attention + name, x_dense).chunk(blocks, -1)
+                    self.solve(attention + name, xs, [y.repeat(1, sharing, 1) for y in targets])
             # what writes attention's output: the target is the dense model's stream
-            h_dense, h = self.heads(self.dense, layer, x_dense), self.heads(self.student, layer, x)
+            h_dense = self.heads(self.dense, layer, x_dense)
+            by_rank = [part(self.heads(self.student, layer, x), -1, k, readers) for k, x in enumerate(inputs)]
+            h = torch.cat(by_rank, -1)
             attended = dense + scale * self.apply(self.dense, attention + "o_proj", h_dense)
             if solve:
                 self.solve(attention + "o_proj", [h], [(attended - complete) / scale])
             # each virtual rank has a part of the heads; the bias is nobody's
             modes = config.attention_sync[layer], config.mlp_sync[layer]
-            ranks = config.sync_tp_size if modes[0] == "dropped" else 1
+            ranks = config.sync_tp_size if modes[0] in ("delayed", "dropped") else 1
             o_proj = self.student[attention + "o_proj.weight"]
             partials = [scale * linear(part(h, -1, k, ranks), part(o_proj, 1, k, ranks)) for k in range(ranks)]
             bias = scale * self.student.get(attention + "o_proj.bias", torch.zeros(()))
@@ -75,8 +82,14 @@ class AlignOracle:
             if solve:
                 self.solve(mlp + "down_proj", [inner], [(dense - summed) / scale])
             before = complete + bias if modes[0] == "dropped" else summed  # a dropped sum is in flight with the MLP's
+            own = [complete + partial + bias if modes[0] == "dropped" else summed for partial in partials]
             complete = summed + scale * self.apply(self.student, mlp + "down_proj", inner)
-            visible = complete if modes[1] == "blocking" else before
+            visible = [complete if modes[1] == "blocking" else before]
+            if modes[1] == "delayed":  # each virtual rank reads its own part
+                n, weight = config.sync_tp_size, self.student[mlp + "down_proj.weight"]
+                downs = [scale * linear(part(inner, -1, k, n), part(weight, 1, k, n)) for k in range(n)]
+                bias = scale * self.student.get(mlp + "down_proj.bias", torch.zeros(()))
+                visible = [own[k % len(own)] + down + bias for k, down in enumerate(downs)]
         self.stream = complete
         return self.student
 

@@ -42,9 +42,9 @@ class Solved(NamedTuple):
 
 def pair(folder, name, *, noise=0.0, dtype=torch.float32, **extra):
     """A random dense model and its conversion; noise: a retraining has moved every weight by about so much."""
-    ladder, spd, ranks, more = LAYOUTS[name]
+    ladder, spd, ranks, more, *delayed = LAYOUTS[name]
     dense = save_llama(folder / "dense", dtype=dtype, seed=int(torch.randint(1 << 30, ())), **more, **extra)
-    recipe = Recipe(ladder=ladder or None, spd=spd or None, sync_tp_size=ranks)
+    recipe = Recipe(ladder=ladder or None, spd=spd or None, delayed="".join(delayed) or None, sync_tp_size=ranks)
     convert_checkpoint(str(dense), folder / "student", recipe, verify=False)
     if noise:
         change_weights(folder / "student", lambda _, weight: weight + noise * torch.randn_like(weight))

@@ -20,6 +20,7 @@ from ladderize.adapt.layers.align_layer import (
     LayerAlignment,
     Side,
     Streams,
+    readers_of,
     states_bytes,
 )
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, LayerWeights, StudentBlocks
@@ -77,21 +78,21 @@ def align(job: LayerJob, seed: int = 0, ridges: Sequence[float] = RIDGES) -> Non
     ``job.files``.
     """
     teacher, student, files, ranks, console = job.teacher, job.student, job.files, job.ranks, job.console
-    windows = with_random(job.windows, teacher.config, seed)
+    windows, readers = with_random(job.windows, teacher.config, seed), readers_of(student.layout)
     done = ranks.broadcast([layer for layer in student.layers if files.has(layer)])
     if done:
         console.note(f"layers up to {done[-1]} are already aligned")
     if len(done) == len(student.layers):
         return
-    check_states_room(states_bytes(teacher, windows, ranks), processes=ranks.local_size)
+    check_states_room(states_bytes(teacher, windows, ranks, readers), processes=ranks.local_size)
     count, tokens = len(job.windows.train), job.windows.train.numel()
     console.note(
         f"aligning {len(student.layers) - len(done)} layers on {tokens:,} tokens ({count} windows of"
         f" {tokens // count}), {len(job.windows.heldout)} windows held out, on {ranks.words};"
-        f" {human_bytes(states_bytes(teacher, windows, ranks))} of states in memory"
+        f" {human_bytes(states_bytes(teacher, windows, ranks, readers))} of states in memory"
     )
     warn_of_few(tokens, teacher.config, console)
-    streams = Streams(teacher, windows, ranks)
+    streams = Streams(teacher, windows, ranks, readers)
     layers = aligned_layers(teacher, job.converted, job.dense_weights, student, streams, ridges, done=done, files=files)
     with console.progress("aligning", len(student.layers), done=len(done)) as advance:
         for layer in layers:

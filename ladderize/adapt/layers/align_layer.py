@@ -1,11 +1,12 @@
 """One layer of the converted model, solved anew towards the dense one.
 
 A converted sub-module reads another stream than the one it was made for: a stale one (ladder), or one that has this
-rank's partial sum only (spd). The best linear repair needs no gradient. With x the normed inputs, h the inputs of
-o_proj and down_proj, r the complete stream and a what a sub-module adds, of the dense model T and the converted one S:
+rank's partial sum only (spd, delayed). The best linear repair needs no gradient. With x the normed inputs, h the inputs
+of o_proj and down_proj, r the complete stream and a what a sub-module adds, of the dense model T and the converted one
+S:
 
-* the projections that read (q, k, v; gate, up) minimise |W x_S - W_T x_T|^2, in a dropped layer each virtual rank's
-  rows with the input of its own;
+* the projections that read (q, k, v; gate, up) minimise |W x_S - W_T x_T|^2, after a dropped or delayed sub-module each
+  virtual rank's rows with the input of its own (rows of a KV head that several share, with the inputs of them all);
 * the projections that write (o, down) minimise |W h_S - (r_T + a_T - r_S)|^2, which also repairs what earlier layers
   left wrong. Where a family scales what they add (Granite), the target is divided by that.
 
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from ladderize.adapt.layers.ridge import Batches, ProjectionReport, RankRows, affine, refit, with_ones
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, check_finite
+from ladderize.checkpoint.config import kv_head_count
 from ladderize.convert.remote_code.modeling_ladderized import column_parallel, row_parallel
-from ladderize.layout import BLOCKING, DROPPED, Layout
+from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, Layout
 from ladderize.ranks.group import Ranks
 
 TOKENS_AT_ONCE = 8192
@@ -39,19 +41,21 @@ class Streams:
 
     dense: the dense model's stream.
     complete: the converted model's stream.
-    visible: the stream that its next attention reads, without an MLP output that is still in flight.
+    visible k: the stream that virtual rank k's next attention reads, without what it lacks of an MLP's output.
     heads: the inputs of its o_proj, between attention and MLP.
 
     Streams are float32, since a sub-module adds little to them.
+
+    readers: virtual ranks whose attention may read apart; see ``readers_of``.
     """
 
-    def __init__(self, blocks: Blocks, windows: Windows, ranks: Ranks) -> None:
+    def __init__(self, blocks: Blocks, windows: Windows, ranks: Ranks, readers: int = 1) -> None:
         self.device, self.ranks = blocks.device, ranks
         self.ids = torch.cat([part[ranks.rank :: ranks.size] for part in (windows.train, windows.heldout)])
         self.trained = len(windows.train[ranks.rank :: ranks.size])
         self.batch_size = max(1, TOKENS_AT_ONCE // windows.train.shape[1])
-        widths = {name: int(blocks.config["hidden_size"]) for name in ("dense", "complete", "visible")}
-        self.states = {name: torch.empty(*self.ids.shape, width) for name, width in widths.items()}
+        hidden, names = int(blocks.config["hidden_size"]), ("dense", "complete", *map(visible_name, range(readers)))
+        self.states = {name: torch.empty(*self.ids.shape, hidden) for name in names}
         self.states["heads"] = torch.empty(*self.ids.shape, heads_width(blocks), dtype=blocks.dtype)
 
     def batches(self, *, heldout: bool | None = None) -> Iterator[Tensor]:
@@ -76,15 +80,25 @@ class Streams:
     @torch.no_grad()
     def embed(self, teacher: Blocks, converted: Blocks) -> None:
         """Write the input of the first layer, of the dense model and of the converted one."""
-        for name, model in (("dense", teacher), ("complete", converted), ("visible", converted)):
+        for name, model in (("dense", teacher), ("complete", converted), (visible_name(0), converted)):
             for rows in self.batches():
                 self.write(name, rows, model.embed(self.ids[rows]).float())
 
 
-def states_bytes(blocks: Blocks, windows: Windows, ranks: Ranks) -> int:
-    """Return the bytes of one process's states: three streams in float32, and the inputs of o_proj."""
-    tokens = -(-windows.all.numel() // ranks.size)
-    return tokens * (3 * 4 * int(blocks.config["hidden_size"]) + blocks.dtype.itemsize * heads_width(blocks))
+def visible_name(reader: int) -> str:
+    """Return the name of the stream that a virtual rank's attention reads."""
+    return f"visible {reader}"
+
+
+def readers_of(layout: Layout) -> int:
+    """Return the number of virtual ranks whose attention may read apart: those of a delayed MLP, else 1."""
+    return (layout.sync_tp_size or 1) if DELAYED in layout.mlp_sync else 1
+
+
+def states_bytes(blocks: Blocks, windows: Windows, ranks: Ranks, readers: int = 1) -> int:
+    """Return the bytes of one process's states: streams in float32, and the inputs of o_proj."""
+    tokens, streams = -(-windows.all.numel() // ranks.size), 2 + readers
+    return tokens * (streams * 4 * int(blocks.config["hidden_size"]) + blocks.dtype.itemsize * heads_width(blocks))
 
 
 def heads_width(blocks: Blocks) -> int:
@@ -95,17 +109,22 @@ def heads_width(blocks: Blocks) -> int:
 class Side:
     """Layer ``index`` of ``layout`` with ``weights``, cut where it reads and writes the residual stream.
 
-    Streams are float32, and weights may be; products are computed in the dtype of ``blocks``. ``virtual_ranks`` is the
-    number of inputs that its MLP has.
+    Streams are float32, and weights may be; products are computed in the dtype of ``blocks``. ``attention_ranks`` and
+    ``mlp_ranks`` are the numbers of virtual ranks with inputs of their own.
     """
 
     def __init__(self, blocks: Blocks, index: int, layout: Layout, weights: Mapping[str, Tensor]) -> None:
+        self.attention_sync, self.mlp_sync = layout.attention_sync[index], layout.mlp_sync[index]
+        self.ranks = layout.sync_tp_size or 1
+        self.attention_ranks = self.ranks if layout.entering(index) == DELAYED else 1
+        self.mlp_ranks = self.ranks if self.attention_sync in APART else 1
         # A layer with a dropped sum ends its attention before o_proj; here every layer does.
-        apart = Layout((DROPPED,) * blocks.num_layers, (BLOCKING,) * blocks.num_layers, 1)
+        entering = BLOCKING if self.attention_ranks == 1 else DELAYED
+        mlp_sync = (entering,) * (blocks.num_layers - 1) + (BLOCKING,)
+        apart = Layout((DROPPED,) * blocks.num_layers, mlp_sync, self.attention_ranks)
         self.layer = blocks.layer(index, apart, weights)
         self.blocks, self.index, self.scale = blocks, index, blocks.decoder.residual_scale
-        self.attention_sync, self.mlp_sync = layout.attention_sync[index], layout.mlp_sync[index]
-        self.virtual_ranks = (layout.sync_tp_size or 1) if self.attention_sync == DROPPED else 1
+        self.kv_ranks = min(self.attention_ranks, kv_head_count(blocks.config))
 
     def projection(self, name: str) -> nn.Linear:
         """Return a projection by its name within the layer, such as ``self_attn.q_proj``."""
@@ -113,33 +132,52 @@ class Side:
         assert isinstance(linear, nn.Linear)
         return linear
 
-    def attention_input(self, stream: Tensor) -> Tensor:
-        """Return the stream that attention reads, normed: [batch, tokens, hidden]."""
-        normed: Tensor = self.layer.get_submodule("input_layernorm")(stream)
+    def attention_input(self, streams: Tensor) -> Tensor:
+        """Return the streams that attention reads, normed: [..., hidden]."""
+        normed: Tensor = self.layer.get_submodule("input_layernorm")(streams)
         return normed
 
-    def heads(self, stream: Tensor) -> Tensor:
-        """Return the inputs of o_proj: [batch, tokens, heads * head_dim]."""
+    def heads(self, streams: Tensor) -> Tensor:
+        """Return the inputs of o_proj [batch, tokens, heads * head_dim] from the stream that each virtual rank reads:
+        [attention ranks, batch, tokens, hidden]."""
+        tokens, inputs = streams.shape[2], self.attention_input(streams)
         with self._narrow():
-            rope = self.blocks.position_embeddings(stream.shape[1])
-            mask = self.blocks.mask(self.index, stream.shape[1])
-            heads: Tensor = self.layer.get_submodule("self_attn")(self.attention_input(stream), rope, mask)[0]
+            rope, mask = self.blocks.position_embeddings(tokens), self.blocks.mask(self.index, tokens)
+            inputs = inputs if self.attention_ranks > 1 else inputs[0]
+            heads: Tensor = self.layer.get_submodule("self_attn")(inputs, rope, mask)[0]
         return heads
 
     def after_attention(self, complete: Tensor, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return three streams from the complete stream before attention and o_proj's inputs.
 
-        The stream that the MLP of each virtual rank reads [virtual ranks, batch, tokens, hidden]; the complete stream
-        after attention; and the latter without what is only summed together with the MLP's output (dropped).
+        The stream that the MLP of each virtual rank reads [MLP ranks, batch, tokens, hidden]; the complete stream after
+        attention; and the latter without what is only summed together with the MLP's output (dropped).
         """
         with self._narrow():
-            partials, bias = row_parallel(self.projection("self_attn.o_proj"), heads, self.virtual_ranks)
+            partials, bias = row_parallel(self.projection("self_attn.o_proj"), heads, self.mlp_ranks)
         partials = partials.float() * self.scale
         base = complete if bias is None else complete + bias * self.scale
         attended = base + partials.sum(0)
-        if self.attention_sync == DROPPED:
-            return base + partials, attended, base
+        if self.attention_sync in APART:
+            return base + partials, attended, base if self.attention_sync == DROPPED else attended
         return (attended if self.attention_sync == BLOCKING else complete)[None], attended, attended
+
+    def after_mlp(self, streams: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the complete stream after the MLP, and what the next attention of each virtual rank reads: [readers,
+        batch, tokens, hidden].
+
+        streams: of ``after_attention``.
+        """
+        reads, attended, without = streams
+        with self._narrow():
+            ranks = self.ranks if self.mlp_sync == DELAYED else 1
+            partials, bias = row_parallel(self.projection("mlp.down_proj"), self.inner(reads), ranks)
+        partials, added = partials.float() * self.scale, 0 if bias is None else bias * self.scale
+        complete = attended + partials.sum(0) + added
+        if self.mlp_sync == DELAYED:
+            before = reads if self.attention_sync == DROPPED else attended
+            return complete, before + partials + added
+        return complete, (complete if self.mlp_sync == BLOCKING else without)[None]
 
     def mlp_input(self, streams: Tensor) -> Tensor:
         """Return the streams that the MLP reads, normed: [..., hidden]."""
@@ -148,17 +186,11 @@ class Side:
 
     def inner(self, streams: Tensor) -> Tensor:
         """Return down_proj's inputs [batch, tokens, intermediate] from the streams that each virtual rank reads."""
-        inputs, ranks = self.mlp_input(streams), self.virtual_ranks
+        inputs, ranks = self.mlp_input(streams), self.mlp_ranks
         with self._narrow():
             gate, up = (column_parallel(self.projection(name), inputs, ranks) for name in READS_MLP)
             inner: Tensor = self.layer.get_submodule("mlp.act_fn")(gate) * up
         return inner
-
-    def mlp_output(self, inner: Tensor) -> Tensor:
-        """Return the MLP's output from down_proj's inputs: float32 [batch, tokens, hidden]."""
-        with self._narrow():
-            output: Tensor = self.projection("mlp.down_proj")(inner)
-        return output.float() * self.scale
 
     def _narrow(self) -> torch.autocast:
         dtype = self.blocks.dtype
@@ -186,10 +218,13 @@ class LayerAlignment:
         def after_attention(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return converted.after_attention(read("complete", rows), read("heads", rows))
 
+        def visible(rows: Tensor) -> Tensor:
+            return torch.stack([read(visible_name(k), rows) for k in range(converted.attention_ranks)])
+
         # Each returns the inputs of a group of projections in each virtual rank, and its targets. The targets of
         # projections that read the stream are the inputs of the dense model's.
         def attention_reads(rows: Tensor) -> Tokens:
-            return [converted.attention_input(read("visible", rows))], dense.attention_input(read("dense", rows))
+            return [*converted.attention_input(visible(rows))], dense.attention_input(read("dense", rows))
 
         def attention_writes(rows: Tensor) -> Tokens:
             return [read("heads", rows)], (read("dense", rows) - read("complete", rows)) / converted.scale
@@ -201,36 +236,39 @@ class LayerAlignment:
             reads, attended, _ = after_attention(rows)
             return [converted.inner(reads)], (read("dense", rows) - attended) / converted.scale
 
-        if solve:
-            reports += self._fit(READS_ATTENTION, attention_reads)
+        if solve and converted.kv_ranks == converted.attention_ranks:
+            reports += self._fit(READS_ATTENTION, attention_reads, converted.attention_ranks)
+        elif solve:
+            reports += self._fit(READS_ATTENTION[:1], attention_reads, converted.attention_ranks)
+            reports += self._fit(READS_ATTENTION[1:], attention_reads, converted.kv_ranks)
         for rows in streams.batches():
             before = read("dense", rows)
-            streams.write("heads", rows, converted.heads(read("visible", rows)))
-            streams.write("dense", rows, dense.after_attention(before, dense.heads(before))[1])
+            streams.write("heads", rows, converted.heads(visible(rows)))
+            streams.write("dense", rows, dense.after_attention(before, dense.heads(before[None]))[1])
         if solve:
             reports += self._fit(WRITES_ATTENTION, attention_writes)
-            reports += self._fit(READS_MLP, mlp_reads)
+            reports += self._fit(READS_MLP, mlp_reads, converted.mlp_ranks)
         for rows in streams.batches():
             after = read("dense", rows)
-            streams.write("dense", rows, after + dense.mlp_output(dense.inner(after[None])))
+            streams.write("dense", rows, dense.after_mlp((after[None], after, after))[0])
         if solve:
             reports += self._fit(WRITES_MLP, mlp_writes)
         for rows in streams.batches():
-            reads, attended, without = after_attention(rows)
-            complete = attended + converted.mlp_output(converted.inner(reads))
+            complete, reads = converted.after_mlp(after_attention(rows))
             streams.write("complete", rows, complete)
-            streams.write("visible", rows, complete if converted.mlp_sync == BLOCKING else without)
+            for reader, own in enumerate(reads):
+                streams.write(visible_name(reader), rows, own)
         return reports
 
-    def _fit(self, names: Sequence[str], tokens: Callable[[Tensor], Tokens]) -> list[ProjectionReport]:
+    def _fit(self, names: Sequence[str], tokens: Callable[[Tensor], Tokens], parts: int = 1) -> list[ProjectionReport]:
         """Sum the products of each virtual rank and solve the projections.
 
         tokens: returns inputs and targets of a batch.
+        parts: of the projections' rows; each has the inputs of as many neighbouring virtual ranks as share it.
         Raises UserError where they are NaN or infinite.
         """
         projections = [self.converted.projection(name) for name in names]
-        parts = self.converted.virtual_ranks if names == READS_MLP else 1
-        reads = names in (READS_ATTENTION, READS_MLP)
+        reads = not {*names} & {*WRITES_ATTENTION, *WRITES_MLP}
         teachers = [self.dense.projection(name) for name in names]
         rows = [
             RankRows(affine(projections, part, parts), affine(teachers, part, parts) if reads else None)
@@ -241,7 +279,9 @@ class LayerAlignment:
             for batch in self.streams.batches(heldout=heldout):
                 inputs, targets = tokens(batch)
                 flat = with_ones(targets, projections[0]) if reads else targets.flatten(0, -2)
-                yield [with_ones(x, projections[0]) for x in inputs], flat
+                sharing = len(inputs) // parts
+                own = [torch.cat([*inputs[k * sharing : (k + 1) * sharing]]) for k in range(parts)]
+                yield [with_ones(x, projections[0]) for x in own], flat.repeat(sharing, 1)
 
         for inputs, values in batches(False):
             for part, x in zip(rows, inputs, strict=True):

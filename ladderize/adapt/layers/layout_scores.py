@@ -21,7 +21,7 @@ from ladderize.adapt.layers.align import (
     warn_of_few,
     with_random,
 )
-from ladderize.adapt.layers.align_layer import Streams, states_bytes
+from ladderize.adapt.layers.align_layer import Streams, readers_of, states_bytes
 from ladderize.adapt.layers.layer_files import StudentBlocks
 from ladderize.adapt.layers.options import layers_to_align, short_tokens
 from ladderize.adapt.layers.windows import Windows, split_windows
@@ -169,7 +169,7 @@ class AlignedLayouts:
         """
         made: Iterator[AlignedLayer] | None = None
         if not layout.is_dense:
-            streams = Streams(self.teacher, self.all_windows, self.ranks)
+            streams = Streams(self.teacher, self.all_windows, self.ranks, readers_of(layout))
             student = StudentBlocks(layout, layers_to_align(layout), self.weights)
             made = aligned_layers(self.teacher, self.teacher, self.weights, student, streams)
 
@@ -215,7 +215,8 @@ def score_aligned(
     models = sorted(left.values(), key=lambda layout: layers_of([layout]))
     if known:
         console.note(f"{len(known)} models were measured before")
-    states = states_bytes(aligned.teacher, aligned.all_windows, aligned.ranks)
+    readers = max(map(readers_of, models), default=1)
+    states = states_bytes(aligned.teacher, aligned.all_windows, aligned.ranks, readers)
     check_states_room(states, processes=ranks.local_size)
     console.note(
         f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens: {layers_of(models):,} layers are"
