@@ -22,7 +22,7 @@ from ladderize.runtime.bench import inference, reference_check
 from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench import run as bench_run
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage, parse_counts
+from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, ModelChoice, check_bench_usage, parse_counts
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated
 from ladderize.runtime.collectives.observed import Observed
@@ -489,7 +489,7 @@ def test_options_from_python(shape):
     assert options.batch_sizes == (1, 4)
     assert BenchOptions.from_dict(options.to_dict(), "x") == options
     plan = bench_plan.plan_bench(ModelChoice(random_weights=str(shape)), options, "1,1")
-    assert [spec.name for spec in plan.specs] == ["dense", "ladder", "spd", "spd+ladder"]
+    assert [spec.name for spec in plan.specs] == [*LAYOUT_NAMES]
     assert plan.options.ranks == 2
 
 

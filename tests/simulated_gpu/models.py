@@ -23,6 +23,7 @@ LAYOUTS = {
     "ladder": {"ladder": range(LAYERS)},
     "spd": {"spd": range(LAYERS), "sync_tp_size": 4},
     "both": {"ladder": range(LAYERS), "spd": range(LAYERS), "sync_tp_size": 2},
+    "delayed": {"delayed": range(LAYERS), "spd": [1], "sync_tp_size": 8},
 }
 
 

@@ -126,6 +126,8 @@ HIDING = {
     "ladder": ([0, 2, 4, 2, 0], [0, 4, 6, 4, 6, 8, 6, 4, 2, 0]),
     "spd": ([0, 0, 0], [0, 8, 8, 8, 8, 0]),
     "both": ([0, 4, 0], [0, 6, 10, 10, 6, 0]),
+    # one head of one rank at a time, which the simulated attention counts as two products more
+    "delayed": ([0, 8, 16, 0], [0, 7, 15, 16, 24, 37, 21, 0]),
 }
 
 
