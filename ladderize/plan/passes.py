@@ -282,6 +282,7 @@ def mean_keys(least: int, most: int, window: int | None) -> float:
 
 # ---- whole passes ----
 
+
 class PassSeconds(NamedTuple):
     """The seconds of a pass or of a layer.
 
