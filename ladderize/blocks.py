@@ -27,8 +27,9 @@ from ladderize.ranks.device import avoid_cudnn_attention
 # The numbers of logits in memory at once, in float32: with a vocabulary of 128,000, 2048 tokens would take a gigabyte.
 LOGITS_AT_ONCE = 1 << 26
 
-# The state between two layers: the complete residual stream, or, where the MLP sync point before is overlapped,
-# (complete, visible). The visible stream lacks that MLP's output. [batch, tokens, hidden] each.
+# The state between two layers: the complete residual stream [batch, tokens, hidden], or, where the MLP sync point
+# before is overlapped or delayed, (complete, visible). The visible stream lacks that MLP's output; of a delayed one it
+# has each virtual rank's own part, [ranks, batch, tokens, hidden].
 State = Tensor | tuple[Tensor, Tensor]
 
 

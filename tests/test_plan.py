@@ -21,6 +21,7 @@ from ladderize.plan import measure, run
 from ladderize.plan.hardware import known_engines, read_device
 from ladderize.plan.passes import Serving, pass_parts
 from ladderize.plan.run import PlanResult
+from ladderize.runtime.bench.options import LAYOUT_NAMES
 from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.runtime.shards import read_shape
 from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, make_layout, one_sentence, save_llama
@@ -166,11 +167,12 @@ def test_a_quantised_checkpoint_is_planned_as_fp8(tmp_path):
 
 def test_bounds_and_bands_of_a_known_shape():
     result = planned("--shape", "70b", *H100, "--batch-size", "1,16")
-    names = ["dense", "ladder", "spd", "spd+ladder", "parallel", "no-comm"]
+    names = [*LAYOUT_NAMES, "parallel", "no-comm"]
     for group in result.groups():
         rows = {row.name: row for row in group}
-        assert list(rows)[:6] == names
-        assert [row.kind for row in rows.values()][:7] == ["layout"] * 4 + ["bound"] * 2 + ["exact"]
+        assert list(rows)[: len(names)] == names
+        kinds = [row.kind for row in rows.values()]
+        assert kinds[: len(names) + 1] == ["layout"] * len(LAYOUT_NAMES) + ["bound"] * 2 + ["exact"]
         dense = rows["dense"]
         assert (dense.speedup_low, dense.speedup, dense.speedup_high) == (1, 1, 1)
         assert all(rows[name].speedup <= rows["no-comm"].speedup for name in names)
@@ -302,7 +304,7 @@ def test_a_plan_of_a_shape_imports_no_torch():
         (("--shape", "8b", "--hardware", "h1000", "--tp-size", "1"), "--hardware h1000 is neither one of"),
         (("--shape", "8c", *H100), "--shape 8c is neither one of"),
         (H100, "name a checkpoint, or a shape with --shape, and not both"),
-        (("--shape", "8b", *H100, "--layout", "rungs"), "--layout rungs is not one of dense, ladder, spd, spd+ladder,"),
+        (("--shape", "8b", *H100, "--layout", "rungs"), "--layout rungs is not one of dense, ladder, delayed, spd,"),
         (("--shape", "8b", *H100, "--sync-tp-size", "4"), "--tp-size 8 does not divide the 4 virtual ranks"),
         (("--shape", "8b", *H100[:-1], "3"), "--tp-size 3 does not divide the 32 attention heads"),
         (("--shape", "8b", *H100[:-1], "32"), "--link nvlink was measured with 2, 4 and 8 ranks, not 32"),

@@ -26,7 +26,7 @@ from ladderize.plan.options import PlanGoal
 from ladderize.plan.passes import PassParts, predict_pass
 from ladderize.plan.run import write_plan_recipe
 
-NATS = np.array([0, 1.0, 0.4, 1.3])  # of the kinds, about, next to each other
+NATS = np.array([0, 1.0, 0.5, 0.4, 1.3])  # of the kinds, about, next to each other
 
 
 def random_parts(layers):
@@ -39,7 +39,7 @@ def random_tables(layers, *, offered=1.0, sync_tp_size=2):
     constant, seconds = kind_seconds(parts, {"prefill": 1, "decode": 15}, layers)
     nats = np.random.lognormal(-3, 1, (layers, 1)) * NATS * np.random.uniform(0.5, 2, (layers, len(LAYER_KINDS)))
     nats[np.random.random(nats.shape) > offered] = math.inf
-    nats[:, 0], nats[0, 3] = 0.0, math.inf
+    nats[:, 0], nats[0, 4:] = 0.0, math.inf  # no MLP enters the first layer
     return LayerTables(seconds, nats, constant, sync_tp_size)
 
 
@@ -55,7 +55,7 @@ class FakeMeasurer:
     def __init__(self, tables, *, extra=0.5, held_out=1.0, stderr=0.0, factor=1.0):
         self.tables, self.held_out, self.stderr, self.factor = tables, held_out, stderr, factor
         self.between = (
-            np.random.uniform(0, 2 * extra, (len(LAYER_KINDS), len(LAYER_KINDS))) if extra else np.zeros((4, 4))
+            np.random.uniform(0, 2 * extra, (len(LAYER_KINDS), len(LAYER_KINDS))) if extra else np.zeros((len(LAYER_KINDS),) * 2)
         )
         self.asked = []
 
@@ -115,7 +115,7 @@ def test_cuts_leave_out_what_they_name():
 def test_many_layers_are_quickly_chosen():
     tables = random_tables(126)
     tables.nats[:] = tables.nats[1] * np.random.uniform(0.9, 1.1, tables.nats.shape)  # nearly alike: the hardest
-    tables.nats[0, 3] = math.inf
+    tables.nats[0, 4:] = math.inf
     budget = 0.3 * tables.nats[1:].max(1).sum()
     assert choose_layout(tables, budget).chosen.estimated_nats <= budget + 1e-6
 
@@ -187,7 +187,7 @@ def test_estimates_that_say_nothing_are_told_apart_by_measurements():
 
 def test_none_within_the_budget_and_none_confirmed_are_said():
     tables = random_tables(4)
-    tables.seconds[:, 1:] = tables.seconds[:, :1] * np.array([0.7, 0.8, 0.5])
+    tables.seconds[:, 1:] = tables.seconds[:, :1] * np.array([0.7, 0.7, 0.8, 0.5])
     budget = tables.nats[:, 1:].min()
     with pytest.raises(UserError, match="stays within the budget .* the least increase is") as error:
         choose_layout(tables, budget, FakeMeasurer(tables, factor=50.0), 5)

@@ -18,7 +18,10 @@ from ladderize.layout import Layout
 if TYPE_CHECKING:
     import numpy as np
 
-LADDER, SPD, SPD_LADDER = "ladder", "spd", "spd+ladder"  # kinds of layers, as ``Layout.layer_name`` says them
+# Kinds of layers, as ``Layout.layer_name`` says them; all but the first are made for a number of virtual ranks. One layer
+# alone that is spd+delayed computes what a delayed one does, so it is not measured.
+LADDER, SPD = "ladder", "spd"
+LAYER_CHANGES = (LADDER, "delayed", SPD, "spd+ladder")
 # layers: each layer alone becomes each kind. sweep: from the last layer backwards one more is dropped at a time, as in
 # the paper.
 Mode = Literal["layers", "sweep"]
@@ -120,15 +123,15 @@ class LayerChange(NamedTuple):
 def layer_changes(mode: Mode, num_layers: int, sync_tp_size: int | None) -> list[LayerChange]:
     """Return the models that a mode measures besides the dense one.
 
-    sync_tp_size: of dropped sync points; None: nothing is dropped.
+    sync_tp_size: of delayed and dropped sync points; None: there are none.
     """
-    kinds = [SPD] if mode == "sweep" else [LADDER, SPD, SPD_LADDER] if sync_tp_size is not None else [LADDER]
+    kinds = [SPD] if mode == "sweep" else LAYER_CHANGES if sync_tp_size is not None else [LADDER]
     changes = []
     for kind in kinds:
         for layer in range(num_layers):
             layers = range(layer, num_layers) if mode == "sweep" else [layer]
             named = dict.fromkeys(kind.split("+"), layers)
-            layout = Layout.from_layers(num_layers, **named, sync_tp_size=sync_tp_size if SPD in named else None)
+            layout = Layout.from_layers(num_layers, **named, sync_tp_size=None if kind == LADDER else sync_tp_size)
             changes.append(LayerChange(layer, kind, layout))
     return changes
 
@@ -165,8 +168,8 @@ def read_sensitivity(path: Path) -> SensitivityDocument:
     )
     if not complete or not all(map(math.isfinite, numbers)):
         raise UserError(f"{path} has not one finite cost for each layer of each kind, in order; measure it again")
-    if not document.sync_tp_size and any(SPD in kind for kind in document.kinds):
-        raise UserError(f"{path} has costs of dropped layers and no sync_tp_size; measure it again")
+    if not document.sync_tp_size and {*document.kinds} - {LADDER}:
+        raise UserError(f"{path} has costs of delayed or dropped layers and no sync_tp_size; measure it again")
     return document
 
 

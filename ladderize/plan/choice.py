@@ -23,13 +23,14 @@ from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import AlignmentWindows
 from ladderize.errors import UserError
 from ladderize.files.records import Record
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, OVERLAPPED, Layout
 from ladderize.plan.passes import PassParts, predict_layer
 
 # kinds of layers: the mode of the MLP sync point that enters one, and of its own attention sync point
 KIND_STEPS = {
     "dense": (BLOCKING, BLOCKING),
     "ladder": (OVERLAPPED, OVERLAPPED),
+    "delayed": (DELAYED, DELAYED),
     "spd": (BLOCKING, DROPPED),
     "spd+ladder": (OVERLAPPED, DROPPED),
 }
@@ -147,7 +148,8 @@ class LayerTables:
 
     def layout(self, kinds: Sequence[int]) -> Layout:
         entering, attention = zip(*(KIND_STEPS[LAYER_KINDS[kind]] for kind in kinds), strict=True)
-        return Layout(attention, (*entering[1:], BLOCKING), self.sync_tp_size if DROPPED in attention else None)
+        mlp = (*entering[1:], BLOCKING)
+        return Layout(attention, mlp, self.sync_tp_size if {*APART} & {*attention, *mlp} else None)
 
     def described(
         self, kinds: Sequence[int], measured: LayoutCost | None = None, held_out: LayoutCost | None = None

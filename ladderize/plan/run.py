@@ -244,7 +244,7 @@ def layer_nats(document: SensitivityDocument) -> np.ndarray:
     nats = np.full((document.num_layers, len(LAYER_KINDS)), np.inf)
     nats[:, 0] = 0.0
     for cost in document.costs:
-        if cost.layer or cost.kind != LAYER_KINDS[-1]:  # no MLP enters the first, so that is spd
+        if cost.layer or "+" not in cost.kind:  # no MLP enters the first, so that is spd
             nats[cost.layer, LAYER_KINDS.index(cost.kind)] = max(cost.nats, 0.0)
     return nats
 

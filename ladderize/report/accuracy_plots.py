@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ladderize.convert.sensitivity_file import INTERVAL, LADDER, SPD, SPD_LADDER, SensitivityDocument, dense_line
+from ladderize.convert.sensitivity_file import INTERVAL, SensitivityDocument, dense_line
 from ladderize.eval.compare import metric_name
 from ladderize.eval.comparison import TaskComparison
 from ladderize.report.documents import FoundDocuments, RetrainingRun
@@ -31,7 +31,12 @@ from ladderize.report.plot import (
 from ladderize.sweep_document import AS_CONVERTED, THEN
 
 TOKENS_AXIS: Spec = {"format": "~s", "labelExpr": "datum.value === 0 ? '0' : datum.label", "tickCount": 5}
-KIND_LOOKS = {LADDER: ("ladder", "circle"), SPD: ("spd", "square"), SPD_LADDER: ("both", "diamond")}
+KIND_LOOKS = {
+    "ladder": ("ladder", "circle"),
+    "delayed": ("delayed", "triangle-up"),
+    "spd": ("spd", "square"),
+    "spd+ladder": ("both", "diamond"),
+}
 LEAST_COST = 0.05  # of perplexity; less is next to nothing
 TICKS = [0, *(sign * 10.0**exponent for sign in (-1, 1) for exponent in range(-1, 7))]
 RUN_COLOURS = ("ladder", "spd", "both", "baseline", "dense")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ladderize.adapt.methods import ALIGN
 from ladderize.eval.comparison import ComparisonDocument
 from ladderize.eval.results import EvaluatedModel
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED
+from ladderize.layout import BLOCKING, DELAYED, DROPPED, OVERLAPPED
 from ladderize.runtime.bench.document import BenchRow
 from ladderize.sweep_document import AS_CONVERTED, SweepPoint
 
@@ -163,12 +163,13 @@ class ReportModel:
 
     @property
     def family(self) -> str:
-        """The kind of its layout: dense, ladder, spd, spd + ladder; or baseline."""
+        """The kind of its layout, such as dense, ladder or spd + delayed; or baseline."""
         if self.is_baseline:
             return "baseline"
         modes = {*self.attention_sync, *self.mlp_sync} - {BLOCKING}
-        names = [name for mode, name in ((DROPPED, "spd"), (OVERLAPPED, "ladder")) if mode in modes]
-        return " + ".join(names) or "dense"
+        kinds = (DROPPED, "spd"), (OVERLAPPED, "ladder"), (DELAYED, "delayed")
+        names = [name for mode, name in kinds if mode in modes]
+        return "ladder and delayed" if {"ladder", "delayed"} <= {*names} else " + ".join(names) or "dense"
 
     @property
     def layout_words(self) -> str:

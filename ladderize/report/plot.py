@@ -27,6 +27,8 @@ PALETTE = {
     "ladder": ("#1f63c9", "#78aefc"),
     "spd": ("#b4500c", "#f0a050"),
     "both": ("#0a7566", "#4fd0b6"),
+    "delayed": ("#b02a5b", "#f08ab0"),
+    "both-delayed": ("#756600", "#d6c34a"),
     "baseline": ("#8a3ea8", "#d59cf0"),
     "compute": ("#6b7482", "#8e98a8"),
     "hidden": ("#1f63c9", "#78aefc"),
@@ -55,7 +57,16 @@ VEGA_CONFIG: Spec = {
     "text": {"color": "var(--ink)", "fontSize": 13},
 }
 # of ``ReportModel.family`` and ``Setting.kind``, in the order of legends
-FAMILY_COLOURS = {"dense": "dense", "ladder": "ladder", "spd": "spd", "spd + ladder": "both", "baseline": "baseline"}
+FAMILY_COLOURS = {
+    "dense": "dense",
+    "ladder": "ladder",
+    "delayed": "delayed",
+    "spd": "spd",
+    "spd + ladder": "both",
+    "spd + delayed": "both-delayed",
+    "ladder and delayed": "compute",
+    "baseline": "baseline",
+}
 KIND_SHAPES = {"measured": "circle", "emulated": "diamond"}
 # a row for each model
 MODEL_ROWS: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}}

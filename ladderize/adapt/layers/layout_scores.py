@@ -52,7 +52,7 @@ class ConvertedLayouts:
         self.blocks, self.layouts = blocks, list(layouts)
         self.weights = [blocks.weights(index) for index in range(blocks.num_layers)]
         self.dense = Layout.dense(blocks.num_layers)
-        self.built: dict[tuple[int, str, str, int | None], torch.nn.Module] = {}
+        self.built: dict[tuple[int, str, str, str, int | None], torch.nn.Module] = {}
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> np.ndarray:
@@ -78,7 +78,7 @@ class ConvertedLayouts:
         return state
 
     def _layer(self, index: int, layout: Layout) -> torch.nn.Module:
-        key = index, layout.attention_sync[index], layout.mlp_sync[index], layout.sync_tp_size
+        key = index, layout.entering(index), layout.attention_sync[index], layout.mlp_sync[index], layout.sync_tp_size
         if key not in self.built:
             self.built[key] = self.blocks.layer(index, layout, self.weights[index])
         return self.built[key]
