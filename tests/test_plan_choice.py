@@ -55,7 +55,9 @@ class FakeMeasurer:
     def __init__(self, tables, *, extra=0.5, held_out=1.0, stderr=0.0, factor=1.0):
         self.tables, self.held_out, self.stderr, self.factor = tables, held_out, stderr, factor
         self.between = (
-            np.random.uniform(0, 2 * extra, (len(LAYER_KINDS), len(LAYER_KINDS))) if extra else np.zeros((len(LAYER_KINDS),) * 2)
+            np.random.uniform(0, 2 * extra, (len(LAYER_KINDS), len(LAYER_KINDS)))
+            if extra
+            else np.zeros((len(LAYER_KINDS),) * 2)
         )
         self.asked = []
 

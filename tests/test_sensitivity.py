@@ -165,7 +165,10 @@ def cost(**changes):
     [
         (lambda document: document.update(mode="points"), "mode is 'points', but must be one of layers, sweep"),
         (lambda document: document.update(schema_version=7), "has schema_version 7"),
-        (lambda document: document.update(sync_tp_size=None), "has costs of delayed or dropped layers and no sync_tp_size"),
+        (
+            lambda document: document.update(sync_tp_size=None),
+            "has costs of delayed or dropped layers and no sync_tp_size",
+        ),
         (lambda document: document.update(costs=[]), "has not one finite cost for each layer of each kind, in order"),
         (lambda document: document.update(costs=[1, 2]), r"costs\[0\] is 1, but must be an object"),
         (cost(layer=2), "has not one finite cost for each layer of each kind, in order"),

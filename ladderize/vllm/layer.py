@@ -1,10 +1,12 @@
 """A layer of a converted model in vLLM, of any family. Its projections, attention and norms are vLLM's own.
 
 vLLM adds the last sub-module's output to the residual stream inside the next norm. So the state between sub-modules is
-``(delta, residual, pending)``: a sum that is still to be added or None, the stream, and the message in flight or None.
+``(delta, residual, pending, ahead)``: a sum that is still to be added, the stream, the message in flight, and what this
+rank, or each of its virtual ranks, reads beside the stream; all but the stream may be None.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ladderize.families.base import Decoder
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, OVERLAPPED, Layout
 from ladderize.runtime.shards import virtual_ranks
 from ladderize.vllm.messages import Messages
 
@@ -38,18 +40,23 @@ def row_parallel(count: int, projection: Any, inputs: Tensor) -> Tensor:
     return torch.bmm(parts, projection.weight.unflatten(1, (count, -1)).permute(1, 2, 0))
 
 
-def column_parallel(count: int, projection: Any, inputs: Tensor) -> Tensor:
-    """Return each virtual rank's gate and up, side by side: [count, tokens, 2 * intermediate / count].
+def column_parallel(projection: Any, sizes: Sequence[int], inputs: Tensor) -> list[Tensor]:
+    """Return each virtual rank's part of the projections that vLLM merged into one: [count, tokens, size / count] each.
 
-    projection: vLLM's merged gate_up_proj.
+    sizes: of the projections' outputs on this process.
     inputs: each virtual rank's own, [count, tokens, hidden].
     """
-    parts = []
-    biases = (None, None) if projection.bias is None else projection.bias.chunk(2)
-    for weight, bias in zip(projection.weight.chunk(2), biases, strict=True):
+    count, parts = len(inputs), []
+    biases = [None] * len(sizes) if projection.bias is None else projection.bias.split(sizes)
+    for weight, bias in zip(projection.weight.split(sizes), biases, strict=True):
         part = torch.bmm(inputs, weight.unflatten(0, (count, -1)).transpose(1, 2))
         parts.append(part if bias is None else part + bias.view(count, 1, -1))
-    return torch.cat(parts, -1)
+    return parts
+
+
+def side_by_side(parts: Tensor) -> Tensor:
+    """Return the virtual ranks' parts [count, tokens, width] as [tokens, count * width]."""
+    return parts.transpose(0, 1).flatten(1)
 
 
 class Pending(NamedTuple):
@@ -77,6 +84,8 @@ class FamilyAttention(LlamaAttention):
     vLLM itself finds the windows in the config.
 
     heads_only: leave out o_proj; the layer multiplies by its slices.
+
+    The input may be apart for each virtual rank of the process, [count, tokens, hidden].
     """
 
     def __init__(
@@ -99,8 +108,11 @@ class FamilyAttention(LlamaAttention):
         """Ignore the scale that vLLM's constructor sets: it is a Llama's, and not every family's."""
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        sizes = [self.q_size, self.kv_size, self.kv_size]
+        if hidden_states.ndim == 3:
+            q, k, v = map(side_by_side, column_parallel(self.qkv_proj, sizes, hidden_states))
+        else:
+            q, k, v = self.qkv_proj(hidden_states)[0].split(sizes, dim=-1)
         if self.decoder.head_norms:
             q = self.q_norm(q.view(*q.shape[:-1], -1, self.head_dim)).view(q.shape)
             k = self.k_norm(k.view(*k.shape[:-1], -1, self.head_dim)).view(k.shape)
@@ -118,86 +130,115 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
     ) -> None:
         layer = extract_layer_index(prefix)
         attention, mlp = layout.attention_sync[layer], layout.mlp_sync[layer]
-        virtual = virtual_ranks(layout, layer, vllm_config.parallel_config.tensor_parallel_size).o
-        attention_class: Any = functools.partial(FamilyAttention, decoder, virtual > 1)
+        virtual = virtual_ranks(layout, layer, vllm_config.parallel_config.tensor_parallel_size)
+        attention_class: Any = functools.partial(FamilyAttention, decoder, virtual.o > 1)
         super().__init__(vllm_config, prefix, attn_layer_type=attention_class)
         self.messages, self.scale = messages, decoder.residual_scale
-        self.attention_sync, self.mlp_sync = attention, mlp
+        self.attention_sync, self.mlp_sync, self.virtual = attention, mlp, virtual
         # vLLM's projection sums by itself only where nothing must come before the sum: a message in flight is waited
         # for first, and a dropped partial is added to the MLP's.
         free = attention == BLOCKING and not messages.emulated
         self.attention_sums = free and layout.entering(layer) == BLOCKING
         self.mlp_sums = free and mlp == BLOCKING
         self.stock = self.attention_sums and self.mlp_sums and self.scale == 1
-        self.self_attn.o_proj.reduce_results = self.attention_sums
-        self.mlp.down_proj.reduce_results = self.mlp_sums
-        # the bias belongs to no rank: where no sum follows, this layer adds it to the stream
-        self.self_attn.o_proj.skip_bias_add = attention == DROPPED
-        self.virtual = virtual
-        if virtual > 1:  # then verify.py refuses quantised weights and adapters
-            self.self_attn.o_proj.quant_method = self.mlp.gate_up_proj.quant_method = KeptWeight()
+        own_attention, own_mlp = self.self_attn, self.mlp
+        own_attention.o_proj.reduce_results = self.attention_sums
+        own_mlp.down_proj.reduce_results = self.mlp_sums
+        # the bias belongs to no rank: where a partial is read before it is summed, this layer adds it to the stream
+        own_attention.o_proj.skip_bias_add = attention in APART
+        own_mlp.down_proj.skip_bias_add = mlp in APART
+        # verify.py refuses quantised weights and adapters where weights are sliced
+        cut: list[Any] = [own_attention.qkv_proj, own_attention.o_proj, own_mlp.gate_up_proj, own_mlp.down_proj]
+        for projection, count in zip(cut, virtual, strict=True):
+            if count > 1:
+                projection.quant_method = KeptWeight()
 
     def forward(
-        self, positions: Tensor, delta: Tensor | None, residual: Tensor, pending: Pending | None
-    ) -> tuple[Tensor | None, Tensor, Pending | None]:
-        """Return the new (delta, residual, pending).
+        self,
+        positions: Tensor,
+        delta: Tensor | None,
+        residual: Tensor,
+        pending: Pending | None,
+        ahead: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor, Pending | None, Tensor | None]:
+        """Return the new (delta, residual, pending, ahead).
 
         positions: [tokens].
         delta, residual: [tokens, hidden].
+        ahead: [tokens, hidden], or of several virtual ranks [count, tokens, hidden].
         """
         if self.stock:
             first = (residual, None) if delta is None else (delta, residual)
-            return *super().forward(positions, *first), None
-        x, residual = read(self.input_layernorm, delta, residual)
+            return *super().forward(positions, *first), None, None
+        o_proj, down_proj, several = self.self_attn.o_proj, self.mlp.down_proj, self.virtual
+        x, residual = read(self.input_layernorm, delta, residual, ahead)
         made = self.self_attn(positions=positions, hidden_states=x)
-        made = self.scaled(made) if self.virtual == 1 else made
-        if self.attention_sync == DROPPED:
-            partial, residual = self.dropped(made, residual, pending)
-            return self.sync(self.mlp_sync, self.mlp_sums, partial, residual, None)
-        delta, residual, pending = self.sync(self.attention_sync, self.attention_sums, made, residual, pending)
-        x, residual = read(self.post_attention_layernorm, delta, residual)
-        return self.sync(self.mlp_sync, self.mlp_sums, self.scaled(self.mlp(x)), residual, pending)
+        partial = self.scaled(made if several.o == 1 else row_parallel(several.o, o_proj, made))
+        mode = self.attention_sync
+        delta, residual, pending, ahead = self.sync(mode, self.attention_sums, partial, residual, pending, o_proj)
+        x, residual = read(self.post_attention_layernorm, delta, residual, ahead)
+        made = self.mlp(x) if max(several.gate_up, several.down) == 1 else self.sliced_mlp(x)
+        partial = self.scaled(made)
+        if mode == DROPPED and ahead is not None:  # attention's partial is summed with the MLP's
+            partial = partial + (ahead if ahead.ndim == partial.ndim else ahead.sum(0))
+        return self.sync(self.mlp_sync, self.mlp_sums, partial, residual, pending, down_proj)
 
     def scaled(self, added: Tensor) -> Tensor:
         """Return a part that is added to the stream, times the family's factor."""
         return added if self.scale == 1 else added * self.scale
 
+    def sliced_mlp(self, x: Tensor) -> Tensor:
+        """Return the MLP's product with several virtual ranks in this process, and without down_proj's bias if it is
+        delayed: [tokens, hidden], or where the ranks read their parts of it [count, tokens, hidden].
+
+        x: [tokens, hidden], or of each virtual rank.
+        """
+        mlp, projection = self.mlp, self.mlp.gate_up_proj
+        if x.ndim == 3:
+            sizes = [projection.weight.shape[0] // 2] * 2
+            rows = side_by_side(mlp.act_fn(torch.cat(column_parallel(projection, sizes, x), -1)))
+        else:
+            rows = mlp.act_fn(projection(x)[0])
+        # down_proj reads the virtual ranks' parts side by side, so its product is their sum
+        product: Tensor = (
+            mlp.down_proj(rows)[0] if self.virtual.down == 1 else row_parallel(self.virtual.down, mlp.down_proj, rows)
+        )
+        return product
+
     def sync(
-        self, mode: str, summed: bool, partial: Tensor, residual: Tensor, pending: Pending | None
-    ) -> tuple[Tensor | None, Tensor, Pending | None]:
-        """Run a sync point: wait for the message in flight, then sum ``partial`` or send it. Return (delta, residual,
-        pending).
+        self,
+        mode: str,
+        summed: bool,
+        partial: Tensor,
+        residual: Tensor,
+        pending: Pending | None,
+        projection: Any,
+    ) -> tuple[Tensor | None, Tensor, Pending | None, Tensor | None]:
+        """Run a sync point: wait for the message in flight, then sum ``partial``, send it or keep it. Return (delta,
+        residual, pending, ahead).
 
         summed: True if ``partial`` is a sum already.
+        projection: o_proj or down_proj.
         """
         total = None if pending is None else total_of(self.messages, pending, partial)
-        if mode == OVERLAPPED:
-            self.messages.start(partial, residual)
-            return total, residual, Pending(partial)
-        delta = partial if summed else self.messages.all_reduce(partial)
-        return delta if total is None else delta + total, residual, None
-
-    def dropped(self, made: Tensor, residual: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor]:
-        """Return the partial of the MLP's sync point in SPD's block, and the stream with o_proj's bias.
-
-        Each rank's MLP reads the stream and its own partial of attention, which is then added to the MLP's.
-
-        made: attention's partial [tokens, hidden], scaled, or with several virtual ranks the output of its heads.
-        """
-        o_proj, norm, mlp = self.self_attn.o_proj, self.post_attention_layernorm, self.mlp
-        carry = made if self.virtual == 1 else self.scaled(row_parallel(self.virtual, o_proj, made))
-        if pending is not None:
-            residual = residual + total_of(self.messages, pending, carry)
-        if (bias := getattr(o_proj, "base_layer", o_proj).bias) is not None:  # vLLM's LoRA wraps projections
-            residual = residual + self.scaled(bias)
-        if self.virtual == 1:
-            return self.scaled(mlp(norm(residual + carry))) + carry, residual
-        x = norm((residual + carry).flatten(0, 1)).view_as(carry)
-        rows = mlp.act_fn(column_parallel(self.virtual, mlp.gate_up_proj, x))
-        # down_proj reads the virtual ranks' parts side by side, so its product is their sum
-        return self.scaled(mlp.down_proj(rows.transpose(0, 1).flatten(1))[0]) + carry.sum(0), residual
+        if mode in APART and (bias := getattr(projection, "base_layer", projection).bias) is not None:
+            residual = residual + self.scaled(bias)  # vLLM's LoRA wraps projections
+        if mode == DROPPED:
+            return total, residual, None, partial
+        if mode == BLOCKING:
+            delta = partial if summed else self.messages.all_reduce(partial)
+            return delta if total is None else delta + total, residual, None, None
+        # what is read meanwhile must not be summed in place
+        message = partial if mode == OVERLAPPED else partial.clone() if partial.ndim == 2 else partial.sum(0)
+        self.messages.start(message, residual)
+        return total, residual, Pending(message), partial if mode == DELAYED else None
 
 
-def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the normed stream, which a sub-module reads, and the stream, both with ``delta`` added."""
-    return (norm(residual), residual) if delta is None else norm(delta, residual)
+def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor, ahead: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the normed stream, which a sub-module reads, and the stream, both with ``delta`` added; what is read also
+    with ``ahead``."""
+    if ahead is None:
+        return (norm(residual), residual) if delta is None else norm(delta, residual)
+    residual = residual if delta is None else residual + delta
+    streams = residual + ahead
+    return norm(streams.flatten(0, -2)).view_as(streams), residual

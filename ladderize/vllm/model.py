@@ -44,10 +44,11 @@ class LadderizedModel(LlamaModel):
         residual = residual if self.embedding_scale == 1 else residual * self.embedding_scale
         delta: Tensor | None = None
         pending: Pending | None = None
+        ahead: Tensor | None = None
         streams: list[Tensor] = []
         self._maybe_add_hidden_state(streams, 0, residual, None)
         for index, layer in enumerate(self.layers, 1):
-            delta, residual, pending = layer(positions, delta, residual, pending)
+            delta, residual, pending, ahead = layer(positions, delta, residual, pending, ahead)
             if index in self.aux_hidden_state_layers:  # the whole stream is read: what is in flight is waited for early
                 pending = pending and Pending(total_of(self.messages, pending, residual), True)
                 parts = [part for part in (delta, pending and pending.value) if part is not None]

@@ -12,8 +12,8 @@ from ladderize.checkpoint.config import check_config
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder
 from ladderize.families.registry import decoder_of, find_family, is_ladderized
-from ladderize.layout import DELAYED, Layout
-from ladderize.runtime.shards import check_runnable, virtual_ranks
+from ladderize.layout import Layout
+from ladderize.runtime.shards import Shape, cached_heads, check_runnable, virtual_ranks
 from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
     adapters, ranks = vllm_config.lora_config, parallel.tensor_parallel_size
     graphs = cuda and sends(layout, backend) and not model.enforce_eager
     several = any(max(virtual_ranks(layout, layer, ranks)) > 1 for layer in range(layout.num_layers))
+    shape = Shape.from_config(_config(vllm_config), tp_size=ranks, rank=0)
     # on GPUs the order of the program rests on the cuts in the graph, which only vLLM's own compilation makes
     modes = {CompilationMode.STOCK_TORCH_COMPILE, *([CompilationMode.DYNAMO_TRACE_ONCE] if cuda else [])}
     of_any_layout = {
@@ -138,9 +139,8 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
         ),
     }
     of_sync_points = {
-        "delayed sync points are not served in vLLM; use ladderize's own runtime, or ladder layers": (
-            DELAYED in layout.attention_sync + layout.mlp_sync
-        ),
+        "virtual ranks that share a key-value head read it apart behind a delayed MLP; use --tensor-parallel-size"
+        f" {layout.sync_tp_size}": (several and cached_heads(shape, layout) > shape.own_kv_heads),
         "quantised weights and adapters need a process for each virtual rank; use --tensor-parallel-size"
         f" {layout.sync_tp_size}": several and (model.quantization is not None or adapters is not None),
         "--fully-sharded-loras sums inside each projection, beside the sync points of this layout; leave it out": (

@@ -27,6 +27,7 @@ class Case:
 
     ladder: str = ""
     spd: str = ""
+    delayed: str = ""
     sync_tp_size: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
     drawn: bool = False
@@ -42,6 +43,8 @@ CASES = {
     "spd and ladder": Case(ladder="all", spd="all", sync_tp_size=4, family="qwen2"),
     "spd below ladder": Case(ladder="1:", spd="0:2", sync_tp_size=2, family="mistral"),
     "mixed": Case(ladder="1,3", spd="0:2", sync_tp_size=2, config={"mlp_bias": True, "tie_word_embeddings": True}),
+    "delayed 2": Case(delayed="all", sync_tp_size=2, config={"mlp_bias": True}, family="granite"),
+    "delayed and spd": Case(delayed="1:", spd="0,3", sync_tp_size=4, config={"mlp_bias": True}),
     # a blocking sync point behind an overlapped one has no name
     "drawn": Case(sync_tp_size=2, drawn=True, config={"mlp_bias": True}),
     "fewer KV heads than ranks": Case(
@@ -59,7 +62,8 @@ def make(name: str, folder: Path, **extra: object) -> PreTrainedModel:
     if case.drawn:
         layout = drawn_layout(depth, case.sync_tp_size)
     else:
-        named = {key: parse_ranges(text, depth) for key, text in (("ladder", case.ladder), ("spd", case.spd)) if text}
+        ranges = {"ladder": case.ladder, "spd": case.spd, "delayed": case.delayed}
+        named = {key: parse_ranges(text, depth) for key, text in ranges.items() if text}
         layout = Layout.from_layers(depth, **named, sync_tp_size=case.sync_tp_size)
     config = ladderized_class(family, "Config")(**shape, **layout.to_config())
     model = ladderized_class(family, "ForCausalLM")(config).eval()
