@@ -18,8 +18,8 @@ from ladderize.layout import Layout
 if TYPE_CHECKING:
     import numpy as np
 
-# Kinds of layers, as ``Layout.layer_name`` says them; all but the first are made for a number of virtual ranks. One layer
-# alone that is spd+delayed computes what a delayed one does, so it is not measured.
+# Kinds of layers, as ``Layout.layer_name`` says them; all but the first are made for a number of virtual ranks. One
+# layer alone that is spd+delayed computes what a delayed one does, so it is not measured.
 LADDER, SPD = "ladder", "spd"
 LAYER_CHANGES = (LADDER, "delayed", SPD, "spd+ladder")
 # layers: each layer alone becomes each kind. sweep: from the last layer backwards one more is dropped at a time, as in
