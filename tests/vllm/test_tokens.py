@@ -12,7 +12,8 @@ from tests.vllm.models import SHAPE, check, make, random_prompts
 LENGTHS = (1, 2, 7, 31, 32, 33, 90)
 # each on the ranks where it shows most: one or two virtual ranks in a process, or four
 EAGER = [(1, "dense"), (1, "spd 4"), (2, "spd 4"), (1, "drawn"), (2, "drawn"), (1, "spd and ladder"), (1, "mixed"),
-         (2, "ladder upper half"), (2, "spd 2"), (2, "spd below ladder"), (2, "fewer KV heads than ranks")]  # fmt: skip
+         (2, "ladder upper half"), (2, "spd 2"), (2, "spd below ladder"), (2, "fewer KV heads than ranks"),
+         (2, "delayed 2"), (1, "delayed and spd"), (2, "delayed and spd")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ranks", "name"), EAGER)
@@ -34,7 +35,7 @@ def test_eager(engines, tmp_path, name, ranks):
         torch.testing.assert_close(torch.tensor(streams[layer]), expected[layer][0], rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "spd and ladder"), (2, "drawn"), (2, "spd 4")])
+@pytest.mark.parametrize(("ranks", "name"), [(1, "spd and ladder"), (2, "drawn"), (2, "spd 4"), (2, "delayed and spd")])
 def test_compiled(engines, tmp_path, name, ranks):
     model = make(name, tmp_path)
     prompts = random_prompts(*LENGTHS)
