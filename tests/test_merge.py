@@ -112,19 +112,20 @@ KINDS = {
 @pytest.mark.parametrize("name", ["dense", "same layer"])
 def test_merged_weights_are_the_exact_sums(name, tmp_path):
     base, rank = save_base(tmp_path / "base", name), int(torch.randint(1, 9, ()))
-    config = lora_config([0, 2], rank)
+    alpha, targets = int(torch.randint(1, 9, ())), ["q_proj", "up_proj"]
+    config = lora_config([0, 2], rank, alpha=alpha, targets=targets)
     matrices = adapt(base, tmp_path / "adapter", config)
     outcome = ladderize_merge(tmp_path / "adapter", tmp_path / "out", "--json")
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     assert before.keys() == after.keys()
-    assert len(document["replaced_tensors"]) == 2 * 7
+    assert len(document["replaced_tensors"]) == 2 * len(targets)
     for key, weight in before.items():
         module = key.removesuffix(".weight")
         if key in document["replaced_tensors"]:
             a, b = (matrices[f"{module}.lora_{side}.weight"].double() for side in "AB")
-            weight = (weight.double() + 2 * b @ a).float()
+            weight = (weight.double() + alpha / rank * b @ a).float()
         torch.testing.assert_close(after[key], weight, rtol=1e-5, atol=1e-6)
     check_same(base, tmp_path / "adapter", tmp_path / "out")
     assert document["layout"] == document["layout_before"]

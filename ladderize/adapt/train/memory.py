@@ -24,7 +24,8 @@ def trained_numbers(task: Task) -> int:
     shapes, rank = expected_tensors(task.checkpoint.config), task.options.lora_rank
     if task.is_lora:
         inside = trained_tensors(shapes, task.layers, False)
-        return sum(rank * sum(shapes[name]) for name in inside if name.endswith("_proj.weight"))
+        targets = tuple(f"{target}.weight" for target in task.options.lora_targets)
+        return sum(rank * sum(shapes[name]) for name in inside if name.endswith(targets))
     return sum(math.prod(shapes[name]) for name in trained_tensors(shapes, task.layers, task.everything))
 
 
