@@ -132,8 +132,11 @@ class Console:
         ) as bar:
 
             def advance(steps: int = 1, detail: str = "") -> None:
-                bar.set_postfix_str(printable(detail), refresh=False)
+                if detail:  # stays until the next one
+                    bar.set_postfix_str(printable(detail), refresh=False)
                 bar.update(steps)
+                if not steps:
+                    bar.refresh()
 
             yield advance
 

@@ -133,16 +133,18 @@ def jsonl_rows(path: Path, formats: Formats) -> Iterator[Row]:
 def parquet_rows(path: Path, formats: Formats) -> Iterator[Row]:
     """Yield the rows of a parquet file. Raises UserError for one that cannot be read, and for a bad row."""
     from pyarrow import ArrowException
-    from pyarrow.parquet import read_table
+    from pyarrow.parquet import ParquetFile
 
+    number = 0
     try:
-        rows = read_table(path).to_pylist()
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(1024):
+                for number, values in enumerate(batch.to_pylist(), start=number + 1):
+                    row = Row(values, f"{path}, row {number}")
+                    check_row(row, formats)
+                    yield row
     except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as parquet ({' '.join(str(error).split())[:200]})") from None
-    for number, values in enumerate(rows, start=1):
-        row = Row(values, f"{path}, row {number}")
-        check_row(row, formats)
-        yield row
 
 
 @contextlib.contextmanager
