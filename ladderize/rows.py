@@ -4,6 +4,7 @@ It also reads files of rows, one after the other.
 """
 
 import contextlib
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,12 +136,12 @@ def parquet_rows(path: Path, formats: Formats) -> Iterator[Row]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    number = 0
+    numbers = itertools.count(1)
     try:
         with ParquetFile(path) as file:
             for batch in file.iter_batches(1024):
-                for number, values in enumerate(batch.to_pylist(), start=number + 1):
-                    row = Row(values, f"{path}, row {number}")
+                for values in batch.to_pylist():
+                    row = Row(values, f"{path}, row {next(numbers)}")
                     check_row(row, formats)
                     yield row
     except (ArrowException, OSError, UnicodeDecodeError) as error:
