@@ -2,6 +2,7 @@
 people."""
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -281,6 +282,7 @@ def is_text(value: str) -> bool:
 def sentence(error: BaseException) -> str:
     """Return an exception as one line; a system error's names the file."""
     if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror.lower()}"
+        # a copy that fills the disk names the file that it reads first
+        path = (error.errno == errno.ENOSPC and error.filename2) or error.filename
+        return f"{f'{path}: ' if path else ''}{error.strerror.lower()}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -81,7 +81,8 @@ def read_config_and_warnings(folder: Path) -> tuple[dict[str, Any], list[str]]:
         for key, value in (("rope_theta", rope.get("rope_theta", config.get("rope_theta"))), ("rope_parameters", rope)):
             if config.get(key) and config[key] != value:
                 warnings.append(
-                    f"config.json says {key} twice, {config[key]} and {value}; the second counts, as for transformers"
+                    f"config.json says {key} twice, {config[key]!r:.99} and {value!r:.99}; the second counts, as for"
+                    " transformers"
                 )
                 config[key] = value
     return config, warnings
