@@ -219,6 +219,14 @@ def test_what_is_refused_with_advice(tmp_path, name, command):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_untied_head_that_is_missing_is_drawn_at_random(tmp_path):
+    """So transformers' answers are of no use, and tying it would compute something else."""
+    source = make(tmp_path / "source", *REFUSED["untied, and no head"][:3])
+    plain, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True)
+    assert info["missing_keys"] == {HEAD}
+    assert not torch.equal(plain.lm_head.weight, plain.model.embed_tokens.weight)
+
+
 def test_an_empty_quantization_config(tmp_path):
     source, ids = save_llama(tmp_path / "source", seed=random.randrange(1 << 30)), random_ids(1, 8)
     expected = logits(AutoModelForCausalLM.from_pretrained(source).eval(), ids)
@@ -228,6 +236,11 @@ def test_an_empty_quantization_config(tmp_path):
     outcome = invoke_well("convert", source, tmp_path / "out", "--ladder", "all")
     assert "quantization_config is empty, which is taken as none" in outcome.stderr
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_source_without_a_tokenizer_is_said(tmp_path):
+    source = save_llama(tmp_path / "source")
+    assert "holds no tokenizer" in invoke_well("convert", source, tmp_path / "out", "--ladder", "all").stderr
 
 
 def test_a_stray_file_beside_complete_shards(tmp_path):

@@ -44,7 +44,8 @@ class TrainingEstimate(Record):
         return (
             f"{self.options.method}: {trained} of {whole} parameters in training, {self.options.in_words}. Memory of"
             f" each process ({self.processes} in all): about {human_bytes(self.memory_bytes)} ({parts}). Unfinished"
-            f" work takes {human_bytes(self.state_bytes)} of the disk at most."
+            f" work takes {human_bytes(self.state_bytes)} of the disk at most. The data were not read, and no time is"
+            " estimated."
         )
 
 
