@@ -123,8 +123,6 @@ class Loop:
         self.model, self.rows, self.heldout, self.options = model, rows, list(heldout), options
         self.folder, self.console, self.stored = folder, console, stored
         self.accelerator = model.accelerator
-        own = options.batch_size // model.data_size
-        self.accelerator.gradient_accumulation_steps = own // options.micro_batch_size
         self.progress = Progress()
         self.asked_to_stop = False
 

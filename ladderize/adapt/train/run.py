@@ -286,6 +286,8 @@ def make_loop(
 def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) -> TrainingModel:
     """Return the model in training: its weights, its teacher, and the optimizer."""
     options, training, is_sharded = task.options, task.training, task.launch.sharded
+    rows_of_rank = training.batch_size // (task.launch.processes // options.tp_size)
+    accelerator.gradient_accumulation_steps = rows_of_rank // training.micro_batch_size
     if options.tp_size > 1:
         return build_tensor_parallel(task, accelerator, ranks, console)
     how: dict[str, Any] = {"collecting": bool(task.compared), "device": None if is_sharded else accelerator.device}

@@ -170,8 +170,11 @@ class HFTraining(TrainingModel):
         optimizer = make_optimizer(own, weight_decay, fused=accelerator.distributed_type != DistributedType.DEEPSPEED)
         plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == "DEEPSPEED" else None
         if plugin is not None:
-            told = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_clipping": max_grad_norm}
-            plugin.deepspeed_config.update(told)
+            plugin.deepspeed_config.update(
+                train_micro_batch_size_per_gpu=micro_batch_size,
+                gradient_accumulation_steps=accelerator.gradient_accumulation_steps,  # it divides the loss by them
+                gradient_clipping=max_grad_norm,
+            )
         # FSDP2 warns of views: a ladder layer returns the stream that it was given, and nothing writes into it.
         warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
         prepared, self.optimizer = accelerator.prepare(student, optimizer)
