@@ -111,3 +111,14 @@ def test_what_is_refused(ids, measuring, tmp_path):
     measurer.blocks._end("model.norm.weight").fill_(math.nan)
     with pytest.raises(UserError, match="is NaN or infinite"):
         measurer.measure(Layout.from_layers(4, ladder=[1]), False)
+
+
+def test_other_data_under_the_same_name_are_refused(llama, tmp_path):
+    data = tmp_path / "ids.npy"
+    np.save(data, np.random.randint(3, 90, (SAMPLES + OTHERS, 16)))
+    arguments = ("--data", data, "--samples", SAMPLES, "--out", tmp_path / "p.json")
+    assert invoke("sensitivity", llama, *arguments).code == 0
+    np.save(data, np.random.randint(3, 90, (SAMPLES + OTHERS, 16)))
+    goal, costs = PlanGoal(tmp_path / "p.json", "2%", verify=2), read_sensitivity(tmp_path / "p.json")
+    with pytest.raises(UserError, match="is not the data that .* was measured on"):
+        LayoutMeasurer(PlanModel(str(llama)), goal, costs, kept_beside=tmp_path / "plan.json")

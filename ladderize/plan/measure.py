@@ -29,6 +29,7 @@ from ladderize.blocks import (
 )
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import AlignmentWindows, CalibrationData, SensitivityDocument
+from ladderize.data import file_sha256
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.layout import Layout
@@ -65,6 +66,8 @@ class LayoutMeasurer:
         computed = compute_dtype(choice.dtype, stored_dtype(checkpoint))
         self.blocks, self.console = Blocks(checkpoint, computed, torch.device(device)), console
         file = goal.data or data.file
+        if goal.data is None and file_sha256(file) != data.sha256:
+            raise UserError(f"{file} is not the data that {goal.sensitivity} was measured on; name these by --data")
         drawn = read_windows(checkpoint, file, seq_len=data.seq_len, samples=None, seed=data.seed)
         choose, rest = drawn[: data.samples], drawn[data.samples :]
         self.aligner = None

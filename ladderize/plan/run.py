@@ -122,6 +122,8 @@ def _check_outputs(
         raise UsageError(
             "a layout is chosen for one group and one workload: give one --tp-size above 1, and one --batch-size"
         )
+    if out is not None and recipe_out is not None and resolved(out) == resolved(recipe_out):
+        raise UsageError("--out and --recipe-out are one file; name two")
     inputs: list[str | Path | None] = [choice.shape, options.hardware, options.link]
     inputs += [goal.sensitivity, goal.data] if goal is not None else []
     for path, option in ((out, "--out"), (recipe_out, "--recipe-out")):
