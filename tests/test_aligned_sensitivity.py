@@ -193,9 +193,10 @@ def aligned_measurer(model, points, folder):
 
 def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monkeypatch):
     sensitivity = read_sensitivity(points)
-    numbers = fresh_rng().choice(len(sensitivity.costs), 2, replace=False).tolist()
-    costs = [sensitivity.costs[number] for number in numbers]
-    layouts = [layer_changes("layers", LAYERS, 4)[number].layout for number in numbers]
+    changes = layer_changes("layers", LAYERS, 4)
+    costs_of = {change.layout: cost for change, cost in zip(changes, sensitivity.costs, strict=True)}
+    layouts = [[*costs_of][number] for number in fresh_rng().choice(len(costs_of), 2, replace=False)]
+    costs = [costs_of[layout] for layout in layouts]
     aligned, original = [], AlignedLayouts.__call__
     monkeypatch.setattr(
         AlignedLayouts, "__call__", lambda self, layout, *rest: aligned.append(layout) or original(self, layout, *rest)
