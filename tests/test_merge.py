@@ -219,6 +219,8 @@ DAMAGE = {
     "of the future": (set_config(use_magic=True), "use_magic is set, which the PEFT installed here cannot merge"),
     "a module": (set_config(megatron_config={"a": 1}, megatron_core="antigravity"), "megatron_config is set"),
     "other rank": (set_config(r=5), "PEFT cannot merge .*size mismatch"),
+    "a scale beyond all": (set_config(lora_alpha=1e308), "NaNs detected in the merged weights"),
+    "a scale beyond that": (set_config(lora_alpha=10**400), "PEFT cannot merge .*too large for a float"),
     "half": (lambda a: edit_tensors(a, "o_proj", lambda t: None), "only one of them has .*o_proj.lora_A"),
     "NaN": (lambda a: edit_tensors(a, "o_proj", lambda t: t * torch.nan), "NaNs detected in the merged weights"),
     "document": (lambda a: edit_json(a / "adaptation.json", base={"model": 3}), "adaptation.json: base"),

@@ -199,6 +199,19 @@ def test_what_is_refused_with_advice(tmp_path, name):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_untied_head_that_is_missing_is_drawn_at_random(tmp_path):
+    """So transformers' answers are of no use, and tying it would compute something else."""
+    source = make(tmp_path / "source", *REFUSED["untied, and no head"][:3])
+    plain, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True)
+    assert info["missing_keys"] == {HEAD}
+    assert not torch.equal(plain.lm_head.weight, plain.model.embed_tokens.weight)
+
+
+def test_a_source_without_a_tokenizer_is_said(tmp_path):
+    source = save_llama(tmp_path / "source")
+    assert "holds no tokenizer" in invoke_well("convert", source, tmp_path / "out", "--ladder", "all").stderr
+
+
 def test_a_stray_file_beside_shards(tmp_path):
     source, other = save_llama(tmp_path / "source", shards=3), save_llama(tmp_path / "other", seed=1)
     (source / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())

@@ -104,5 +104,6 @@ def estimate_training(model: str, options: RetrainOptions) -> tuple[dict[str, An
     return document, (
         f"{options.method}: {trained} of {whole} parameters in training, {task.options.in_words}. Memory of each"
         f" process ({launch.processes} in all): about {human_bytes(document['memory_bytes'])} ({parts}). Unfinished"
-        f" work takes {human_bytes(document['state_bytes'])} of the disk at most."
+        f" work takes {human_bytes(document['state_bytes'])} of the disk at most. The data were not read, and no time"
+        " is estimated."
     )
