@@ -2,6 +2,7 @@
 people."""
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -132,8 +133,11 @@ class Console:
         ) as bar:
 
             def advance(steps: int = 1, detail: str = "") -> None:
-                bar.set_postfix_str(printable(detail), refresh=False)
+                if detail:  # stays until the next one
+                    bar.set_postfix_str(printable(detail), refresh=False)
                 bar.update(steps)
+                if not steps:
+                    bar.refresh()
 
             yield advance
 
@@ -278,6 +282,7 @@ def is_text(value: str) -> bool:
 def sentence(error: BaseException) -> str:
     """Return an exception as one line; a system error's names the file."""
     if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror.lower()}"
+        # a copy that fills the disk names the file that it reads first
+        path = (error.errno == errno.ENOSPC and error.filename2) or error.filename
+        return f"{f'{path}: ' if path else ''}{error.strerror.lower()}"
     return " ".join(str(error).split()) or type(error).__name__

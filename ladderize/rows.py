@@ -4,6 +4,7 @@ It also reads files of rows, one after the other.
 """
 
 import contextlib
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,16 +134,18 @@ def jsonl_rows(path: Path, formats: Formats) -> Iterator[Row]:
 def parquet_rows(path: Path, formats: Formats) -> Iterator[Row]:
     """Yield the rows of a parquet file. Raises UserError for one that cannot be read, and for a bad row."""
     from pyarrow import ArrowException
-    from pyarrow.parquet import read_table
+    from pyarrow.parquet import ParquetFile
 
+    numbers = itertools.count(1)
     try:
-        rows = read_table(path).to_pylist()
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(1024):
+                for values in batch.to_pylist():
+                    row = Row(values, f"{path}, row {next(numbers)}")
+                    check_row(row, formats)
+                    yield row
     except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as parquet ({' '.join(str(error).split())[:200]})") from None
-    for number, values in enumerate(rows, start=1):
-        row = Row(values, f"{path}, row {number}")
-        check_row(row, formats)
-        yield row
 
 
 @contextlib.contextmanager

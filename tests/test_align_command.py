@@ -243,6 +243,15 @@ def test_what_is_refused(made, tmp_path, options, code, message):
     assert listing(tmp_path) == []
 
 
+def test_layers_and_out_are_looked_at_before_the_data(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(rewrite, "training_windows", lambda *_: pytest.fail("the data were read"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    assert "--train: 9 is" in one_sentence(align(models_of(made), tmp_path / "new", "--train", "9"))
+    assert "is not empty" in one_sentence(align(models_of(made), tmp_path / "out"))
+    assert listing(tmp_path) == ["out"]
+
+
 @pytest.mark.parametrize("case", ["no teacher", "dense student", "converted teacher", "other shape", "other rope"])
 def test_models_that_do_not_belong_together(pair, tmp_path, case):
     dense, model = pair

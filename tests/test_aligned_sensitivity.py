@@ -2,6 +2,7 @@
 reads them, and what is refused."""
 
 import json
+import sys
 from unittest.mock import patch
 
 import numpy as np
@@ -21,6 +22,7 @@ from ladderize.eval.results import EvalResults
 from ladderize.layout import Layout
 from ladderize.plan.measure import LayoutMeasurer
 from ladderize.plan.options import PlanModel
+from tests import warm
 from tests.helpers import SHAPE, fresh_rng, invoke, invoke_well, listing, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -106,6 +108,19 @@ def test_an_entry_is_what_convert_adapt_and_eval_give(model, ids, tmp_path, mode
     assert before.aligned is None
 
 
+def test_two_processes_share_the_models(model, ids, tmp_path):
+    command = ("sensitivity", model, "--data", ids, "--samples", SCORED, "--align", "--json")
+    documents = []
+    for start, name in ((warm.run, "one.json"), (warm.run_group, "two.json")):  # both without the patch above
+        result = start([sys.executable, "-m", "ladderize", *command, "--out", tmp_path / name])
+        assert result.returncode == 0, result.stderr
+        documents.append(json.loads(result.stdout))
+    one, two = documents
+    for own, other in zip(one["costs"], two["costs"], strict=True):
+        assert own["nats"] == pytest.approx(other["nats"], abs=1e-6)
+    assert listing(tmp_path) == ["one.json", "two.json"]
+
+
 def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
     out, mode = tmp_path / "s.json", ("--mode", "sweep", "--sync-tp-size", 2)
     well_measured(model, ids, tmp_path / "whole.json", *mode)
@@ -164,9 +179,10 @@ def aligned_measurer(model, points, folder):
 
 def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monkeypatch):
     sensitivity = read_sensitivity(points)
-    numbers = fresh_rng().choice(len(sensitivity.costs), 2, replace=False).tolist()
-    costs = [sensitivity.costs[number] for number in numbers]
-    layouts = [layer_changes("layers", LAYERS, 4)[number].layout for number in numbers]
+    changes = layer_changes("layers", LAYERS, 4)
+    costs_of = {change.layout: cost for change, cost in zip(changes, sensitivity.costs, strict=True)}
+    layouts = [[*costs_of][number] for number in fresh_rng().choice(len(costs_of), 2, replace=False)]
+    costs = [costs_of[layout] for layout in layouts]
     aligned, original = [], AlignedLayouts.__call__
     monkeypatch.setattr(
         AlignedLayouts, "__call__", lambda self, layout, *rest: aligned.append(layout) or original(self, layout, *rest)

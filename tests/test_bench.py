@@ -379,7 +379,7 @@ def test_the_models_that_pass_are_timed(two_models, tmp_path):
     assert document["rows"][0]["speedup"]["decode"] == 1
     assert len(re.findall(r"^a +failed", outcome.stdout, re.MULTILINE)) == 2
     page = tmp_path / "report.html"
-    assert invoke("report", tmp_path / "bench.json", "--out", page).code == 0
+    assert invoke("report", tmp_path / "bench.json", "--out", page, "--markdown", tmp_path / "report.md").code == 0
     assert f"<li>bench.json: {last.removeprefix('Error: ')}</li>" in page.read_text()
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ladderize import convert_checkpoint, load
-from ladderize.checkpoint.opening import read_config
+from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.convert.card import split_front_matter
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UserError
@@ -169,6 +169,25 @@ def test_llama_configs(tmp_path, extra):
         torch.testing.assert_close(
             model(ids).logits, Oracle(model.state_dict(), model.config)(ids)[0], rtol=1e-4, atol=2e-5
         )
+
+
+def test_mixed_dtypes_stay_aligned(tmp_path):
+    """A 2-byte tensor with an odd number of elements must not shift 4-byte ones, here biases that become zero."""
+    source, odd = save_llama(tmp_path / "src", intermediate_size=47, **BIASES), "model.layers.0.mlp.gate_proj.bias"
+
+    def change(tensors):
+        tensors[odd] = tensors[odd].half()
+        for layer in range(4):
+            del tensors[f"model.layers.{layer}.mlp.up_proj.bias"]
+
+    tensors = edit_tensors(source, change)
+    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:"), verify=False)
+    assert report.weights == {"rewritten": 1}
+    infos = read_checkpoint(tmp_path / "out").tensors
+    assert infos[odd].dtype == "F16"
+    assert all(info.start % 4 == 0 for name, info in infos.items() if name != odd)
+    written = all_tensors(tmp_path / "out")
+    assert all(torch.equal(written[name], value) for name, value in tensors.items())
 
 
 def test_a_config_in_the_style_of_transformers_4(llama, tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.sensitivity_file import AlignmentWindows, layer_changes, read_sensitivity
+from ladderize.data import file_sha256
 from ladderize.errors import LadderizeError, UserError
 from ladderize.layout import Layout, LayoutError
 from ladderize.plan import measure
@@ -34,8 +35,9 @@ def measuring(llama, points, tmp_path):
     """Makes a measurer as a run does that is started anew."""
 
     def start(dtype="auto", data=None, aligned=None):
-        data = points.data if data is None else dataclasses.replace(points.data, file=str(data))
-        costs = dataclasses.replace(points, data=data, aligned=aligned)
+        if data is not None:
+            data = dataclasses.replace(points.data, file=str(data), sha256=file_sha256(str(data)))
+        costs = dataclasses.replace(points, data=data or points.data, aligned=aligned)
         return LayoutMeasurer(PlanModel(str(llama), dtype=dtype), costs, kept_beside=tmp_path / "plan.json")
 
     return start
@@ -113,3 +115,13 @@ def test_what_is_refused(ids, measuring, tmp_path):
     measurer.blocks._end("model.norm.weight").fill_(math.nan)
     with pytest.raises(UserError, match="is NaN or infinite"):
         measurer.measure(Layout.from_layers(4, ladder=[1]), False)
+
+
+def test_other_data_under_the_same_name_are_refused(llama, tmp_path):
+    data = tmp_path / "ids.npy"
+    np.save(data, np.random.randint(3, 90, (SAMPLES + OTHERS, 16)))
+    arguments = ("--data", data, "--samples", SAMPLES, "--out", tmp_path / "p.json")
+    assert invoke("sensitivity", llama, *arguments).code == 0
+    np.save(data, np.random.randint(3, 90, (SAMPLES + OTHERS, 16)))
+    with pytest.raises(UserError, match="is not the data that the costs were measured on"):
+        LayoutMeasurer(PlanModel(str(llama)), read_sensitivity(tmp_path / "p.json"), kept_beside=tmp_path / "plan.json")

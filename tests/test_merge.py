@@ -112,19 +112,20 @@ KINDS = {
 @pytest.mark.parametrize("name", ["dense", "same layer"])
 def test_merged_weights_are_the_exact_sums(name, tmp_path):
     base, rank = save_base(tmp_path / "base", name), int(torch.randint(1, 9, ()))
-    config = lora_config([0, 2], rank)
+    alpha, targets = int(torch.randint(1, 9, ())), ["q_proj", "up_proj"]
+    config = lora_config([0, 2], rank, alpha=alpha, targets=targets)
     matrices = adapt(base, tmp_path / "adapter", config)
     outcome = ladderize_merge(tmp_path / "adapter", tmp_path / "out", "--json")
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     assert before.keys() == after.keys()
-    assert len(document["replaced_tensors"]) == 2 * 7
+    assert len(document["replaced_tensors"]) == 2 * len(targets)
     for key, weight in before.items():
         module = key.removesuffix(".weight")
         if key in document["replaced_tensors"]:
             a, b = (matrices[f"{module}.lora_{side}.weight"].double() for side in "AB")
-            weight = (weight.double() + 2 * b @ a).float()
+            weight = (weight.double() + alpha / rank * b @ a).float()
         torch.testing.assert_close(after[key], weight, rtol=1e-5, atol=1e-6)
     check_same(base, tmp_path / "adapter", tmp_path / "out")
     assert document["layout"] == document["layout_before"]
@@ -218,6 +219,8 @@ DAMAGE = {
     "of the future": (set_config(use_magic=True), "use_magic is set, which the PEFT installed here cannot merge"),
     "a module": (set_config(megatron_config={"a": 1}, megatron_core="antigravity"), "megatron_config is set"),
     "other rank": (set_config(r=5), "PEFT cannot merge .*size mismatch"),
+    "a scale beyond all": (set_config(lora_alpha=1e308), "NaNs detected in the merged weights"),
+    "a scale beyond that": (set_config(lora_alpha=10**400), "PEFT cannot merge .*too large for a float"),
     "half": (lambda a: edit_tensors(a, "o_proj", lambda t: None), "only one of them has .*o_proj.lora_A"),
     "NaN": (lambda a: edit_tensors(a, "o_proj", lambda t: t * torch.nan), "NaNs detected in the merged weights"),
     "document": (lambda a: edit_json(a / "adaptation.json", base={"model": 3}), "adaptation.json: base"),

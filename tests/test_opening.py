@@ -32,9 +32,18 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 O_BIASES = [f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(4)]
 
 
-def renamed(tensors, prefix):
-    for old in list(tensors):
-        tensors[prefix + old] = tensors.pop(old)
+def renamed(name):
+    """Return a change that gives every tensor the name that ``name`` makes of its own."""
+
+    def change(tensors):
+        for old in list(tensors):
+            tensors[name(old)] = tensors.pop(old)
+
+    return change
+
+
+def without_prefix(name):
+    return name.removeprefix("model.")
 
 
 def without(*names):
@@ -60,18 +69,33 @@ def old_buffers(tensors):
     tensors["model.layers.2.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
 
 
-# name -> (of the model, of the tensors, what convert says)
+# name -> (of the model, of the tensors, of config.json, what convert says)
 TIED = {"tie_word_embeddings": True}
+BIAS = {"attention_bias": True}
+ROPE = {"rope_type": "default", "rope_theta": 77.0}
+TWICE = {"rope_theta": 10000.0, "rope_parameters": ROPE}
+TWO_KINDS = {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": ROPE}
 TAKEN = {
-    "tied, and another head": (TIED, another_head, "ties lm_head.weight to the embedding, but the two"),
-    "tied, and a head with one other value": (TIED, one_value_apart, "kept, untied"),
-    "tied, and the same head": (TIED, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}), ""),
-    "tied, and the head alone": (TIED, lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}), ""),
-    "buffers of before": ({}, old_buffers, ""),
+    "tied, and another head": (TIED, another_head, {}, "ties lm_head.weight to the embedding, but the two"),
+    "tied, and a head with one other value": (TIED, one_value_apart, {}, "kept, untied"),
+    "tied, and the same head": (TIED, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}), {}, ""),
+    "tied, and the head alone": (TIED, lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}), {}, ""),
+    "buffers of before": ({}, old_buffers, {}, ""),
+    "no prefix": ({}, renamed(without_prefix), {}, ""),
+    "no prefix, tied, another head": (
+        TIED,
+        lambda tensors: (another_head(tensors), renamed(without_prefix)(tensors)),
+        {},
+        "kept, untied",
+    ),
+    "two rope_thetas": ({}, dict, TWICE, "rope_theta twice, 10000.0 and 77.0"),
+    "two kinds of rope": ({}, dict, TWO_KINDS, "rope_parameters twice"),
+    "llamafied": (BIAS, without(*O_BIASES), {}, "asks for self_attn.o_proj.bias, which no layer"),
+    "no biases at all": ({}, dict, {**BIAS, "mlp_bias": True}, "asks for self_attn.q_proj.bias, self_attn.k_proj.bias"),
 }
 
 
-def make(folder, of_model, change, **of_config):
+def make(folder, of_model, change, of_config):
     save_llama(folder, seed=random.randrange(1 << 30), **of_model)
     edit_json(folder / "config.json", **of_config)
     edit_tensors(folder, change)
@@ -123,41 +147,79 @@ def test_what_transformers_loads(tmp_path, name):
     )
 
 
-def test_a_converted_config_says_what_is_stored(tmp_path):
+# name -> what the converted config.json holds
+ONE_VALUE = {
+    "tied, and another head": {"tie_word_embeddings": False},
+    "two rope_thetas": {"rope_theta": 77.0, "rope_parameters": ROPE},
+    "two kinds of rope": {"rope_theta": 50.0, "rope_parameters": {"type": "linear", "factor": 2.0}},
+    "tied, and the head alone": TIED,
+    "llamafied": BIAS,
+}
+
+
+@pytest.mark.parametrize("name", ONE_VALUE)
+def test_a_converted_checkpoint_says_one_thing(tmp_path, name):
     """For readers that decide otherwise than transformers 5."""
-    for name in ("tied, and another head", "tied, and the head alone"):
-        source, out = make(tmp_path / name / "source", *TAKEN[name][:2]), tmp_path / name / "out"
-        invoke_well("convert", source, out, "--ladder", "all", "--no-verify")
-        tied = json.loads((out / "config.json").read_text())["tie_word_embeddings"]
-        assert all_tensors(out).keys() & {EMBEDDING, HEAD} == ({EMBEDDING} if tied else {EMBEDDING, HEAD})
+    source, out = make(tmp_path / "source", *TAKEN[name][:3]), tmp_path / "out"
+    invoke_well("convert", source, out, "--ladder", "all", "--no-verify")
+    config, written = json.loads((out / "config.json").read_text()), all_tensors(out)
+    assert ONE_VALUE[name].items() <= config.items()
+    assert EMBEDDING in written
+    assert (HEAD in written) != config["tie_word_embeddings"]
+    assert name != "llamafied" or not any(written[name].any() for name in O_BIASES)
 
 
 # name -> (of the model, of the tensors, of config.json, what is said)
-BIAS = {"attention_bias": True}
-TWICE = {"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
-TWO_KINDS = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}
 REFUSED = {
     "untied, and no head": (TIED, dict, {"tie_word_embeddings": False}, "set tie_word_embeddings to true"),
     "untied, and the head alone": ({}, without(EMBEDDING), {}, "draw it at random"),
-    "compiled": ({}, lambda tensors: renamed(tensors, "_orig_mod."), {}, "begin with '_orig_mod.'"),
+    "compiled": ({}, renamed("_orig_mod.{}".format), {}, "begin with '_orig_mod.'"),
+    "of DDP": ({}, renamed("module.{}".format), {}, "begin with 'module.'"),
     "biases of some layers": (BIAS, without(*O_BIASES[1:]), {}, "o_proj.bias is missing"),
     "biases that nobody asks for": (BIAS, dict, {"attention_bias": False}, "transformers would leave out"),
-    "another vocabulary": ({}, dict, {"vocab_size": 128}, r"\[97, 32\], but config.json asks for \[128, 32\]"),
+    "another vocabulary": (
+        {},
+        dict,
+        {"vocab_size": 128},
+        r"\[97, 32\], but config.json asks for \[128, 32\]; if the tokenizer has at most 97 tokens, set vocab_size to",
+    ),
+    "two of a name": ({}, lambda tensors: tensors.update({"norm.weight": torch.ones(32)}), {}, "model.norm.weight is"),
     "labels": ({}, dict, {"num_labels": 10**9}, "num_labels is 1000000000, but must be"),
-    "two rope_thetas": ({}, dict, TWICE, "states the rotary embedding twice"),
-    "two kinds of rope": ({}, dict, TWO_KINDS, "states the rotary embedding twice"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_with_advice(tmp_path, name):
-    of_model, change, of_config, message = REFUSED[name]
-    source = make(tmp_path / "source", of_model, change, **of_config)
+    *made, message = REFUSED[name]
+    source = make(tmp_path / "source", *made)
     for command in (["convert", source, tmp_path / "out", "--ladder", "all"], ["generate", source, "--prompt", "x"]):
         outcome = invoke(*command)
         assert outcome.code == 1
         assert re.search(message, one_sentence(outcome)), outcome.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_an_untied_head_that_is_missing_is_drawn_at_random(tmp_path):
+    """So transformers' answers are of no use, and tying it would compute something else."""
+    source = make(tmp_path / "source", *REFUSED["untied, and no head"][:3])
+    plain, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True)
+    assert info["missing_keys"] == {HEAD}
+    assert not torch.equal(plain.lm_head.weight, plain.model.embed_tokens.weight)
+
+
+def test_a_source_without_a_tokenizer_is_said(tmp_path):
+    source = save_llama(tmp_path / "source")
+    assert "holds no tokenizer" in invoke_well("convert", source, tmp_path / "out", "--ladder", "all").stderr
+
+
+def test_a_stray_file_beside_shards(tmp_path):
+    source, other = save_llama(tmp_path / "source", shards=3), save_llama(tmp_path / "other", seed=1)
+    (source / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    ids = random_ids(1, 8)
+    expected = logits(AutoModelForCausalLM.from_pretrained(source).eval(), ids)
+    torch.testing.assert_close(run(source, ids), expected, **CLOSE)
+    said = invoke_well("convert", source, tmp_path / "out", "--ladder", "all").stderr
+    assert "Warning: model.safetensors lies beside model.safetensors.index.json and its shards" in said
 
 
 def test_an_index_that_leaves_out_a_layer(tmp_path):
@@ -170,7 +232,8 @@ def test_an_index_that_leaves_out_a_layer(tmp_path):
     path.write_text(json.dumps(index))
     expected = logits(AutoModelForCausalLM.from_pretrained(source).eval(), ids)
     torch.testing.assert_close(run(source, ids), expected, **CLOSE)
-    invoke_well("convert", source, tmp_path / "out", "--ladder", "all")
+    said = invoke_well("convert", source, tmp_path / "out", "--ladder", "all").stderr
+    assert f"model.safetensors.index.json leaves out {layer}" in said
     assert json.loads((tmp_path / "out" / path.name).read_text())["weight_map"] == whole
 
 
@@ -188,7 +251,9 @@ def test_a_checkpoint_does_not_choose_code(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "kernels", Kernels())
     torch.testing.assert_close(logits(load(source), ids), expected)
     torch.testing.assert_close(run(source, ids), expected, **CLOSE)
-    invoke_well("convert", source, tmp_path / "out", "--ladder", "all")
+    said = invoke_well("convert", source, tmp_path / "out", "--ladder", "all").stderr
+    assert all(f"{key} of config.json is left out" in said for key in (*keys, "quantization_config"))
+    assert "the source holds no tokenizer" in said
     written = (tmp_path / "out" / "config.json").read_text()
     assert "attacker" not in written
     assert "quantization_config" not in written

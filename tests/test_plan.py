@@ -446,6 +446,8 @@ def test_choices_that_are_refused(dense, costs, tmp_path):
     assert "is not dense (4 layers: ladder 0:4); a layout is chosen for the dense model" in one_sentence(
         choice_of(ladder, costs, *ANY)
     )
+    both = ("--out", tmp_path / "a.yaml", "--recipe-out", tmp_path / "a.yaml")
+    assert "are one file" in one_sentence(choice_of(dense, costs, *ANY, *both))
     shape = ("--shape", dense, *H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, *ANY)
     assert invoke("plan", *shape).code == 0
     assert "--shape has no weights; name the checkpoint" in one_sentence(invoke("plan", *shape, "--verify", "3"))

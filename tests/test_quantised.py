@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ladderize import convert_checkpoint, load
 from ladderize.checkpoint.tensors import locate_tensors
@@ -57,7 +57,9 @@ def test_there_and_back(sources, tmp_path, name):
     assert config["quantization_config"] == before["quantization_config"] == FORMATS[name][1]
     assert config["model_type"] == "ladderized_llama"
     measured = name in ("FP8 static", "FP8 scalars", "modelopt")
-    assert [("static scales" in warning) for warning in report["warnings"]] == [True] * measured
+    *warnings, last = report["warnings"]
+    assert [("static scales" in warning) for warning in warnings] == [True] * measured
+    assert "no tokenizer" in last
     assert ("**Warning.** The static scales of activations" in body) == measured
     assert "**Quantisation.**" in body
     assert "retrain the unquantised model" in body
@@ -66,6 +68,22 @@ def test_there_and_back(sources, tmp_path, name):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
     for folder in ("out", "back"):
         assert (tmp_path / folder / "model.safetensors").samefile(source / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["W4A16 asymmetric", "FP8 blocks"])
+def test_files_are_written_anew_byte_by_byte(sources, tmp_path, name):
+    """Where tensors lack the beginning of their names, and get it."""
+    source, before = tmp_path / "src", load_file(sources(name) / "model.safetensors")
+    shutil.copytree(sources(name), source)
+    named = {key.removeprefix("model."): tensor for key, tensor in before.items()}
+    save_file(named, source / "model.safetensors", {"format": "pt"})
+    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="all"), verify=False)
+    assert report.weights == {"rewritten": 1}
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == before.keys()
+    assert all(
+        torch.equal(written[name], before[name]) and written[name].dtype == before[name].dtype for name in before
+    )
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,13 @@ def test_files_that_are_refused(tmp_path, damage, message):
         read_sensitivity(tmp_path / "s.json")
 
 
+def test_another_run_s_unfinished_work_stays(llama, ids, tmp_path):
+    kept = tmp_path / "s.json.unfinished"
+    kept.write_text("{}")
+    assert invoke("sensitivity", llama, "--data", ids, "--out", tmp_path / "s.json", "--samples", 4).code == 0
+    assert kept.exists()
+
+
 def test_a_converted_model_has_no_sensitivity(llama, ids, tmp_path):
     assert invoke("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify").code == 0
     how = ("--data", ids, "--out", tmp_path / "s.json", "--samples", 4)

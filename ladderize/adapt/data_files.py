@@ -1,12 +1,16 @@
-"""The files that ``--data`` names. Imports no numpy, so that the command line starts at once."""
+"""The sources that ``--data`` names: files, or datasets of the hub. Imports no numpy, so that the command line starts
+at once."""
 
 import glob
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from ladderize.errors import UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.files.regular import check_regular, split_name
 
 SOURCE_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".npy", ".npz")
+HUB = "hub:"
 
 
 def data_files(name: str, option: str = "--data") -> list[str]:
@@ -15,6 +19,8 @@ def data_files(name: str, option: str = "--data") -> list[str]:
     name: ``x.jsonl``, ``x.npz:array``, a folder or a glob.
     Raises UserError if there are none, or files of several kinds.
     """
+    if name.startswith(HUB):
+        raise UserError(f"{option} {name} is a stream, and is read as a whole here; give files")
     path, key = split_name(name)
     if path.is_dir():  # which may hold a README too
         found = [file for file in path.iterdir() if file.suffix in SOURCE_SUFFIXES]
@@ -27,3 +33,36 @@ def data_files(name: str, option: str = "--data") -> list[str]:
     for file in found:
         check_regular(file)
     return [f"{file}:{key}" if key is not None else str(file) for file in sorted(found)]
+
+
+def split_weight(text: str) -> tuple[str, float | None]:
+    """Return the name and the weight of ``NAME=WEIGHT``; None where there is no weight."""
+    match = None if Path(text).exists() else re.fullmatch(r"(.+)=(\d+\.?\d*|\.\d+)", text)  # a path may hold a =
+    return (match[1], float(match[2])) if match else (text, None)
+
+
+def hub_dataset(name: str) -> tuple[str, str | None, str] | None:
+    """Return repository, configuration and split of ``hub:OWNER/NAME[:CONFIG]:SPLIT``; None where files are named.
+
+    Raises UsageError for another text that begins with ``hub:``.
+    """
+    if not name.startswith(HUB):
+        return None
+    match = re.fullmatch(HUB + r"([\w.-]+/[\w.-]+)(?::([^:\[]+))?:([^:\[]+)", name)
+    if match is None:
+        raise UsageError(f"--data {name}: write hub:OWNER/NAME:SPLIT or hub:OWNER/NAME:CONFIG:SPLIT")
+    return match[1], match[2], match[3]
+
+
+def check_sources(texts: Sequence[str]) -> None:
+    """Raise UsageError for a bad name on the hub, and for weights that do not go together. No file is looked at."""
+    sources = [split_weight(text) for text in texts]
+    streamed = [name for name, _ in sources if hub_dataset(name) is not None]
+    weights = [weight for _, weight in sources if weight is not None]
+    if len(weights) == len(sources) > 1 and all(weights):
+        return
+    if weights or (streamed and len(sources) > 1):
+        raise UsageError(
+            "--data: give each of several sources a weight above 0 (FILE=2.5), or none a weight; beside a dataset of"
+            " the hub, whose length is unknown, all need one"
+        )

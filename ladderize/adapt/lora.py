@@ -41,15 +41,26 @@ class AdapterBase(Record):
     sync_tp_size: int | None
 
 
-def lora_config(layers: Sequence[int], rank: int) -> "LoraConfig":
-    """Return PEFT's configuration of LoRA on all projections of these layers of a model."""
+def lora_config(
+    layers: Sequence[int],
+    rank: int,
+    alpha: int | None = None,
+    dropout: float = 0.0,
+    targets: Sequence[str] = LORA_TARGETS,
+) -> "LoraConfig":
+    """Return PEFT's configuration of LoRA on these layers of a model.
+
+    alpha: scales by alpha / rank; None: twice the rank.
+    targets: the projections.
+    """
     from peft import LoraConfig
 
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
-        lora_alpha=2 * rank,
-        target_modules=list(LORA_TARGETS),
+        lora_alpha=alpha or 2 * rank,
+        lora_dropout=dropout,
+        target_modules=list(targets),
         layers_to_transform=sorted(set(layers)),
         layers_pattern="layers",  # else any number in a name would be a layer
     )

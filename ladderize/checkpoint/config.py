@@ -69,19 +69,12 @@ def check_largest(config: Mapping[str, Any]) -> None:
 
 
 def check_rope(config: Mapping[str, Any]) -> None:
-    """Raise UserError unless the rotary embedding is stated once, of a known type, and with its numbers."""
-    theta, stated = config.get("rope_theta"), []
+    """Raise UserError unless the rotary embedding is of a known type and has its numbers."""
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)
         if value is not None and not isinstance(value, dict):
             raise UserError(f"config.json: {key} is {str(value)[:60]!r}, but must be an object; repair the file")
-        stated += [{"rope_theta": theta, **value}] if value else []
-    rope = stated[0] if stated else {}
-    if any(one != rope or theta not in (None, one["rope_theta"]) for one in stated):
-        raise UserError(
-            "config.json states the rotary embedding twice, in different ways (rope_theta, rope_scaling,"
-            " rope_parameters); leave the wrong one out"
-        )
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_NEEDS:
         raise UserError(
@@ -91,12 +84,10 @@ def check_rope(config: Mapping[str, Any]) -> None:
     for key in ROPE_NEEDS[kind]:
         if key not in rope:
             raise UserError(f"config.json: a rope_type of {kind} needs {key}; repair the file")
-    numbers = {key: rope[key] for key in ROPE_NEEDS[kind] if key not in ("short_factor", "long_factor")}
-    for key, source in (("rope_theta", rope), ("rope_theta", config), ("rms_norm_eps", config)):
-        if key in source and (source[key] is not None or key != "rope_theta"):
-            numbers[key] = source[key]
-    for key in numbers:
-        positive(numbers, key)
+    stated = {key: value for key, value in config.items() if value is not None or key != "rope_theta"} | rope
+    for key in (*ROPE_NEEDS[kind], "rope_theta", "rms_norm_eps"):
+        if key in stated and key not in ("short_factor", "long_factor"):
+            positive(stated, key)
 
 
 def kv_head_count(config: Mapping[str, Any]) -> int:
@@ -178,9 +169,16 @@ def check_tensors(checkpoint: Checkpoint) -> None:
                 why = f"the names begin with {other.removesuffix(name)!r}; save the model inside that wrapper"
             raise UserError(f"{checkpoint.folder}: the tensor {name} is missing; {why}")
         if stored[name].shape != shape:
+            advice = ""
+            if name in (EMBEDDING, HEAD) and stored[name].shape[1:] == shape[1:]:
+                rows = stored[name].shape[0]
+                advice = (
+                    f"; if the tokenizer has at most {rows:,} tokens, set vocab_size to {rows} in config.json, else"
+                    " load the model so and give it more rows (transformers' resize_token_embeddings)"
+                )
             raise UserError(
                 f"{checkpoint.folder}: {name} has shape {list(stored[name].shape)}, but config.json asks for"
-                f" {list(shape)}"
+                f" {list(shape)}{advice}"
             )
     for name, tensor in stored.items():
         if name not in expected:

@@ -4,11 +4,20 @@ Everything that reads a checkpoint begins here, so all of ladderize computes wha
 """
 
 import re
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ladderize.checkpoint.config import EMBEDDING, HEAD, check_config, check_largest, check_quantised, is_tied
+from ladderize.checkpoint.config import (
+    EMBEDDING,
+    HEAD,
+    check_config,
+    check_largest,
+    check_quantised,
+    expected_tensors,
+    is_tied,
+)
 from ladderize.checkpoint.quantised import QUANTISATION_KEYS, plain_config
 from ladderize.checkpoint.reading import Checkpoint, TensorInfo, fetch_weights, read_tensors, resolve_json
 from ladderize.errors import UserError
@@ -20,6 +29,7 @@ from ladderize.layout import Layout
 # These choose the code that computes; for a name such as attacker/kernel transformers fetches code from the hub.
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation\w*")
 BUFFERS = re.compile(r"rotary_emb\.inv_freq")  # recomputed, even where an old checkpoint has them
+BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # of the model without its LM head
 COMPARED_BYTES = 4 << 20  # of two tensors at a time
 
 
@@ -40,9 +50,14 @@ def open_sound_checkpoint(model: str | Path, revision: str | None = None) -> Che
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json without the keys that do not count; raises UserError with one sentence for any error.
+    """Return config.json as transformers takes it; raises UserError with one sentence for any error."""
+    return read_config_and_warnings(folder)[0]
 
-    A checkpoint does not choose the code that runs it, and an empty ``quantization_config`` is none.
+
+def read_config_and_warnings(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return config.json without keys that do not count and with one rotary embedding, and a warning for each change.
+
+    Raises UserError with one sentence for any error.
     """
     if not is_there(folder / "config.json"):
         if (folder / "adapter_config.json").exists():
@@ -52,30 +67,62 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
     config = read_json(folder / "config.json")
     check_largest(config)
-    return {
-        key: value
-        for key, value in config.items()
-        if not IMPLEMENTATIONS.fullmatch(key) and (value or key not in QUANTISATION_KEYS)
-    }
+    warnings = []
+    for key, value in list(config.items()):
+        is_code = IMPLEMENTATIONS.fullmatch(key)
+        if is_code or (key in QUANTISATION_KEYS and not value):
+            del config[key]
+            if value is not None:
+                why = "a checkpoint does not choose the code that runs it" if is_code else "an empty one is none"
+                warnings.append(f"{key} of config.json is left out: {why}")
+    # transformers' order: convert_rope_params_to_dict of modeling_rope_utils.py
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if isinstance(rope, dict):
+        for key, value in (("rope_theta", rope.get("rope_theta", config.get("rope_theta"))), ("rope_parameters", rope)):
+            if config.get(key) and config[key] != value:
+                warnings.append(
+                    f"config.json says {key} twice, {config[key]!r:.99} and {value!r:.99}; the second counts, as for"
+                    " transformers"
+                )
+                config[key] = value
+    return config, warnings
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in ``folder``, from its config, index and headers; raises UserError with one sentence for
     any error.
 
-    Of a supported family ``tie_word_embeddings`` is what the weights say.
+    Of a supported family the names are a Llama's, and ``tie_word_embeddings`` is what the weights say.
     """
-    config = read_config(folder)
+    config, warnings = read_config_and_warnings(folder)
     if (folder / "adapter_config.json").exists():
         raise UserError(
             f"{folder} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then take the result"
         )
-    checkpoint = Checkpoint(folder, config, read_tensors(folder))
+    tensors, more = read_tensors(folder)
+    checkpoint = Checkpoint(folder, config, tensors, (*warnings, *more))
     if find_family(config) is None:
         return checkpoint
     check_config(plain_config(config))
-    tensors = {name: info for name, info in checkpoint.tensors.items() if not BUFFERS.search(name)}
-    return with_tied_ends(replace(checkpoint, tensors=tensors))
+    return with_zero_biases(with_tied_ends(with_model_names(checkpoint)))
+
+
+def with_model_names(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with tensors under their names in the model, as transformers renames them, without ignored
+    buffers.
+
+    Raises UserError where two tensors get one name.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for stored, info in checkpoint.tensors.items():
+        name = f"model.{stored}" if stored.startswith(BASE_PARTS) else stored
+        name = name.removeprefix("model.") if name.startswith(f"model.{HEAD}") else name
+        if BUFFERS.search(name):
+            continue
+        if name in tensors:
+            raise UserError(f"{checkpoint.folder}: {name} is stored as {tensors[name].name} and as {stored}")
+        tensors[name] = info
+    return replace(checkpoint, tensors=tensors)
 
 
 def with_tied_ends(checkpoint: Checkpoint) -> Checkpoint:
@@ -94,7 +141,30 @@ def with_tied_ends(checkpoint: Checkpoint) -> Checkpoint:
         return replace(checkpoint, tensors=tensors)
     warning = f"config.json ties {HEAD} to the embedding, but the two are stored and differ; both are kept, untied"
     config = {**checkpoint.config, "tie_word_embeddings": False}
-    return replace(checkpoint, config=config, warnings=(warning,))
+    return replace(checkpoint, config=config, warnings=(*checkpoint.warnings, warning))
+
+
+def with_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with zero for the biases that the config asks for and no layer stores.
+
+    transformers initialises them with zero, as llamafied models without a bias of o_proj mean it.
+    """
+    tensors, missing = dict(checkpoint.tensors), []
+    of_kind: dict[str, list[str]] = defaultdict(list)
+    for name in expected_tensors(checkpoint.config):
+        if name.endswith(".bias"):
+            of_kind[name.split(".", 3)[3]].append(name)  # such as self_attn.o_proj.bias, of each layer
+    for kind, names in of_kind.items():
+        weights = {name: name.removesuffix("bias") + "weight" for name in names}
+        if tensors.keys().isdisjoint(names) and tensors.keys() >= {*weights.values()}:
+            missing.append(kind)
+            for name, weight in weights.items():
+                info = tensors[weight]
+                tensors[name] = replace(info, name=name, shape=info.shape[:1], stop=info.start)
+    if not missing:
+        return checkpoint
+    warning = f"config.json asks for {', '.join(missing)}, which no layer stores; zero, as in transformers"
+    return replace(checkpoint, tensors=tensors, warnings=(*checkpoint.warnings, warning))
 
 
 def have_same_values(folder: Path, one: TensorInfo, other: TensorInfo) -> bool:

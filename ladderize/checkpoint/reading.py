@@ -52,7 +52,7 @@ OTHER_WEIGHTS = (*PICKLES, ".gguf", ".h5", ".msgpack", ".onnx")  # neither downl
 class TensorInfo:
     """The place of one tensor in a file, and its name there.
 
-    start, stop: byte offsets in the file.
+    start, stop: byte offsets in the file; equal where no value is stored: all are zero.
     """
 
     name: str
@@ -70,12 +70,17 @@ class TensorInfo:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_stored(self) -> bool:
+        """True if its values are in the file."""
+        return self.nbytes > 0 or self.numel == 0
+
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint folder: its config and the place of each tensor; no tensor is in memory.
 
-    tensors: by the name in the model. A tied embedding may be stored as ``lm_head.weight``.
+    tensors: by the name in the model, which may differ from the name in the file.
     warnings: what is read otherwise than it is written.
     """
 
@@ -101,13 +106,18 @@ def check_entries(folder: Path) -> None:
             check_regular(entry)
 
 
-def read_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Return every tensor that transformers would read from ``folder``, by its name in the file.
+def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
+    """Return every tensor that transformers would read from ``folder``, by its name in the file, and warnings.
 
     Raises UserError where weights are missing, or a file lacks what the index says of it.
     """
     if is_there(folder / WEIGHTS):
-        return read_header(folder, WEIGHTS)
+        shards = sorted(path.name for path in folder.glob("*.safetensors") if path.name != WEIGHTS)
+        warning = (
+            f"{WEIGHTS} lies beside {INDEX} and its shards ({_some(shards)}); {WEIGHTS} counts, as for transformers:"
+            " remove what is not meant"
+        )
+        return read_header(folder, WEIGHTS), [warning] if shards and is_there(folder / INDEX) else []
     if not is_there(folder / INDEX):
         raise _no_weights(folder)
     weight_map = read_weight_map(folder)
@@ -127,7 +137,12 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
             raise UserError(
                 f"{folder / INDEX} says that {tensor_name} is in {name}, but it is not; download both again"
             )
-    return tensors
+    unnamed = [name for name in tensors if name not in weight_map]
+    return tensors, [f"{INDEX} leaves out {_some(unnamed)}, which its files hold; the files count"] if unnamed else []
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:

@@ -51,6 +51,9 @@ def read_tensor(
     from safetensors import SafetensorError, safe_open
 
     dtype = dtype or torch_dtype(info.dtype)
+    if not info.is_stored:
+        shape = [stop - start if axis == dim else size for axis, size in enumerate(info.shape)]
+        return torch.zeros(shape, dtype=dtype, device=device)
     try:
         with safe_open(folder / info.file, framework="pt") as file:
             if dim is None:
@@ -171,7 +174,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
         files = {name: stack.enter_context(open_regular(checkpoint.folder / name)) for name in checkpoint.weight_files}
         for name, tensor in sorted(checkpoint.tensors.items()):
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            count = min(FINGERPRINT_BYTES, tensor.nbytes)
+            count = min(FINGERPRINT_BYTES, tensor.numel * DTYPE_BYTES[tensor.dtype])
             files[tensor.file].seek(tensor.start + (tensor.nbytes - count) // 2)
-            digest.update(files[tensor.file].read(count))
+            digest.update(files[tensor.file].read(count) if tensor.is_stored else bytes(count))
     return digest.hexdigest()

@@ -121,7 +121,7 @@ def plan_shards(
     for name, old in checkpoint.tensors.items():
         move = moves.get(name) if name not in replace else None
         entry = Entry(name, STORED_NAMES[dtype] if dtype else old.dtype, replace.get(name, old), move)
-        if entry != Entry(old.name, old.dtype, old):
+        if not old.is_stored or entry != Entry(old.name, old.dtype, old):
             changed.add(old.file)
         files[old.file].append(entry)
     return [  # wide elements first, so that every tensor begins at a multiple of its element size

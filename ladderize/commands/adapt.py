@@ -4,6 +4,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from ladderize.adapt.data_files import HUB
 from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions
 from ladderize.adapt.methods import ALIGN, BLOCKS, FULL, LORA, Method
 from ladderize.adapt.train.options import RetrainOptions
@@ -55,11 +56,12 @@ OPTIONS: dict[Method, type] = {
     *(RetrainOptions, AlignOptions, BlockwiseOptions),
     panels={
         DATA: "data seq_len samples seed",
-        METHOD: "method distill_from train distill_weight hidden_weight align lora_rank",
-        OPTIMISATION: "max_tokens max_steps batch_size lr warmup_steps max_grad_norm",
+        METHOD: "method distill_from train distill_weight hidden_weight align lora_rank lora_alpha lora_dropout"
+        " lora_targets",
+        OPTIMISATION: "max_tokens max_steps batch_size lr lr_schedule warmup_steps weight_decay max_grad_norm",
         VALIDATION: "eval_data heldout eval_every write",
         MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule dtype device",
-        OUTPUT: "overwrite no_verify json",
+        OUTPUT: "log_with overwrite no_verify json",
     },
     left_out="epochs",
 )
@@ -92,7 +94,7 @@ def adapt_options(given: GivenOptions) -> RetrainOptions | AlignOptions | Blockw
         options.check_usage()
         return options
     data = given.params["data"]
-    if own.distill_from is None or len(data) > 1 or own.dry_run:
+    if own.distill_from is None or len(data) > 1 or data[0].startswith(HUB) or own.dry_run:
         raise UsageError(
             f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from, and one"
             " --data file; it has no --dry-run"

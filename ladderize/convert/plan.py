@@ -21,6 +21,7 @@ from ladderize.checkpoint.reading import (
     Checkpoint,
     TensorInfo,
     fetch_weights,
+    has_tokenizer,
     resolve_json,
 )
 from ladderize.checkpoint.tensors import fingerprint
@@ -129,6 +130,8 @@ def make_plan(
     if quantisation is not None:
         check_ranks(source, quantisation, after.sync_tp_size or 1)
     warnings = [*source.warnings, *layout_warnings(source, before, after)]
+    if not has_tokenizer(source.folder):
+        warnings.append("the source holds no tokenizer, so neither does OUT; eval, adapt and generate need one")
     shards = plan_shards(
         source,
         dtype=recipe.dtype,

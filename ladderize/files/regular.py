@@ -18,8 +18,11 @@ MAX_LINE_BYTES = 64 << 20  # of one line of JSON: ten million tokens
 def resolved(path: str | Path, what: str = "") -> Path:
     """Return the absolute path without links and ``~``; raises UserError for loops and unknown users' homes.
 
-    what: precedes the path in the message, such as "OUT ".
+    what: precedes the path in the message, such as "OUT "; with it an empty path, which is the current folder's, is
+    refused: a variable may not be set.
     """
+    if what and not str(path).strip():
+        raise UserError(f"{what}is empty; name a file or folder")
     try:
         return Path(path).expanduser().resolve()
     except (RuntimeError, ValueError, OSError):

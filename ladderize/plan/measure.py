@@ -23,6 +23,7 @@ from ladderize.blocks import (
 )
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import CalibrationData, SensitivityDocument
+from ladderize.data import file_sha256
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.layout import Layout
@@ -51,6 +52,8 @@ class LayoutMeasurer:
         checkpoint = open_checkpoint(choice.name, choice.revision)
         computed = compute_dtype(choice.dtype, stored_dtype(checkpoint))
         self.blocks, self.console = Blocks(checkpoint, computed, torch.device(default_device())), console
+        if file_sha256(data.file) != data.sha256:
+            raise UserError(f"{data.file} is not the data that the costs were measured on")
         drawn = read_windows(checkpoint, data.file, seq_len=data.seq_len, samples=None, seed=data.seed)
         choose, rest = drawn[: data.samples], drawn[data.samples :]
         self.aligner = None

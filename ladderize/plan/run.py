@@ -124,6 +124,8 @@ def _check_outputs(
         raise UsageError(
             "a layout is chosen for one group and one workload: give one --tp-size above 1, and one --batch-size"
         )
+    if out is not None and recipe_out is not None and resolved(out) == resolved(recipe_out):
+        raise UsageError("--out and --recipe-out are one file; name two")
     inputs = [choice.shape, options.hardware, options.link, None if goal is None else goal.sensitivity]
     for path, option in ((out, "--out"), (recipe_out, "--recipe-out")):
         if path is not None:

@@ -96,7 +96,7 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
     below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     for place in (folder, *below):
         for file in [file for pattern in PATTERNS for file in sorted(place.glob(pattern)) if file.is_file()]:
-            _add_file(file, found)
+            _add_file(file, found, is_named=False)
         if (place / METRICS).is_file() and not place.name.endswith(".ladderize-work"):
             _add_retraining(place, place.name, found)
     if len(found.seen) == before:
@@ -106,8 +106,9 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
         )
 
 
-def _add_file(path: Path, found: FoundDocuments) -> None:
-    """Add a file's document. Raises UserError if it is none of a report's."""
+def _add_file(path: Path, found: FoundDocuments, *, is_named: bool = True) -> None:
+    """Add a file's document. Raises UserError if it is none of a report's; a ``bench --train`` in a folder is passed
+    over."""
     if path in found.seen:
         return
     found.seen.add(path)
@@ -122,9 +123,10 @@ def _add_file(path: Path, found: FoundDocuments) -> None:
         found.sensitivities.append(read_sensitivity(path))
     elif OF_BENCH in content:
         bench = BenchDocument.from_dict(content, path)
-        if bench.options.train:
-            raise UserError(f"{path} is of bench --train, which has no place in a report; name the other files")
-        found.benches.append((path, bench))
+        if bench.options.train and is_named:
+            raise UserError(f"{path} is of bench --train, which has no place in a report; leave it out")
+        if not bench.options.train:
+            found.benches.append((path, bench))
     else:
         raise UserError(f"{path} is none of the documents that a report is made of: {READABLE}")
 

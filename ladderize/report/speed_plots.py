@@ -43,8 +43,9 @@ def speed_plots(content: ReportContent) -> list[ReportPlot]:
     )
     if any(setting.note for setting in content.settings):
         caption += " Random weights: only the times mean something."
-    panels = [_speed_panel(setting, timings) for setting, timings in _timings(content).items()]
-    return [ReportPlot("speed", "Speed-up in each setting", caption, panels)]
+    compared = {setting: pairs for setting, pairs in _timings(content).items() if not all(t.is_first for _, t in pairs)}
+    panels = [_speed_panel(setting, timings) for setting, timings in compared.items()]
+    return [ReportPlot("speed", "Speed-up in each setting", caption, panels)] if panels else []
 
 
 def _speed_panel(setting: Setting, timings: list[tuple[ReportModel, Timing]]) -> Spec:

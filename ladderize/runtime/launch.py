@@ -260,7 +260,9 @@ def _work(
     """Call ``function`` in the new process, and send its value or an error. Ends with the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
     end_with_parent()
-    os.register_at_fork(after_in_child=pipe.close)  # else the pipe would not end with this process
+    # else the pipe would not end with this process, but with the last one that it starts
+    os.register_at_fork(after_in_child=pipe.close)
+    os.set_inheritable(pipe.fileno(), False)
     multiprocessing.current_process().daemon = False  # a rank may start processes of its own
     for stream, connection in zip((1, 2), streams, strict=True):  # the server was started with other ones
         os.dup2(connection.fileno(), stream)

@@ -34,7 +34,7 @@ class Schedule(Record):
         check_at_least(self, 2, "chunks")
         check_at_least(self, 1, "columns")
         if self.name == "sequential" and (self.chunks, self.columns) != (2, 1):
-            raise UsageError("--domino-chunks and --domino-columns have no effect without --schedule domino")
+            raise UsageError("chunks and columns have no effect without the schedule domino")
 
     @property
     def is_domino(self) -> bool:
@@ -59,9 +59,9 @@ class Schedule(Record):
             return
         if self.parts(rows, tokens) < self.chunks:
             what = f"{rows} rows ({rows_name})" if rows > 1 else f"one row of {tokens} tokens ({tokens_name})"
-            raise UserError(f"--domino-chunks {self.chunks} is more than there is to cut: {what}; lower it")
+            raise UserError(f"domino cuts a batch into {self.chunks} parts, and there is less to cut: {what}")
         if hidden % self.columns:
-            raise UserError(f"--domino-columns {self.columns} does not divide the hidden size {hidden}")
+            raise UserError(f"domino's {self.columns} columns do not divide the hidden size {hidden}")
 
 
 SEQUENTIAL = Schedule()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.data_files import data_files
+from ladderize.adapt.data_files import HUB, data_files, split_weight
 from ladderize.checkpoint.opening import open_sound_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.data import file_sha256
@@ -72,9 +72,13 @@ class Inputs:
         return self.file(path), array
 
     def sources(self, names: str | list[str]) -> list[Any]:
-        """Return what identifies sources of training data: the content of their files."""
-        names = names if isinstance(names, list) else [names]
-        return [[self.data(file) for file in data_files(name)] for name in names]
+        """Return what identifies sources of training data: their weights, and the content of files or the name on the
+        hub."""
+        sources = [split_weight(name) for name in (names if isinstance(names, list) else [names])]
+        return [
+            (weight, name if name.startswith(HUB) else [self.data(file) for file in data_files(name)])
+            for name, weight in sources
+        ]
 
     def file(self, path: Path) -> str:
         """Return the sha256 of a file's content, which is read again only where size or time have changed."""

@@ -56,7 +56,7 @@ KINDS = {
     "adapt": StageKind(
         5,
         f"{MODEL_FOLDER}/config.json",
-        "model out distill_from align dry_run overwrite no_verify json",
+        "model out distill_from align dry_run log_with overwrite no_verify json",
     ),
     "eval": StageKind(1, RESULTS, "models out keep_predictions reference resume revision json backend"),
     "bench": StageKind(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from ladderize.adapt.data_files import HUB
 from ladderize.adapt.methods import ALIGN, Method
 from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import asked_recipe
@@ -23,7 +24,7 @@ from ladderize.sweep_document import AS_CONVERTED
 KEYS = ("model", "out", "data", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
 PATH_KEYS = ("data", "eval_data", "perplexity", "include_path", "head_map", "recipe")
 # keys whose lists are no grids
-LISTS = {"adapt": ("data", "eval_data"), "bench": ("batch_size", "baselines", "schedules")}
+LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines", "schedules")}
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def absolute(options: Given) -> dict[str, Any]:
     def path(text: Any) -> Any:
         if isinstance(text, list):
             return [path(item) for item in text]
-        if isinstance(text, Mapping):
+        if isinstance(text, Mapping) or str(text).startswith(HUB):
             return text
         return os.path.normpath(Path.cwd() / Path(str(text)).expanduser())  # YAML takes 2024 for a number
 

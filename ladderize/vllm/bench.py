@@ -16,7 +16,7 @@ from ladderize.runtime.bench.plan import check_positions, chosen_models, make_pr
 from ladderize.runtime.bench.report import run_and_show
 from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.launch import check_group_size
-from ladderize.vllm.environment import check_vllm, configuration_refusal
+from ladderize.vllm.environment import MessageBackend, check_vllm, configuration_refusal
 from ladderize.vllm.served import VllmPlan, served_models
 
 # variables of a rank: the engine runs in the rank itself, which reports errors
@@ -35,6 +35,10 @@ def bench_vllm(
     """
     check_bench_usage(choice, options, None, baselines=(PLUGIN,))
     check_vllm()
+    try:
+        MessageBackend.from_environment(os.environ)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     options = replace(options, device=default_device())
     check_group_size(options.tp_size, options.device)
     specs = chosen_models(choice, options)

@@ -1,10 +1,13 @@
-"""What is trained on and what is held out: every example once, packed, cached."""
+"""What is trained on and what is held out: every example once, packed, mixed by weights, cached, streamed."""
 
+import itertools
 import random
 
+import datasets
 import numpy as np
 import pytest
 
+from ladderize.adapt.data import training_data
 from ladderize.adapt.data.examples import Encoder
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
@@ -76,6 +79,16 @@ def test_what_is_held_out(tmp_path):
     assert (len(trained), twice.counts["examples"]) == (23, 46)
 
 
+def test_weights_are_shares(tmp_path, tokenizer):
+    """Of packed rows, which are as good as full, whatever the lengths of the examples."""
+    short = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [2] * random.randint(5, 9)} for _ in range(600)])
+    long = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [3] * 60} for _ in range(300)])
+    rows = list(opened([short + "=1", long + "=2.5"], tokenizer, heldout=0).train)
+    tokens = np.concatenate([row["input_ids"] for row in rows])
+    assert (tokens == 3).mean() == pytest.approx(2.5 / 3.5, abs=0.06)
+    assert {2, 3} == set(tokens)
+
+
 def test_the_same_data_are_found_in_the_cache(tmp_path, monkeypatch):
     data = write_jsonl(tmp_path / "a.jsonl", texts(40))
     first, calls, call = opened(data, load_tokenizer(DEMO)), [], Encoder.__call__
@@ -104,16 +117,73 @@ def test_cut_off_and_dropped_examples_are_counted(tmp_path, chat):
     assert (counts["examples"], counts["truncated_examples"], counts["dropped_examples"]) == (2, 2, 1)
 
 
+# ---- streams ----
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Rows, as if they were on the hub."""
+
+    def put(rows):
+        path, load = write_jsonl(tmp_path / "hub.jsonl", rows), datasets.load_dataset
+
+        def loaded(*given, **named):
+            if "streaming" in named:
+                given, named = ("json",), {"data_files": path, "split": "train", "streaming": True}
+            return load(*given, **named)
+
+        monkeypatch.setattr(datasets, "load_dataset", loaded)
+        return "hub:o/n:train"
+
+    return put
+
+
+def test_a_stream(hub, tokenizer, monkeypatch):
+    monkeypatch.setattr(training_data, "EXAMPLES_AT_ONCE", 30)
+    rows = texts(150)
+    data = opened(hub(rows), tokenizer, heldout=10)
+    every = slowly(tokenizer, rows)
+    in_order = [example for row in rows for example in slowly(tokenizer, [row])]
+    assert len(examples_of(data.heldout)) == 10
+    train = sorted(every, key=str)
+    for example in examples_of(data.heldout):
+        train.remove(example)
+    assert {str(one) for one in examples_of(data.heldout)} <= {str(one) for one in in_order[:30]}
+    epoch, count = [], 0
+    endless = iter(data.train)
+    while count < len(train):
+        epoch.append(next(endless))
+        count += len(epoch[-1]["lengths"])
+    assert sorted(examples_of(epoch), key=str) == train
+    again = list(itertools.islice(endless, len(epoch)))
+    assert sorted(examples_of(again), key=str) == train
+    assert data.counts == {}
+    assert list(itertools.islice(opened("hub:o/n:train", tokenizer, heldout=10).train, 5)) == epoch[:5]
+    assert list(itertools.islice(opened("hub:o/n:train", tokenizer, heldout=10, seed=5).train, 5)) != epoch[:5]
+
+
+def test_a_stream_beside_files(hub, tmp_path, tokenizer):
+    streamed = hub([{"input_ids": [2] * random.randint(40, 64)} for _ in range(300)])
+    file = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [3] * 60} for _ in range(20)])
+    data = opened([streamed + "=1", file + "=3"], tokenizer)
+    drawn = [row["input_ids"][0] for row in itertools.islice(data.train, 800)]
+    assert np.mean(np.array(drawn) == 3) == pytest.approx(0.75, abs=0.06)
+    assert len(examples_of(data.heldout)) == 66
+
+
 # ---- what is wrong ----
 
 
-def test_data_that_cannot_be_used(tmp_path, tokenizer):
+def test_data_that_cannot_be_used(tmp_path, tokenizer, hub):
     ids = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [2, 3]}] * 5)
     long = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "once upon a time " * 99, "completion": "the end"}] * 3)
     bad = write_jsonl(tmp_path / "c.jsonl", [{"input_ids": [2, 3]}] * 300 + [{"input_ids": [2]}])
     text = write_jsonl(tmp_path / "d.jsonl", texts(3))
     (tmp_path / "e.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    stream = hub([{"input_ids": [2, 3]}] * 64)
     for given, changed, message in [
+        (stream, {}, "64 of 64 examples held out leave none"),
+        (ids, {"eval_data": [stream]}, "--eval-data hub:o/n:train is a stream"),
         (ids, {"heldout": 5}, "5 of 5 examples held out leave none; lower --heldout"),
         (long, {}, "gives no example that can be scored: of 3 nothing that counts is within --seq-len 64"),
         (bad, {}, "c.jsonl, row 301: gives 1 tokens"),

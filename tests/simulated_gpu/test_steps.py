@@ -113,6 +113,7 @@ def test_the_host_waits_once(folders, monkeypatch, name, make):
         """Metrics of two steps, and how often the host has waited in the second: the first makes the moments."""
         with make(folders[name], folders["dense"], device, gpu) as model:
             loop, batches = Loop(model, rows, [], OPTIONS, None, SILENT), micro_batches(rows, OPTIONS, model, 0)
+            loop.accelerator.gradient_accumulation_steps = OPTIONS.batch_size // OPTIONS.micro_batch_size
             for _ in range(2):
                 if gpu is not None:
                     gpu.syncs.clear()

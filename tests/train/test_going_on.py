@@ -5,6 +5,7 @@ import random
 import signal
 import sys
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -36,7 +37,7 @@ main()
 
 def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     """SIGKILL at a random moment; the same command then makes the same steps."""
-    more = ["--method", "lora", "--lora-rank", 2, "--eval-every", 2]
+    more = ["--method", "lora", "--lora-rank", 2, "--lora-dropout", 0.2, "--eval-every", 2]
     more += ["--distill-from", place / "dense", "--hidden-weight", 0.5]
     succeed(place, tmp_path / "whole", *more, steps=30)
     work = tmp_path / "out.ladderize-work"
@@ -78,8 +79,8 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
     )  # the flag is looked at when a step begins
     assert not (tmp_path / "out").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    other = adapt(place, tmp_path / "out", "--seed", 5)
-    assert "another seed; give the old value again, delete it to start again" in one_sentence(other)
+    other = adapt(place, tmp_path / "out", "--weight-decay", "0.5")
+    assert "another weight_decay; give the old value again, delete it to start again" in one_sentence(other)
     np.save(tmp_path / "other.npy", np.load(place / "eval.npy")[:1])
     other = adapt(place, tmp_path / "out", "--eval-data", tmp_path / "other.npy")
     assert "another data; give the old value again" in one_sentence(other)
@@ -110,6 +111,20 @@ def test_ctrl_c_says_what_happens_and_a_second_one_while_saving_loses_nothing(pl
     assert [path.name for path in work.glob("step-*")] == ["step-00000002"]
     assert adapt(place, tmp_path / "out", *more).code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+def test_a_stream_beside_a_file_goes_on(place, tmp_path, monkeypatch):
+    rows = [{"input_ids": row} for row in np.load(place / "ids.npy").tolist()]
+    hub = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, streaming, **named: hub)
+    more = ["--data", "hub:o/n:train=1", "--data", f"{place / 'ids.npy'}=2", "--eval-every", 2]
+    more += ["--lr-schedule", "constant"]  # a shorter run then makes the first steps of a longer one
+    assert succeed(place, tmp_path / "whole", *more, steps=6)["data_counts"] == {}
+    stopped_before_the_end(place, tmp_path / "out", *more, steps=4)
+    outcome = adapt(place, tmp_path / "out", *more, steps=6)
+    assert "resuming after step 4" in outcome.stderr
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+    assert read_metrics(tmp_path / "out" / "metrics.jsonl", "lr") == [3e-3] * 6
 
 
 def test_the_rate_and_the_budget_may_change_on_the_way(place, tmp_path):

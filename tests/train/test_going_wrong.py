@@ -86,6 +86,10 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
         (["--data", "none.jsonl"], 1, "--data none.jsonl names nothing that exists"),
         (["--schedule", "domino"], 2, "--schedule domino has no effect without a --tp-size"),
         (["--heldout", "4", "--eval-data", "DATA.jsonl"], 2, "--heldout has no effect with --eval-data"),
+        (["--log-with", "pigeon"], 1, "--log-with pigeon is no tracker of Accelerate that is installed here"),
+        (["--lora-dropout", "0.1"], 2, "--lora-dropout has no effect with --method full"),
+        (["--method", "lora", "--lora-targets", "q_proj,lm_head"], 2, "--lora-targets must name some of q_proj, "),
+        (["--data", "x.jsonl=2"], 2, "--data: give each of several sources a weight above 0"),
         (["--seq-len", "65"], 1, "--seq-len 65 is more than the 64 positions"),
         (["--train", "9"], 1, "--train: 9 is empty or out of range"),
         (["--micro-batch-size", "3"], 1, "--micro-batch-size 3 does not divide the 4 rows"),
@@ -108,7 +112,12 @@ def test_the_launcher_is_believed_or_refused(place, tmp_path, monkeypatch):
         assert "mixed_precision fp16" in one_sentence(adapt(place, tmp_path / "out"))
     with monkeypatch.context() as patch:
         patch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-        assert "--micro-batch-size decides it instead" in one_sentence(adapt(place, tmp_path / "out"))
+        document = succeed(place, tmp_path / "cut", steps=2)
+        assert document["options"]["micro_batch_size"] == 1
+        said = one_sentence(adapt(place, tmp_path / "out", "--micro-batch-size", 2))
+        assert "4 steps of gradient accumulation and --batch-size 4 do not leave --micro-batch-size 2" in said
+    succeed(place, tmp_path / "whole", steps=2)
+    assert losses_of(tmp_path / "cut") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-4)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert succeed(place, tmp_path / "out", steps=1)["dtype"] == "bfloat16"
 

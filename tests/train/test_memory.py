@@ -150,6 +150,7 @@ def test_what_a_dry_run_says(place, tmp_path):
     said = invoke_well(*given).stdout
     assert said.startswith("full: ")
     assert ", 3 steps of 4 rows of 48 tokens, 4 at once. Memory of each process (1 in all): about 5" in said
+    assert "The data were not read" in " ".join(said.split())
     document = json.loads(invoke_well(*given, "--json").stdout)
     assert document["memory_bytes"] == sum(document["memory_parts"].values())
     assert listing(tmp_path) == []

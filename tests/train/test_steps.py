@@ -7,6 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 from torch.nn.functional import cross_entropy
 
 import ladderize
@@ -25,8 +28,8 @@ def test_training_is_a_plain_loop(place, tmp_path):
     """Examples one by one through the whole transformers model, AdamW, the mean over the step's tokens: the same
     weights."""
     weight, rate = 0.6, 2e-3
-    loss = ["--distill-from", place / "dense", "--distill-weight", weight, "--lr", rate]
-    more = ["--warmup-steps", "0", "--micro-batch-size", "2", "--train", "all"]
+    loss = ["--distill-from", place / "dense", "--distill-weight", weight, "--lr", rate, "--weight-decay", 0.1]
+    more = ["--lr-schedule", "linear", "--warmup-steps", "0", "--micro-batch-size", "2", "--train", "all"]
     document = succeed(place, tmp_path / "out", *loss, *CLIPPED, *more, steps=3)
     checkpoint = open_checkpoint(str(place / "both"))
     files = [str(place / "ids.npy")], None
@@ -35,10 +38,13 @@ def test_training_is_a_plain_loop(place, tmp_path):
     order = iter(Order(len(rows), 0, 0))
     model, dense = ladderize.load(place / "both").train(), ladderize.load(place / "dense")
     names = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(names.values(), lr=rate, betas=BETAS, eps=EPSILON, weight_decay=0.0)
+    groups = [{"params": [p for p in names.values() if (p.ndim > 1) == wide]} for wide in (True, False)]
+    groups[0]["weight_decay"], groups[1]["weight_decay"] = 0.1, 0.0
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=BETAS, eps=EPSILON)
     losses = []
     for step in range(3):
-        optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / 3)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 - step / 3)
         entropy, divergence, count = 0.0, 0.0, 0
         for number in itertools.islice(order, 4):
             row = rows[number]
@@ -133,6 +139,36 @@ def test_token_budget_and_document(place, tmp_path):
     perplexity = perplexity_of(tmp_path / "tokens", place / "eval.npy")
     assert document["heldout_perplexity"]["after"] == pytest.approx(perplexity, rel=1e-4)
     assert f"{document['tokens']:,} tokens" in (tmp_path / "tokens" / "README.md").read_text()
+
+
+def test_a_tracker_is_told_what_metrics_jsonl_has(place, tmp_path, monkeypatch):
+    class Kept(GeneralTracker):
+        name, requires_logging_directory = "tensorboard", True
+
+        def __init__(self, run_name, logging_dir):
+            self.lines = []
+            made.append((self, logging_dir))
+
+        @property
+        def tracker(self):
+            return self.lines
+
+        def store_init_configuration(self, values):
+            self.config = values
+
+        def log(self, values, step):
+            self.lines.append({"step": step, **values})
+
+        def finish(self):
+            self.lines = tuple(self.lines)
+
+    made = []
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.TENSORBOARD])
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Kept)
+    succeed(place, tmp_path / "out", "--log-with", "tensorboard", steps=2)
+    ((kept, folder),) = made
+    assert list(kept.lines) == list(map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()))
+    assert (str(folder), kept.config["lr"]) == (str(tmp_path / "out-logs"), 3e-3)
 
 
 def test_retrained_weights_are_known_as_such(place, tmp_path):

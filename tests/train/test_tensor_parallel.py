@@ -61,7 +61,7 @@ def taught(place, hidden=0.0):
 
 # name -> how a run differs from the others
 RUNS = {
-    "full": lambda place: {},
+    "full": lambda place: {"weight_decay": 0.1},
     "taught": taught,
     "hidden": lambda place: taught(place, 0.8),
     "odd": lambda place: {"train": "all", **BRIEF},

@@ -1,7 +1,8 @@
 """The data of a retraining: packed rows of all sources, and held-out ones.
 
 ``Dataset.map`` turns each source into examples, then into rows; the next run of the same command finds both in its
-cache. Each source is packed separately, and the rows are joined: a source that is named twice counts twice.
+cache. Each source is packed separately. The rows are then joined (a source that is named twice counts twice), or mixed
+by weights.
 """
 
 import hashlib
@@ -13,12 +14,14 @@ import numpy as np
 
 from ladderize.adapt.data.examples import COLUMNS, Encoder
 from ladderize.adapt.data.packing import pack
-from ladderize.adapt.data.sources import open_rows
+from ladderize.adapt.data.sources import column_names, open_rows
+from ladderize.adapt.data_files import HUB, split_weight
 from ladderize.errors import UserError
 from ladderize.rows import quiet_datasets
 
 ORDER = 5  # the version of how rows are cut and packed; rows that another version left in the cache are not used
-ROWS_AT_ONCE, EXAMPLES_AT_ONCE = 128, 1000  # tokenised; packed
+ROWS_AT_ONCE, EXAMPLES_AT_ONCE, SHUFFLED_AT_ONCE = 128, 1000, 1000  # tokenised; packed; packed rows of a stream
+FIRST_HELD_OUT = 64  # examples of a stream
 
 
 @quiet_datasets()
@@ -32,57 +35,70 @@ def open_data(
     heldout: int | None = None,
     eval_names: Sequence[str] = (),
 ) -> tuple[Any, list[dict[str, Any]], dict[str, int]]:
-    """Return packed rows to train on, a ``datasets.Dataset`` that is not shuffled yet; those held out; and counts.
+    """Return packed rows to train on, those held out, and counts.
 
-    The counts are of what is trained on, by name. ``dropped_examples`` have nothing left to score.
+    The rows are a ``datasets.Dataset`` that is not shuffled yet; where a source is streamed, an endless, shuffled
+    ``IterableDataset``. The counts are of what is trained on, by name, each source once; empty where a source is
+    streamed. ``dropped_examples`` have nothing left to score.
 
+    names: as --data has them, with or without weights, which are shares of the packed rows.
     tokenizer: of transformers; None if all rows are ids.
     seq_len: the most tokens of a row.
-    heldout: examples of each source to hold out; None: a hundredth, at least 8 or a tenth of fewer, at most 256.
+    heldout: examples of each source to hold out; None: a hundredth, at least 8 or a tenth of fewer, at most 256; of a
+    stream the first 64.
     eval_names: data that are held out instead of a part of ``names``.
     Raises UserError for a source or a row that cannot be used, and where nothing is left to train on.
     """
-    from datasets import concatenate_datasets
+    from datasets import concatenate_datasets, interleave_datasets
 
+    sources, counts = [split_weight(name) for name in names], {}
     train, apart, dropped = [], [], 0
-    for name in names:
+    for name, _ in sources:
         examples, without = _examples(name, tokenizer, seq_len, vocab_size)
-        drawn = _drawn(examples, name, seed, 0 if eval_names else heldout)
-        train.append(examples.select(np.flatnonzero(~drawn)))
-        apart.append(examples.select(np.flatnonzero(drawn)))
+        part = _first_apart if name.startswith(HUB) else _some_apart
+        rest, own = part(examples, name, seed, 0 if eval_names else heldout)
+        train.append(rest)
+        apart.append(own)
         dropped += without
     if eval_names:
         apart = [_examples(name, tokenizer, seq_len, vocab_size, "--eval-data")[0] for name in eval_names]
-    rows = concatenate_datasets([_packed(examples, seq_len) for examples in train])
-    counts = {
-        "examples": sum(map(len, train)),
-        "rows": len(rows),
-        "tokens": sum(sum(examples["length"][:]) for examples in train),
-        "truncated_examples": sum(sum(examples["truncated"][:]) for examples in train),
-        "dropped_examples": dropped,
-    }
+    packs = [_packed(examples, seq_len) for examples in train]
+    if any(name.startswith(HUB) for name, _ in sources):
+        streams = [one.to_iterable_dataset() if hasattr(one, "to_iterable_dataset") else one for one in packs]
+        packs = [one.shuffle(seed=seed, buffer_size=SHUFFLED_AT_ONCE).repeat(None) for one in streams]
+    else:
+        counts = {
+            "examples": sum(map(len, train)),
+            "rows": sum(map(len, packs)),
+            "tokens": sum(sum(examples["length"][:]) for examples in train),
+            "truncated_examples": sum(sum(examples["truncated"][:]) for examples in train),
+            "dropped_examples": dropped,
+        }
+    weights = [weight for _, weight in sources if weight is not None]
+    if weights:
+        shares = [weight / sum(weights) for weight in weights]
+        rows = interleave_datasets(packs, shares, seed, stopping_strategy="all_exhausted")
+    else:
+        rows = concatenate_datasets(packs)
     ids, scored = ([value for examples in apart for value in examples[name]] for name in COLUMNS[:2])
     packed = pack(ids, scored, seq_len)
     return rows, [dict(zip(packed, values, strict=True)) for values in zip(*packed.values(), strict=True)], counts
 
 
 def _examples(name: str, tokenizer: Any, seq_len: int, vocab_size: int, option: str = "--data") -> tuple[Any, int]:
-    """Return the examples of a source that have something to score, and the number of those that have not."""
+    """Return the examples of a source that have something to score, and the number of those that have not (0 of a
+    stream)."""
     rows = open_rows(name, option)
     encoder = Encoder(tokenizer, seq_len, vocab_size, f"{option} {name}")
+    how = {"batched": True, "batch_size": ROWS_AT_ONCE, "with_indices": True, "remove_columns": column_names(rows)}
+    if name.startswith(HUB):
+        return rows.map(encoder, **how).filter(lambda example: example["length"] > 0), 0
     decides: list[Any] = [seq_len, vocab_size]
     if tokenizer is not None:  # datasets' hash of a tokenizer differs between processes
         ids = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
         decides += [type(tokenizer), ids, tokenizer.special_tokens_map, tokenizer.chat_template]
     try:
-        every = rows.map(
-            encoder,
-            batched=True,
-            batch_size=ROWS_AT_ONCE,
-            with_indices=True,
-            remove_columns=rows.column_names,
-            new_fingerprint=_key(rows, *decides),
-        ).with_format(None)
+        every = rows.map(encoder, **how, new_fingerprint=_key(rows, *decides)).with_format(None)
     except UnicodeDecodeError:  # datasets raises it while it reads a row
         raise UserError(f"{option} {name} holds text that is not UTF-8") from None
     usable = np.flatnonzero(every["length"][:])
@@ -92,8 +108,9 @@ def _examples(name: str, tokenizer: Any, seq_len: int, vocab_size: int, option: 
     return every.select(usable), len(every) - len(usable)
 
 
-def _drawn(examples: Any, name: str, seed: int, heldout: int | None) -> np.ndarray:
-    """Return which examples are held out, bool [examples]: drawn ones, and all others of their conversations."""
+def _some_apart(examples: Any, name: str, seed: int, heldout: int | None) -> tuple[Any, Any]:
+    """Return the examples of files to train on, and those held out: drawn ones, and all others of their
+    conversations."""
     total = len(examples)
     count = min(256, max(total // 100, min(8, total // 10), 1)) if heldout is None else heldout
     drawn = np.zeros(total, dtype=bool)
@@ -102,12 +119,22 @@ def _drawn(examples: Any, name: str, seed: int, heldout: int | None) -> np.ndarr
     drawn |= (conversation >= 0) & np.isin(conversation, conversation[drawn])
     if drawn.all():
         raise UserError(f"--data {name}: {count} of {total} examples held out leave none; lower --heldout")
-    return drawn
+    return examples.select(np.flatnonzero(~drawn)), examples.select(np.flatnonzero(drawn))
+
+
+def _first_apart(examples: Any, name: str, seed: int, heldout: int | None) -> tuple[Any, dict[str, list[Any]]]:
+    """Return the examples of a stream to train on, and by column those held out, which are its first."""
+    count = FIRST_HELD_OUT if heldout is None else heldout
+    first = list(examples.take(count + 1))
+    if len(first) <= count:
+        raise UserError(f"--data {name}: {count} of {len(first)} examples held out leave none; lower --heldout")
+    return examples.skip(count), {column: [one[column] for one in first[:count]] for column in COLUMNS}
 
 
 def _packed(examples: Any, seq_len: int) -> Any:
     from datasets import Features, Sequence, Value
 
+    is_stream = not hasattr(examples, "__len__")
     return examples.map(
         partial(pack, seq_len=seq_len),
         batched=True,
@@ -115,7 +142,7 @@ def _packed(examples: Any, seq_len: int) -> Any:
         input_columns=list(COLUMNS[:2]),
         remove_columns=list(COLUMNS),
         features=Features({name: Sequence(Value("int32")) for name in ("input_ids", "targets", "lengths")}),
-        new_fingerprint=_key(examples, seq_len),
+        **({} if is_stream else {"new_fingerprint": _key(examples, seq_len)}),
     )
 
 

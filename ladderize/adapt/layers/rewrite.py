@@ -118,12 +118,18 @@ def open_layer_task(
     overwrite: bool,
     revision: str | None = None,
 ) -> LayerTask:
-    """Return the task with its data read. All ranks call it. Raises UserError for models that are not a pair."""
+    """Return the task with its data read. All ranks call it.
+
+    Raises UserError for models that are not a pair, and for an OUT that may not be written.
+    """
     data_files(options.data)  # raises UserError where they are missing
     ranks = join_ranks(options.device)
     source, dense = open_checkpoint(model, revision), open_checkpoint(teacher, revision if teacher == model else None)
     check_pair(source, dense, model, teacher)
     check_related(source, dense, model, teacher)
+    if overwrite or not any(RUN in read_own(resolved(out) / file) for file in FILES.values()):
+        for checkpoint in (source, dense):
+            output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
     with console.stage("reading the data"):
         windows = training_windows(dense, options)
     sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
@@ -150,11 +156,11 @@ def adapt_layers(
     options: AlignOptions solve projections by least squares, BlockwiseOptions distil each block.
     Raises UserError.
     """
-    task = open_layer_task(str(model), str(out), str(dense), options, console, overwrite=overwrite, revision=revision)
-    layout = Layout.from_config(task.source.config)
+    layout = Layout.from_config(open_checkpoint(str(model), revision).config)
     if layout.is_dense:
         raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
-    layers = layers_to_rewrite(options, layout)
+    layers = layers_to_rewrite(options, layout)  # faults of the layers and of OUT are told before the data are read
+    task = open_layer_task(str(model), str(out), str(dense), options, console, overwrite=overwrite, revision=revision)
     what = {"method": task.method, "layout": str(layout), "layers": list(layers)}  # a fingerprint tells no layout
     identity = {**what, **task.fingerprints(), **task.about()}
     opened = task.open_work(identity)

@@ -57,7 +57,8 @@ def write_sensitivity(
     document = measure_sensitivity(model, options, console=console, ranks=ranks, unfinished=unfinished)
     if ranks.is_main:
         write_json(out, document.to_dict())
-        unfinished.unlink(missing_ok=True)
+        if options.align:  # else the file is another run's
+            unfinished.unlink(missing_ok=True)
     return document
 
 

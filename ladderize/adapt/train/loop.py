@@ -90,10 +90,13 @@ class Order(Sampler[int]):
 def micro_batches(rows: Any, options: TrainOptions, model: TrainingModel, first: int) -> Iterator[HostBatch]:
     """Yield this rank's micro-batches, from row ``first`` of the training on.
 
-    rows: as ``open_data`` returns them.
+    rows: as ``open_data`` returns them; a stream is read again up to ``first``.
     """
-    order = Order(len(rows), options.seed, first)
-    loader = DataLoader(rows, options.micro_batch_size, sampler=order, collate_fn=collate, drop_last=True)
+    how: dict[str, Any] = {"batch_size": options.micro_batch_size, "collate_fn": collate, "drop_last": True}
+    if hasattr(rows, "__len__"):
+        loader = DataLoader(rows, sampler=Order(len(rows), options.seed, first), **how)
+    else:
+        loader = DataLoader(rows.skip(first) if first else rows, **how)
     # A group of tensor-parallel ranks, which Accelerate does not know of, reads the same rows.
     prepared = prepare_data_loader(loader, num_processes=model.data_size, process_index=model.data_rank)
     return iter(prepared)
@@ -120,8 +123,6 @@ class Loop:
         self.model, self.rows, self.heldout, self.options = model, rows, list(heldout), options
         self.folder, self.console, self.stored = folder, console, stored
         self.accelerator = model.accelerator
-        own = options.batch_size // model.data_size
-        self.accelerator.gradient_accumulation_steps = own // options.micro_batch_size
         self.progress = Progress()
         self.asked_to_stop = False
 
@@ -316,12 +317,13 @@ class Loop:
     # ---- what is said ----
 
     def write(self, values: Mapping[str, float]) -> None:
-        """Add a line to metrics.jsonl."""
+        """Add a line to metrics.jsonl, and pass it on to the trackers."""
         if self.accelerator.is_main_process:
             # JSON has no infinity
             line = {key: value if math.isfinite(value) else None for key, value in values.items()}
             with self.folder.metrics.open("a") as file:
                 file.write(json.dumps(line) + "\n")
+        self.accelerator.log({key: value for key, value in values.items() if key != "step"}, step=int(values["step"]))
 
     def warn_of_few(self, progress: Progress) -> None:
         """Warn where hardly any token of the first step is scored: the mask, or the chat template, may be wrong."""

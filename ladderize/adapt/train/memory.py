@@ -24,7 +24,8 @@ def trained_numbers(task: Task) -> int:
     shapes, rank = expected_tensors(task.checkpoint.config), task.options.lora_rank
     if task.is_lora:
         inside = trained_tensors(shapes, task.layers, False)
-        return sum(rank * sum(shapes[name]) for name in inside if name.endswith("_proj.weight"))
+        targets = tuple(f"{target}.weight" for target in task.options.lora_targets)
+        return sum(rank * sum(shapes[name]) for name in inside if name.endswith(targets))
     return sum(math.prod(shapes[name]) for name in trained_tensors(shapes, task.layers, task.everything))
 
 
@@ -104,5 +105,6 @@ def estimate_training(model: str, options: RetrainOptions) -> tuple[dict[str, An
     return document, (
         f"{options.method}: {trained} of {whole} parameters in training, {task.options.in_words}. Memory of each"
         f" process ({launch.processes} in all): about {human_bytes(document['memory_bytes'])} ({parts}). Unfinished"
-        f" work takes {human_bytes(document['state_bytes'])} of the disk at most."
+        f" work takes {human_bytes(document['state_bytes'])} of the disk at most. The data were not read, and no time"
+        " is estimated."
     )

@@ -4,9 +4,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
-from ladderize.adapt.data_files import data_files
+from ladderize.adapt.data_files import check_sources, data_files, hub_dataset, split_weight
+from ladderize.adapt.lora import LORA_TARGETS
 from ladderize.adapt.methods import (
     COMPUTE_DTYPE,
     CONVERTED,
@@ -18,7 +19,7 @@ from ladderize.adapt.methods import (
     check_training,
 )
 from ladderize.checkpoint.config import most_positions
-from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, option
+from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, flag, option, split_names
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -39,7 +40,10 @@ LORA_RANK = 16
 MICRO_BATCH_TOKENS = 8192
 MOST_TOKENS = 10**18  # more than any data have
 # A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
-FIXED = ["method", "train", "heldout", "seq_len", "batch_size", "seed", "distill_weight", "hidden_weight", "lora_rank"]
+LORA_FIELDS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+FIXED = ["method", "train", "heldout", "seq_len", "batch_size", "weight_decay", "seed"]
+FIXED += ["distill_weight", "hidden_weight", *LORA_FIELDS]
+RateSchedule = Literal["cosine", "linear", "constant"]
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -97,10 +101,10 @@ class RetrainOptions(Record):
     """
 
     data: tuple[str, ...] = option(
-        "json, jsonl, parquet, txt, npy, npz:array, or a folder or glob of one kind. Give it several times to read all"
-        " of several sources.",
+        "json, jsonl, parquet, txt, npy, npz:array, a folder or glob of one kind, or hub:OWNER/NAME:SPLIT. Give it"
+        " several times to read all of several sources, or with weights to mix them.",
         ...,
-        metavar="FILE",
+        metavar="FILE[=WEIGHT]",
     )
     method: Method = option(
         "full: train all weights of the chosen layers. lora: train LoRA adapters. blocks: train each block alone on the"
@@ -130,8 +134,11 @@ class RetrainOptions(Record):
         0.0,
         shown="0",
     )
-    lora_rank: int | None = option(
-        "lora: rank of the adapters, which are on all seven projections and scale by 2.", min=1, shown=str(LORA_RANK)
+    lora_rank: int | None = option("lora: rank.", min=1, shown=str(LORA_RANK))
+    lora_alpha: int | None = option("lora: alpha; scales by alpha / rank.", min=1, shown="twice the rank")
+    lora_dropout: float = option("lora: dropout before A.", 0.0, min=0.0, max=0.99, shown="0")
+    lora_targets: tuple[str, ...] = option(
+        "lora: projections that get adapters.", (), metavar="A,B", parse=split_names, shown="all seven of a layer"
     )
     eval_data: tuple[str, ...] = option("Data to validate on.", (), metavar="FILE", shown="examples held out of --data")
     heldout: int | None = option(
@@ -155,15 +162,19 @@ class RetrainOptions(Record):
     micro_batch_size: int | None = option(
         "Rows computed at once on one device. It decides the memory, not the result.",
         min=1,
-        shown="8192 tokens",
+        shown="8192 tokens, or what accelerate's gradient accumulation leaves",
     )
     lr: float | None = option(
         "Peak learning rate.",
         shown="full 2e-5, lora 1e-4, blocks 5e-5; times 4096 / hidden size; less after align",
     )
+    lr_schedule: RateSchedule = option(
+        "The learning rate after its warm-up: down to 0 as half a cosine or a line, or constant.", "cosine"
+    )
     warmup_steps: int | None = option(
         "Steps of linear warm-up.", min=0, shown="5 % of all, at most 200; after align at least 10, or 20 %"
     )
+    weight_decay: float = option("AdamW's weight decay, of matrices only.", 0.0, min=0.0, shown="0")
     max_grad_norm: float = option("Clip the gradient's norm to this.", 1.0, shown="1")
     gradient_checkpointing: bool = option("Recompute activations instead of keeping them.", False)
     align: bool = option(
@@ -194,6 +205,12 @@ class RetrainOptions(Record):
     seed: int = option(TRAINING_SEED, 0)
     dtype: Dtype = option(COMPUTE_DTYPE, "auto")
     device: str = option(DEVICE, default_device)
+    log_with: tuple[str, ...] = option(
+        "Accelerate's trackers beside metrics.jsonl, such as tensorboard, wandb, trackio. They write to OUT-logs.",
+        (),
+        metavar="A,B",
+        parse=split_names,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -210,8 +227,11 @@ class RetrainOptions(Record):
             raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps, and not both")
         if self.method not in (FULL, LORA):
             raise UsageError(f"--method {self.method} has options of its own")
-        if self.lora_rank is not None and self.method != LORA:
-            raise UsageError(f"--lora-rank has no effect with --method {self.method}")
+        if self.method != LORA and (idle := [name for name in LORA_FIELDS if getattr(self, name)]):
+            raise UsageError(f"{flag(idle[0])} has no effect with --method {self.method}")
+        if set(self.lora_targets) - set(LORA_TARGETS):
+            raise UsageError(f"--lora-targets must name some of {', '.join(LORA_TARGETS)}")
+        check_sources(self.data)
         check_training(self.dtype, self.lr)
         if (self.distill_from is not None) != self.objective.has_teacher:
             raise UsageError(
@@ -234,17 +254,19 @@ class RetrainOptions(Record):
     def check(self) -> None:
         """Raise UsageError as ``check_usage``, and UserError for missing files."""
         self.check_usage()
-        for name in self.data:
-            data_files(name)
+        for name, _ in map(split_weight, self.data):
+            if hub_dataset(name) is None:
+                data_files(name)
         for name in self.eval_data:
             data_files(name, "--eval-data")
 
     def resolve(
-        self, config: Mapping[str, Any], ranks: int, *, left_by_alignment: float | None = None
+        self, config: Mapping[str, Any], ranks: int, *, accumulation: int = 1, left_by_alignment: float | None = None
     ) -> "TrainOptions":
         """Return all options with the defaults resolved for a model.
 
         ranks: the ranks that read different data: all processes / ``tp_size``.
+        accumulation: Accelerate's steps of gradient accumulation; 1: the launcher was given none.
         left_by_alignment: the held-out divergence from the dense model, in nats per token, where weights were aligned
         last.
         Raises UserError for options that do not go together.
@@ -255,20 +277,25 @@ class RetrainOptions(Record):
         seq_len = self.seq_len or min(row_of_ids(self.data) or 2048, positions)
         if seq_len > positions:
             raise UserError(f"--seq-len {seq_len} is more than the {positions} positions that the model supports")
-        tokens = self.max_tokens
+        tokens, parts = self.max_tokens, ranks * accumulation
         per_step = max(LEAST_PER_STEP, min(MOST_PER_STEP, tokens // 2000)) if tokens else PER_STEP
-        batch_size = self.batch_size or -(-max(1, per_step // seq_len) // ranks) * ranks
+        batch_size = self.batch_size or -(-max(1, per_step // seq_len) // parts) * parts
         own, rest = divmod(batch_size, ranks)
         if rest:
             raise UserError(
                 f"--batch-size {batch_size} (rows of a step, over all processes) must be divisible by the {ranks}"
                 " processes that read different data"
             )
-        most = min(own, MICRO_BATCH_TOKENS // seq_len)
+        most = own // accumulation if accumulation > 1 else min(own, MICRO_BATCH_TOKENS // seq_len)
         micro = self.micro_batch_size or next(count for count in range(max(1, most), 0, -1) if own % count == 0)
         if own % micro:
             raise UserError(
                 f"--micro-batch-size {micro} does not divide the {own} rows of a step that are each process's"
+            )
+        if accumulation > 1 and own // micro != accumulation:
+            raise UserError(
+                f"accelerate's {accumulation} steps of gradient accumulation and --batch-size {batch_size} do not leave"
+                f" --micro-batch-size {micro} rows at once; leave one of them out"
             )
         Schedule(self.schedule).check(
             micro, seq_len, config["hidden_size"], rows_name="--micro-batch-size", tokens_name="--seq-len"
@@ -290,6 +317,7 @@ class RetrainOptions(Record):
             batch_size=batch_size,
             micro_batch_size=micro,
             lora_rank=self.lora_rank or LORA_RANK,
+            lora_targets=self.lora_targets or LORA_TARGETS,
             lr=self.lr if self.lr is not None else peak,
             warmup_steps=self.warmup_steps if self.warmup_steps is not None else warmup,
             eval_every=self.eval_every or max(1, min(500, steps // 10)),
@@ -309,16 +337,19 @@ class TrainOptions(RetrainOptions):
     batch_size: int
     micro_batch_size: int
     lora_rank: int
+    lora_targets: tuple[str, ...]
     lr: float
     warmup_steps: int
     eval_every: int
 
     def rate(self, step: int, share: float) -> float:
-        """Return the learning rate of step ``step`` (from 0): linear warm-up, and half a cosine down to 0.
+        """Return the learning rate of step ``step`` (from 0): linear warm-up, then as ``lr_schedule`` says.
 
-        share: the share of the budget spent before it.
+        share: the share of the budget spent before it. A budget of tokens has no known number of steps, by which
+        transformers' schedules go.
         """
-        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1)) * 0.5 * (1 + math.cos(math.pi * share))
+        decay = {"cosine": 0.5 * (1 + math.cos(math.pi * share)), "linear": 1 - share, "constant": 1.0}
+        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1)) * decay[self.lr_schedule]
 
     @property
     def in_words(self) -> str:

@@ -1,6 +1,7 @@
 """``ladderize adapt --method full`` and ``lora``: retrain a whole checkpoint, and write a checkpoint or an adapter."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import get_available_trackers
 
 from ladderize.adapt.data.training_data import open_data
+from ladderize.adapt.data_files import split_weight
 from ladderize.adapt.layers.options import AlignOptions, short_tokens
 from ladderize.adapt.layers.rewrite import adapt_layers
 from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.train.loop import Loop
-from ladderize.adapt.train.options import RetrainOptions
+from ladderize.adapt.train.options import RetrainOptions, TrainOptions
 from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, result_digest, write_outcome
 from ladderize.adapt.train.states import TrainingFolder
 from ladderize.adapt.train.student import make_student, make_teacher, open_model
@@ -58,6 +61,7 @@ def adapt_checkpoint(
     """
     job = RetrainJob(str(model), str(out), options, overwrite, verify)
     options.check()
+    check_trackers(options.log_with)
     if options.align:
         # faults of the training are told before the alignment takes minutes
         open_task(job.model, options, Launch(options.device, max(launched().size, options.tp_size)))
@@ -76,6 +80,16 @@ def adapt_checkpoint(
         stoppable=True,
     )
     return document
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError for a tracker that Accelerate would silently leave out."""
+    installed = sorted(str(tracker) for tracker in get_available_trackers())
+    if missing := [name for name in names if name not in installed]:
+        raise UserError(
+            f"--log-with {missing[0]} is no tracker of Accelerate that is installed here; install its package, or take"
+            f" one of: {', '.join(installed) or 'none'}"
+        )
 
 
 # ---- --align ----
@@ -106,7 +120,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
     else:
         console.note(f"aligning first; the result stays in {beside}")
         asked = AlignOptions(
-            options.data[0],
+            split_weight(options.data[0])[0],
             seq_len=options.seq_len,
             tokens=short_tokens(checkpoint.config),
             seed=options.seed,
@@ -123,15 +137,20 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
 # ---- one rank's part ----
 
 
-def open_accelerator(device: str, precision: str | None = None) -> Accelerator:
+def open_accelerator(
+    device: str, precision: str | None = None, *, log_with: Sequence[str] = (), logs: Path | None = None
+) -> Accelerator:
     """Return an Accelerator as the launcher's environment configures it.
 
     precision: the mixed precision where the launcher was given none.
+    log_with, logs: its trackers, and their folder.
     """
     avoid_cudnn_attention()
     accelerator = Accelerator(
         cpu=device == "cpu",
         mixed_precision=precision,
+        log_with=list(log_with) or None,
+        project_dir=logs if log_with else None,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False  # training reads rows without end
@@ -146,26 +165,43 @@ def reset_accelerate() -> None:
 
 def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
     """Do one rank's part of the job; returns the document on the main rank, None on the others."""
+    device = job.options.device
+    trackers: dict[str, Any] = {"log_with": job.options.log_with, "logs": Path(f"{resolved(job.out)}-logs")}
     reset_accelerate()
     try:
-        accelerator = open_accelerator(job.options.device)
+        accelerator = open_accelerator(device, **trackers)
         launch = Launch(
             ranks.device.type,
             accelerator.num_processes,
             accelerator.mixed_precision,
+            asked_accumulation(accelerator),
             accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
         )
         if sharding_asked() and not launch.sharded:
             raise UserError("accelerate launch asks for FSDP or DeepSpeed, which Accelerate runs on GPUs only")
-        if accelerator.gradient_accumulation_steps > 1:
-            raise UserError("accelerate launch asks for gradient accumulation; --micro-batch-size decides it instead")
         task = open_task(job.model, job.options, launch)
         if task.compute == torch.bfloat16 and launch.precision == "no" and task.options.tp_size == 1:
             AcceleratorState._reset_state()
-            accelerator = open_accelerator(job.options.device, "bf16")
+            accelerator = open_accelerator(device, "bf16", **trackers)
         return train(task, accelerator, ranks, job, console)
     finally:
         reset_accelerate()
+
+
+def asked_accumulation(accelerator: Accelerator) -> int:
+    """Return the steps of gradient accumulation that the launcher, or a file of DeepSpeed, asks for; 1: none."""
+    plugin = accelerator.state.deepspeed_plugin
+    asked = plugin.get_value("gradient_accumulation_steps") if plugin is not None else "auto"
+    return int(accelerator.gradient_accumulation_steps if asked in (None, "auto") else asked)
+
+
+def start_trackers(accelerator: Accelerator, options: TrainOptions) -> None:
+    """Start Accelerate's trackers, if there are any, with the resolved options."""
+    if accelerator.log_with:
+        folder = Path(accelerator.project_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {key: value for key, value in options.to_dict().items() if isinstance(value, int | float | str)}
+        accelerator.init_trackers("ladderize", config=config, init_kwargs={"wandb": {"dir": str(folder)}})
 
 
 def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
@@ -197,7 +233,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
             heldout=options.heldout,
             eval_names=options.eval_data,
         )
-    if len(rows) < options.batch_size:
+    if hasattr(rows, "__len__") and len(rows) < options.batch_size:
         raise UserError(
             f"the data give only {len(rows)} rows of {options.seq_len} tokens, fewer than --batch-size"
             f" {options.batch_size}; give more data or lower --batch-size"
@@ -207,6 +243,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
     if not folder.is_dir():
         raise UserError(f"{folder} is visible to the main process only; name an OUT that all machines can see")
     with work:
+        start_trackers(accelerator, options)
         try:
             loop = make_loop(task, accelerator, ranks, rows, heldout, work, console)
             progress = loop.run()
@@ -223,6 +260,8 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
         if ranks.is_main:
             document = write_outcome(task, job, progress, work, chosen, counts, identity, console)
             work.remove()
+        for tracker in accelerator.trackers:  # ``end_training`` would end the process group too, which is not ours
+            tracker.finish()
     return document
 
 
@@ -251,6 +290,8 @@ def make_loop(
 def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) -> TrainingModel:
     """Return the model in training: its weights, its teacher, and the optimizer."""
     options, is_sharded = task.options, task.launch.sharded
+    rows_of_rank = options.batch_size // (task.launch.processes // options.tp_size)
+    accelerator.gradient_accumulation_steps = rows_of_rank // options.micro_batch_size
     if options.tp_size > 1:
         return build_tensor_parallel(task, accelerator, ranks, console)
     how: dict[str, Any] = {"collecting": bool(task.compared), "device": None if is_sharded else accelerator.device}
@@ -272,6 +313,7 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
         student,
         teacher,
         compared=task.compared,
+        weight_decay=options.weight_decay,
         micro_batch_size=options.micro_batch_size,
         max_grad_norm=options.max_grad_norm,
     )

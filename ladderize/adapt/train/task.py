@@ -41,12 +41,14 @@ class Launch:
     device: its type.
     processes: the number of all of them.
     precision: Accelerate's mixed precision.
+    accumulation: its steps of gradient accumulation; 1: none were asked for.
     sharded: by FSDP or DeepSpeed.
     """
 
     device: str
     processes: int = 1
     precision: str = "no"
+    accumulation: int = 1
     sharded: bool = False
 
 
@@ -99,7 +101,12 @@ class Task:
 
     @property
     def lora(self) -> Any:
-        return lora_config(self.layers, self.options.lora_rank) if self.is_lora else None
+        options = self.options
+        if not self.is_lora:
+            return None
+        return lora_config(
+            self.layers, options.lora_rank, options.lora_alpha, options.lora_dropout, options.lora_targets
+        )
 
 
 def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
@@ -139,6 +146,7 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
         options=options.resolve(
             checkpoint.config,
             launch.processes // tp_size,
+            accumulation=launch.accumulation,
             left_by_alignment=history[-1].left_by_alignment if history else None,
         ),
         compute=compute,

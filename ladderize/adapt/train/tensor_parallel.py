@@ -44,6 +44,7 @@ class TensorParallelTraining(TrainingModel):
         tensor: Ranks,
         *,
         compared: Any = (),
+        weight_decay: float = 0.0,
     ) -> None:
         self.weights, self.shape, self.collectives, self.tensor = student.weights, student.shape, collectives, tensor
         self.vocabulary = collectives, self.shape.vocab_start, self.shape.vocab
@@ -60,7 +61,7 @@ class TensorParallelTraining(TrainingModel):
             )
         scored = None if teacher is None else teacher.scored_logits
         super().__init__(accelerator, wrapped, scored, compared, tp_size=tensor.size)
-        self.optimizer = make_optimizer(self.parameters, fused=True)
+        self.optimizer = make_optimizer(self.parameters, weight_decay, fused=True)
         # The share of each row's squares that this rank counts, so that rows held by several ranks count once: [rows it
         # holds].
         shares: dict[Tensor, Tensor] = {parameter: torch.ones(len(parameter)) for parameter in self.parameters}
@@ -127,6 +128,7 @@ def build_tensor_parallel(
         data,
         tensor,
         compared=task.compared,
+        weight_decay=task.options.weight_decay,
     )
 
 

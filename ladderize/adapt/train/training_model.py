@@ -136,9 +136,11 @@ class TrainingModel(ABC):
         gone."""
 
 
-def make_optimizer(parameters: Sequence[nn.Parameter], *, fused: bool) -> torch.optim.AdamW:
-    """Return AdamW without weight decay. The loop sets its learning rate at every step."""
-    return torch.optim.AdamW(parameters, weight_decay=0.0, betas=BETAS, eps=EPSILON, fused=fused)
+def make_optimizer(parameters: Sequence[nn.Parameter], weight_decay: float, *, fused: bool) -> torch.optim.AdamW:
+    """Return AdamW, which decays matrices only. The loop sets its learning rate at every step."""
+    matrices, others = ([one for one in parameters if (one.ndim > 1) == wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -159,16 +161,20 @@ class HFTraining(TrainingModel):
         teacher: ScoredLogits | None,
         *,
         compared: Sequence[int] = (),
+        weight_decay: float = 0.0,
         micro_batch_size: int = 1,
         max_grad_norm: float = 1.0,
     ) -> None:
         self.vocabulary = Collectives(), 0, int(student.config.vocab_size)
         own = [parameter for parameter in student.parameters() if parameter.requires_grad]
-        optimizer = make_optimizer(own, fused=accelerator.distributed_type != DistributedType.DEEPSPEED)
+        optimizer = make_optimizer(own, weight_decay, fused=accelerator.distributed_type != DistributedType.DEEPSPEED)
         plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == "DEEPSPEED" else None
         if plugin is not None:
-            told = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_clipping": max_grad_norm}
-            plugin.deepspeed_config.update(told)
+            plugin.deepspeed_config.update(
+                train_micro_batch_size_per_gpu=micro_batch_size,
+                gradient_accumulation_steps=accelerator.gradient_accumulation_steps,  # it divides the loss by them
+                gradient_clipping=max_grad_norm,
+            )
         # FSDP2 warns of views: a ladder layer returns the stream that it was given, and nothing writes into it.
         warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
         prepared, self.optimizer = accelerator.prepare(student, optimizer)
