@@ -100,7 +100,7 @@ def test_choices_are_those_of_brute_force(layers):
             dense = tables.constant + tables.dense_seconds
             chosen = choose_layout(tables, most).chosen
             assert dense / chosen.speedup == pytest.approx(tables.constant + best[0], rel=2e-3)
-            assert chosen.estimated_nats <= most + 1e-6
+            assert chosen.estimated_nats <= most
 
 
 def test_cuts_leave_out_what_they_name():
@@ -119,7 +119,18 @@ def test_many_layers_are_quickly_chosen():
     tables.nats[:] = tables.nats[1] * np.random.uniform(0.9, 1.1, tables.nats.shape)  # nearly alike: the hardest
     tables.nats[0, 4:] = math.inf
     budget = 0.3 * tables.nats[1:].max(1).sum()
-    assert choose_layout(tables, budget).chosen.estimated_nats <= budget + 1e-6
+    assert choose_layout(tables, budget).chosen.estimated_nats <= budget
+
+
+def test_the_bound_is_kept_where_costs_differ_by_magnitudes():
+    """The solver keeps it to a part of the largest cost; each of these was over it in a third of all draws."""
+    for _ in range(20):
+        tables = random_tables(32)
+        nats = np.random.lognormal(-5, 4, tables.nats.shape)
+        nats[:, 0] = 0.0
+        bound = float(np.quantile(nats, np.random.uniform(0.3, 0.6)) * np.random.uniform(1, 5))
+        found = solve(tables.seconds, nats, bound, np.isfinite(tables.nats))
+        assert tables.total(nats, found) <= bound
 
 
 def test_budgets():

@@ -191,7 +191,7 @@ def solve(
 ) -> Kinds | None:
     """Return the layout with the least sum over ``least``, of those whose sum over ``bounded`` is at most ``bound``.
 
-    least, bounded: [L, kinds], finite.
+    least, bounded: [L, kinds], finite and at least 0.
     offered: booleans [L, kinds].
     cuts: layouts that are excluded.
 
@@ -200,18 +200,26 @@ def solve(
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     layers, kinds = least.shape
-    scale = max(float(np.abs(bounded).max()), 1e-300)
+    offered = offered & (bounded <= bound)
+    parts = np.where(offered, bounded, 0.0) / max(bound, 1e-300)
     rows = [LinearConstraint(np.kron(np.eye(layers), np.ones(kinds)), 1, 1)]  # one kind for each layer
-    rows.append(LinearConstraint(bounded.ravel() / scale, -np.inf, bound / scale))
     rows += [LinearConstraint(_indicator(cut, kinds), -np.inf, layers - 1) for cut in cuts]
-    result = milp(
-        least.ravel() / max(float(np.abs(least).max()), 1e-300),
-        constraints=rows,
-        integrality=np.ones(least.size),
-        bounds=Bounds(0, offered.ravel().astype(float)),
-        options={"mip_rel_gap": SOLVER_GAP, "time_limit": SOLVER_SECONDS},
-    )
-    return None if result.x is None else tuple(result.x.reshape(layers, kinds).argmax(1).tolist())
+    most = 1.0
+    while True:
+        result = milp(
+            least.ravel() / max(float(np.abs(least).max()), 1e-300),
+            constraints=[*rows, LinearConstraint(parts.ravel(), -np.inf, most)],
+            integrality=np.ones(least.size),
+            bounds=Bounds(0, offered.ravel().astype(float)),
+            options={"mip_rel_gap": SOLVER_GAP, "time_limit": SOLVER_SECONDS},
+        )
+        if result.x is None:
+            return None
+        found = tuple(result.x.reshape(layers, kinds).argmax(1).tolist())
+        over = float(bounded[range(layers), found].sum()) / max(bound, 1e-300) - 1
+        if over <= 0:
+            return found
+        most -= max(over, ROUNDING)  # the solver rounds
 
 
 def _indicator(layout: Sequence[int], kinds: int) -> np.ndarray:
