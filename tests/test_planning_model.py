@@ -477,10 +477,11 @@ def test_links_between_measured_ranks_are_interpolated_and_said_so():
 def test_files_of_devices_and_links_are_read(tmp_path):
     device, link = a_device(), known_interconnects()["nvlink"]
     path = tmp_path / "measured.json"
-    path.write_text(json.dumps({"schema_version": 1, "device": device.to_dict(), "link": link.to_dict()}))
+    document = {"schema_version": 1, "device": device.to_dict(), "link": link.to_dict()}
+    path.write_text(json.dumps(document, indent="\t"))  # which YAML may not be indented by
     assert read_device(str(path)) == device
     assert read_interconnect(str(path)) == link
-    for content, message in (("{}", "has no device, but no keys"), ("[1]", "has no device")):
+    for content, message in (("{}", "has no device, but no keys"), ("[1]", "a file with a device")):
         path.write_text(content)
         with pytest.raises(UserError, match=message):
             read_device(str(path))

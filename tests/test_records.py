@@ -28,18 +28,19 @@ class Outer(Record):
     rows: list[Inner] = field(default_factory=list)
     pair: tuple[int, float] = (1, 2.0)
     by_layer: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    by_name: dict[str, float] = field(default_factory=dict)
 
 
 DOCUMENT = {
     "name": "a", "count": 3, "path": "x/y", "inner": {"kind": "spd", "share": None},
     "rows": [{"kind": "b", "share": 0.5}],
-    "pair": [4, 5.0], "by_layer": {"7": [1, 2]},
+    "pair": [4, 5.0], "by_layer": {"7": [1, 2]}, "by_name": {"x": 1.0},
 }  # fmt: skip
 
 
 def test_there_and_back():
     outer = Outer.from_dict(DOCUMENT | {"from a later version": 1}, "file.json")
-    assert outer == Outer("a", 3, Path("x/y"), Inner("spd"), [Inner("b", 0.5)], (4, 5.0), {7: (1, 2)})
+    assert outer == Outer("a", 3, Path("x/y"), Inner("spd"), [Inner("b", 0.5)], (4, 5.0), {7: (1, 2)}, {"x": 1.0})
     assert outer.to_dict() == DOCUMENT
     assert Inner("spd", note="n").to_dict() == {"kind": "spd", "share": None, "note": "n"}
     assert Outer.from_dict({**DOCUMENT, "pair": [4, 5]}, "f").pair == (4, 5.0)  # JSON writes 5.0 as 5 where it likes
@@ -61,6 +62,7 @@ def test_there_and_back():
             f"file.json: pair[1] is 1{'0' * 59}..., which is out of the range of a float",
         ),
         ({"by_layer": {"x": []}}, "file.json: by_layer has the key 'x', which is not an integer"),
+        ({"by_name": {8: 1.0}}, "file.json: by_name has the key 8, which is not text"),
         ({"by_layer": {"1": ["x"]}}, "file.json: by_layer.1[0] is 'x', but must be of type int"),
     ],
 )

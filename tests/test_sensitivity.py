@@ -171,6 +171,7 @@ def cost(**changes):
         ),
         (lambda document: document.update(costs=[]), "has not one finite cost for each layer of each kind, in order"),
         (lambda document: document.update(costs=[1, 2]), r"costs\[0\] is 1, but must be an object"),
+        (cost(kind="rung"), r"costs\[1\]: kind is 'rung', but must be one of ladder, delayed, spd, spd\+ladder"),
         (cost(layer=2), "has not one finite cost for each layer of each kind, in order"),
         (cost(sensitivity=None), r"costs\[1\]: sensitivity is None, but must be of type float"),
         (cost(sensitivity=10**400), "which is out of the range of a float"),

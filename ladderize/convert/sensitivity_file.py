@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 # Kinds of layers, as ``Layout.layer_name`` says them; all but the first are made for a number of virtual ranks. One
 # layer alone that is spd+delayed computes what a delayed one does, so it is not measured.
-LADDER, SPD = "ladder", "spd"
-LAYER_CHANGES = (LADDER, "delayed", SPD, "spd+ladder")
+ChangeKind = Literal["ladder", "delayed", "spd", "spd+ladder"]
+LAYER_CHANGES: tuple[ChangeKind, ...] = get_args(ChangeKind)
+LADDER: ChangeKind = "ladder"
+SPD: ChangeKind = "spd"
 # layers: each layer alone becomes each kind. sweep: from the last layer backwards one more is dropped at a time, as in
 # the paper.
 Mode = Literal["layers", "sweep"]
@@ -68,7 +70,7 @@ class LayerCost(Record):
     """
 
     layer: int
-    kind: str
+    kind: ChangeKind
     nats: float
     sensitivity: float
     low: float
@@ -116,7 +118,7 @@ class LayerChange(NamedTuple):
     """A changed model: layer ``layer``, in a sweep every layer from it on, becomes ``kind``."""
 
     layer: int
-    kind: str
+    kind: ChangeKind
     layout: Layout
 
 
@@ -125,7 +127,7 @@ def layer_changes(mode: Mode, num_layers: int, sync_tp_size: int | None) -> list
 
     sync_tp_size: of delayed and dropped sync points; None: there are none.
     """
-    kinds = [SPD] if mode == "sweep" else LAYER_CHANGES if sync_tp_size is not None else [LADDER]
+    kinds: Sequence[ChangeKind] = [SPD] if mode == "sweep" else LAYER_CHANGES if sync_tp_size is not None else [LADDER]
     changes = []
     for kind in kinds:
         for layer in range(num_layers):

@@ -81,7 +81,11 @@ def read_section(path: Path, key: str, option: str) -> Mapping[str, Any]:
     option: the one that names the file.
     """
     path = resolved(path, f"{option} ")
-    document = read_yaml(path, what=f"{option} ")  # JSON is YAML
+    document: Any
+    if path.suffix == ".json":  # which is YAML, but for tabs
+        document = read_json(path, advice=f"name a file with a {key}")
+    else:
+        document = read_yaml(path, what=f"{option} ")
     section = document.get(key) if isinstance(document, Mapping) else None
     if not isinstance(section, Mapping):
         has = ", ".join(map(str, document)) if isinstance(document, Mapping) and document else "no keys"

@@ -120,6 +120,8 @@ def _key(kind: Any, key: Any, where: str) -> Any:
             return int(key)
         except (TypeError, ValueError):
             raise UserError(f"{where} has the key {key!r}, which is not an integer") from None
+    if kind is str and type(key) is not str:  # YAML has other keys, too
+        raise UserError(f"{where} has the key {key!r}, which is not text")
     return key
 
 
