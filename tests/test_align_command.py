@@ -161,8 +161,11 @@ def test_write_best_writes_nothing_that_got_worse(pair, tmp_path, monkeypatch):
     assert "--lr" not in message
     assert listing(tmp_path) == sorted([*PLACE, WORK])
     assert "layer-00001.safetensors" in listing(tmp_path / WORK)
+    rose = {**found, "after": Perplexity(9.1, None, 1.0, 8, 1, 8)}
+    monkeypatch.setattr(rewrite, "heldout_measures", lambda *arguments: (rose, measures[1]))
     written = aligned(pair, tmp_path / "out", "--write", "last")
     assert "layers up to 3 are already aligned" in written.stderr
+    assert "perplexity rose" in written.stderr
     assert listing(tmp_path) == sorted([*PLACE, "out"])
 
 

@@ -209,8 +209,9 @@ def test_plan_names_the_step(model, ids, points, tmp_path):
         return invoke("plan", model, *hardware, "--max-ppl-increase", "900%", *more)
 
     recipe = tmp_path / "recipe.yaml"
-    outcome = plan("--sensitivity", points, "--verify", 2, "--recipe-out", recipe, "--json")
+    outcome = plan("--sensitivity", points, "--verify", 2, "--recipe-out", recipe, "--out", tmp_path / "plan.json")
     assert outcome.code == 0, outcome
+    assert f"adapt dense-planned dense-planned-aligned --method align --distill-from {model} " in outcome.stdout
     aligned = {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
-    assert json.loads(outcome.stdout)["choice"]["aligned"] == aligned
+    assert json.loads((tmp_path / "plan.json").read_text())["choice"]["aligned"] == aligned
     assert "`adapt --method align`" in recipe.read_text()

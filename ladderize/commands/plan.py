@@ -56,3 +56,6 @@ def plan(given: GivenOptions) -> None:
         made = f"{resolved(choice.model).name}-planned"  # in the current folder, also for "." and hub ids
         make = command_line("convert", choice.model, made, "--recipe", arguments.recipe_out or "RECIPE.yaml")
         console.result(f"\nmake it: {make}")
+        if result.choice.aligned is not None:
+            how = ("--method", "align", "--distill-from", choice.model, "--data", "DATA")
+            console.result(f"align it, as was measured: {command_line('adapt', made, f'{made}-aligned', *how)}")

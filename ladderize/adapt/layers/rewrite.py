@@ -226,6 +226,8 @@ def rewrite_layers(
     if options.write == "best":
         kl = divergence["before"], divergence["after"]
         check_improved("KL", *kl, work=work.folder, advice=ADVICE_AFTER[task.method], what=key)
+    elif perplexity["after"].perplexity > perplexity["before"].perplexity:
+        console.warn(f"the held-out perplexity rose: {ADVICE_AFTER[task.method]}")
     about = task.about()
     reports: Any = [work.files.report(kind, layer) for layer in layers]
     document = LayersDocument(

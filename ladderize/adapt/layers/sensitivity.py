@@ -93,6 +93,8 @@ def measure_sensitivity(
         drawn = windows, data.file_sha256(file)
     windows, sha256 = drawn
     scored = windows[: options.samples]
+    if len(scored) < options.samples:
+        console.note(f"{options.data} gives {len(scored)} windows, fewer than --samples {options.samples}")
     to_align = windows_to_align_on(checkpoint, windows[options.samples :]) if options.align else None
     if options.align and to_align is None:
         raise UserError(
