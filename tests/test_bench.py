@@ -493,6 +493,19 @@ def test_options_from_python(shape):
     assert plan.options.ranks == 2
 
 
+def test_virtual_ranks_with_keys_of_their_own_take_memory(shape):
+    """Behind a delayed MLP, where there are more of them than KV heads: 4 in each of 2 ranks, which have 2 KV heads."""
+    options = BenchOptions(emulate_tp=2, prompt_len=8)
+
+    def needed(layout):
+        choice = ModelChoice(random_weights=str(shape), layout=layout, sync_tp_size=8)
+        (spec,) = bench_plan.plan_bench(choice, options, "1,1").specs
+        return bench_plan.needed_bytes([spec], options, ALONE.device)
+
+    keys_and_values = 2 * 2 * (SHAPE["hidden_size"] // SHAPE["num_attention_heads"]) * options.columns * 4
+    assert needed("delayed") - needed("spd") == SHAPE["num_hidden_layers"] * keys_and_values
+
+
 def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
     """Weights that models share count once, and so does the cache, which one model has at a time."""
     model = spec.checkpoint_spec(str(MODEL), tp_size=1)

@@ -250,7 +250,9 @@ def test_who_shares_weights():
     dropped = Layout.from_layers(4, spd=[1], sync_tp_size=2)
     assert key(dense) == key(ladder) == key(dropped)
     assert key(dense) != key(Layout.from_layers(4, spd=[1], sync_tp_size=4))
-    assert key(dense, attention_bias=True) != key(dropped, attention_bias=True)
+    delayed = Layout.from_layers(4, delayed=[2], sync_tp_size=2)
+    for changed, bias in ((dropped, "attention_bias"), (delayed, "attention_bias"), (delayed, "mlp_bias")):
+        assert key(dense, **{bias: True}) == key(ladder, **{bias: True}) != key(changed, **{bias: True})
 
 
 # ---- what stands for other ranks ----

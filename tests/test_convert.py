@@ -270,8 +270,11 @@ def card_of(folder):
     return split_front_matter((folder / "README.md").read_text())
 
 
-@pytest.mark.parametrize(("recipe", "ranks"), [(LADDER, 8), (Recipe(spd="1", sync_tp_size=4), 4)])
-def test_the_card(llama, tmp_path, recipe, ranks):
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "counts"),
+    [(LADDER, 8, (4, 0, 0)), (Recipe(spd="1", sync_tp_size=4, delayed="2:"), 4, (0, 4, 1))],
+)
+def test_the_card(llama, tmp_path, recipe, ranks, counts):
     (llama / "README.md").write_text(
         "---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n"
     )
@@ -284,9 +287,13 @@ def test_the_card(llama, tmp_path, recipe, ranks):
         "library_name": "transformers",
     }
     assert layout in body
+    for count, mode in zip(counts, ("overlapped", "delayed", "dropped"), strict=True):
+        assert f" {count} {mode}" in body
     (command,) = [line for line in body.splitlines() if line.startswith("vllm serve")]
     assert command == f"vllm serve out --tensor-parallel-size {ranks}"
-    refused = f"must divide {ranks}, for which\nits sync points were dropped. Engines without the plugin refuse"
+    refused = (
+        f"must divide {ranks}, for which\nits sync points were delayed or dropped. Engines without the plugin refuse"
+    )
     assert (refused in body) == ("nothing is overlapped" not in body) == (recipe.spd is not None)
     assert (tmp_path / "out" / "README.source.md").read_bytes() == (llama / "README.md").read_bytes()
 

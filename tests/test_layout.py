@@ -1,7 +1,18 @@
 import pytest
 
-from ladderize.layout import Layout, LayoutError, RangeSyntaxError, check_split, format_ranges, parse_ranges
-from tests.helpers import LAYOUTS, make_layout
+from ladderize.convert.recipe import Recipe
+from ladderize.layout import (
+    APART,
+    ATTENTION_MODES,
+    MLP_MODES,
+    Layout,
+    LayoutError,
+    RangeSyntaxError,
+    check_split,
+    format_ranges,
+    parse_ranges,
+)
+from tests.helpers import LAYOUTS, fresh_rng, make_layout
 
 
 @pytest.mark.parametrize(
@@ -57,6 +68,15 @@ def test_config_round_trip(name):
     layout = make_layout(name)
     config = {"model_type": "ladderized_llama", "num_hidden_layers": 4, **layout.to_config()}
     assert Layout.from_config(config) == layout
+
+
+def test_every_layout_has_a_recipe():
+    rng = fresh_rng()
+    for _ in range(200):
+        attention = rng.choice(ATTENTION_MODES, 3).tolist()
+        mlp = [*rng.choice(MLP_MODES, 2).tolist(), "blocking"]
+        layout = Layout(tuple(attention), tuple(mlp), 2 if {*APART} & {*attention, *mlp} else None)
+        assert Recipe.from_layout(layout).layout(Layout.dense(3)) == layout
 
 
 @pytest.mark.parametrize(("value", "ladder"), [(2, [2, 3]), ([0, 3], [0, 3]), (0, []), ([], [])])

@@ -16,7 +16,7 @@ from ladderize import PlanModel, PlanOptions
 from ladderize.checkpoint import reading
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.errors import UserError
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.layout import APART, BLOCKING, DELAYED, HIDING, Layout
 from ladderize.plan import measure, run
 from ladderize.plan.hardware import known_engines, read_device
 from ladderize.plan.passes import Serving, pass_parts
@@ -94,9 +94,11 @@ def slow_walk(parts, layout):
     clock += parts.vocabulary
     in_flight = False
     for layer in range(layout.num_layers):
-        apart = layout.attention_sync[layer] == DROPPED
+        apart = layout.attention_sync[layer] in APART
+        behind = layer > 0 and layout.mlp_sync[layer - 1] == DELAYED
+        attention = parts.attention_apart if apart or behind else parts.attention
         for own, mode in (
-            (parts.attention_apart if apart else parts.attention, layout.attention_sync[layer]),
+            (attention + parts.reading * behind, layout.attention_sync[layer]),
             (parts.mlp_apart if apart else parts.mlp, layout.mlp_sync[layer]),
         ):
             compute += own
@@ -104,13 +106,13 @@ def slow_walk(parts, layout):
             if in_flight:  # the part of the message that runs beside this compute costs nothing
                 hidden = min(own, parts.message - parts.message_start, (1 - parts.contention) * parts.message)
                 clock += parts.message - hidden
-            in_flight = mode == OVERLAPPED
+            in_flight = mode in HIDING
             if mode == BLOCKING:
                 clock += parts.message
     return clock, compute
 
 
-@pytest.mark.parametrize("name", ["dense", "ladder gaps", "mixed"])
+@pytest.mark.parametrize("name", ["dense", "ladder gaps", "mixed", "every mode"])
 def test_figures_are_those_of_a_slow_walk(dense, hardware, tmp_path, name):
     layout = make_layout(name)
     model = dense
@@ -192,6 +194,11 @@ def test_memory_is_that_of_the_tensors(dense, hardware):
     assert longer - need == one_token
     assert need > stored + 21 * one_token
     assert served[0].rows[0].fits
+    # 8 virtual ranks that read a delayed MLP apart have keys and values of their own, of 4 heads
+    layouts = ("delayed,spd", "--sync-tp-size", "8")
+    rows = planned(dense, *where[:5], *layouts, *where[6:], "--batch-size", "3", "--output-len", "9").rows
+    needs = {row.name: row.memory_need_bytes for row in rows}
+    assert needs["delayed"] - needs["spd"] == (12 + 9) * one_token
 
 
 # ---- what it says ----

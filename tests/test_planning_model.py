@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ladderize.errors import UserError
-from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, Layout, LayoutError
+from ladderize.layout import APART, ATTENTION_MODES, BLOCKING, DELAYED, DROPPED, MLP_MODES, Layout, LayoutError
 from ladderize.plan.hardware import (
     LIKE_ANOTHER,
     DeviceSpec,
@@ -172,8 +172,9 @@ def test_windows_count_where_the_engine_heeds_them():
         assert saved(phase, a_device()) == 0  # under a mask, as the runtime does
     # and its cache holds the whole text of every layer
     shape = Shape.from_config({**config, **sliding}, tp_size=2, rank=0)
+    dense = Layout.dense(shape.layers)
     kept = KVCache.allocate(shape, 3, end, torch.float32, torch.device("cpu")).nbytes
-    assert kept == cache_bytes(shape, 3, end, 4) == len(kinds) * 2 * 3 * max(1, kv_heads // 2) * end * width * 4
+    assert kept == cache_bytes(shape, dense, 3, end, 4) == len(kinds) * 2 * 3 * max(1, kv_heads // 2) * end * width * 4
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -339,7 +340,7 @@ def test_replicas_by_hand(ranks):
     assert one.speedup == pytest.approx(hand.ms(ranks, batch)[2] / whole)
     assert one.tokens_per_s == pytest.approx(1e3 * batch * 5 / whole)
     assert one.speedup_low < one.speedup < one.speedup_high
-    need = memory_need(dataclasses.replace(hand.serving, ranks=ranks // count, batch_size=part))
+    need = memory_need(dataclasses.replace(hand.serving, ranks=ranks // count, batch_size=part), Layout.dense(3))
     assert (one.memory_need_bytes, one.fits) == (need, None)
     for more, fits in ((0, False), (2**20, True)):
         hand.change(memory_gib=(need + more - 1) / 2**30)
@@ -400,13 +401,14 @@ def test_replicas_that_cannot_be_are_left_out():
 def random_parts(layers: int) -> PassParts:
     seconds = [random.choice([0.0, random.random(), random.random()]) for _ in range(8)]
     message = random.choice([0.0, random.random()])
-    return PassParts(layers, *seconds[:6], message, 16, random.choice([0.0, message / 3]), seconds[6], random.random())
+    start, contention = random.choice([0.0, message / 3]), random.random()
+    return PassParts(layers, *seconds[:6], message, 16, start, seconds[6], contention, reading=seconds[7])
 
 
 def random_layout(layers: int) -> Layout:
     attention = tuple(random.choice(ATTENTION_MODES) for _ in range(layers))
     mlp = (*(random.choice(MLP_MODES) for _ in range(layers - 1)), BLOCKING)
-    return Layout(attention, mlp, 8 if DROPPED in attention else None)
+    return Layout(attention, mlp, 8 if {*APART} & {*attention, *mlp} else None)
 
 
 def slow_total(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> float:
@@ -424,11 +426,14 @@ def slow_total(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> float:
         nonlocal clock, in_flight
         clock, in_flight = clock + max(in_flight, 0.0), 0.0
 
+    entering = BLOCKING
     for attention, mlp in zip(layout.attention_sync, layout.mlp_sync, strict=True):
-        apart = attention == DROPPED
-        compute(parts.attention_apart if apart else parts.attention)
+        apart = attention in APART
+        compute(parts.attention_apart if apart or entering == DELAYED else parts.attention)
+        compute(parts.reading if entering == DELAYED else 0.0)
+        entering = mlp
         wait()
-        if not apart:
+        if attention != DROPPED:
             in_flight = parts.message
         if attention == BLOCKING:
             wait()

@@ -14,7 +14,7 @@ from ladderize.convert.plan import Plan
 from ladderize.families.registry import family_of
 from ladderize.files.parsing import MAX_YAML_BYTES, parse_yaml
 from ladderize.files.regular import read_bytes
-from ladderize.layout import Layout, format_ranges, usual_ranks
+from ladderize.layout import ATTENTION_MODES, Layout, format_ranges, usual_ranks
 
 MARK = "<!-- written by ladderize convert -->"  # distinguishes our cards from those that people write
 TAGS = {"ladder": "ladder-residual", "spd": "sync-point-drop"}
@@ -73,11 +73,11 @@ def make_card(plan: Plan) -> str:
 
 
 def _layout(layout: Layout) -> str:
-    blocking, overlapped, dropped = (layout.count(mode) for mode in ("blocking", "overlapped", "dropped"))
+    blocking, overlapped, delayed, dropped = map(layout.count, ATTENTION_MODES)
     return (
         f"**Layout.** {layout}: of {2 * layout.num_layers} sync points per token, {blocking} are blocking,"
-        f" {overlapped} overlapped\n(Ladder Residual, arXiv 2501.06589) and {dropped} dropped (Sync-Point Drop, arXiv"
-        " 2502.20727)."
+        f" {overlapped} overlapped\n(Ladder Residual, arXiv 2501.06589), {delayed} delayed (the same, but each rank"
+        f" reads its own\npart at once) and {dropped} dropped (Sync-Point Drop, arXiv 2502.20727)."
     )
 
 
@@ -115,8 +115,8 @@ def _usage(plan: Plan) -> str:
     limits = "Without the plugin vLLM computes the same (with\n`--trust-remote-code`), but nothing is overlapped."
     if layout.sync_tp_size is not None:
         limits = (
-            f"The number of ranks must divide {layout.sync_tp_size}, for which\nits sync points were dropped. Engines"
-            " without the plugin refuse this checkpoint."
+            f"The number of ranks must divide {layout.sync_tp_size}, for which\nits sync points were delayed or"
+            " dropped. Engines without the plugin refuse this checkpoint."
         )
     return f"""**Loading.** Without ladderize, the model class in this folder is run. The tokenizer needs the same \
 argument, because

@@ -49,9 +49,9 @@ class Recipe:
         if layout.is_dense:
             return cls(dense=True)
         named = {"ladder": layout.ladder_layers, "delayed": layout.delayed_layers, "spd": layout.spd_layers}
-        ranks = layout.sync_tp_size
+        ranks = layout.sync_tp_size if named["delayed"] or named["spd"] else None  # of single sync points no name tells
         if Layout.from_layers(layout.num_layers, **named, sync_tp_size=ranks) != layout:
-            return cls(sync_tp_size=ranks, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
+            return cls(sync_tp_size=layout.sync_tp_size, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
         ladder, delayed, spd = (format_ranges(own) if own else None for own in named.values())
         return cls(ladder=ladder, delayed=delayed, spd=spd, sync_tp_size=ranks)
 

@@ -67,7 +67,8 @@ class PassParts:
     """The seconds of the parts of one forward pass of one rank: a prefill, or the mean decode step.
 
     attention, mlp: the compute of one sub-module.
-    attention_apart, mlp_apart: the same in a layer whose virtual ranks a rank computes apart.
+    attention_apart, mlp_apart: the same in a layer whose virtual ranks a rank computes apart; the MLP reads partials.
+    reading: the extra compute of attention that reads partials, behind a delayed MLP.
     parallel: both sub-modules of a layer of the parallel baseline.
     rest: the compute outside of all layers.
     message: one all-reduce of a layer, alone, of ``message_bytes``.
@@ -90,12 +91,13 @@ class PassParts:
     vocabulary: float
     contention: float
     norm: float = 0.0
+    reading: float = 0.0
 
 
 def pass_parts(serving: Serving, sync_tp_size: int | None = None) -> dict[str, PassParts]:
     """Return the parts of the phases ``prefill`` and ``decode`` (the mean step).
 
-    sync_tp_size: virtual ranks of dropped sync points; None where none is dropped.
+    sync_tp_size: virtual ranks of delayed and dropped sync points; None where there are none.
 
     Raises LayoutError for sizes that the ranks do not divide, and UserError for a dtype that the device has no peak
     for, or a link that is not known with so many ranks.
@@ -173,7 +175,8 @@ class _Pass:
         """
         engine = self.engine
         attention, mlp = self.attention(1), self.mlp(1)
-        apart = self.attention(virtual), self.mlp(virtual) + self.carrying(virtual)
+        reading = self.reading(virtual)
+        apart = self.attention(virtual), self.mlp(virtual) + reading
         host = launch_s * (engine.attention_launches + engine.mlp_launches)
         message, start = 0.0, 0.0
         if link is not NO_LINK:
@@ -198,6 +201,7 @@ class _Pass:
             vocabulary=self.vocabulary(link),
             contention=contention,
             norm=self.other(engine.norm_kernels, engine.stream_passes * self.stream),
+            reading=slowed_apart * reading,
         )
 
     def attention(self, virtual: int) -> float:
@@ -235,10 +239,10 @@ class _Pass:
         moved = engine.stream_passes * self.stream + engine.inner_passes * self.rows * inner * self.width
         return products + self.other(engine.mlp_kernels + virtual - 1, moved)
 
-    def carrying(self, virtual: int) -> float:
-        """Return the extra time of an MLP behind a dropped sync point.
+    def reading(self, virtual: int) -> float:
+        """Return the extra time of a sub-module behind a delayed or dropped sync point.
 
-        Each virtual rank adds its carry to its input and to its message, and has norms and activations of its own.
+        Each virtual rank adds its partial to its input and to a message, and has norms and activations of its own.
         """
         engine = self.engine
         kernels = (virtual - 1) * (engine.norm_kernels + engine.activation_kernels) + 2 * virtual + (virtual > 1)
@@ -326,6 +330,7 @@ def predict_layer(parts: PassParts, entering: str, mode: str) -> PassSeconds:
     layer has no entering one: blocking stands for the last layer's MLP message.
     """
     attention = parts.attention_apart if mode in APART or entering in APART else parts.attention
+    attention += parts.reading if entering in APART else 0.0
     mlp = parts.mlp_apart if mode in APART else parts.mlp
     covers = [attention] * (entering in HIDING) + [mlp] * (mode in HIDING)
     most = min(parts.message - parts.message_start, (1 - parts.contention) * parts.message)

@@ -37,7 +37,7 @@ RowKind = Literal["layout", "bound", "exact"]  # exact: the dense model served i
 Parts = Mapping[str, PassParts]  # by phase
 BOUNDS = {"parallel": predict_parallel, "no-comm": predict_silent}
 GIB, MIB = 2**30, 2**20
-COMPUTE_PARTS = ("attention", "mlp", "attention_apart", "mlp_apart", "parallel", "rest", "norm")
+COMPUTE_PARTS = ("attention", "mlp", "attention_apart", "mlp_apart", "parallel", "rest", "norm", "reading")
 MESSAGE_PARTS = ("message", "message_start", "vocabulary")
 # one standard deviation of contention: where it was measured on the link itself, and elsewhere
 CALIBRATED_CONTENTION_ERROR, OTHER_CONTENTION_ERROR = 0.05, 0.1
@@ -120,7 +120,7 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
         ratios = [before / after for before, after in zip(dense_whole, whole, strict=True)]
         # of fused norms the gain itself is assumed, so the scatter of two runs is not in it
         half = relative_band(ratios, runs=0 if one.name == "fused" else 2)
-        need = memory_need(one.serving)
+        need = memory_need(one.serving, one.layout)
         rows.append(
             PlannedRow(
                 name=one.name,
@@ -168,7 +168,9 @@ def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
             gains = [fused_gain(part, parts) for parts in pass_parts(part).values()]
         except LadderizeError:  # the heads, or the link, do not go with so few ranks
             continue
-        is_another = any(gain != NO_GAIN for gain in gains) if count == 1 else _fits(part.device, memory_need(part))
+        is_another = (
+            any(gain != NO_GAIN for gain in gains) if count == 1 else _fits(part.device, memory_need(part, dense))
+        )
         if is_another is not False:
             name = "fused" if count == 1 else f"{count} replicas"
             yield _Variant(name, "exact", dense, part, _prediction(name, dense), is_fused=True)
@@ -203,9 +205,9 @@ def _seconds(variant: _Variant, cases: Sequence[PassParts]) -> list[float]:
 # ---- memory ----
 
 
-def memory_need(serving: Serving) -> int:
+def memory_need(serving: Serving, layout: Layout) -> int:
     """Return the least bytes of a rank: weights, KV cache, and what a prefill takes besides (token ids, the activations
-    of one layer, logits). Layouts do not differ in it."""
+    of one layer, logits)."""
     shape, width, batch = serving.shape, WIDTHS[serving.dtype], serving.batch_size
     columns = serving.prompt_len + serving.output_len
     heads = shape.own_heads + 2 * shape.own_kv_heads
@@ -213,7 +215,7 @@ def memory_need(serving: Serving) -> int:
     weights = weight_bytes(shape, width, packed=False, projections=1 if serving.is_fp8 else None)
     cached = width if serving.engine.cache_bytes is None else serving.engine.cache_bytes
     prefill = batch * (serving.prompt_len * token + width * shape.vocab)
-    return weights + cache_bytes(shape, batch, columns, cached) + prefill
+    return weights + cache_bytes(shape, layout, batch, columns, cached) + prefill
 
 
 def _fits(device: DeviceSpec, need: int) -> bool | None:

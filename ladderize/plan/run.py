@@ -207,7 +207,7 @@ def _row_layouts(choice: PlanModel, layout: Layout, serving: Serving, ranks: int
 def _doubts(serving: Serving) -> Iterator[str]:
     """Yield the reasons why the figures of a group may be off."""
     device, link, ranks = serving.device, serving.link, serving.ranks
-    need = memory_need(serving)
+    need = memory_need(serving, Layout.dense(serving.shape.layers))
     if device.memory_gib is not None and need > device.memory_gib * GIB:
         yield (
             f"{ranks} x {device.name}, batch {serving.batch_size}: it does not fit: weights, KV cache and prefill make"

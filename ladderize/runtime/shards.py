@@ -179,14 +179,12 @@ def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | N
     return shape.layers * layer * (projections or width) + width * others
 
 
-def cache_bytes(shape: Shape, batch: int, columns: int, width: int, layout: Layout | None = None) -> int:
+def cache_bytes(shape: Shape, layout: Layout, batch: int, columns: int, width: int) -> int:
     """Return the bytes of one rank's keys and values of ``batch`` texts of ``columns`` tokens.
 
     width: bytes of a number.
-    layout: None: of which no MLP is delayed.
     """
-    heads = shape.own_kv_heads if layout is None else cached_heads(shape, layout)
-    return 2 * shape.layers * batch * heads * columns * shape.head_dim * width
+    return 2 * shape.layers * batch * cached_heads(shape, layout) * columns * shape.head_dim * width
 
 
 # ---- sizes without weights ----

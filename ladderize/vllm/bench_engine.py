@@ -101,7 +101,7 @@ def start_engine(served: Served, options: BenchOptions, ranks: Ranks, sharing: i
         max_num_batched_tokens=max(batch * options.prompt_len, length),  # one step takes the whole batch's prompts
         enable_prefix_caching=False,
         disable_log_stats=True,
-        kv_cache_memory_bytes=cache_bytes(shape, batch + 2, cached, spec.torch_dtype.itemsize),
+        kv_cache_memory_bytes=cache_bytes(shape, spec.layout, batch + 2, cached, spec.torch_dtype.itemsize),
         gpu_memory_utilization=0.9 / (sharing + 1),
         distributed_executor_backend="external_launcher" if ranks.size > 1 else "uni",
         **ends_of(spec.config),

@@ -54,7 +54,7 @@ def column_parallel(projection: Any, sizes: Sequence[int], inputs: Tensor) -> li
     return parts
 
 
-def side_by_side(parts: Tensor) -> Tensor:
+def beside_each_other(parts: Tensor) -> Tensor:
     """Return the virtual ranks' parts [count, tokens, width] as [tokens, count * width]."""
     return parts.transpose(0, 1).flatten(1)
 
@@ -110,7 +110,7 @@ class FamilyAttention(LlamaAttention):
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         sizes = [self.q_size, self.kv_size, self.kv_size]
         if hidden_states.ndim == 3:
-            q, k, v = map(side_by_side, column_parallel(self.qkv_proj, sizes, hidden_states))
+            q, k, v = map(beside_each_other, column_parallel(self.qkv_proj, sizes, hidden_states))
         else:
             q, k, v = self.qkv_proj(hidden_states)[0].split(sizes, dim=-1)
         if self.decoder.head_norms:
@@ -196,7 +196,7 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         mlp, projection = self.mlp, self.mlp.gate_up_proj
         if x.ndim == 3:
             sizes = [projection.weight.shape[0] // 2] * 2
-            rows = side_by_side(mlp.act_fn(torch.cat(column_parallel(projection, sizes, x), -1)))
+            rows = beside_each_other(mlp.act_fn(torch.cat(column_parallel(projection, sizes, x), -1)))
         else:
             rows = mlp.act_fn(projection(x)[0])
         # down_proj reads the virtual ranks' parts side by side, so its product is their sum

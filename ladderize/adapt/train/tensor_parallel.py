@@ -62,12 +62,17 @@ class TensorParallelTraining(TrainingModel):
         scored = None if teacher is None else teacher.scored_logits
         super().__init__(accelerator, wrapped, scored, compared, tp_size=tensor.size)
         self.optimizer = make_optimizer(self.parameters, weight_decay, fused=True)
-        # The share of each row's squares that this rank counts, so that rows held by several ranks count once: [rows it
-        # holds].
+        # The share of each row's squares that this rank counts, so that rows held by several ranks, or virtual ranks,
+        # count once: [rows it holds].
         shares: dict[Tensor, Tensor] = {parameter: torch.ones(len(parameter)) for parameter in self.parameters}
         for piece in self.pieces.values():
-            for parameter, rows in piece.parts:
-                shares[parameter][rows] /= tensor.size if piece.dim is None else piece.copies
+            if piece.dim is None:
+                for parameter in piece.parameters:
+                    shares[parameter] /= tensor.size
+        for group in self.weights.copied_rows():
+            for parameter, rows, _ in group:
+                if parameter in shares:
+                    shares[parameter][rows] /= len(group) * tensor.size // self.shape.kv_heads
         self.shares = [share.to(data.device) for share in shares.values()]
 
     @torch.no_grad()

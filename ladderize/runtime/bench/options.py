@@ -68,7 +68,7 @@ class ModelChoice:
     layout: str | None = option(
         "With --random-weights: layouts, each a name or name=RANGE of layers.",
         metavar="A,B",
-        shown=",".join(LAYOUT_NAMES),
+        shown=", ".join(LAYOUT_NAMES),
     )
     num_layers: int | None = option(
         "With --random-weights: number of layers.", min=1, max=MOST_LAYERS, shown="the config's"

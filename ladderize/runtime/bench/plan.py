@@ -9,6 +9,7 @@ import torch
 
 from ladderize.checkpoint.config import check_config
 from ladderize.errors import UsageError, UserError
+from ladderize.layout import APART
 from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.options import (
@@ -86,8 +87,8 @@ def chosen_models(choice: ModelChoice, options: BenchOptions) -> list[ModelSpec]
     config = dense_config(config)
     virtual = choice.sync_tp_size or ranks
     layouts = [(name, named_layout(name, config["num_hidden_layers"], virtual)) for name in layout_names(choice.layout)]
-    if choice.sync_tp_size is not None and not any(layout.spd_layers for _, layout in layouts):
-        raise UsageError("--sync-tp-size has no effect: none of --layout drops a sync point")
+    if choice.sync_tp_size is not None and all(layout.sync_tp_size is None for _, layout in layouts):
+        raise UsageError("--sync-tp-size has no effect: none of --layout delays or drops a sync point")
     return [
         shape_spec(config, layout, name=name, tp_size=ranks, dtype=choice.dtype, option=option)
         for name, layout in layouts
@@ -137,13 +138,16 @@ def needed_bytes(specs: Sequence[ModelSpec], options: BenchOptions, device: torc
         width, on_cpu = 4 if options.train else spec.torch_dtype.itemsize, device.type == "cpu"
         own = weight_bytes(shape, width, packed=on_cpu and not options.train)
         weights[weights_key(spec, shape, train=options.train)] = own
-        cached = cache_bytes(shape, max(options.batch_sizes), options.columns, 4 if on_cpu else width)  # see KVCache
+        numbers = 4 if on_cpu else width  # see KVCache
+        cached = cache_bytes(shape, spec.layout, max(options.batch_sizes), options.columns, numbers)
         more.append(own if options.train else cached)
     return sum(weights.values()) + max(more)
 
 
 def weights_key(spec: ModelSpec, shape: Shape, *, train: bool) -> tuple[object, ...]:
     """Return a key that is equal for models that share their weights, and in training how gradients are summed."""
-    # where a sum is dropped, each rank knows only a part of the gradient of its bias
-    dropped = spec.layout.attention_sync if train and shape.decoder.o_bias else ()
-    return *spec.weights_key(shape), dropped
+    # where a sum is delayed or dropped, each rank knows only a part of the gradient of its bias
+    decoder, layout = shape.decoder, spec.layout
+    biased = (decoder.o_bias, layout.attention_sync), (decoder.mlp_bias, layout.mlp_sync)
+    apart = tuple(mode in APART for has_bias, modes in biased if train and has_bias for mode in modes)
+    return *spec.weights_key(shape), apart
