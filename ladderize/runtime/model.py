@@ -19,7 +19,7 @@ from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
-from ladderize.runtime.shards import Shape, cached_heads, rank_shape
+from ladderize.runtime.shards import Shape, cached_heads, group_size, rank_shape
 from ladderize.runtime.step import Step, join_parts, split_parts, with_additive_masks
 
 OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
@@ -69,9 +69,13 @@ class TPLlama:
         self.operations = operations or Operations()
         self.head = weights.take_head()
         self.windows = sorted({window for window in shape.decoder.windows if window is not None})
-        virtual = (layout.sync_tp_size or shape.tp_size) // shape.tp_size
+        virtual = max(1, (layout.sync_tp_size or shape.tp_size) // shape.tp_size)
         self.rank_shapes = [rank_shape(shape, virtual, number) for number in range(virtual)]
         self.more_cached = cached_heads(shape, layout) > shape.own_kv_heads
+        self.group_size = group_size(layout, shape.tp_size)
+        self.carries = shape.rank % self.group_size == 0  # a carry that the group has summed counts once
+        if self.group_size > 1:
+            collectives.split(self.group_size)  # made by all ranks at once, and before any CUDA graph is captured
 
     def forward(self, ids: Tensor, step: Step, cache: KVCache, schedule: Schedule = SEQUENTIAL) -> Tensor:
         """Return the output layer's input [batch, tokens, hidden], equal on all ranks.
@@ -115,7 +119,7 @@ class TPLlama:
             take = None if outputs is None else outputs.attention
             bias, apart = scaled(attention.o_bias), None
             if attention_mode in APART:
-                apart = list(products)
+                apart = self.sum_in_group(list(products))
                 residual, x = self.add_bias(residual, x, bias)
             if apart is not None and attention_mode == DELAYED:
                 sent = self.send_apart(residual, apart, columns, bias, take)
@@ -135,7 +139,7 @@ class TPLlama:
             take = None if outputs is None else outputs.mlp
             carry, bias, apart = apart, scaled(mlp.down_bias), None
             if mlp_mode == DELAYED:
-                apart = list(products)
+                apart = self.sum_in_group(list(products))
                 residual, x = self.add_bias(residual, x, bias)
                 sent = self.send_apart(residual, apart, columns, bias, take)
             else:
@@ -182,6 +186,14 @@ class TPLlama:
             return (residual + bias,) * 2
         return residual + ShareOfGradient.apply(bias, 1 / self.collectives.ranks), x + bias
 
+    def sum_in_group(self, partials: list[Tensor]) -> list[Tensor]:
+        """Return the partials of this process's virtual ranks; where it is one of several that are one virtual rank,
+        their sum."""
+        if self.group_size == 1:
+            return partials
+        within = self.collectives.split(self.group_size).within
+        return [within.all_reduce(partial) for partial in partials]
+
     def send_apart(
         self,
         residual: Tensor,
@@ -201,7 +213,9 @@ class TPLlama:
         if take is not None and bias is not None:
             share, give = ShareOfGradient.apply(bias, 1 / self.collectives.ranks), take
             taken = lambda total: give(total + share)  # noqa: E731
-        return PendingSum(self.collectives, residual, None, messages, taken)
+        size = self.group_size
+        collectives = self.collectives if size == 1 else self.collectives.split(size).across
+        return PendingSum(collectives, residual, None, messages, taken)
 
     def attention_products(
         self,
@@ -258,7 +272,8 @@ class TPLlama:
 
         apart: what virtual rank k of this process reads beside x; None: nothing.
         """
-        carry = apart if apart is not None and self.layout.attention_sync[index] == DROPPED else []
+        is_dropped = self.layout.attention_sync[index] == DROPPED
+        carry = apart if apart is not None and is_dropped and self.carries else []
         inner = self.operations.mlp(weights, x, apart)
         if self.layout.mlp_sync[index] == DELAYED:
             parts = inner.chunk(len(weights.down), -1)

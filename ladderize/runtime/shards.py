@@ -125,15 +125,28 @@ def check_activation(config: Mapping[str, Any]) -> None:
         raise UserError(f"config.json: hidden_act is {activation!r}; the runtime supports silu only")
 
 
-def check_runnable(config: Mapping[str, Any], layout: Layout, tp_size: int, *, name: str = "--tp-size") -> None:
-    """Raise LayoutError unless ``tp_size`` processes can run this model with this layout."""
+def check_runnable(
+    config: Mapping[str, Any], layout: Layout, tp_size: int, *, name: str = "--tp-size", in_groups: bool = False
+) -> None:
+    """Raise LayoutError unless ``tp_size`` processes can run this model with this layout.
+
+    in_groups: several processes may be one virtual rank.
+    """
     check_split(config, tp_size, name=name)
-    if layout.sync_tp_size is not None and layout.sync_tp_size % tp_size:
-        sizes = ", ".join(map(str, runnable_sizes(config, layout)))
-        raise LayoutError(
-            f"{name} {tp_size} does not divide the {layout.sync_tp_size} virtual ranks (sync_tp_size) that this"
-            f" layout's delayed or dropped sync points were made for; this model runs on {sizes}"
-        )
+    virtual = layout.sync_tp_size
+    if virtual is None or virtual % tp_size == 0 or (in_groups and tp_size % virtual == 0):
+        return
+    sizes = ", ".join(map(str, runnable_sizes(config, layout)))
+    raise LayoutError(
+        f"{name} {tp_size} {'neither divides nor is a multiple of' if in_groups else 'does not divide'} the {virtual}"
+        " virtual ranks (sync_tp_size) that this layout's delayed or dropped sync points were made for; this model"
+        f" runs on {sizes}{f', and in groups on multiples of {virtual}' if in_groups else ''}"
+    )
+
+
+def group_size(layout: Layout, tp_size: int) -> int:
+    """Return the number of neighbouring processes that are one virtual rank: they sum among themselves first."""
+    return max(1, tp_size // (layout.sync_tp_size or tp_size))
 
 
 class VirtualRanks(NamedTuple):
@@ -147,7 +160,7 @@ class VirtualRanks(NamedTuple):
 
 def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> VirtualRanks:
     """Return the virtual ranks of a layer: q, k and v are apart after a delayed MLP, the others around own partials."""
-    count = (layout.sync_tp_size or tp_size) // tp_size
+    count = max(1, (layout.sync_tp_size or tp_size) // tp_size)
     reads_apart = layout.entering(layer) == DELAYED
     keeps_apart = layout.attention_sync[layer] in APART
     is_delayed = layout.mlp_sync[layer] == DELAYED

@@ -97,7 +97,7 @@ def _check(name: str, config: dict[str, Any], tp_size: int, option: str) -> Layo
     check_activation(config)
     layout = Layout.from_config(config)
     layout.check_model(config)
-    check_runnable(config, layout, tp_size, name=option)
+    check_runnable(config, layout, tp_size, name=option, in_groups=True)
     return layout
 
 

@@ -29,7 +29,15 @@ from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, needed_bytes, plan_bench
 from ladderize.runtime.bench.reference_check import check_models, checked_specs
 from ladderize.runtime.bench.report import run_and_show
-from ladderize.runtime.bench.rounds import Message, Timed, Variant, expected_messages, record_messages, sent_sums
+from ladderize.runtime.bench.rounds import (
+    Message,
+    Timed,
+    Variant,
+    expected_messages,
+    record_messages,
+    sent_sums,
+    sums_in_groups,
+)
 from ladderize.runtime.bench.run import BenchRun
 from ladderize.runtime.bench.training import TrainingRun
 from ladderize.runtime.choose_operations import choose_operations
@@ -90,7 +98,8 @@ def _collectives(group: Ranks, plan: BenchPlan) -> tuple[Collectives, str]:
     """Return the collectives that carry the messages, and words for them. All ranks call it."""
     ranks, link = plan.options.emulate_tp, plan.link
     if ranks is not None and link is not None:
-        return emulate(ranks, link, group.device), f"emulated: {ranks} ranks over {link.name}"
+        emulated = emulate(ranks, link, group.device, plan.links_of_groups)
+        return emulated, f"emulated: {ranks} ranks over {link.name}"
     in_flight = max(schedule.in_flight for schedule in plan.options.timed_schedules)
     return choose(plan.options.backend, group, max_bytes=plan.longest_message, in_flight=in_flight)
 
@@ -219,9 +228,10 @@ def _messages(variant: Variant) -> dict[str, list[Message]]:
     timed, itemsize = variant.timed, variant.spec.torch_dtype.itemsize
     model, rows, tokens, schedule = timed.model, len(timed.prompts), len(timed.prompts[0]), timed.generator.schedule
     sums = model.shape.layers if isinstance(model, ParallelLlama) else sent_sums(model.layout)
+    inner = sums_in_groups(model.layout, model.shape.tp_size)
     shared = int(not model.shape.replicate_vocab)
-    prefill = expected_messages(model.shape, sums, itemsize, schedule, rows, tokens)
-    decode = expected_messages(model.shape, sums, itemsize, SEQUENTIAL, rows, 1)
+    prefill = expected_messages(model.shape, sums, itemsize, schedule, rows, tokens, inner)
+    decode = expected_messages(model.shape, sums, itemsize, SEQUENTIAL, rows, 1, inner)
     expected = {
         "prefill": replace(prefill, vocabulary=shared * schedule.parts(rows, tokens)),
         "decode": replace(decode, vocabulary=shared),

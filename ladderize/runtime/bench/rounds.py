@@ -21,14 +21,14 @@ from torch.profiler import record_function
 
 from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.layout import BLOCKING, DROPPED, HIDING, Layout
+from ladderize.layout import APART, BLOCKING, DROPPED, HIDING, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import MODEL_ROW, Overlap
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import Recording
 from ladderize.runtime.schedule import Schedule, ScheduleName
-from ladderize.runtime.shards import Shape
+from ladderize.runtime.shards import Shape, group_size
 from ladderize.runtime.spec import ModelSpec
 
 SomeCollectives = TypeVar("SomeCollectives", bound=Collectives)
@@ -151,11 +151,13 @@ class Message:
     """A message of a pass.
 
     collective: all_reduce, or all_gather of ``bytes`` from each rank.
+    over: the collectives that carry it.
     vocabulary: True for the embedding's or the LM head's, which every layout waits for.
     """
 
     collective: str
     bytes: int
+    over: Collectives
     vocabulary: bool = False
 
 
@@ -186,8 +188,15 @@ def read_sums(layout: Layout) -> int:
     return sent_sums(layout) - sum(one in HIDING and after == BLOCKING for one, after in pairwise(modes))
 
 
+def sums_in_groups(layout: Layout, ranks: int) -> int:
+    """Return the number of sync points at which the processes of a virtual rank sum among themselves first."""
+    if group_size(layout, ranks) == 1:
+        return 0
+    return sum(mode in APART for mode in (*layout.attention_sync, *layout.mlp_sync))
+
+
 def expected_messages(
-    shape: Shape, sums: int, itemsize: int, schedule: Schedule, rows: int, tokens: int
+    shape: Shape, sums: int, itemsize: int, schedule: Schedule, rows: int, tokens: int, in_groups: int = 0
 ) -> ExpectedMessages:
     """Return the messages of one forward pass over ``rows`` x ``tokens``.
 
@@ -195,11 +204,14 @@ def expected_messages(
     parts.
 
     sums: the number of sums of the layers.
+    in_groups: the number of sums within groups, which are never in parts.
     itemsize: bytes of a number of the stream.
     """
     shared, parts = int(not shape.replicate_vocab), schedule.parts(rows, tokens)
     whole = rows * tokens * shape.hidden * itemsize
-    return ExpectedMessages(parts * (schedule.columns * sums + shared), (sums + shared) * whole)
+    return ExpectedMessages(
+        parts * (schedule.columns * sums + in_groups + shared), (sums + in_groups + shared) * whole
+    )
 
 
 @contextlib.contextmanager
@@ -221,8 +233,9 @@ def record_messages(timed: Timed, name: str, expected: Mapping[str, ExpectedMess
     messages = {}
     with sending_over(timed.model, Recording(timed.model.collectives, time.perf_counter)) as recording:
         for part, _ in zip(timed.parts, timed.run(1), strict=True):
-            sums, gathered, due = recording.all_reduces, recording.gathered, expected[part]
-            recording.all_reduces, recording.gathered = [], []
+            sums, gathered, due = [*recording.all_reduces], [*recording.gathered], expected[part]
+            recording.all_reduces.clear()
+            recording.gathered.clear()
             completed = [one.bytes for one in sums if one.end > 0]
             if (len(completed), sum(completed)) != (due.all_reduces, due.bytes):
                 raise UserError(
@@ -230,6 +243,8 @@ def record_messages(timed: Timed, name: str, expected: Mapping[str, ExpectedMess
                     f" layout asks for {due.all_reduces} of {due.bytes}: this is not the model that was asked for, so"
                     " nothing was timed"
                 )
-            messages[part] = [Message("all_reduce", one.bytes, k < due.vocabulary) for k, one in enumerate(sums)]
-            messages[part] += [Message("all_gather", size, True) for size in gathered]
+            messages[part] = [
+                Message("all_reduce", one.bytes, one.over, k < due.vocabulary) for k, one in enumerate(sums)
+            ]
+            messages[part] += [Message("all_gather", size, recording.inner, True) for size in gathered]
     return messages

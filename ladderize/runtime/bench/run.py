@@ -165,23 +165,26 @@ class BenchRun(ABC):
             all_reduces=len(sums),
             bytes=sum(sums),
             no_communication_ms=silent.median_ms(part),
-            alone_ms=sum(self.time_alone(collectives, dtype, one.collective, one.bytes) for one in messages),
+            alone_ms=sum(self.time_alone(collectives, one.over, dtype, one.collective, one.bytes) for one in messages),
             exposed_ms=timed.median_ms(part) - silent.median_ms(part),
             exposed_interval_ms=[1e3 * end for end in difference_interval(timed.seconds[part], silent.seconds[part])],
         )
 
-    def time_alone(self, collectives: Collectives, dtype: torch.dtype, name: str, size: int) -> float:
+    def time_alone(
+        self, collectives: Collectives, over: Collectives, dtype: torch.dtype, name: str, size: int
+    ) -> float:
         """Return the ms of one collective with nothing beside it, measured when first asked for. All ranks call it.
 
+        over: the collectives that carry it: those of the model, or of a split of them.
         name: all_reduce or all_gather.
         size: bytes of the message, of an all-gather those from each rank.
         """
-        key = f"{name} of {size} bytes"
+        key = f"{name}{place_of(collectives, over)} of {size} bytes"
         if key not in self.alone_ms:
-            if self.link is not None:
+            if self.link is not None and over is collectives:
                 seconds = self.link.seconds(size * (collectives.ranks if name == "all_gather" else 1))
             else:
-                seconds = seconds_alone(self.group, collectives, dtype, name, size)
+                seconds = seconds_alone(self.group, over, dtype, name, size)
             self.alone_ms[key] = 1e3 * seconds
         return self.alone_ms[key]
 
@@ -197,7 +200,7 @@ class BenchRun(ABC):
                 path,
                 self.group.device,
                 traced,
-                lambda size: self.time_alone(collectives, dtype, "all_reduce", size) / 1e3,
+                lambda over, size: self.time_alone(collectives, over, dtype, "all_reduce", size) / 1e3,
             )
         # ranks copy the messages of shared memory themselves: none is in flight
         promised = set() if traced.name == "shm" else variant.overlapping
@@ -207,6 +210,14 @@ class BenchRun(ABC):
             else one
             for part, one in overlap.items()
         }
+
+
+def place_of(collectives: Collectives, over: Collectives) -> str:
+    """Return words for the ranks that a message goes over, of all ranks ""."""
+    for size, split in collectives.splits.items():
+        if over in split:
+            return f" within {size} ranks" if over is split.within else f" across groups of {size} ranks"
+    return ""
 
 
 def seconds_alone(group: Ranks, collectives: Collectives, dtype: torch.dtype, name: str, size: int) -> float:

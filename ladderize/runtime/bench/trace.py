@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ladderize.errors import UserError
 from ladderize.runtime.bench.document import Overlap
+from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Traced
 
 # Kernels of NCCL; of torch's symmetric memory; of vLLM's custom all-reduce (cross_device_reduce) and quick reduce; of
@@ -45,21 +46,21 @@ def trace(
     path: Path,
     device: torch.device,
     traced: Traced,
-    alone: Callable[[int], float],
+    alone: Callable[[Collectives, int], float],
 ) -> dict[str, Overlap]:
     """Write the trace of ``run()`` to ``path``, and return the overlap of each part.
 
     parts: names of spans that ``run()`` marks with ``record_function``; the device is idle at their ends.
     traced: the collectives of the model that runs.
-    alone: returns the seconds of an all-reduce of so many bytes with nothing beside it.
+    alone: returns the seconds of an all-reduce of so many bytes over such collectives with nothing beside it.
     """
     events = traced_events(run, path, device, traced)
     flights = (
-        gpu_flights(events) if device.type == "cuda" else cpu_flights(events, [alone(n) * 1e6 for n in traced.sizes])
+        gpu_flights(events) if device.type == "cuda" else cpu_flights(events, [alone(*sent) * 1e6 for sent in traced.sent])
     )
-    if traced.sizes and not flights:
+    if traced.sent and not flights:
         raise UserError(
-            f"--profile: {len(traced.sizes)} all-reduces ran, but none of the kernels in {path} is known to be"
+            f"--profile: {len(traced.sent)} all-reduces ran, but none of the kernels in {path} is known to be"
             " communication; please report their names"
         )
     return {part: overlap_of(flights_of(part, flights, events)) for part in parts}
@@ -70,7 +71,7 @@ def traced_events(run: Callable[[], None], path: Path, device: torch.device, tra
     on_gpu = device.type == "cuda"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
     run()  # warm-up, not traced
-    traced.sizes.clear()
+    traced.sent.clear()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         run()
         # Gloo notes the end of each send and receive in the profiler that was active at its start. A receive that is

@@ -14,6 +14,7 @@ backend     for
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -55,6 +56,19 @@ class Collectives:
 
     def __init__(self, ranks: int = 1) -> None:
         self.ranks = ranks
+        self.make_split: Callable[[int], Split] | None = None
+        self.splits: dict[int, Split] = {}
+
+    def split(self, size: int) -> "Split":
+        """Return the collectives of this rank's group of ``size`` neighbours, and those across such groups.
+
+        All ranks call it. They are made the first time by ``make_split``, and end with this backend.
+        """
+        if size not in self.splits:
+            if self.make_split is None:
+                raise NotImplementedError(f"{self.name} has no groups within its ranks")
+            self.splits[size] = self.make_split(size)
+        return self.splits[size]
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         """Start to sum ``x`` over the ranks, and return the handle of the sum."""
@@ -73,16 +87,63 @@ class Collectives:
 
         All ranks call it, with no handle left to wait for, before a pass whose sizes may be new.
         """
+        for part in self.parts:
+            part.tidy()
 
     def settle(self) -> None:
         """Finish all communication of this backend, also receives that were posted ahead of their message.
 
         All ranks call it, with no handle left to wait for. The backend can be used on.
         """
+        for part in self.parts:
+            part.settle()
 
     def close(self) -> None:
         """Settle, and free the backend's resources."""
         self.settle()
+
+    @property
+    def parts(self) -> "list[Collectives]":
+        """The collectives that were made by ``split``."""
+        return [part for split in self.splits.values() for part in split]
+
+
+class Split(NamedTuple):
+    """The collectives of one group of neighbouring ranks, and those that sum over groups what each group's ranks hold
+    alike."""
+
+    within: Collectives
+    across: Collectives
+
+
+SLICED_BYTES = 32 << 10  # from here on a slow link's time is bytes, which are worth one more message within the group
+
+
+class AcrossGroups(Collectives):
+    """The sum over groups of a message that all ranks of a group hold alike.
+
+    Each rank sends its own slice of a long message, so that the group's message crosses the link once; the group then
+    gathers the slices. Short ones go whole, from every rank.
+
+    place: of this rank in its group.
+    peers: the collectives of the ranks at this place in every group.
+    """
+
+    def __init__(self, within: Collectives, peers: Collectives, place: int) -> None:
+        super().__init__(peers.ranks)
+        self.name, self.within, self.peers, self.place = peers.name, within, peers, place
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        if x.nbytes < SLICED_BYTES or x.shape[-1] % self.within.ranks:
+            return self.peers.all_reduce_async(x)
+        handle = self.peers.all_reduce_async(x.chunk(self.within.ranks, -1)[self.place].contiguous())
+        return Handle(lambda: self.within.all_gather(handle.wait()))
+
+    def tidy(self) -> None:
+        self.peers.tidy()
+
+    def settle(self) -> None:
+        self.peers.settle()
 
 
 def side_by_side(x: Tensor, ranks: int) -> Tensor:
@@ -94,6 +155,9 @@ class NoCommunication(Collectives):
     """Collectives that do nothing and take no time: the upper bound for any overlap. Results are wrong by design."""
 
     name = "none"
+
+    def split(self, size: int) -> Split:
+        return Split(NoCommunication(size), NoCommunication(self.ranks // size))
 
     def all_gather(self, x: Tensor) -> Tensor:
         return side_by_side(x, self.ranks)

@@ -9,7 +9,7 @@ from ladderize.console import sentence
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.group import Ranks, host_id
 from ladderize.ranks.threads import cores
-from ladderize.runtime.collectives.base import Collectives, NoCommunication
+from ladderize.runtime.collectives.base import AcrossGroups, Collectives, NoCommunication, Split
 from ladderize.runtime.collectives.gloo import Gloo
 from ladderize.runtime.collectives.gpu import ONE_SHOT_BYTES, Nccl, SymmetricMemory
 from ladderize.runtime.collectives.shm import LEAST_SLOTS, SharedMemory
@@ -37,6 +37,22 @@ def choose(backend: str, group: Ranks, *, max_bytes: int, in_flight: int = 1) ->
     max_bytes: the largest message that will be sent.
     in_flight: the most messages that are started before one is waited for.
     """
+    collectives, why = _chosen(backend, group, max_bytes, in_flight)
+
+    def make_split(size: int) -> Split:
+        peers, neighbours = group.split(size)
+        own = backend if backend in ("nccl", "gloo", "none") else "auto"  # shared memory may serve a part alone
+        within, across = (
+            choose(own if part.size > 1 else "auto", part, max_bytes=max_bytes, in_flight=in_flight)[0]
+            for part in (neighbours, peers)
+        )
+        return Split(within, AcrossGroups(within, across, neighbours.rank))
+
+    collectives.make_split = make_split
+    return collectives, why
+
+
+def _chosen(backend: str, group: Ranks, max_bytes: int, in_flight: int) -> tuple[Collectives, str]:
     check_backend(backend, group.size, group.device.type)
     if group.size == 1:
         return Collectives(), "one rank: no communication"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ladderize.errors import UserError
-from ladderize.runtime.collectives.base import Collectives, Handle, side_by_side
+from ladderize.runtime.collectives.base import AcrossGroups, Collectives, Handle, Split, side_by_side
 from ladderize.runtime.collectives.gpu import OnStream
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.native.library import why_no_triton
@@ -67,8 +67,30 @@ def idle_on_gpu() -> Callable[[int], None]:
     return idle
 
 
-def emulate(ranks: int, link: Link, device: torch.device) -> Collectives:
-    return EmulatedOnGpu(ranks, link, device) if device.type == "cuda" else Emulated(ranks, link)
+def emulate(
+    ranks: int,
+    link: Link,
+    device: torch.device,
+    links_of_groups: Callable[[int], tuple[Link, Link]] | None = None,
+) -> Collectives:
+    """Return the emulated collectives of ``ranks`` ranks.
+
+    links_of_groups: returns the link within groups of so many ranks, and the link across them.
+    """
+
+    def made(count: int, over: Link) -> Collectives:
+        return EmulatedOnGpu(count, over, device) if device.type == "cuda" else Emulated(count, over)
+
+    def make_split(size: int) -> Split:
+        assert links_of_groups is not None
+        inner, outer = links_of_groups(size)
+        within = made(size, inner)
+        return Split(within, AcrossGroups(within, made(ranks // size, outer), 0))
+
+    emulated = made(ranks, link)
+    if links_of_groups is not None:
+        emulated.make_split = make_split
+    return emulated
 
 
 def _through(x: Tensor, done_at: float) -> Tensor:

@@ -66,11 +66,13 @@ class Gloo(Collectives):
         return torch.cat(parts, -1)
 
     def tidy(self) -> None:
+        super().tidy()
         if len(self.free) > MOST_SIZES:
             self.settle()
 
     def settle(self) -> None:
         """Complete all posted receives. Both ranks call it. The next messages post new ones."""
+        super().settle()
         for swap in [swap for free in self.free.values() for swap in free]:
             sending: Any = swap.send(torch.zeros_like(swap.buffer))
             swap.received()

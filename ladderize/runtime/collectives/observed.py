@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
 
-from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.collectives.base import Collectives, Handle, Split
 
 
 @dataclass
 class ObservedAllReduce:
     """The bytes and the times of one all-reduce: ``start`` to ``started`` is the call that starts it, ``wait`` to
-    ``end`` the wait for it, in seconds of the recording's clock."""
+    ``end`` the wait for it, in seconds of the recording's clock.
+
+    over: the collectives that carry it.
+    """
 
     bytes: int
+    over: Collectives
     start: float
     started: float = 0.0
     wait: float = 0.0
@@ -27,6 +31,9 @@ class Observed(Collectives):
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner.ranks)
         self.inner, self.name, self.copies = inner, inner.name, inner.copies
+
+    def split(self, size: int) -> Split:
+        return self.inner.split(size)
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         return self.inner.all_reduce_async(x)
@@ -53,8 +60,14 @@ class Recording(Observed):
         self.all_reduces: list[ObservedAllReduce] = []
         self.gathered: list[int] = []
 
+    def split(self, size: int) -> Split:
+        parts = [Recording(part, self.clock) for part in self.inner.split(size)]
+        for part in parts:
+            part.all_reduces, part.gathered = self.all_reduces, self.gathered
+        return Split(*parts)
+
     def all_reduce_async(self, x: Tensor) -> Handle:
-        seen = ObservedAllReduce(x.nbytes, start=self.clock())
+        seen = ObservedAllReduce(x.nbytes, self.inner, start=self.clock())
         self.all_reduces.append(seen)
         handle = self.inner.all_reduce_async(x)
         seen.started = self.clock()
@@ -78,15 +91,21 @@ TRACED_START, TRACED_WAIT = "all-reduce: start", "all-reduce: wait"
 class Traced(Observed):
     """A backend that shows starts and waits in torch's profiler.
 
-    sizes: bytes of the all-reduces, in their order.
+    sent: the all-reduces in their order: the collectives that carry them, and their bytes.
     """
 
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner)
-        self.sizes: list[int] = []
+        self.sent: list[tuple[Collectives, int]] = []
+
+    def split(self, size: int) -> Split:
+        parts = [Traced(part) for part in self.inner.split(size)]
+        for part in parts:
+            part.sent = self.sent
+        return Split(*parts)
 
     def all_reduce_async(self, x: Tensor) -> Handle:
-        self.sizes.append(x.nbytes)
+        self.sent.append((self.inner, x.nbytes))
         with record_function(TRACED_START):
             handle = self.inner.all_reduce_async(x)
 

@@ -168,6 +168,7 @@ class SharedMemory(Collectives):
         self.read[self.rank][0] = self.received = number
 
     def tidy(self) -> None:
+        super().tidy()
         if len(self.views) > MOST_VIEWS:
             self.views.clear()
 
