@@ -237,7 +237,7 @@ def traced_swaps(group, folder, times):
             handle.wait()
 
     for number in range(times):
-        trace(run, (), folder / f"{number}-{group.rank}.json", group.device, traced, lambda size: 0.0)
+        trace(run, (), folder / f"{number}-{group.rank}.json", group.device, traced, lambda over, size: 0.0)
         for _ in range(50):
             collectives.all_reduce(torch.ones(64))
     collectives.close()
@@ -307,7 +307,7 @@ def measured_windows(group, folder, ids, windows_per_batch):
     blocks = Blocks(open_checkpoint(str(folder)), torch.float32, group.device)
     dropped = Layout.from_layers(blocks.num_layers, spd=range(blocks.num_layers), sync_tp_size=2)
     layouts = {"dense": Layout.dense(blocks.num_layers), "dropped": dropped}
-    variants = {name: measures.Contender(blocks, layout) for name, layout in layouts.items()}
+    variants = {name: measures.Contender(blocks, layout, blocks.weights) for name, layout in layouts.items()}
     measures.TOKENS_PER_STEP = windows_per_batch * ids.shape[1] // 2
     found = measures.heldout_measures(variants, ids, group)
     told = {name: (one.nll_per_token, one.stderr) for name, one in found.perplexity.items()}, found.divergence

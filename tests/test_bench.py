@@ -92,7 +92,7 @@ def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatc
     events = json.loads((tmp_path / "traces" / "1-ladder-batch1-rank0.json").read_text())["traceEvents"]
     assert sum(event["name"] == "all-reduce: wait" for event in events if event.get("ph") == "X") > 4
     for backend in (Early, Late):
-        monkeypatch.setattr(inference, "emulate", lambda ranks, link, device, backend=backend: backend(ranks, link))
+        monkeypatch.setattr(inference, "emulate", lambda ranks, link, *_, backend=backend: backend(ranks, link))
         outcome = bench(*arguments, text=text)
         assert outcome.code == 1
         assert (

@@ -16,7 +16,7 @@ from ladderize.runtime.bench.reference_check import text_lengths
 from ladderize.runtime.bench.rounds import ExpectedMessages, expected_messages, read_sums, sent_sums
 from ladderize.runtime.bench.trace import Flight, cpu_flights, flights_of, gpu_flights, overlap_of
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.emulated import Emulated
+from ladderize.runtime.collectives.emulated import Emulated, emulate
 from ladderize.runtime.collectives.links import Link, known_interconnects, parse_link
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
@@ -161,6 +161,17 @@ def test_passes_are_told_apart():
     found = {part: overlap_of(flights_of(part, flights, events)) for part in ("forward", "backward")}
     assert (found["forward"].in_flight_ms, found["forward"].under_compute_ms) == (0.3, 0.12)
     assert (found["backward"].in_flight_ms, found["backward"].under_compute_ms) == (0.1, 0.05)
+
+
+def test_an_emulated_group_of_groups():
+    inner, outer = Link("in", 100.0, None), Link("out", 60e6, None)
+    emulated = emulate(8, Link("all", 60.1e6, None), torch.device("cpu"), lambda size: (inner, outer))
+    split = emulated.split(4)
+    assert (split.within.ranks, split.across.ranks) == (4, 2)
+    split.across.all_reduce_async(torch.ones(3))  # is on its way for a minute, over another link than the next one
+    split.within.all_reduce(torch.ones(3))
+    assert split.across.peers.free_at - split.within.free_at > 30
+    assert emulated.free_at == 0
 
 
 def test_nothing_listens_to_a_profiler_that_has_stopped(tmp_path):

@@ -24,7 +24,7 @@ from ladderize.plan.run import PlanResult
 from ladderize.runtime.bench.options import LAYOUT_NAMES
 from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.runtime.shards import read_shape
-from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, make_layout, one_sentence, save_llama
+from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, invoke_well, make_layout, one_sentence, save_llama
 from tests.quantised import save_quantised
 
 H100 = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "8")
@@ -312,7 +312,7 @@ def test_a_plan_of_a_shape_imports_no_torch():
         (("--shape", "8c", *H100), "--shape 8c is neither one of"),
         (H100, "name a checkpoint, or a shape with --shape, and not both"),
         (("--shape", "8b", *H100, "--layout", "rungs"), "--layout rungs is not one of dense, ladder, delayed, spd,"),
-        (("--shape", "8b", *H100, "--sync-tp-size", "4"), "--tp-size 8 does not divide the 4 virtual ranks"),
+        (("--shape", "8b", *H100, "--sync-tp-size", "3"), "--tp-size 8 neither divides nor is a multiple of the 3"),
         (("--shape", "8b", *H100[:-1], "3"), "--tp-size 3 does not divide the 32 attention heads"),
         (("--shape", "8b", *H100[:-1], "32"), "--link nvlink was measured with 2, 4 and 8 ranks, not 32"),
         (("--shape", "8b", *H100[:2], "--tp-size", "8"), "8 ranks send messages: give --link"),
@@ -443,8 +443,10 @@ def test_the_choice_is_a_row_with_the_speed_that_it_was_chosen_for(dense, costs)
 
 
 def test_choices_that_are_refused(dense, costs, tmp_path):
-    assert "--tp-size 8 does not divide; measure it with --sync-tp-size 8" in one_sentence(
-        choice_of(dense, costs, *ANY, ranks="8")
+    unlike = tmp_path / "unlike.json"
+    unlike.write_text(costs.read_text().replace('"sync_tp_size": 4', '"sync_tp_size": 3'))
+    assert "is neither a divisor nor a multiple; measure it with --sync-tp-size 4" in one_sentence(
+        choice_of(dense, unlike, *ANY)
     )
     other = save_llama(tmp_path / "other", seed=int(torch.randint(1, 1 << 20, ())))
     assert "was measured on another model" in one_sentence(choice_of(other, costs, *ANY))
@@ -458,3 +460,34 @@ def test_choices_that_are_refused(dense, costs, tmp_path):
     shape = ("--shape", dense, *H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, *ANY)
     assert invoke("plan", *shape).code == 0
     assert "--shape has no weights; name the checkpoint" in one_sentence(invoke("plan", *shape, "--verify", "3"))
+
+
+def test_groups_of_ranks_that_a_slow_link_joins(tmp_path):
+    """Two machines of 8: what is late or dropped crosses the link between them less, and sums within one do not."""
+    slow = random.uniform(2, 20)
+    where = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", 16, "--sync-tp-size", 2, "--batch-size", 2, "--json")
+    rows = {}
+    for outer in (f"40,{slow}", f"40,{2 * slow}"):
+        outcome = invoke_well("plan", "--shape", "70b", *where, "--outer-link", outer)
+        rows[outer] = {row["name"]: row for row in json.loads(outcome.stdout)["rows"]}
+    slower, faster = rows.values()
+    assert set(slower) >= {"dense", "ladder", "delayed", "spd", "spd+delayed", "2 replicas"}
+    for name in ("dense", "ladder", "delayed", "spd"):
+        assert slower[name]["prefill_ms"] > faster[name]["prefill_ms"]
+    assert slower["2 replicas"]["prefill_ms"] == faster["2 replicas"]["prefill_ms"]  # each on a machine of its own
+    for found in rows.values():  # decoding sends short messages, whose latency is all that there is
+        assert found["delayed"]["decode_ms_per_token"] < found["dense"]["decode_ms_per_token"]
+        assert found["spd"]["decode_ms_per_token"] < found["dense"]["decode_ms_per_token"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),  # how many groups?
+        ("--sync-tp-size", 8),  # one rank is no group
+        ("--sync-tp-size", 3),
+    ],
+)
+def test_no_groups_to_join(more):
+    where = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", 8, "--outer-link", "40,25")
+    assert "--outer-link joins groups of ranks" in one_sentence(invoke("plan", "--shape", "70b", *where, *more))

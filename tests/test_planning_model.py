@@ -401,8 +401,9 @@ def test_replicas_that_cannot_be_are_left_out():
 def random_parts(layers: int) -> PassParts:
     seconds = [random.choice([0.0, random.random(), random.random()]) for _ in range(8)]
     message = random.choice([0.0, random.random()])
+    groups = random.choice([(0.0, message, 0.0), (random.random(), random.random(), 0.0), (0.3, 0.5, 0.1)])
     start, contention = random.choice([0.0, message / 3]), random.random()
-    return PassParts(layers, *seconds[:6], message, 16, start, seconds[6], contention, reading=seconds[7])
+    return PassParts(layers, *seconds[:6], message, 16, start, seconds[6], contention, *groups, reading=seconds[7])
 
 
 def random_layout(layers: int) -> Layout:
@@ -413,7 +414,7 @@ def random_layout(layers: int) -> Layout:
 
 def slow_total(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> float:
     """The loop of docs/design.md, lived through in small steps of time."""
-    clock, in_flight = 0.0, 0.0
+    clock, in_flight, behind = 0.0, 0.0, 0.0  # behind: what comes after the message in flight
 
     def compute(work):
         nonlocal clock, in_flight
@@ -423,25 +424,27 @@ def slow_total(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> float:
             clock += dt
 
     def wait():
-        nonlocal clock, in_flight
-        clock, in_flight = clock + max(in_flight, 0.0), 0.0
+        nonlocal clock, in_flight, behind
+        clock, in_flight, behind = clock + max(in_flight, 0.0) + behind, 0.0, 0.0
 
-    entering = BLOCKING
-    for attention, mlp in zip(layout.attention_sync, layout.mlp_sync, strict=True):
-        apart = attention in APART
-        compute(parts.attention_apart if apart or entering == DELAYED else parts.attention)
-        compute(parts.reading if entering == DELAYED else 0.0)
-        entering = mlp
-        wait()
-        if attention != DROPPED:
-            in_flight = parts.message
-        if attention == BLOCKING:
+    def sync(mode):
+        nonlocal clock, in_flight, behind
+        if mode in APART:
+            clock += parts.within
+        if mode != DROPPED:
+            in_flight, behind = (parts.across, parts.gather) if mode == DELAYED else (parts.message, 0.0)
+        if mode == BLOCKING:
             wait()
+
+    for index, (attention, mlp) in enumerate(zip(layout.attention_sync, layout.mlp_sync, strict=True)):
+        apart = attention in APART
+        compute(parts.attention_apart if apart or layout.entering(index) == DELAYED else parts.attention)
+        compute(parts.reading if layout.entering(index) == DELAYED else 0.0)
+        wait()
+        sync(attention)
         compute(parts.mlp_apart if apart else parts.mlp)
         wait()
-        in_flight = parts.message
-        if mlp == BLOCKING:
-            wait()
+        sync(mlp)
     return clock + parts.rest + parts.vocabulary
 
 
@@ -555,3 +558,16 @@ def test_a_ratios_band_is_narrower_than_a_times():
     surer = dataclasses.replace(device, relative_error=0.01), dataclasses.replace(link, relative_error=0.01)
     closer = [predict_pass(case["decode"], dense).total for case in band_cases(parts, *surer)]
     assert relative_band(closer) < relative_band(times)
+
+
+def test_a_link_of_two_levels():
+    """All ranks: a message goes through the group's link whole, and the slices through the link between groups."""
+    inner = Interconnect("in", [], 0.1, 0.05, False, "a test", any_ranks=Link("in", 3.0, 100.0))
+    outer = Interconnect("out", [], 0.3, 0.2, False, "a test", any_ranks=Link("out", 50.0, 10.0))
+    joined, size = inner.joined_by(outer, 4), random.randint(1, 1 << 24)
+    assert joined.at(8).seconds(size) == pytest.approx(53e-6 + size / 100e9 + size / 4 / 10e9)
+    assert joined.at(4) == inner.at(4)
+    assert [link.name for link in joined.parts(8, 4)] == ["in", "out"]
+    assert joined.relative_error == 0.2
+    with pytest.raises(UserError, match="6 ranks are no groups of 4"):
+        joined.at(6)

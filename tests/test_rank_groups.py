@@ -7,8 +7,9 @@ import torch
 
 from ladderize.errors import LadderizeError
 from ladderize.runtime import launch
-from ladderize.runtime.collectives.base import SLICED_BYTES, AcrossGroups, Collectives, NoCommunication
+from ladderize.runtime.collectives.base import AcrossGroups, Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
+from ladderize.runtime.collectives.links import SLICED_BYTES
 from ladderize.runtime.shards import check_runnable
 from tests.groups import run_all_models
 from tests.helpers import SHAPE, fresh_rng, make_layout, make_model, random_ids

@@ -45,7 +45,7 @@ INSTEAD_FOR_VLLM = "; LADDERIZE_VLLM_BACKEND says what carries its messages, or 
     BenchArguments,
     panels={
         MODELS: "random_weights layout num_layers sync_tp_size engine baselines revision",
-        MEMORY: "tp_size emulate_tp link backend dtype device threads",
+        MEMORY: "tp_size emulate_tp link outer_link backend dtype device threads",
         MEASUREMENT: "train schedules batch_size prompt_len output_len warmup repeat seed no_check",
         OUTPUT: "out profile json",
         ADVANCED: "replicate_vocab",
@@ -58,7 +58,7 @@ def bench(given: GivenOptions) -> None:
     in_vllm = arguments.engine == "vllm"
     if in_vllm:
         heeded = VLLM_OPTIONS | names_of(ModelChoice) | {"engine", "out", "json", "config"}
-        instead = dict.fromkeys(("backend", "emulate_tp", "link"), INSTEAD_FOR_VLLM)
+        instead = dict.fromkeys(("backend", "emulate_tp", "link", "outer_link"), INSTEAD_FOR_VLLM)
         given.refuse(given.params.keys() - heeded, "with --engine vllm", instead)
     options = given.fill(BenchOptions, device="cpu")
     if options.train:

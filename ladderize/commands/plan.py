@@ -26,7 +26,7 @@ class PlanArguments:
     PlanGoal,
     panels={
         MODELS: "shape dtype revision",
-        MEMORY: "hardware link tp_size engine",
+        MEMORY: "hardware link outer_link tp_size engine",
         LAYOUT: "layout sync_tp_size",
         MEASUREMENT: "batch_size prompt_len output_len",
         "Choose a layout": "sensitivity max_ppl_increase verify",

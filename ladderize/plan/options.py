@@ -89,6 +89,10 @@ class PlanOptions(Record):
         metavar="LINK",
         shown="that of --hardware's file",
     )
+    outer_link: str | None = option(
+        "What joins groups of ranks, such as machines: --link is within a group then, and --sync-tp-size their number.",
+        metavar="LINK",
+    )
     engine: str | None = option(
         "Whose code is assumed: published (the Ladder Residual authors'), runtime or runtime-cpu (ladderize's own).",
         metavar="NAME",

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ladderize.layout import APART, DROPPED, HIDING, Layout
+from ladderize.layout import APART, DELAYED, DROPPED, HIDING, Layout
 from ladderize.plan.hardware import DeviceSpec, EngineFacts
-from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
+from ladderize.runtime.collectives.links import NO_LINK, SLICED_BYTES, Interconnect, Link
 from ladderize.runtime.shards import Shape
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -73,6 +73,9 @@ class PassParts:
     rest: the compute outside of all layers.
     message: one all-reduce of a layer, alone, of ``message_bytes``.
     message_start: the part of ``message`` that the host spends, which no compute hides.
+    within, across, gather: a delayed sum where several ranks are one virtual rank: the sum within their group, the
+        message between groups, and the gathering of the slices of a long one. No compute hides the first and the last.
+        Of a dropped sum the first remains.
     vocabulary: the collectives that every layout waits for.
     contention: compute beside a message runs at the rate 1 - contention.
     norm: the part of a sub-module that a fused all-reduce does on its way: the sum and the norm.
@@ -90,6 +93,9 @@ class PassParts:
     message_start: float
     vocabulary: float
     contention: float
+    within: float
+    across: float
+    gather: float
     norm: float = 0.0
     reading: float = 0.0
 
@@ -107,12 +113,14 @@ def pass_parts(serving: Serving, sync_tp_size: int | None = None) -> dict[str, P
     prompt, end = serving.prompt_len, serving.prompt_len + serving.output_len
     read = (end, end) if engine.masked_prefill else (1, prompt)
     seen = (prompt + 1, max(prompt + 1, end - 1))  # step j of output_len - 1 sees the prompt and j new tokens
-    virtual = 1 if sync_tp_size is None else sync_tp_size // serving.ranks
+    virtual = max(1, (sync_tp_size or serving.ranks) // serving.ranks)
+    size = max(1, serving.ranks // (sync_tp_size or serving.ranks))  # of a group that is one virtual rank
+    groups = None if link is None or size == 1 else (size, *link.parts(serving.ranks, size))
     launch_s = 1e-6 * serving.device.launch_us
     return {
-        "prefill": _Pass(serving, prompt, read).parts(joined, contention, virtual, launch_s),
+        "prefill": _Pass(serving, prompt, read).parts(joined, groups, contention, virtual, launch_s),
         # one CUDA graph starts a decode step as a whole
-        "decode": _Pass(serving, 1, seen).parts(joined, contention, virtual, 0.0),
+        "decode": _Pass(serving, 1, seen).parts(joined, groups, contention, virtual, 0.0),
     }
 
 
@@ -167,9 +175,13 @@ class _Pass:
         """Return the time of starting kernels, and of moving so many bytes."""
         return 1e-6 * kernels * self.device.kernel_us + size / self.device.reached_bytes_s
 
-    def parts(self, link: Link, contention: float, virtual: int, launch_s: float) -> PassParts:
+    def parts(
+        self, link: Link, groups: tuple[int, Link, Link] | None, contention: float, virtual: int, launch_s: float
+    ) -> PassParts:
         """Return the parts of this pass.
 
+        groups: the ranks of a group that is one virtual rank, the link within it, and the link between groups; None
+            where each rank is one.
         virtual: the number of virtual ranks that a rank computes apart where it has to.
         launch_s: the host's time for each operation that it starts by itself.
         """
@@ -178,12 +190,19 @@ class _Pass:
         reading = self.reading(virtual)
         apart = self.attention(virtual), self.mlp(virtual) + reading
         host = launch_s * (engine.attention_launches + engine.mlp_launches)
-        message, start = 0.0, 0.0
+        message, start, within, gather = 0.0, 0.0, 0.0, 0.0
         if link is not NO_LINK:
             # the host runs ahead of a slower device, and starts messages meanwhile
             ahead = max(0.0, attention + mlp - host) / 2
             start = max(0.0, launch_s * engine.message_launches - ahead)
             message = max(link.seconds(self.stream), start)
+        across = message
+        if groups is not None:
+            size, inner, outer = groups
+            is_sliced = self.stream >= SLICED_BYTES
+            within = inner.seconds(self.stream)
+            across = max(outer.seconds(self.stream // size if is_sliced else self.stream), start)
+            gather = within if is_sliced else 0.0  # counts as a message of as many bytes, as in an emulated group
         # where a layer takes the host longer than the device
         slowed = max(1.0, host / (attention + mlp))
         slowed_apart = max(1.0, (host + (virtual - 1) * launch_s * engine.mlp_launches) / sum(apart))
@@ -200,6 +219,9 @@ class _Pass:
             message_start=start,
             vocabulary=self.vocabulary(link),
             contention=contention,
+            within=within,
+            across=across,
+            gather=gather,
             norm=self.other(engine.norm_kernels, engine.stream_passes * self.stream),
             reading=slowed_apart * reading,
         )
@@ -332,7 +354,18 @@ def predict_layer(parts: PassParts, entering: str, mode: str) -> PassSeconds:
     attention = parts.attention_apart if mode in APART or entering in APART else parts.attention
     attention += parts.reading if entering in APART else 0.0
     mlp = parts.mlp_apart if mode in APART else parts.mlp
-    covers = [attention] * (entering in HIDING) + [mlp] * (mode in HIDING)
-    most = min(parts.message - parts.message_start, (1 - parts.contention) * parts.message)
-    sent = (entering != DROPPED) + (mode != DROPPED)
-    return PassSeconds(attention + mlp, sent * parts.message - sum(min(cover, most) for cover in covers))
+    waiting = sum(waited(parts, sync, cover) for sync, cover in ((entering, attention), (mode, mlp)))
+    return PassSeconds(attention + mlp, waiting)
+
+
+def waited(parts: PassParts, mode: str, cover: float) -> float:
+    """Return the part of a sync point's messages that no compute hides.
+
+    cover: the compute of the sub-module that a late sum may run under.
+    """
+    if mode == DROPPED:
+        return parts.within
+    late, visible = (parts.across, parts.within + parts.gather) if mode == DELAYED else (parts.message, 0.0)
+    if mode in HIDING:
+        late -= min(cover, late - parts.message_start, (1 - parts.contention) * late)
+    return visible + late

@@ -38,7 +38,7 @@ Parts = Mapping[str, PassParts]  # by phase
 BOUNDS = {"parallel": predict_parallel, "no-comm": predict_silent}
 GIB, MIB = 2**30, 2**20
 COMPUTE_PARTS = ("attention", "mlp", "attention_apart", "mlp_apart", "parallel", "rest", "norm", "reading")
-MESSAGE_PARTS = ("message", "message_start", "vocabulary")
+MESSAGE_PARTS = ("message", "message_start", "within", "across", "gather", "vocabulary")
 # one standard deviation of contention: where it was measured on the link itself, and elsewhere
 CALIBRATED_CONTENTION_ERROR, OTHER_CONTENTION_ERROR = 0.05, 0.1
 SCATTER = 0.02  # of any one time: published runs of one program differ by this much

@@ -126,7 +126,13 @@ def _check_outputs(
         )
     if out is not None and recipe_out is not None and resolved(out) == resolved(recipe_out):
         raise UsageError("--out and --recipe-out are one file; name two")
-    inputs = [choice.shape, options.hardware, options.link, None if goal is None else goal.sensitivity]
+    inputs = [
+        choice.shape,
+        options.hardware,
+        options.link,
+        options.outer_link,
+        None if goal is None else goal.sensitivity,
+    ]
     for path, option in ((out, "--out"), (recipe_out, "--recipe-out")):
         if path is not None:
             check_writable(path, option, inputs=inputs)
@@ -167,22 +173,34 @@ def _serving(choice: PlanModel, options: PlanOptions) -> tuple[Serving, Layout]:
     engine = options.engine or device.engine
     if engine not in engines:
         raise UsageError(f"--engine {engine} is not one of {', '.join(engines)}")
-    where = (device, engines[engine], _chosen_link(options), options.tp_sizes[0])
+    groups = layout.sync_tp_size or choice.sync_tp_size
+    where = (device, engines[engine], _chosen_link(options, groups), options.tp_sizes[0])
     served = (options.batch_sizes[0], options.prompt_len, options.output_len)
     return Serving(config, dtype, quantisation is not None, *where, *served), layout
 
 
-def _chosen_link(options: PlanOptions) -> Interconnect | None:
+def _chosen_link(options: PlanOptions, groups: int | None) -> Interconnect | None:
     """Return the link of --link, else of a file that --hardware names; None for one rank.
+
+    groups: the number of groups that --outer-link joins.
 
     Raises UsageError where no link is named.
     """
+    if options.outer_link is not None and (
+        groups is None or len(options.tp_sizes) > 1 or options.tp_sizes[0] % groups or options.tp_sizes[0] == groups
+    ):
+        raise UsageError(
+            "--outer-link joins groups of ranks: give their number by --sync-tp-size, and one --tp-size that is a"
+            " multiple of it"
+        )
     if max(options.tp_sizes) == 1:
         return None
-    if options.link is not None:
-        return read_interconnect(options.link)
-    if names_a_file(options.hardware):
-        return read_interconnect(options.hardware)
+    named = options.link or (options.hardware if names_a_file(options.hardware) else None)
+    if named is not None:
+        link = read_interconnect(named)
+        if options.outer_link is None or groups is None:
+            return link
+        return link.joined_by(read_interconnect(options.outer_link, "--outer-link"), options.tp_sizes[0] // groups)
     raise UsageError(
         f"{max(options.tp_sizes)} ranks send messages: give --link, a known one such as nvlink, ALPHA_US,BETA_GB_S, or"
         " a file"
@@ -200,7 +218,7 @@ def _row_layouts(choice: PlanModel, layout: Layout, serving: Serving, ranks: int
         named = "dense" if name in BOUND_NAMES else name
         layouts[name] = named_layout(named, layout.num_layers, choice.sync_tp_size or ranks, more=BOUND_NAMES)
     for one in (Layout.dense(layout.num_layers), *layouts.values()):
-        check_runnable(serving.config, one, ranks)
+        check_runnable(serving.config, one, ranks, in_groups=True)
     return layouts
 
 
@@ -293,10 +311,10 @@ def _check_costs(choice: PlanModel, layout: Layout, goal: PlanGoal, costs: Sensi
             raise UserError(f"{path} was measured on another model (their fingerprints differ); measure this one")
     elif goal.verify is not None:
         raise UserError("--verify measures a checkpoint, and --shape has no weights; name the checkpoint instead")
-    if size is not None and size % ranks:
+    if size is not None and size % ranks and ranks % size:
         raise UserError(
-            f"{path} has dropped sync points of {size} virtual ranks, which --tp-size {ranks} does not divide;"
-            f" measure it with --sync-tp-size {ranks}, or plan for fewer ranks"
+            f"{path} has delayed or dropped sync points of {size} virtual ranks, of which --tp-size {ranks} is neither"
+            f" a divisor nor a multiple; measure it with --sync-tp-size {ranks}, or plan for other ranks"
         )
 
 

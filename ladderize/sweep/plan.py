@@ -136,13 +136,14 @@ class Planner:
             raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
         layouts = list(_layouts(spec, builder, config, dense))
         for setting in spec.bench:
-            dtype = setting.given.get("dtype", "auto")
+            dtype, made = setting.given.get("dtype", "auto"), setting.options
             with errors_begin_with(setting.where):
-                plan_bench(ModelChoice(models=(spec.model,), dtype=dtype), setting.options, setting.link)
+                plain = replace(made, outer_link=None)  # which the dense model alone has no groups for
+                plan_bench(ModelChoice(models=(spec.model,), dtype=dtype), plain, setting.link)
             for one in layouts:
                 if setting.times(one.name):
                     with errors_begin_with(f"{setting.where} cannot time {one.label}"):
-                        check_runnable(config, one.layout, setting.options.ranks, name=setting.options.ranks_option)
+                        check_runnable(config, one.layout, made.ranks, name=made.ranks_option, in_groups=not made.train)
         return cls(spec, builder, SweepLayout(None, DENSE, dense), layouts, root)
 
     def plan(self, status: StatusOf) -> SweepPlan:

@@ -16,6 +16,7 @@ from ladderize.runtime.bench.plan import check_positions, chosen_models, make_pr
 from ladderize.runtime.bench.report import run_and_show
 from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.launch import check_group_size
+from ladderize.runtime.shards import check_runnable
 from ladderize.vllm.environment import MessageBackend, check_vllm, configuration_refusal
 from ladderize.vllm.served import VllmPlan, served_models
 
@@ -44,6 +45,7 @@ def bench_vllm(
     specs = chosen_models(choice, options)
     for spec in specs:
         check_positions(spec, options)
+        check_runnable(spec.config, spec.layout, options.tp_size)
         if spec.config["vocab_size"] != specs[0].config["vocab_size"]:
             raise UserError(f"{spec.name} has another vocabulary than {specs[0].name}; compare them apart")
     make_profile_folder(options.profile)

@@ -1,8 +1,9 @@
 """The step from the options of ``ladderize bench`` to checked models. All that can be wrong is found before any process
 starts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +21,18 @@ from ladderize.runtime.bench.options import (
     named_layout,
 )
 from ladderize.runtime.bench.reference_check import checked_specs, longest_checked
-from ladderize.runtime.collectives.links import Link, parse_link
+from ladderize.runtime.collectives.links import Interconnect, Link, read_interconnect
 from ladderize.runtime.launch import check_group_size
-from ladderize.runtime.shards import Shape, cache_bytes, dense_config, read_shape, weight_bytes, with_layers
+from ladderize.runtime.shards import (
+    Shape,
+    cache_bytes,
+    check_runnable,
+    dense_config,
+    group_size,
+    read_shape,
+    weight_bytes,
+    with_layers,
+)
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, shape_spec
 
 LOSS_STATISTICS = 8  # float32 numbers of a token that the ranks exchange for the losses, at most
@@ -33,12 +43,14 @@ class BenchPlan:
     """Checked models, the options for timing them, and the link of an emulated group.
 
     longest_message: bytes of the longest message that is sent.
+    links_of_groups: of an emulated group: returns the links within groups of so many ranks, and across them.
     """
 
     specs: list[ModelSpec]
     options: BenchOptions
     link: Link | None
     longest_message: int
+    links_of_groups: Callable[[int], tuple[Link, Link]] | None = None
 
 
 def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -> BenchPlan:
@@ -50,10 +62,15 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
     check_bench_usage(choice, options, link)
     if link is None:
         check_group_size(options.tp_size, options.device)
-    parsed = None if link is None else parse_link(link, options.ranks)
     specs = chosen_models(choice, options)
+    parsed, links_of_groups = None, None
+    if link is not None:
+        interconnect = chosen_link(link, options, specs)
+        parsed, links_of_groups = interconnect.at(options.ranks), partial(interconnect.parts, options.ranks)
     for spec in specs:
         check_positions(spec, options)
+        if options.train:
+            check_runnable(spec.config, spec.layout, options.ranks, name=options.ranks_option)
         if options.train and spec.dtype == "float16":
             raise UserError(f"{spec.name}: float16 has too small a range for training; give --dtype bfloat16")
     if "parallel" in options.baselines:
@@ -68,7 +85,21 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
         parsed.seconds(4 * longest)  # raises for a size that the link's time is not known for
     if checked := checked_specs(specs, options):
         longest = max(longest, longest_checked(checked, options.prompt_len))
-    return BenchPlan(specs, options, parsed, 4 * longest)
+    return BenchPlan(specs, options, parsed, 4 * longest, links_of_groups)
+
+
+def chosen_link(link: str, options: BenchOptions, specs: Sequence[ModelSpec]) -> Interconnect:
+    """Return the link of an emulated group. Raises UsageError where --outer-link joins no groups, or unlike ones."""
+    found = read_interconnect(link)
+    if options.outer_link is None:
+        return found
+    sizes = {group_size(spec.layout, options.ranks) for spec in specs} - {1}
+    if len(sizes) != 1:
+        raise UsageError(
+            f"--outer-link joins groups of ranks: --emulate-tp {options.ranks} must be a multiple of the models'"
+            " sync_tp_size, and that the same of all"
+        )
+    return found.joined_by(read_interconnect(options.outer_link, "--outer-link"), sizes.pop())
 
 
 def chosen_models(choice: ModelChoice, options: BenchOptions) -> list[ModelSpec]:

@@ -209,9 +209,7 @@ def expected_messages(
     """
     shared, parts = int(not shape.replicate_vocab), schedule.parts(rows, tokens)
     whole = rows * tokens * shape.hidden * itemsize
-    return ExpectedMessages(
-        parts * (schedule.columns * sums + in_groups + shared), (sums + in_groups + shared) * whole
-    )
+    return ExpectedMessages(parts * (schedule.columns * sums + in_groups + shared), (sums + in_groups + shared) * whole)
 
 
 @contextlib.contextmanager

@@ -56,7 +56,9 @@ def trace(
     """
     events = traced_events(run, path, device, traced)
     flights = (
-        gpu_flights(events) if device.type == "cuda" else cpu_flights(events, [alone(*sent) * 1e6 for sent in traced.sent])
+        gpu_flights(events)
+        if device.type == "cuda"
+        else cpu_flights(events, [alone(*sent) * 1e6 for sent in traced.sent])
     )
     if traced.sent and not flights:
         raise UserError(

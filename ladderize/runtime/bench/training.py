@@ -155,7 +155,10 @@ class ModelStep(Timed):
 
         name: the step, for the message of the error.
         """
-        itemsize, small = self.spec.torch_dtype.itemsize, Message("all_reduce", 4 * self.partial)
+        itemsize, small = (
+            self.spec.torch_dtype.itemsize,
+            Message("all_reduce", 4 * self.partial, self.model.collectives),
+        )
         sizes = (itemsize, self.schedule, *self.batch.input_ids.shape)
         expected = {
             part: expected_messages(self.weights.shape, count(self.spec.layout), *sizes)

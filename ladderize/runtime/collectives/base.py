@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ladderize.runtime.collectives.links import SLICED_BYTES
+
 
 class Handle:
     """An all-reduce in flight. Its sum can be waited for once; a second wait raises RuntimeError."""
@@ -114,9 +116,6 @@ class Split(NamedTuple):
 
     within: Collectives
     across: Collectives
-
-
-SLICED_BYTES = 32 << 10  # from here on a slow link's time is bytes, which are worth one more message within the group
 
 
 class AcrossGroups(Collectives):

@@ -3,7 +3,7 @@ torch."""
 
 import csv
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from ladderize.files.regular import names_a_file
 
 LINK_TABLE = Path(__file__).parent / "links.csv"
 LONGEST_US, SLOWEST_GB_S = 1e8, 1e-6  # slower than any link, and short enough for a clock
+SLICED_BYTES = 32 << 10  # messages between groups: from here on a link's time is bytes, worth another message within
 REACH = 2  # how many times fewer or more ranks than measured ones a link is extrapolated to
 
 
@@ -81,10 +82,11 @@ class Interconnect(Record):
     nvlink_gb_s: of the NVLink that it was measured over, in one direction; None of other links, and where it is
     unknown.
     medium: the wires, over which there are other all-reduces, too.
+    groups_of, outer: this link joins groups of so many ranks, and ``outer`` joins the groups.
     vllm_ranks: the numbers of ranks for which vLLM takes this one.
     """
 
-    LEFT_OUT: ClassVar = ("medium", "vllm_ranks")
+    LEFT_OUT: ClassVar = ("medium", "vllm_ranks", "groups_of", "outer")
 
     name: str
     rows: list[InterconnectRow]
@@ -96,6 +98,26 @@ class Interconnect(Record):
     nvlink_gb_s: float | None = None
     medium: str | None = None
     vllm_ranks: list[int] | None = None
+    groups_of: int | None = None
+    outer: "Interconnect | None" = None
+
+    def joined_by(self, outer: "Interconnect", size: int) -> "Interconnect":
+        """Return the link of groups of ``size`` ranks over this one, which ``outer`` joins."""
+        return replace(
+            self,
+            name=f"{self.name}, groups of {size} joined by {outer.name}",
+            relative_error=max(self.relative_error, outer.relative_error),
+            calibrated=self.calibrated and outer.calibrated,
+            medium=f"{self.medium} and {outer.medium}",
+            groups_of=size,
+            outer=outer,
+        )
+
+    def parts(self, ranks: int, size: int) -> tuple[Link, Link]:
+        """Return the links of ``ranks`` ranks in groups of ``size``: within a group, and between the ranks at one place
+        of every group."""
+        between = self if self.outer is None else self.outer
+        return self.at(size), between.at(ranks // size)
 
     def check(self, where: str) -> None:
         """Raise UserError, which begins with ``where``, for figures that no link has."""
@@ -124,6 +146,10 @@ class Interconnect(Record):
         """
         if ranks == 1:
             return NO_LINK
+        if self.outer is not None and self.groups_of is not None and ranks > self.groups_of:
+            if ranks % self.groups_of:
+                raise UserError(f"{ranks} ranks are no groups of {self.groups_of}, which --outer-link joins")
+            return _in_turn(self.name, self.groups_of, *self.parts(ranks, self.groups_of))
         if self.any_ranks is not None:
             return self.any_ranks
         for row in self.rows:
@@ -176,6 +202,28 @@ class Interconnect(Record):
         )
 
 
+def _in_turn(name: str, size: int, inner: Link, outer: Link) -> Link:
+    """Return the link of all ranks: groups of ``size`` reduce and scatter a message, sum the slices between groups, and
+    gather them.
+
+    The first and the last step together take as long as the group's own all-reduce.
+    """
+    ceilings = [inner.max_bytes, None if outer.max_bytes is None else size * outer.max_bytes]
+    known = [ceiling for ceiling in ceilings if ceiling is not None]
+    beta = None
+    if inner.beta_gb_s is not None and outer.beta_gb_s is not None:
+        beta = 1 / (1 / inner.beta_gb_s + 1 / (size * outer.beta_gb_s))
+    return Link(
+        name,
+        inner.alpha_us + outer.alpha_us,
+        beta,
+        max(inner.min_bytes, size * outer.min_bytes),
+        min(known, default=None),
+        f"{inner.source}; {outer.source}",
+        ", ".join(one.derived for one in (inner, outer) if one.derived),
+    )
+
+
 def ring_share(ranks: int) -> float:
     """Return the share of a message's bytes that a ring's all-reduce carries over each of its links."""
     return 2 * (ranks - 1) / ranks
@@ -189,8 +237,8 @@ def parse_link(text: str, ranks: int) -> Link:
     return read_interconnect(text).at(ranks)
 
 
-def read_interconnect(text: str) -> Interconnect:
-    """Read the value of --link, which is one of three. Raises UsageError or UserError for anything else.
+def read_interconnect(text: str, option: str = "--link") -> Interconnect:
+    """Read the value of ``option``, which is one of three. Raises UsageError or UserError for anything else.
 
     ``ALPHA_US,BETA_GB_S`` is for any number of ranks. A name is one of ``known_interconnects``. A file has a ``link``;
     it is of ``ladderize calibrate`` or written by hand.
@@ -200,21 +248,21 @@ def read_interconnect(text: str) -> Interconnect:
         return interconnects[text]
     if names_a_file(text):
         where = f"{text}: link"
-        interconnect = Interconnect.from_dict(read_section(Path(text), "link", "--link"), where)
+        interconnect = Interconnect.from_dict(read_section(Path(text), "link", option), where)
         interconnect.check(where)
         return interconnect
     first, comma, second = text.partition(",")
     if not comma:
         raise UsageError(
-            f"--link {text!r} is neither ALPHA_US,BETA_GB_S nor one of {', '.join(sorted(interconnects))}, nor a file"
+            f"{option} {text!r} is neither ALPHA_US,BETA_GB_S nor one of {', '.join(sorted(interconnects))}, nor a file"
         )
     try:
         alpha, beta = float(first), float(second)
     except ValueError:
-        raise UsageError(f"--link {text!r} is not ALPHA_US,BETA_GB_S, such as 20,100") from None
+        raise UsageError(f"{option} {text!r} is not ALPHA_US,BETA_GB_S, such as 20,100") from None
     if not (0 <= alpha <= LONGEST_US and beta >= SLOWEST_GB_S):
         raise UsageError(
-            f"--link {text!r}: alpha must be from 0 to {LONGEST_US:g} us, beta at least {SLOWEST_GB_S:g} GB/s"
+            f"{option} {text!r}: alpha must be from 0 to {LONGEST_US:g} us, beta at least {SLOWEST_GB_S:g} GB/s"
         )
     link = Link(f"{alpha:g} us + bytes / {beta:g} GB/s", alpha, None if math.isinf(beta) else beta)
     return Interconnect(link.name, [], ASSUMED_CONTENTION, ASSUMED_ERROR, False, link.source, link)
