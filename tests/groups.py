@@ -309,7 +309,7 @@ def measured_windows(group, folder, ids, windows_per_batch):
     layouts = {"dense": Layout.dense(blocks.num_layers), "dropped": dropped}
     variants = {name: measures.Contender(blocks, layout, blocks.weights) for name, layout in layouts.items()}
     measures.TOKENS_PER_STEP = windows_per_batch * ids.shape[1] // 2
-    found = measures.heldout_measures(variants, ids, group)
-    told = {name: (one.nll_per_token, one.stderr) for name, one in found.perplexity.items()}, found.divergence
+    perplexity, divergence = measures.heldout_measures(variants, ids, group)
+    told = {name: (one.nll_per_token, one.stderr) for name, one in perplexity.items()}, divergence
     assert group.gather(told) == [told] * group.size
     return told

@@ -465,10 +465,10 @@ def test_choices_that_are_refused(dense, costs, tmp_path):
 def test_groups_of_ranks_that_a_slow_link_joins(tmp_path):
     """Two machines of 8: what is late or dropped crosses the link between them less, and sums within one do not."""
     slow = random.uniform(2, 20)
-    where = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", 16, "--sync-tp-size", 2, "--batch-size", 2, "--json")
+    machines = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", 16, "--sync-tp-size", 2)
     rows = {}
     for outer in (f"40,{slow}", f"40,{2 * slow}"):
-        outcome = invoke_well("plan", "--shape", "70b", *where, "--outer-link", outer)
+        outcome = invoke_well("plan", "--shape", "70b", *machines, "--batch-size", 2, "--outer-link", outer, "--json")
         rows[outer] = {row["name"]: row for row in json.loads(outcome.stdout)["rows"]}
     slower, faster = rows.values()
     assert set(slower) >= {"dense", "ladder", "delayed", "spd", "spd+delayed", "2 replicas"}
