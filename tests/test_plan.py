@@ -475,8 +475,7 @@ def test_groups_of_ranks_that_a_slow_link_joins(tmp_path):
     for name in ("dense", "ladder", "delayed", "spd"):
         assert slower[name]["prefill_ms"] > faster[name]["prefill_ms"]
     assert slower["2 replicas"]["prefill_ms"] == faster["2 replicas"]["prefill_ms"]  # each on a machine of its own
-    for found in rows.values():  # decoding sends short messages, whose latency is all that there is
-        assert found["delayed"]["decode_ms_per_token"] < found["dense"]["decode_ms_per_token"]
+    for found in rows.values():  # a dropped sum is waited for within a machine, a whole one between them, too
         assert found["spd"]["decode_ms_per_token"] < found["dense"]["decode_ms_per_token"]
 
 
