@@ -9,9 +9,12 @@
 # vLLM's own all-reduces and ladderize's messages over gloo; anything else is an error.
 #   benchmarks/slow_link.sh 200mbit OUT.json -- calibrate --tp-size 2 --backend gloo ...
 # Runs this command of ladderize's with these options in both namespaces, and no others.
+#   PER_HOST=2 benchmarks/slow_link.sh 200mbit OUT.json --sync-tp-size 2
+# Starts so many ranks in each namespace: with a layout of two virtual ranks these are two groups, which the slow link joins.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rate=${1:-200mbit}
+per_host=${PER_HOST:-1}
 out=${2:-benchmarks/results/slow_link.json}
 shift $(($# < 2 ? $# : 2))
 case " $* " in
@@ -41,7 +44,7 @@ for side in "$a va" "$b vb"; do
   ip -n "$namespace" link set "$device" up gso_max_size "${GSO:-16384}"
   ip netns exec "$namespace" tc qdisc add dev "$device" root tbf rate "$rate" burst "${BURST:-256kbit}" latency 50ms
 done
-arguments=(bench --random-weights benchmarks/shapes/slow_link.json --tp-size 2 --dtype float32 --repeat 9 --threads 1)
+arguments=(bench --random-weights benchmarks/shapes/slow_link.json --tp-size $((2 * per_host)) --dtype float32 --repeat 9 --threads 1)
 case " $* " in
   *" --engine vllm "*) arguments+=(--batch-size 1 --prompt-len 128 --output-len 17) ;;
   *" --train "*) arguments+=(--backend gloo --batch-size 2 --prompt-len 128 --schedules sequential,domino) ;;
@@ -56,16 +59,18 @@ variables=()
 if [ -n "$vllm" ]; then
   variables=(LADDERIZE_VLLM_BACKEND=gloo) own_core=1
 fi
-rank() { # namespace, device, rank, address
+rank() { # namespace, device, rank, address, rank in the namespace
   local own=("${variables[@]}")
   if [ -n "$vllm" ]; then own+=(VLLM_HOST_IP="$4"); fi
   # a core for each, as ranks have that ladderize starts itself
-  ip netns exec "$1" ${own_core:+taskset -c "$3"} env RANK="$3" WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=29511 \
+  ip netns exec "$1" ${own_core:+taskset -c "$3"} env RANK="$3" WORLD_SIZE=$((2 * per_host)) LOCAL_RANK="$5" LOCAL_WORLD_SIZE="$per_host" MASTER_ADDR=10.77.0.1 MASTER_PORT=29511 \
     GLOO_SOCKET_IFNAME="$2" OMP_NUM_THREADS=1 "${own[@]}" "$python" -m ladderize "${arguments[@]}" --out "$out"
 }
-rank "$b" vb 1 10.77.0.2 &
-pids+=($!)
-rank "$a" va 0 10.77.0.1
+for ((number = 1; number < 2 * per_host; number++)); do
+  if ((number < per_host)); then rank "$a" va "$number" 10.77.0.1 "$number" & else rank "$b" vb "$number" 10.77.0.2 $((number - per_host)) & fi
+  pids+=($!)
+done
+rank "$a" va 0 10.77.0.1 0
 wait "${pids[@]}"
 if [ -n "$vllm" ]; then
   "$python" - "$out" <<'CHECK'

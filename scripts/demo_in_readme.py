@@ -78,7 +78,7 @@ def main() -> None:
         *(f"> {line}" for line in textwrap.wrap(summary.headline, 98)),
         "",
         "The bundled model is tiny, and its arithmetic breaks first. Least squares ([align](docs/align.md))",
-        "win part of it back in seconds, a minute of retraining most of the rest ([all nine",
+        "win part of it back in seconds, a minute of retraining most of the rest ([all ten",
         "models](docs/results.md#the-demo)).",
         "",
         f"![speed-up against accuracy of the demo's models]({PICTURE.relative_to(ROOT).as_posix()})",

@@ -215,7 +215,7 @@ def _layouts(entries: list[Any], where: str) -> Iterator[LayoutChoice]:
             with errors_begin_with(at):
                 recipe = asked_recipe(parsed_options(words_of("convert", ["SRC", "OUT"], {}, options)))
                 if not recipe.names_layers:
-                    raise UserError("names no layers; give ladder, spd or a recipe (dense is always a point)")
+                    raise UserError("names no layers; give ladder, delayed, spd or a recipe (dense is always a point)")
             yield LayoutChoice(at, name, options, recipe)
 
 
