@@ -127,7 +127,7 @@ def test_the_weights_are_the_slow_ones(tmp_path, name):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_weights_of_every_family_are_the_slow_ones(tmp_path, model_type):
-    check_weights(tmp_path, pair(tmp_path, "mixed", model_type=model_type))
+    check_weights(tmp_path, pair(tmp_path, "every mode", model_type=model_type))
 
 
 def check_weights(tmp_path, models):

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer, needs_pair
+from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer
 from ladderize.adapt.layers.distill import teacher_pass
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerFolder, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError
-from ladderize.layout import DELAYED, Layout
+from ladderize.layout import Layout
 from tests import warm
 from tests.helpers import (
     LAYOUTS,
@@ -57,9 +57,7 @@ def streams(blocks, layout, ids):
         return model(input_ids=ids, output_hidden_states=True).hidden_states
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in LAYOUTS if name != "dense" and DELAYED not in make_layout(name).mlp_sync]
-)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "dense"])
 def test_the_loss_is_that_of_whole_models(tmp_path, name):
     """Block i alone converted, in a whole model: what leaves it differs from the dense stream by what the trainer calls
     its loss."""
@@ -68,19 +66,15 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
     layout = make_layout(name)
     layers = layout.converted_layers
     dense = streams(blocks, Layout.dense(LAYERS), ids)
-    pairs = any(needs_pair(layout, layer) for layer in layers)
     student = StudentBlocks(layout, tuple(layers), blocks.weights)
     passed = []
-    for index, before, after in teacher_pass(blocks, ids, layers, pairs):
+    for index, before, after in teacher_pass(blocks, ids, layers, layout):
         passed.append(index)
         if index not in layers:
             continue
-        alone = Layout.from_layers(
-            LAYERS,
-            ladder=[index] if index in layout.ladder_layers else [],
-            spd=[index] if index in layout.spd_layers else [],
-            sync_tp_size=layout.sync_tp_size if index in layout.spd_layers else None,
-        )
+        kinds = layout.layer_name(index).split("+")
+        ranks = None if kinds == ["ladder"] else layout.sync_tp_size
+        alone = Layout.from_layers(LAYERS, **{kind: [index] for kind in kinds}, sync_tp_size=ranks)
         expected = (streams(blocks, alone, ids)[index + 1] - dense[index + 1]).square().mean()
         trainer = BlockTrainer(blocks, student, index, before, after, 3, BlockwiseOptions("a.npy", lr=1.0))
         with torch.no_grad():

@@ -15,7 +15,7 @@ from ladderize import convert_checkpoint, load, register
 from ladderize.convert.recipe import Recipe
 from ladderize.layout import LayoutError
 from tests import warm
-from tests.helpers import LAYOUTS, edit_json, listing, make_model, random_ids, save_llama
+from tests.helpers import LAYOUTS, edit_json, listing, make_layout, make_model, random_ids, save_llama
 from tests.oracle import Oracle
 
 BOTH = Recipe(ladder="1:", spd="2:", sync_tp_size=4)
@@ -115,14 +115,11 @@ def test_an_impossible_layout_does_not_load(converted, changes):
         load(converted)
 
 
-@pytest.mark.parametrize("name", ["spd with biases", "same layer"])
+@pytest.mark.parametrize("name", ["spd with biases", "same layer", "delayed with biases"])
 def test_disk_and_cpu_offload(name, tmp_path):
     """Offloaded weights are on the meta device between calls: slicing them would give NaN."""
-    ladder, spd, ranks, extra = LAYOUTS[name]
-    source = save_llama(tmp_path / "src", **extra)
-    convert_checkpoint(
-        source, tmp_path / "out", Recipe(ladder=ladder or None, spd=spd, sync_tp_size=ranks), verify=False
-    )
+    source = save_llama(tmp_path / "src", **LAYOUTS[name][3])
+    convert_checkpoint(source, tmp_path / "out", make_layout(name), verify=False)
     ids = random_ids(2, 6)
     model = load(tmp_path / "out")
     expected, _ = Oracle(model.state_dict(), model.config)(ids)

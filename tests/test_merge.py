@@ -109,7 +109,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", ["dense", "same layer"])
+@pytest.mark.parametrize("name", ["dense", "same layer", "every mode"])
 def test_merged_weights_are_the_exact_sums(name, tmp_path):
     base, rank = save_base(tmp_path / "base", name), int(torch.randint(1, 9, ()))
     alpha, targets = int(torch.randint(1, 9, ())), ["q_proj", "up_proj"]

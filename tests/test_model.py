@@ -67,7 +67,7 @@ def test_cached_decoding_equals_the_oracle(name):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
-@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer with biases"])
+@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer with biases", "every mode"])
 def test_left_padding(name, attention):
     model = make_model(name, attn_implementation=attention)
     ids = random_ids(2, 9)
@@ -88,7 +88,7 @@ def oracle_of(model):
     return lambda ids: oracle(torch.as_tensor(ids)[None])[0][0]
 
 
-@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer", "mixed"])
+@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer", "mixed", "every mode"])
 def test_greedy_generation_of_a_padded_batch(name):
     model = make_model(name)
     short, long = random_ids(1, 4), random_ids(1, 7)
@@ -100,7 +100,7 @@ def test_greedy_generation_of_a_padded_batch(name):
         assert_likeliest(oracle_of(model), prompt[0].tolist(), tokens)
 
 
-@pytest.mark.parametrize("name", ["ladder all", "same layer"])
+@pytest.mark.parametrize("name", ["ladder all", "same layer", "delayed more ranks than kv heads"])
 def test_static_cache(name):
     model = make_model(name)
     prompt = random_ids(2, 5)
@@ -113,7 +113,7 @@ def test_static_cache(name):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["dense", "ladder all", "spd with biases", "same layer"])
+@pytest.mark.parametrize("name", ["dense", "ladder all", "spd with biases", "same layer", "delayed with biases"])
 def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant):
     model = make_model(name).train()
     ids = random_ids(2, 8)
@@ -132,7 +132,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant):
         torch.testing.assert_close(checkpointed[key], gradient, **TIGHT)
 
 
-@pytest.mark.parametrize("name", ["ladder all", "spd with biases"])
+@pytest.mark.parametrize("name", ["ladder all", "spd with biases", "same layer delayed with biases"])
 def test_gradients_equal_the_oracles(name):
     model = make_model(name).double()
     ids = random_ids(2, 7)
@@ -146,7 +146,7 @@ def test_gradients_equal_the_oracles(name):
         torch.testing.assert_close(parameter.grad, weights[key].grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ladder gaps", "spd with biases", "same layer"])
+@pytest.mark.parametrize("name", ["ladder gaps", "spd with biases", "same layer", "every mode"])
 def test_fullgraph_compile(name):
     model = make_model(name)
     ids = random_ids(2, 8)
@@ -156,7 +156,7 @@ def test_fullgraph_compile(name):
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, **TIGHT)
 
 
-@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer with biases"])
+@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer with biases", "every mode"])
 def test_bfloat16_stays_near_float32(name):
     model = make_model(name)
     ids = random_ids(2, 9)

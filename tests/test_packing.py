@@ -47,7 +47,7 @@ def test_what_the_host_knows_of_a_batch():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("layout", ["spd all 4", "same layer"])
+@pytest.mark.parametrize("layout", ["spd all 4", "same layer", "every mode"])
 def test_a_packed_row_computes_what_each_example_does_alone(layout, attention):
     model = make_model(layout, seed=1, attn_implementation=attention)
     torch.manual_seed(1)

@@ -55,7 +55,7 @@ def test_what_is_adapted_by_default_is_what_a_llama_adapts():
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": "all"}, {"use_dora": True}])
-@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer with biases"])
+@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer with biases", "every mode"])
 def test_merged_and_unmerged_are_equal(name, options, slow_calls):
     """Of one adapter on some projections, and of a second beside it."""
     model, ids = with_lora(name, PROJECTIONS[:: int(torch.randint(1, 4, ()))], **options), random_ids(2, 7)
@@ -81,7 +81,7 @@ def gradients(model, ids):
     return {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize("name", ["spd with biases"])
+@pytest.mark.parametrize("name", ["spd with biases", "delayed more ranks than kv heads"])
 def test_calling_the_whole_module_is_exact(name, slow_calls):
     """What happens to quantised or hooked weights, forced upon ordinary ones: the same logits and gradients."""
     model, ids = with_lora(name, PROJECTIONS), random_ids(2, 6)

@@ -90,12 +90,12 @@ class SensitivityOptions:
 
     data: str = option("Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).", ..., metavar="FILE")
     mode: Mode = option(
-        "layers: change each layer alone: to ladder and, with --sync-tp-size, to spd and to both. sweep: drop one more"
-        " attention sync point at a time, from the last layer backwards (the SPD paper's).",
+        "layers: change each layer alone: to ladder and, with --sync-tp-size, to delayed, spd, and spd and ladder."
+        " sweep: drop one more attention sync point at a time, from the last layer backwards (the SPD paper's).",
         "layers",
     )
     sync_tp_size: int | None = option(
-        "TP size to drop sync points for (virtual ranks). Without it nothing is dropped.", min=1
+        "TP size to delay and drop sync points for (virtual ranks). Without it only ladder is measured.", min=1
     )
     samples: int = option("Windows to score, drawn from the data; all if there are fewer.", 128, min=1)
     seq_len: int | None = option(SEQ_LEN)

@@ -13,7 +13,7 @@ from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, TOKENS_PER_S
 from ladderize.blocks import Blocks, State, check_finite, complete
 from ladderize.errors import UserError
 from ladderize.files.records import Record
-from ladderize.layout import OVERLAPPED, Layout
+from ladderize.layout import BLOCKING, DELAYED, Layout
 
 WARMUP, EVALUATIONS_PER_EPOCH = 0.05, 4
 MAX_GRADIENT = 1.0
@@ -55,26 +55,29 @@ class BlockReport(Record):
 
 
 class States:
-    """States [windows, tokens, width] in the host's memory; with ``pairs``, (complete, visible) of each."""
+    """States in the host's memory: the complete stream [windows, tokens, width], and as many visible ones as a layer
+    reads at most."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, pairs: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, visible: int) -> None:
         self.windows = shape[0]
-        self.tensors = [torch.empty(shape, dtype=dtype) for _ in range(1 + pairs)]
+        self.tensors = [torch.empty(shape, dtype=dtype) for _ in range(1 + visible)]
 
     def write(self, first: int, state: State) -> None:
         """Write the rows from ``first`` on; raises UserError for NaN or infinite states.
 
-        A state that is no pair leaves the second part as it is: nothing was in flight before it.
+        Visible streams that the state does not have stay as they are: nothing was in flight before it.
         """
         check_finite(float(complete(state).sum()), "the residual stream of the dense model")
-        parts = state if isinstance(state, tuple) else (state,)
+        parts = [complete(state)]
+        if isinstance(state, tuple):
+            parts += [*state[1]] if state[1].ndim == 4 else [state[1]]
         for tensor, part in zip(self.tensors, parts, strict=False):
             tensor[first : first + len(part)] = part.to(tensor.device)
 
-    def read(self, rows: Tensor, device: torch.device) -> State:
-        """Return the states of these windows, on ``device``."""
-        parts = tuple(tensor[rows].to(device) for tensor in self.tensors)
-        return parts if len(parts) == 2 else parts[0]
+    def read(self, rows: Tensor, device: torch.device, visible: int = 0) -> State:
+        """Return the states of these windows, on ``device``, with so many visible streams."""
+        whole, *seen = (tensor[rows].to(device) for tensor in self.tensors[: 1 + visible])
+        return whole if not seen else (whole, seen[0] if len(seen) == 1 else torch.stack(seen))
 
 
 def batch_windows(windows: Tensor) -> int:
@@ -82,10 +85,11 @@ def batch_windows(windows: Tensor) -> int:
     return max(1, TOKENS_PER_STEP // windows.shape[1])
 
 
-def needs_pair(layout: Layout, layer: int) -> bool:
-    """Return whether the layer reads the stream without the MLP before it, since the sync point that enters it is
-    overlapped."""
-    return layout.entering(layer) == OVERLAPPED
+def visible_streams(layout: Layout, layer: int) -> int:
+    """Return the number of streams that the layer reads instead of the complete one: one without an overlapped MLP, or
+    one of each virtual rank with its own part of a delayed one."""
+    mode = layout.entering(layer)
+    return 0 if mode == BLOCKING else (layout.sync_tp_size or 1) if mode == DELAYED else 1
 
 
 class BlockTrainer:
@@ -107,7 +111,7 @@ class BlockTrainer:
         self.blocks, self.index, self.options = teacher, index, options
         self.before, self.after = before, after
         self.trained, self.heldout = torch.arange(trained), torch.arange(trained, before.windows)
-        self.pair = needs_pair(student.layout, index)
+        self.visible = visible_streams(student.layout, index)
         self.initial = {name: tensor.clone() for name, tensor in student.weights(index).items()}
         # Weights are float32 to learn in; autocast decides the dtype of products.
         wide = {name: tensor.float().clone() for name, tensor in self.initial.items()}
@@ -120,11 +124,9 @@ class BlockTrainer:
         """Return the mean squared difference to the dense block's output on these windows."""
         device = self.blocks.device
         # float32 from here on: a block adds little to the stream, and rounding of the sum would hide it.
-        state = self.before.read(rows, device)
+        state = self.before.read(rows, device, self.visible)
         target = complete(self.after.read(rows, device))
-        entering: State = complete(state).float()
-        if self.pair and isinstance(state, tuple):
-            entering = (state[0].float(), state[1].float())
+        entering: State = (state[0].float(), state[1].float()) if isinstance(state, tuple) else state.float()
         with torch.autocast(device.type, dtype=self.blocks.dtype, enabled=self.blocks.dtype != torch.float32):
             output = complete(self.blocks.run(self.layer, entering))
         return (output - target.float()).square().mean()

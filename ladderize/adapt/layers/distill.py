@@ -3,7 +3,8 @@
 Every converted block learns the output of the dense block. Block i reads the input of the dense model's block i, and
 the loss is the mean squared difference between their outputs. So each block is trained alone: one in memory at a time,
 in any order, on any rank, and each resumes separately. An SPD block reads the dense residual stream. A ladder block
-reads the pair of streams that a ladder layer reads: the dense stream after attention i-1, and the complete one.
+reads the pair of streams that a ladder layer reads: the dense stream after attention i-1, and the complete one. In a
+delayed block each virtual rank reads the former with its own part of MLP i-1.
 """
 
 import math
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.layers.align import check_states_room
-from ladderize.adapt.layers.block_trainer import BlockTrainer, States, batch_windows, needs_pair
+from ladderize.adapt.layers.block_trainer import BlockTrainer, States, batch_windows, visible_streams
 from ladderize.adapt.layers.layer_files import LayerJob
 from ladderize.adapt.layers.options import TOKENS_PER_STEP, BlockwiseOptions
 from ladderize.blocks import Blocks, State, complete
 from ladderize.console import human_bytes
-from ladderize.layout import BLOCKING, OVERLAPPED, Layout, format_ranges
+from ladderize.layout import DELAYED, Layout, format_ranges
 
 
 def distill(job: LayerJob, options: BlockwiseOptions) -> None:
@@ -28,8 +29,8 @@ def distill(job: LayerJob, options: BlockwiseOptions) -> None:
     in ``job.files``.
     """
     teacher, student, windows, ranks = job.teacher, job.student, job.windows, job.ranks
-    pairs = any(needs_pair(student.layout, layer) for layer in student.layers)
-    states = 2 * (1 + pairs) * windows.all.numel() * int(teacher.config["hidden_size"]) * teacher.dtype.itemsize
+    visible = max((visible_streams(student.layout, layer) for layer in student.layers), default=0)
+    states = 2 * (1 + visible) * windows.all.numel() * int(teacher.config["hidden_size"]) * teacher.dtype.itemsize
     check_states_room(states, processes=ranks.local_size)
     job.console.note(
         f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {windows.train.shape[1]} tokens,"
@@ -42,7 +43,7 @@ def distill(job: LayerJob, options: BlockwiseOptions) -> None:
     mine = [layer for layer in student.layers if layer not in done][ranks.rank :: ranks.size]
     steps = options.epochs * math.ceil(len(windows.train) / batch_windows(windows.train))
     with job.console.progress("distilling", len(mine) * steps) as advance:
-        for index, before, after in teacher_pass(teacher, windows.all, mine, pairs):
+        for index, before, after in teacher_pass(teacher, windows.all, mine, student.layout):
             if index in mine:
                 trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), options)
                 weights, report = trainer.train(advance)
@@ -50,24 +51,30 @@ def distill(job: LayerJob, options: BlockwiseOptions) -> None:
 
 
 def teacher_pass(
-    blocks: Blocks, windows: Tensor, layers: Sequence[int], pairs: bool
+    blocks: Blocks, windows: Tensor, layers: Sequence[int], layout: Layout
 ) -> Iterator[tuple[int, States, States]]:
     """Run the dense model layer by layer; yields (i, states that enter block i, states that leave it).
 
     layers: the last of them ends the pass.
-    pairs: states also hold the stream without the last MLP's output.
+    layout: states also hold the streams that these layers read in it.
     Raises UserError for NaN or infinite states.
     """
-    count = blocks.num_layers
-    layout = Layout((BLOCKING,) * count, (OVERLAPPED,) * (count - 1) + (BLOCKING,)) if pairs else Layout.dense(count)
     shape = (*windows.shape, int(blocks.config["hidden_size"]))
-    before, after = (States(shape, blocks.dtype, pairs) for _ in range(2))
+    visible = max((visible_streams(layout, layer) for layer in layers), default=0)
+    before, after = (States(shape, blocks.dtype, visible) for _ in range(2))
     if layers:
         _fill(before, lambda rows: blocks.embed(windows[rows]))
     for index in range(max(layers, default=-1) + 1):
-        _run_layer(blocks, blocks.layer(index, layout), before, after)
+        _run_layer(blocks, blocks.layer(index, _mlp_alone(layout, index)), before, after)
         yield index, before, after
         before, after = after, before
+
+
+def _mlp_alone(layout: Layout, index: int) -> Layout:
+    """Return the dense layout but for the mode of the MLP sync point behind layer ``index``."""
+    mode, dense = layout.mlp_sync[index], Layout.dense(layout.num_layers)
+    mlp = (*dense.mlp_sync[:index], mode, *dense.mlp_sync[index + 1 :])
+    return Layout(dense.attention_sync, mlp, layout.sync_tp_size if mode == DELAYED else None)
 
 
 def _run_layer(blocks: Blocks, layer: torch.nn.Module, before: States, after: States) -> None:

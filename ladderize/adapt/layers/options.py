@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ladderize.adapt.methods import COMPUTE_DTYPE, CONVERTED, TRAINING_SEED, Write, check_training
 from ladderize.choices import DEVICE, REVISION, SEQ_LEN, Dtype, check_at_least, check_options, option
 from ladderize.errors import UsageError, UserError
-from ladderize.layout import DELAYED, Layout, format_ranges, parse_ranges
+from ladderize.layout import Layout, format_ranges, parse_ranges
 from ladderize.ranks.device import default_device
 
 # The paper's learning rate at LLaMA2-7B's width; a step of Adam moves a sum over twice the width twice as far.
@@ -135,12 +135,6 @@ def layers_to_rewrite(options: WindowOptions, layout: Layout) -> tuple[int, ...]
     what the dense model's is."""
     converted = tuple(layout.converted_layers)
     able = layers_to_align(layout) if isinstance(options, AlignOptions) else converted
-    behind = [layer for layer in converted if layout.entering(layer) == DELAYED]
-    if behind and not isinstance(options, AlignOptions):
-        raise UserError(
-            f"blocks are trained one by one, and layers {format_ranges(behind)} read what the MLP before them has"
-            " delayed; give --method align"
-        )
     if options.layers == CONVERTED:
         return converted
     if options.layers is None or options.layers == "all":
