@@ -28,9 +28,9 @@ READ = (  # a file, and commands that read it
     ("lora/adapter_config.json", ("merge",)),
     ("lora/adapter_model.safetensors", ("merge",)),
     ("lora/adaptation.json", ("merge",)),
-    ("s.json", ("convert by sensitivity", "sensitivity", "report of sensitivity", "plan", "plan alone")),
+    ("s.json", ("sensitivity", "report of sensitivity", "plan", "plan alone")),
     ("ids.npy", ("eval", "sensitivity", "full", "align", "blocks", "spd", "plan")),
-    ("shape-256.json", ("calibrate", "bench of a shape", "plan of a shape")),
+    ("shape-256.json", ("bench of a shape", "plan of a shape")),
     ("found/results.json", ("report",)),
     ("eval.json", ("compare", "report of results")),
     ("found/bench.json", ("report",)),
@@ -56,7 +56,6 @@ def arguments_of(name: str, place: Path, out: Path) -> list[object]:
     dense = place / "dense"
     others: dict[str, list[object]] = {
         "inspect": ["inspect", place / "spd"],
-        "convert by sensitivity": ["convert", dense, out, "--spd", "auto", "--sensitivity", place / "s.json"],
         "convert by recipe": ["convert", dense, out, "--recipe", place / "recipe.yaml"],
         "plan alone": ["plan", dense, "--hardware", "a100-80gb", "--link", "nvlink", "--tp-size", 2, "--sensitivity",
                        place / "s.json", "--max-ppl-increase", "50%", "--sync-tp-size", 2, "--prompt-len", 8,
@@ -82,9 +81,7 @@ def arguments_of(name: str, place: Path, out: Path) -> list[object]:
 def suffix_of(name: str) -> str:
     if name in COMMANDS:
         return COMMANDS[name].suffix
-    return {"report of results": ".html", "report of sensitivity": ".html"}.get(
-        name, ".json" if name.startswith("calibrate") else ""
-    )
+    return {"report of results": ".html", "report of sensitivity": ".html"}.get(name, "")
 
 
 def damage(draw: random.Random, path: Path) -> None:
