@@ -81,12 +81,11 @@ class Interconnect(Record):
     calibrated: measured on this link itself, by ``ladderize calibrate``.
     nvlink_gb_s: of the NVLink that it was measured over, in one direction; None of other links, and where it is
     unknown.
-    medium: the wires, over which there are other all-reduces, too.
+    medium: the wires.
     groups_of, outer: this link joins groups of so many ranks, and ``outer`` joins the groups.
-    vllm_ranks: the numbers of ranks for which vLLM takes this one.
     """
 
-    LEFT_OUT: ClassVar = ("medium", "vllm_ranks", "groups_of", "outer")
+    LEFT_OUT: ClassVar = ("medium", "groups_of", "outer")
 
     name: str
     rows: list[InterconnectRow]
@@ -97,7 +96,6 @@ class Interconnect(Record):
     any_ranks: Link | None = None
     nvlink_gb_s: float | None = None
     medium: str | None = None
-    vllm_ranks: list[int] | None = None
     groups_of: int | None = None
     outer: "Interconnect | None" = None
 
@@ -303,13 +301,6 @@ def known_interconnects() -> dict[str, Interconnect]:
     return interconnects
 
 
-def other_all_reduces(link: Interconnect, ranks: int) -> list[Interconnect]:
-    """Return the all-reduces over the same wires that were timed with so many ranks."""
-    known = known_interconnects().values() if link.medium is not None else ()
-    alike = [one for one in known if one.medium == link.medium and one.name != link.name]
-    return [one for one in alike if any(row.ranks == ranks for row in one.rows)]
-
-
 def _of_table(name: str, published: list[dict[str, str]]) -> Interconnect:
     """Return the link of the lines of links.csv that have this name, ascending by ranks."""
     rows = []
@@ -325,7 +316,6 @@ def _of_table(name: str, published: list[dict[str, str]]) -> Interconnect:
         False,
         "; ".join(dict.fromkeys(one["source"] for one in published)),
         medium=published[0]["medium"],
-        vllm_ranks=[int(one["ranks"]) for one in published if one["vllm"] == "yes"],
     )
 
 
