@@ -31,7 +31,8 @@ NATS = np.array([0, 1.0, 0.5, 0.4, 1.3])  # of the kinds, about, next to each ot
 
 def random_parts(layers):
     seconds = np.random.uniform(0.2, 1, 10) * 1e-4
-    return PassParts(layers, *seconds[:6], seconds[6], 4096, 0.0, seconds[7], 0.3 * seconds[8], 0.0)
+    groups = (0.0, seconds[6], 0.0)  # of one rank each
+    return PassParts(layers, *seconds[:6], seconds[6], 4096, 0.0, seconds[7], 0.3 * seconds[8], *groups)
 
 
 def random_tables(layers, *, offered=1.0, sync_tp_size=2):
