@@ -63,6 +63,12 @@ class EvalModel(ABC):
             **measured,
         )
 
+    @property
+    def begins_with_bos(self) -> bool:
+        """True if its tokenizer puts a BOS token in front of texts."""
+        tokenizer = self.tokenizer
+        return tokenizer is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
     @abstractmethod
     def score(self, windows: list[np.ndarray], *, advance: Callable[[int], None], **how: Any) -> list[WindowScore]:
         """Score windows, on all ranks alike.

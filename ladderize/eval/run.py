@@ -81,10 +81,15 @@ def evaluate(
             # rank 0 downloads first, and the others use its cache
             with console.stage("reading the tasks of lm-eval"), console.contained(), ranks.main_first():
                 manager = open_tasks(options)
+        begins: list[bool] = []  # with BOS
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
                 model = engine(name, folder, options) if engine else HFModel(name, folder, options, ranks)
             with contextlib.closing(model):
+                begins.append(model.begins_with_bos)
+                if options.tasks and begins[-1] != begins[0]:
+                    both = f"{names[0]} and {name}"
+                    console.warn(f"of the tokenizers of {both} only one begins texts with BOS, which changes answers")
                 described = model.described
                 if options.perplexity is not None:
                     perplexity, predictions = baseline.score_text(model, options, console)
