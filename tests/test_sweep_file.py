@@ -148,7 +148,7 @@ REFUSED = {
     "nothing to evaluate": ({"eval": {"batch_size": 3}}, "eval: nothing to evaluate"),
     "a long prompt": ({"bench": [{"prompt_len": 99}]}, r"bench\[0\].*over the model's 64 positions"),
     "ranks that a layout does not run on": (
-        {"bench": [{**FAST, "tp_size": 4}]},
+        {"bench": [{"train": True, "tp_size": 4, "prompt_len": 8}]},
         r"bench\[0\] cannot time half: .*does not divide the 2 virtual ranks",
     ),
     "a number for a file": ({"eval": {"perplexity": 0.5}}, "/0.5 does not exist"),
