@@ -147,9 +147,9 @@ REFUSED = {
     "data to train on": ({"adapt": [{**FULL, "data": "nowhere.npy"}]}, "nowhere.npy names nothing that exists"),
     "nothing to evaluate": ({"eval": {"batch_size": 3}}, "eval: nothing to evaluate"),
     "a long prompt": ({"bench": [{"prompt_len": 99}]}, r"bench\[0\].*over the model's 64 positions"),
-    "ranks that a layout does not run on": (
-        {"bench": [{"train": True, "tp_size": 4, "prompt_len": 8}]},
-        r"bench\[0\] cannot time half: .*does not divide the 2 virtual ranks",
+    "ranks that a model does not run on": (
+        {"bench": [{**FAST, "tp_size": 3}]},
+        r"bench\[0\]: --tp-size 3 does not divide the 8 attention heads",
     ),
     "a number for a file": ({"eval": {"perplexity": 0.5}}, "/0.5 does not exist"),
     "nothing to measure": ({"eval": None, "bench": None}, "neither eval nor bench"),

@@ -143,7 +143,7 @@ class Planner:
             for one in layouts:
                 if setting.times(one.name):
                     with errors_begin_with(f"{setting.where} cannot time {one.label}"):
-                        check_runnable(config, one.layout, made.ranks, name=made.ranks_option, in_groups=not made.train)
+                        check_runnable(config, one.layout, made.ranks, name=made.ranks_option, in_groups=True)
         return cls(spec, builder, SweepLayout(None, DENSE, dense), layouts, root)
 
     def plan(self, status: StatusOf) -> SweepPlan:
