@@ -7,6 +7,7 @@ backward. What is drawn is a run of the runtime's own code (docs/timeline.py).
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib as mpl
@@ -17,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from timeline import FORWARD, INPUT, WEIGHT, Message, Span, Timeline, record
 
-from ladderize.layout import Layout
+from ladderize.layout import APART, Layout
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 
 REDUCE, EXPOSED, TEXT, FAINT = "#e9a23b", "#c8443a", "#222222", "#777777"
@@ -48,11 +49,9 @@ class Picture:
     width: float
 
 
-def layout(*, ladder: bool = False, spd: bool = False) -> Layout:
-    every = range(LAYERS)
-    return Layout.from_layers(
-        LAYERS, ladder=every if ladder else (), spd=every if spd else (), sync_tp_size=2 if spd else None
-    )
+def layout(*names: str) -> Layout:
+    ranks = 2 if {*names} & {"delayed", "spd"} else None
+    return Layout.from_layers(LAYERS, **dict.fromkeys(names, range(LAYERS)), sync_tp_size=ranks)
 
 
 def domino(columns: int = 1) -> Schedule:
@@ -66,13 +65,22 @@ LAYOUTS = Picture(
         Row(
             "ladder",
             "each all-reduce runs under the next sub-module; what is longer than that, and the last, is waited for",
-            layout(ladder=True),
+            layout("ladder"),
         ),
-        Row("spd", "no all-reduce after attention; its partial travels with the MLP's", layout(spd=True)),
+        Row(
+            "delayed",
+            "the same, but each sub-module reads the rank's own part (arrow); the other ranks' parts come late",
+            layout("delayed"),
+        ),
+        Row(
+            "spd",
+            "no all-reduce after attention: the MLP reads the rank's own part, which travels on with the MLP's",
+            layout("spd"),
+        ),
         Row(
             "spd + ladder",
             "one all-reduce per layer, hidden under the next attention",
-            layout(ladder=True, spd=True),
+            layout("ladder", "spd"),
         ),
     ),
     backward=False,
@@ -89,8 +97,8 @@ DOMINO = Picture(
             layout(),
             domino(columns=2),
         ),
-        Row("ladder + domino", "the next sub-module hides it, and the other half", layout(ladder=True), domino()),
-        Row("spd + domino", "half as many all-reduces, each with a layer to hide it", layout(spd=True), domino()),
+        Row("ladder + domino", "the next sub-module hides it, and the other half", layout("ladder"), domino()),
+        Row("spd + domino", "half as many all-reduces, each with a layer to hide it", layout("spd"), domino()),
     ),
     backward=True,
     width=15,
@@ -120,6 +128,12 @@ def draw(axis: Axes, row: Row, timeline: Timeline, end: float, inches: float) ->
         axis.add_patch(box)
         long = span.label.replace("A", "Attn ").replace("M", "MLP ")
         write(span.start, span.end, 1.39, (long, 9), (long, 8), (span.label, 9), (span.label, 7), (span.label, 6))
+    if row.schedule == SEQUENTIAL and timeline.now == timeline.turned:
+        modes = [mode for both in zip(row.layout.attention_sync, row.layout.mlp_sync, strict=True) for mode in both]
+        for mode, (span, after) in zip(modes[:-1], pairwise(timeline.spans), strict=True):
+            if mode in APART:
+                arrow = {"arrowstyle": "->", "connectionstyle": "arc3,rad=-0.35", "color": TEXT}
+                axis.annotate("", (after.start + 0.25, 1.83), (span.end - 0.25, 1.83), arrowprops=arrow)
     for message in timeline.messages:
         place, width = (message.start + GAP, 0.1), message.end - message.start - 2 * GAP
         axis.add_patch(Rectangle(place, width, 0.6, color=REDUCE, linewidth=0, gid=name(row, message)))
