@@ -147,7 +147,7 @@ class Layout:
         hiding = dict.fromkeys(ladder, OVERLAPPED)
         delayed, dropped = set(delayed), set(spd)
         if both := delayed & hiding.keys():
-            raise LayoutError(f"layers {format_ranges(both)} are ladder and delayed, which exclude each other")
+            raise LayoutError(f"ladder and delayed exclude each other, and both name {format_ranges(both)}")
         hiding |= dict.fromkeys(delayed, DELAYED)
         attention = (DROPPED if i in dropped else hiding.get(i, BLOCKING) for i in range(num_layers))
         mlp = (hiding.get(i + 1, BLOCKING) for i in range(num_layers))

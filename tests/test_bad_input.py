@@ -229,6 +229,8 @@ def test_index_that_leads_astray(tmp_path, entry, message):
         (["--ladder", "two"], 2, "is not a range"),
         (["--spd", "all", "--sync-tp-size", "3"], 1, "3 does not divide the 8 attention heads; this model takes 1, 2"),
         (["--spd", "all"], 2, "needs --sync-tp-size"),
+        (["--delayed", "all"], 2, "needs --sync-tp-size"),
+        (["--delayed", "1:", "--ladder", "2", "--sync-tp-size", "4"], 1, "exclude each other, and both name 2"),
         (["--sync-tp-size", "4"], 2, "no effect without --delayed or --spd"),
         (["--ladder", "2:", "--sync-tp-size", "4"], 2, "no effect without --delayed or --spd"),
         (["--dense", "--ladder", "2:"], 2, "does not go with"),
