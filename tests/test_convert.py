@@ -416,10 +416,10 @@ def test_inspect_shows_the_tp_sizes_that_run(tmp_path):
         assert (report["num_attention_heads"], report["num_key_value_heads"]) == (heads, kv_heads)
         assert report["tp_sizes"] == expected
         config = read_config(tmp_path / name)
-        for ranks in range(1, heads + 1):  # bench and generate say the same
+        for ranks in range(1, heads + 1):  # vLLM and training say the same
             with contextlib.nullcontext() if ranks in expected else pytest.raises(LayoutError):
                 check_runnable(config, Layout.from_config(config), ranks)
-        shown = f"heads       {heads}, KV heads {kv_heads}; TP sizes {', '.join(map(str, expected))}\n"
+        shown = f"heads       {heads}, KV heads {kv_heads}; TP sizes {', '.join(map(str, expected))}"
         assert shown in invoke("inspect", tmp_path / name).stdout
 
 

@@ -34,6 +34,8 @@ def inspect(given: GivenOptions) -> None:
     console.result(f"layout      {report.layout}")
     console.result(f"parameters  {report.parameters:,} stored as {report.dtype}")
     sizes = ", ".join(map(str, report.tp_sizes))
+    if report.sync_tp_size is not None:
+        sizes += f"; in groups, on ladderize's runtime, multiples of {report.sync_tp_size}"
     console.result(f"heads       {report.num_attention_heads}, KV heads {report.num_key_value_heads}; TP sizes {sizes}")
     if report.quantisation is not None:
         console.prose(f"quantised   {report.quantisation}", indent=12)
