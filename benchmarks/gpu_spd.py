@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from ladderize.adapt.layers.align import align
+from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
-from ladderize.adapt.layers.head_grouping import group_heads
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.layout_scores import ConvertedLayouts
 from ladderize.adapt.layers.options import BlockwiseOptions
@@ -134,10 +134,9 @@ def main() -> None:
         results["float32"] = {"sensitivity": table, "aligned_weights": weights}
         sweep(blocks, ids[:2], results)
         save()
-        heads = windows.train.numpy()
-        measured("head grouping", lambda: group_heads(blocks, layers, RANKS, heads), results, device)
+        every, both = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS), ("heads", "neurons")
+        measured("assignment", lambda: assign_layers(blocks, every, both, windows), results, device)
         save()
-        every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
         student = StudentBlocks(every, tuple(layers), blocks.weights)
         alignment, distillation = (job_of(blocks, student, windows, Path(folder) / name) for name in ("align", "work"))
         measured("alignment", lambda: align(alignment, ridges=(1e-2,)), results, device)

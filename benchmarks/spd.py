@@ -1,4 +1,4 @@
-"""Sync-Point Drop measured: the trained fixtures as tables, and the paper's ablation of head grouping as a picture.
+"""Sync-Point Drop measured: the trained fixtures as tables, and the paper's ablation of who shares a rank as a picture.
 
     python benchmarks/spd.py table MODEL --data FILE --heldout FILE [--ranks 4,2] [--samples N] [--out FILE]
     python benchmarks/spd.py train FOLDER --data FILE             # a small MHA model, whose heads may go to any rank
@@ -6,8 +6,8 @@
         [--out FILE]
 
 ``table`` runs `ladderize spd` on all blocks and scores the checkpoint on data that nothing was chosen or trained by.
-``ablation`` compares zero-shot, distillation alone, and distillation after head grouping by the paper's criterion and
-by ours, at 25, 50, 75 and 100 % of blocks. Every block is distilled alone, so each is trained once per grouping and
+``ablation`` compares zero-shot, distillation alone, and distillation after heads, and heads and neurons, were assigned
+to ranks, at 25, 50, 75 and 100 % of blocks. Every block is distilled alone, so each is trained once per assignment and
 seed, and each fraction is put together.
 """
 
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
+from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
-from ladderize.adapt.layers.head_grouping import group_heads, permuted_weights
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions, SpdOptions
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
@@ -160,15 +160,11 @@ def ablation(args: argparse.Namespace) -> dict:
         measured = measure_sensitivity(args.model, asked, drawn=(calibration, ""), console=Console())
         ascending = [cost.layer for cost in sorted(measured.costs, key=lambda cost: cost.sensitivity)]
         chosen = {fraction: ascending[: round(fraction * count)] for fraction in FRACTIONS}
-        for criterion in ("none", "paper", "error"):
-            head_map = (
-                None
-                if criterion == "none"
-                else group_heads(blocks, layers, ranks, calibration, criterion=criterion, seed=seed)
-            )
-            untrained = {
-                layer: permuted_weights(blocks, head_map.orders if head_map else {}, layer) for layer in layers
-            }
+        for assigned in ("none", "heads", "heads,neurons"):
+            untrained = {layer: blocks.weights(layer) for layer in layers}
+            if assigned != "none":
+                made = assign_layers(blocks, every, assigned.split(","), windows, seed=seed)
+                untrained = {layer: made.permuted(layer, own, blocks.config) for layer, own in untrained.items()}
             with tempfile.TemporaryDirectory() as folder:
                 work, begin = LayerFiles(Path(folder)), time.perf_counter()
                 student = StudentBlocks(every, tuple(layers), untrained.__getitem__)
@@ -190,7 +186,7 @@ def ablation(args: argparse.Namespace) -> dict:
                     rows.append(
                         {
                             "seed": seed,
-                            "grouping": criterion,
+                            "assigned": assigned,
                             "distilled": distilled,
                             "fraction": fraction,
                             "dropped": dropped,
@@ -198,11 +194,11 @@ def ablation(args: argparse.Namespace) -> dict:
                         }
                     )
             print(
-                f"seed {seed}, grouping {criterion}: "
+                f"seed {seed}, assigned {assigned}: "
                 + ", ".join(
                     f"{row['fraction']:.0%} {'distilled' if row['distilled'] else 'zero-shot'} {row['perplexity']:.3f}"
                     for row in rows
-                    if row["seed"] == seed and row["grouping"] == criterion
+                    if row["seed"] == seed and row["assigned"] == assigned
                 )
                 + f" ({seconds:.0f} s)",
                 flush=True,
@@ -223,8 +219,8 @@ def ablation(args: argparse.Namespace) -> dict:
 LINES = {
     ("none", False): ("zero-shot", "#888888", "o"),
     ("none", True): ("distillation", "#dd8452", "s"),
-    ("paper", True): ("paper's grouping + distillation", "#4c72b0", "^"),
-    ("error", True): ("grouping by error + distillation", "#55a868", "v"),
+    ("heads", True): ("heads assigned + distillation", "#4c72b0", "^"),
+    ("heads,neurons", True): ("heads and neurons assigned + distillation", "#55a868", "v"),
 }
 
 
@@ -241,7 +237,7 @@ def draw(document: dict, stem: Path) -> None:
                 [
                     row["perplexity"]
                     for row in document["rows"]
-                    if (row["grouping"], row["distilled"], row["fraction"]) == (*key, fraction)
+                    if (row["assigned"], row["distilled"], row["fraction"]) == (*key, fraction)
                 ]
                 for fraction in FRACTIONS
             ]

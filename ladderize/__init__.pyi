@@ -1,7 +1,9 @@
 """The public API: where each name of ``import ladderize`` comes from. ``__init__.py`` reads it; so do type checkers."""
 
+from ladderize.adapt.layers.assign import assign_ranks as assign_ranks
 from ladderize.adapt.layers.document import LayersDocument as LayersDocument
 from ladderize.adapt.layers.options import AlignOptions as AlignOptions
+from ladderize.adapt.layers.options import AssignOptions as AssignOptions
 from ladderize.adapt.layers.options import BlockwiseOptions as BlockwiseOptions
 from ladderize.adapt.layers.options import SpdOptions as SpdOptions
 from ladderize.adapt.layers.rewrite import adapt_layers as adapt_layers
@@ -18,6 +20,7 @@ from ladderize.convert.inspection import InspectionReport as InspectionReport
 from ladderize.convert.inspection import inspect_checkpoint as inspect_checkpoint
 from ladderize.convert.pipeline import ConversionReport as ConversionReport
 from ladderize.convert.pipeline import convert_checkpoint as convert_checkpoint
+from ladderize.convert.plan import Changes as Changes
 from ladderize.convert.recipe import Recipe as Recipe
 from ladderize.convert.recipe import read_recipe as read_recipe
 from ladderize.convert.sensitivity_file import SensitivityDocument as SensitivityDocument

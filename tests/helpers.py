@@ -196,6 +196,12 @@ def random_ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, SHAPE["vocab_size"], shape)
 
 
+def random_ranks(ranks: int, neurons: int = SHAPE["intermediate_size"]) -> tuple[int, ...]:
+    """A rank for each neuron, as many on each; not those of the order in which neurons lie."""
+    found = (torch.randperm(neurons) % ranks).tolist()
+    return tuple(found) if ranks == 1 or found != sorted(found) else random_ranks(ranks, neurons)
+
+
 def clearly_chosen(
     model: torch.nn.Module, prompt: list[int], new: list[int], sampling: Sampling | None = None, row: int = 0
 ) -> bool:

@@ -11,13 +11,12 @@ from torch.nn.functional import linear
 from ladderize.adapt.layers.align import RIDGES, LayerReport, align
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.options import AlignOptions, layers_to_rewrite
-from ladderize.adapt.layers.rewrite import heads_of
 from ladderize.adapt.layers.ridge import RankRows, affine, refit
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, to_json
-from ladderize.convert.heads import HeadMap, permute_heads
+from ladderize.convert.assignment import RankAssignment, assignment_of
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
@@ -168,25 +167,24 @@ def test_the_slow_models_are_transformers(tmp_path, name, model_type):
 
 
 @pytest.mark.parametrize("extra", [{}, BIASES], ids=["plain", "biases"])
-def test_heads_in_another_order_are_aligned_alike(tmp_path, extra):
-    """The dense model's heads are put in the student's order; where no sum is dropped the order changes nothing."""
+def test_an_assigned_model_is_aligned_alike(tmp_path, extra):
+    """The dense model is put in the student's order; where no rank reads apart the order changes nothing."""
     heads, kv_heads = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
     dense, plain = pair(tmp_path, "ladder all", **extra)
-    groups = torch.arange(heads).view(kv_heads, -1)
-    orders = {
-        layer: tuple(groups[torch.randperm(kv_heads)].flip(1).flatten().tolist())
-        for layer in range(SHAPE["num_hidden_layers"])
-    }
-    head_map = HeadMap(4, orders, fingerprint(open_checkpoint(str(dense))))
-    (tmp_path / "map.json").write_text(to_json(head_map.to_dict()))
-    recipe = Recipe(ladder="all", head_map=str(tmp_path / "map.json"))
+    groups, layers = torch.arange(heads).view(kv_heads, -1), range(SHAPE["num_hidden_layers"])
+    orders = {layer: tuple(groups[torch.randperm(kv_heads)].flip(1).flatten().tolist()) for layer in layers}
+    ranks = {layer: tuple((torch.randperm(SHAPE["intermediate_size"]) % 4).tolist()) for layer in layers}
+    found = RankAssignment(4, fingerprint(open_checkpoint(str(dense))), orders, ranks)
+    (tmp_path / "assignment.json").write_text(to_json(found.to_dict()))
+    recipe = Recipe(ladder="all", assignment=str(tmp_path / "assignment.json"))
     convert_checkpoint(str(dense), tmp_path / "mapped", recipe, verify=False)
     mapped = tmp_path / "mapped"
-    assert heads_of(open_checkpoint(str(mapped))) == orders
-    assert heads_of(open_checkpoint(str(plain))) == {}
+    assert assignment_of(open_checkpoint(str(mapped))) == found
+    assert assignment_of(open_checkpoint(str(plain))) is None
 
     def moved(layer):
-        return permute_heads(blocks_of(dense).weights(layer), orders[layer], heads, kv_heads)
+        blocks = blocks_of(dense)
+        return found.permuted(layer, blocks.weights(layer), blocks.config)
 
     ids, _ = clear_windows((dense, plain))
     one = solve((dense, plain), tmp_path / "one", ids)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ladderize.checkpoint.config import check_config, expected_tensors, head_dim, kv_head_count
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.convert.heads import HeadMap
+from ladderize.convert.assignment import RankAssignment
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
@@ -30,6 +30,7 @@ from tests.helpers import (
     make_model,
     one_sentence,
     random_ids,
+    random_ranks,
     save_llama,
     training_command,
 )
@@ -235,12 +236,12 @@ def test_commands_that_measure(place, tmp_path):
     assert math.log(perplexity) == pytest.approx(json.loads(table.read_text())["dense_nll"], rel=1e-5)
 
 
-def test_heads_in_another_order(place, tmp_path):
+def test_heads_and_neurons_on_other_ranks(place, tmp_path):
     """The dense model is the same; biases and projections move along, norms of heads do not."""
-    order = (2, 3, 7, 6, 0, 1, 5, 4)
-    found = HeadMap(2, {0: order, 2: order}, fingerprint(read_checkpoint(place / "dense")))
+    order, ranks = (2, 3, 7, 6, 0, 1, 5, 4), {layer: random_ranks(2) for layer in (0, 2)}
+    found = RankAssignment(2, fingerprint(read_checkpoint(place / "dense")), {0: order, 2: order}, ranks)
     recipe = Recipe(spd="0,2", sync_tp_size=2)
-    convert_checkpoint(place / "dense", tmp_path / "out", recipe, Changes(head_map=found), verify=False)
+    convert_checkpoint(place / "dense", tmp_path / "out", recipe, Changes(assignment=found), verify=False)
     convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
     ids = random_ids(1, 12)
     with torch.no_grad():

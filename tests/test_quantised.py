@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from ladderize import convert_checkpoint, load
 from ladderize.checkpoint.tensors import locate_tensors
-from ladderize.convert.heads import HeadMap
+from ladderize.convert.assignment import RankAssignment
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from tests.helpers import FAMILIES, edit_json, edit_tensors, invoke, listing, random_ids, save_llama
+from tests.helpers import FAMILIES, edit_json, edit_tensors, invoke, listing, one_sentence, random_ids, save_llama
 from tests.oracle import Oracle
 from tests.quantised import FORMATS, SIZES, dequantised, save_quantised
 
@@ -305,8 +305,12 @@ def test_weights_stay_as_they_are(sources, tmp_path):
     assert "quantised weights pass through a conversion as they are, so --dtype bfloat16" in " ".join(
         outcome.stderr.split()
     )
-    others = Changes(head_map=HeadMap(2, {0: (1, 0, 3, 2, 5, 4, 7, 6)}, "of another model"))
-    with pytest.raises(UserError, match="so heads cannot be reordered"):
+    np.save(tmp_path / "ids.npy", random_ids(4, 16).numpy())
+    assigning = ("--spd", "all", "--sync-tp-size", "2", "--assign", "heads", "--data", tmp_path / "ids.npy")
+    assert "are quantised" in one_sentence(invoke("convert", source, tmp_path / "out", *assigning))
+    (tmp_path / "ids.npy").unlink()
+    others = Changes(assignment=RankAssignment(2, "of another model", {0: (1, 0, 3, 2, 5, 4, 7, 6)}))
+    with pytest.raises(UserError, match="so heads and neurons cannot move"):
         convert_checkpoint(source, tmp_path / "out", BOTH, others)
     others = Changes(replace=locate_tensors(source / "model.safetensors"))
     with pytest.raises(UserError, match="so tensors cannot be replaced"):

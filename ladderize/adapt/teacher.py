@@ -11,6 +11,7 @@ from torch import Tensor
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import dense_function, read_tensor
+from ladderize.convert.assignment import assignment_of
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 
@@ -38,11 +39,12 @@ def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_nam
 def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:
     """Raise UserError where the weights of a pair (``check_pair``) are unrelated.
 
-    Compared are the middle rows of the embedding, and of an MLP of the first unconverted layer, in which a head order
-    moves nothing.
+    Compared are the middle rows of the embedding, and of an MLP of the first layer that is not converted and lies in
+    the dense model's order.
     """
-    layout = Layout.from_config(student.config)
-    same = sorted(set(range(layout.num_layers)) - set(layout.converted_layers))
+    layout, assignment = Layout.from_config(student.config), assignment_of(student)
+    moved = assignment.neurons if assignment is not None else ()
+    same = sorted(set(range(layout.num_layers)) - {*layout.converted_layers, *moved})
     for name in ["model.embed_tokens.weight", *(f"model.layers.{layer}.mlp.up_proj.weight" for layer in same[:1])]:
         ours, theirs = (middle_rows(checkpoint, name) for checkpoint in (student, teacher))
         if float((ours - theirs).norm()) > RELATED * float(theirs.norm()):

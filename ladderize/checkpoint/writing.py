@@ -1,7 +1,7 @@
 """Writes a checkpoint's folder, whole or not at all.
 
 A weight file that does not change is linked or copied. Others are written some rows of a tensor at a time, with another
-dtype, head order or values.
+dtype, order of heads and neurons, or values.
 """
 
 import json
@@ -223,6 +223,7 @@ def _parts(entry: Entry, folder: Path) -> "Iterator[Tensor]":
     blocks = move.order if move is not None and move.axis == 0 else (0,)
     rows, width = shape[0] // len(blocks), info.nbytes // shape[0]
     step = max(1, READ_AT_ONCE // width)
+    columns = torch.tensor(move.order) if move is not None and move.axis == 1 else None
     buffer = bytearray(min(step, rows) * width)
     with open_regular(folder / info.file) as file:
         for block in blocks:
@@ -233,8 +234,8 @@ def _parts(entry: Entry, folder: Path) -> "Iterator[Tensor]":
                     raise shorter(folder / info.file)
                 values = torch.frombuffer(buffer, dtype=torch_dtype(info.dtype))
                 part = values[: count * values.numel() * width // len(buffer)].view(count, *shape[1:])
-                if move is not None and move.axis == 1:
-                    part = part.unflatten(1, (len(move.order), -1))[:, list(move.order)].flatten(1)
+                if columns is not None:
+                    part = part.unflatten(1, (len(columns), -1))[:, columns].flatten(1)
                 yield part
 
 

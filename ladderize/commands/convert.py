@@ -1,11 +1,14 @@
 """``convert``."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ladderize.adapt.layers.options import AssignOptions
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, flag, option
 from ladderize.commands.builder import LAYOUT, MODELS, OUTPUT, GivenOptions, command, names_of
+from ladderize.commands.shared import LOADING, start_on
 from ladderize.console import Console, human_bytes
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UsageError, UserError
@@ -13,6 +16,7 @@ from ladderize.layout import RangeSyntaxError, format_ranges
 
 if TYPE_CHECKING:
     from ladderize.convert.pipeline import ConversionReport
+    from ladderize.convert.plan import Changes
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,12 @@ class ConvertArguments:
 
 @command(
     ConvertArguments,
+    AssignOptions,
     Recipe,
     panels={
         LAYOUT: "ladder delayed spd sync_tp_size dense recipe",
-        "Weights": "head_map dtype copy",
+        "Who shares a rank": "assign data device assignment",
+        "Weights": "dtype copy",
         OUTPUT: "dry_run overwrite no_verify json",
         MODELS: "revision",
     },
@@ -44,26 +50,22 @@ class ConvertArguments:
 def convert(given: GivenOptions) -> None:
     """Convert a checkpoint to a layout of overlapped, delayed and dropped all-reduces.
 
-    Weights keep their values, except with --dtype. --head-map changes the order of heads.
+    Weights keep their values, except with --dtype. --assign and --assignment change the order of heads and neurons,
+    which changes nothing in a dense model.
     """
     from ladderize.convert.pipeline import convert_checkpoint
 
-    own = given.fill(ConvertArguments)
+    own, assigning = given.fill(ConvertArguments), given.fill(AssignOptions)
     src, out, recipe, dry_run = own.src, own.out, own.recipe, own.dry_run
     asked = asked_recipe(given)
+    if assigning.assign and asked.assignment is not None:
+        raise UsageError("--assign computes what --assignment reads from a file; give one of them")
     console = Console(own.as_json)
+    how: dict[str, Any] = {"revision": own.revision, "copy": own.copy, "overwrite": own.overwrite}
+    how |= {"dry_run": dry_run, "verify": own.verify, "console": console}
     try:
-        report = convert_checkpoint(
-            src,
-            out,
-            asked,
-            revision=own.revision,
-            copy=own.copy,
-            overwrite=own.overwrite,
-            dry_run=dry_run,
-            verify=own.verify,
-            console=console,
-        )
+        changes = assigned(src, out, asked, assigning, how) if assigning.assign else None
+        report = convert_checkpoint(src, out, asked, changes, **how)
     except RangeSyntaxError as error:
         if recipe is None:
             raise
@@ -78,8 +80,9 @@ def convert(given: GivenOptions) -> None:
     console.result(
         f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {_weights_in_words(report)}"
     )
-    if report.permuted_layers:
-        console.result(f"heads    reordered in layers {format_ranges(report.permuted_layers)}")
+    for what, layers in {"heads": report.moved_heads, "neurons": report.moved_neurons}.items():
+        if layers:
+            console.result(f"{what:<8} reordered in layers {format_ranges(layers)}")
     if dry_run:
         files = [*report.weight_files, *report.carried_over, *report.extra_files]
         files.append("config.json, README.md, ladderize.yaml and the model code")
@@ -87,6 +90,27 @@ def convert(given: GivenOptions) -> None:
     if report.not_carried_over:
         console.result(f"skipped  {', '.join(report.not_carried_over)} (not carried over)")
     console.result(f"{'would write' if dry_run else 'wrote'} {out}")
+
+
+def assigned(src: str, out: str, asked: Recipe, options: AssignOptions, how: Mapping[str, Any]) -> "Changes":
+    """Return the changes that an assignment makes; with --dry-run none, since nothing is computed.
+
+    how: the options of the conversion, which is planned first: its faults are told before the work.
+    """
+    console = how["console"]
+    with console.stage(LOADING):
+        device = start_on(options.device, None)
+        from ladderize.adapt.layers.assign import apart_layers, assign_ranks, assignable
+        from ladderize.convert.pipeline import convert_checkpoint
+        from ladderize.convert.plan import Changes
+
+    convert_checkpoint(src, out, asked, **{**how, "dry_run": True})
+    if how["dry_run"]:
+        _, layout = assignable(src, asked, how["revision"])
+        console.note(f"would assign {' and '.join(options.assign)} in layers {format_ranges(apart_layers(layout))}")
+        return Changes()
+    options = replace(options, device=device)
+    return Changes(assignment=assign_ranks(src, asked, options, revision=how["revision"], console=console))
 
 
 def asked_recipe(given: GivenOptions) -> Recipe:

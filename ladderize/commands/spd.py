@@ -36,7 +36,7 @@ class SpdArguments:
     panels={
         LAYOUT: "sync_tp_size spd_fraction",
         DATA: "data samples heldout seq_len seed",
-        METHOD: "repair head_grouping",
+        METHOD: "repair assign",
         OPTIMISATION: "epochs lr",
         MEMORY: "dtype device threads",
         OUTPUT: "overwrite no_verify json",
@@ -44,7 +44,7 @@ class SpdArguments:
     },
 )
 def spd(given: GivenOptions) -> None:
-    """Sync-Point Drop in one command: measure sensitivity, drop, regroup heads, and repair."""
+    """Sync-Point Drop in one command: measure sensitivity, drop, assign heads and neurons to ranks, and repair."""
     own = given.fill(SpdArguments)
     console = Console(own.as_json)
     if given.params["repair"] == "align":

@@ -84,11 +84,9 @@ def _layout(layout: Layout) -> str:
 def _changes(plan: Plan) -> Iterator[str]:
     """Yield paragraphs on weights that differ from the source's (apart from their dtype), the quantisation, and
     warnings."""
-    if permuted := plan.changes.permuted_layers:
-        yield (
-            f"**Heads.** The attention heads of layers {format_ranges(permuted)} are in another order, which makes no"
-            " difference to a dense model."
-        )
+    moved = [f"{what} of layers {format_ranges(own)}" for what, own in plan.changes.moved.items() if own]
+    if moved:
+        yield f"**Order.** The {' and the '.join(moved)} lie in another order, which changes nothing in a dense model."
     if replaced := len(plan.changes.replace):
         yield f"**Weights.** {replaced} tensors have other values than the source's; `ladderize.yaml` names them."
     if plan.quantisation is not None:

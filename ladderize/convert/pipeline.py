@@ -48,7 +48,8 @@ class ConversionReport(Record):
     weight_bytes: int
     weight_files: list[str]
     weight_files_rewritten: list[str]
-    permuted_layers: list[int]
+    moved_heads: list[int]
+    moved_neurons: list[int]
     replaced_tensors: list[str]
     extra_files: list[str]
     carried_over: list[str]
@@ -164,7 +165,8 @@ def report_of(plan: Plan) -> ConversionReport:
         weight_bytes=plan.weight_bytes,
         weight_files=[shard.file for shard in plan.shards],
         weight_files_rewritten=[shard.file for shard in plan.shards if shard.rewritten],
-        permuted_layers=plan.changes.permuted_layers,
+        moved_heads=plan.changes.moved.get("heads", []),
+        moved_neurons=plan.changes.moved.get("neurons", []),
         replaced_tensors=sorted(plan.changes.replace),
         extra_files=sorted(plan.changes.extra_files),
         carried_over=plan.carried,

@@ -27,7 +27,7 @@ from ladderize.checkpoint.reading import (
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.checkpoint.writing import Shard, plan_shards
 from ladderize.console import to_json
-from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
+from ladderize.convert.assignment import ASSIGNMENT, RankAssignment, read_assignment
 from ladderize.convert.inspection import read_retrainings
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
@@ -48,24 +48,25 @@ FOREIGN = (*OTHER_WEIGHTS, ".safetensors", ".npz", ".index.json", ".py", ".pyc",
 class Changes:
     """The changes besides the layout, with what is recorded about them; by default there are none.
 
-    head_map: the order that heads are stored in, instead of the recipe's.
-    replace: tensors from other files (``TensorInfo.file`` is absolute), with heads already in their new order. They are
-    stored in the dtype of those that they replace.
+    assignment: of heads and neurons to ranks, instead of the recipe's.
+    replace: tensors from other files (``TensorInfo.file`` is absolute), already in their new order. They are stored in
+    the dtype of those that they replace.
     record: more keys of ladderize.yaml.
     extra_files: name -> text; they win over the source's.
     note: a paragraph for the model card.
     """
 
-    head_map: HeadMap | None = None
+    assignment: RankAssignment | None = None
     replace: Mapping[str, TensorInfo] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
     extra_files: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
     @property
-    def permuted_layers(self) -> list[int]:
-        """The layers whose heads change places."""
-        return self.head_map.permuted_layers if self.head_map is not None else []
+    def moved(self) -> dict[str, list[int]]:
+        """The layers whose heads, and whose neurons, change places."""
+        own = self.assignment
+        return {} if own is None else {"heads": own.moved(own.heads), "neurons": own.moved(own.neurons)}
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Plan:
     """Everything that a conversion will do.
 
     recipe: makes this output of the dense model; the layout may have come with the source.
-    changes: with the head map of the recipe.
+    changes: with the assignment of the recipe.
     carried: names of files that are copied from the source.
     """
 
@@ -121,11 +122,11 @@ def make_plan(
             f"nothing to convert: {src} is a dense {family_of(config).class_prefix}; name layers with --ladder or"
             " --spd, or give a --recipe"
         )
-    changes = with_head_map(changes, recipe, config, after)
+    changes = with_assignment(changes, recipe, config, after)
     if quantisation is not None:
         check_unchanged(recipe, changes)
     source = read_checkpoint(folder if is_local else fetch_weights(src, revision))
-    check_fingerprint(source, src, changes.head_map)
+    check_assignable(source, src, changes.assignment)
     check_quantised(source)
     if quantisation is not None:
         check_ranks(source, quantisation, after.sync_tp_size or 1)
@@ -135,7 +136,7 @@ def make_plan(
     shards = plan_shards(
         source,
         dtype=recipe.dtype,
-        moves=changes.head_map.moves(config) if changes.head_map is not None else None,
+        moves=changes.assignment.moves(config) if changes.assignment is not None else None,
         replace=changes.replace,
     )
     carried, left_behind = sort_files(source)
@@ -147,7 +148,9 @@ def make_plan(
         source_name=src,
         hub_id=None if is_local else src,
         out=out,
-        recipe=replace(Recipe.from_layout(after), dtype=recipe.dtype, head_map=HEAD_MAP if changes.head_map else None),
+        recipe=replace(
+            Recipe.from_layout(after), dtype=recipe.dtype, assignment=ASSIGNMENT if changes.assignment else None
+        ),
         before=before,
         after=after,
         shards=shards,
@@ -159,21 +162,21 @@ def make_plan(
     )
 
 
-def with_head_map(changes: Changes, recipe: Recipe, config: Mapping[str, Any], after: Layout) -> Changes:
-    """Return the changes with the recipe's head map, which is written beside the weights; raises UserError where it
+def with_assignment(changes: Changes, recipe: Recipe, config: Mapping[str, Any], after: Layout) -> Changes:
+    """Return the changes with the recipe's assignment, which is written beside the weights; raises UserError where it
     does not fit."""
-    head_map = changes.head_map
-    if head_map is None and recipe.head_map is not None:
-        head_map = read_head_map(Path(recipe.head_map))
-    if head_map is None:
+    assignment = changes.assignment
+    if assignment is None and recipe.assignment is not None:
+        assignment = read_assignment(Path(recipe.assignment))
+    if assignment is None:
         return changes
-    head_map.check(config)
-    if after.sync_tp_size not in (None, head_map.sync_tp_size):
+    if after.sync_tp_size not in (None, assignment.sync_tp_size):
         raise UserError(
-            f"the head map is for sync_tp_size {head_map.sync_tp_size}, but the layout has {after.sync_tp_size}"
+            f"the assignment is for sync_tp_size {assignment.sync_tp_size}, but the layout has {after.sync_tp_size}"
         )
-    written = {HEAD_MAP: to_json(head_map.to_dict()) + "\n"}
-    return replace(changes, head_map=head_map, extra_files={**changes.extra_files, **written})
+    assignment.check(config)
+    written = {ASSIGNMENT: to_json(assignment.to_dict()) + "\n"}
+    return replace(changes, assignment=assignment, extra_files={**changes.extra_files, **written})
 
 
 def check_unchanged(recipe: Recipe, changes: Changes) -> None:
@@ -181,17 +184,25 @@ def check_unchanged(recipe: Recipe, changes: Changes) -> None:
     kept = "quantised weights pass through a conversion as they are"
     if recipe.dtype is not None:
         raise UserError(f"{kept}, so --dtype {recipe.dtype} is not possible; leave it out")
-    if changes.head_map is not None:
-        raise UserError(f"{kept}, so heads cannot be reordered; group the unquantised model's, then quantise")
+    if changes.assignment is not None:
+        raise UserError(
+            f"{kept}, so heads and neurons cannot move between ranks; assign the unquantised model's, then quantise"
+        )
     if changes.replace:
         raise UserError(f"{kept}, so tensors cannot be replaced; adapt the unquantised model, then quantise")
 
 
-def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None) -> None:
-    """Raise UserError unless the head map was made for this very model."""
-    if head_map is not None and head_map.fingerprint != fingerprint(source):
+def check_assignable(source: Checkpoint, name: str, assignment: RankAssignment | None) -> None:
+    """Raise UserError unless the assignment was made for this very model, which still lies in its own order."""
+    if assignment is None:
+        return
+    if (source.folder / ASSIGNMENT).is_file():
         raise UserError(
-            f"the head map was computed for another model than {name} (their fingerprints differ); make one for this"
+            f"{name} lies in the order of its own {ASSIGNMENT} already; assign the dense model that it was made of"
+        )
+    if assignment.fingerprint != fingerprint(source):
+        raise UserError(
+            f"the assignment was computed for another model than {name} (their fingerprints differ); make one for this"
             " one"
         )
 

@@ -39,7 +39,7 @@ class Recipe:
     dtype: Literal["float32", "float16", "bfloat16"] | None = option(
         "Dtype to store weights in: float32, bfloat16 or float16.", metavar="DTYPE", shown="as in SRC"
     )
-    head_map: str | None = option("Reorder attention heads as this head_map.json says.", metavar="FILE")
+    assignment: str | None = option("Assign heads and neurons to ranks as this assignment.json says.", metavar="FILE")
     attention_sync: tuple[str, ...] | None = None
     mlp_sync: tuple[str, ...] | None = None
 
@@ -126,8 +126,8 @@ def read_recipe(path: Path) -> Recipe:
             raise UserError(f"{path}: unknown key {key!r}; {hint}")
         where = f"{path}: {key}"
         given[key] = _text(value, where) if key in TEXT_KEYS else read_value(kinds[key], value, where)
-    if given.get("head_map") is not None:
-        given["head_map"] = str(path.parent / given["head_map"])  # relative to the recipe's folder
+    if given.get("assignment") is not None:
+        given["assignment"] = str(path.parent / given["assignment"])  # relative to the recipe's folder
     try:
         return Recipe(**given)
     except (UsageError, LayoutError) as error:

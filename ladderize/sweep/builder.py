@@ -141,12 +141,14 @@ class StageBuilder:
 
         words: the layout in words.
         """
-        head_map, spec = choice.recipe.head_map, self.spec
-        identity = {
+        assignment, spec = choice.recipe.assignment, self.spec
+        identity: dict[str, Any] = {
             "model": self.digest,
             "layout": layout.to_config(),
-            "head_map": None if head_map is None else self.inputs.data(head_map),
+            "assignment": None if assignment is None else self.inputs.data(assignment),
         }
+        if choice.assign:
+            identity |= {"assign": choice.assign, "data": self.inputs.sources(choice.options["data"])}
 
         def commands(output: str) -> tuple[Words, ...]:
             own = {"no_verify": not spec.verify}

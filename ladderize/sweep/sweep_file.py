@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ladderize.adapt.data_files import HUB
+from ladderize.adapt.layers.options import AssignOptions
 from ladderize.adapt.methods import ALIGN, Method
 from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import asked_recipe
@@ -22,7 +23,7 @@ from ladderize.sweep.stages import Given, adapt_words, errors_begin_with, parsed
 from ladderize.sweep_document import AS_CONVERTED
 
 KEYS = ("model", "out", "data", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
-PATH_KEYS = ("data", "eval_data", "perplexity", "include_path", "head_map", "recipe")
+PATH_KEYS = ("data", "eval_data", "perplexity", "include_path", "assignment", "recipe")
 # keys whose lists are no grids
 LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines", "schedules")}
 
@@ -34,12 +35,19 @@ class LayoutChoice:
     where: its place in the file.
     options: of ``ladderize convert``, as the file has them.
     recipe: the same, checked.
+    assign: what is assigned to ranks, by the data of the options.
     """
 
     where: str
     name: str | None
     options: Given
     recipe: Recipe
+    assign: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The words on what is assigned, which follow those of the layout."""
+        return f", {' and '.join(self.assign)} assigned" if self.assign else ""
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
         with errors_begin_with(at := f"{where}: eval"):
             evaluation = absolute(mapping(given["eval"], at))
             parsed_options(words_of("eval", ["MODEL"], {}, evaluation)).fill(EvalOptions).check()
-    layouts = tuple(_layouts(_entries(given, "layouts", where), where))
+    layouts = tuple(_layouts(_entries(given, "layouts", where), where, data))
     if not layouts:
         raise UserError(f"{where}: layouts is missing; write for example '- ladder: all'")
     names = [choice.name for choice in layouts if choice.name is not None]
@@ -207,16 +215,25 @@ def _take_layouts(options: dict[str, Any], where: str, names: Sequence[str]) -> 
 # ---- sections ----
 
 
-def _layouts(entries: list[Any], where: str) -> Iterator[LayoutChoice]:
+def _layouts(entries: list[Any], where: str, data: Given) -> Iterator[LayoutChoice]:
+    """Yield a layout for each combination of the values that are lists.
+
+    data: the data of entries that assign heads or neurons and name none.
+    """
     for number, entry in enumerate(entries):
         at = f"{where}: layouts[{number}]"
         for options in grid(absolute(mapping(entry, at))):
             name = read_value(str | None, options.pop("name", None), f"{at}: name")
+            if options.get("assign", "none") != "none":
+                options = {**data, **options}
+                if isinstance(options.get("data"), list):
+                    raise UserError(f"{at}: assign reads one file; give this entry a data of its own")
             with errors_begin_with(at):
-                recipe = asked_recipe(parsed_options(words_of("convert", ["SRC", "OUT"], {}, options)))
+                asked = parsed_options(words_of("convert", ["SRC", "OUT"], {}, options))
+                recipe, assign = asked_recipe(asked), asked.fill(AssignOptions).assign
                 if not recipe.names_layers:
                     raise UserError("names no layers; give ladder, delayed, spd or a recipe (dense is always a point)")
-            yield LayoutChoice(at, name, options, recipe)
+            yield LayoutChoice(at, name, options, recipe, assign)
 
 
 def _ways(entries: list[Any], where: str, data: Given, names: Sequence[str]) -> Iterator[AdaptChoice]:

@@ -8,9 +8,9 @@ import torch
 
 from ladderize.adapt.data.packing import IGNORED_TARGET
 from ladderize.adapt.layers.align import LayerReport, align
+from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
-from ladderize.adapt.layers.head_grouping import group_heads
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
@@ -18,6 +18,7 @@ from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import SILENT
 from ladderize.eval.options import SensitivityOptions
+from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.training.batch import Batch
 from tests.helpers import random_ids
@@ -78,18 +79,18 @@ def test_blocks(folders, tmp_path):
     assert_same_weights(found, expected, 1e-3)
 
 
-@pytest.mark.parametrize("criterion", ["error", "paper"])
-def test_head_grouping(folders, criterion):
-    ids = random_ids(WINDOWS, TOKENS).numpy()
+def test_assignment(folders):
+    data, layout = windows(), Layout.from_layers(LAYERS, spd=range(LAYERS), sync_tp_size=2)
 
-    def grouped(device):
+    def assigned(device):
         blocks = Blocks(open_checkpoint(str(folders["dense"])), torch.float32, device)
-        return group_heads(blocks, range(LAYERS), 2, ids, criterion=criterion)
+        return assign_layers(blocks, layout, ("heads", "neurons"), data)
 
-    found, expected, _ = on_both(grouped)
+    found, expected, _ = on_both(assigned)
     for layer in range(LAYERS):
         own, theirs = found.report[layer], expected.report[layer]
-        assert sorted(found.orders[layer]) == sorted(expected.orders[layer])
+        assert sorted(found.heads[layer]) == sorted(expected.heads[layer])
+        assert sorted(found.neurons[layer]) == sorted(expected.neurons[layer])
         for name in ("error_before", "error_after"):
             assert getattr(own, name) == pytest.approx(getattr(theirs, name), rel=1e-3)
 

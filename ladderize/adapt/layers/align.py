@@ -162,7 +162,7 @@ def aligned_layers(
     """Yield the student's layers in order, up to the last of ``student.layers``, which are solved anew.
 
     converted: the student's embedding.
-    dense_weights: returns the dense model's stored weights of a layer, their heads in the student's order.
+    dense_weights: returns the dense model's stored weights of a layer, in the student's order.
     done: layers that were solved before and lie in ``files``.
     """
     dense_layout = Layout.dense(teacher.num_layers)

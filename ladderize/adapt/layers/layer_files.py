@@ -14,6 +14,7 @@ from ladderize.blocks import Blocks
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import locate_tensors, read_tensor
 from ladderize.console import Console
+from ladderize.convert.assignment import RankAssignment
 from ladderize.errors import UserError
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import OwnRecord, Record
@@ -23,6 +24,12 @@ from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 
 LayerWeights = Callable[[int], Mapping[str, Tensor]]  # of a layer, by their names within it
+
+
+def assigned_weights(blocks: Blocks, assignment: RankAssignment | None, layer: int) -> dict[str, Tensor]:
+    """Return a layer's weights with heads and neurons where the assignment puts them; None: where they lie."""
+    weights = blocks.weights(layer)
+    return weights if assignment is None else assignment.permuted(layer, weights, blocks.config)
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class LayerJob:
 
     teacher, converted: the dense and the converted model, in the dtype of the computation.
     student: the layers to rewrite, with weights as stored.
-    dense_weights: returns the dense model's stored weights of a layer, their heads in the student's order.
+    dense_weights: returns the dense model's stored weights of a layer, in the student's order.
     """
 
     teacher: Blocks

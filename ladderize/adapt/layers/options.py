@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ladderize.adapt.methods import COMPUTE_DTYPE, CONVERTED, TRAINING_SEED, Write, check_training
-from ladderize.choices import DEVICE, REVISION, SEQ_LEN, Dtype, check_at_least, check_options, option
+from ladderize.choices import (
+    DEVICE,
+    REVISION,
+    SEQ_LEN,
+    DeviceName,
+    Dtype,
+    check_at_least,
+    check_options,
+    distinct_names,
+    option,
+)
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout, format_ranges, parse_ranges
 from ladderize.ranks.device import default_device
@@ -16,6 +26,7 @@ PAPERS_LR, PAPERS_WIDTH = 5e-5, 4096
 TOKENS_PER_STEP = 2048  # the paper's: one sequence
 DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64  # windows at most
 LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # to align on, or so many per input of the widest projection
+HEADS, NEURONS = "heads", "neurons"  # of --assign
 SHORT = 1 << 14  # instead of LEAST_TOKENS; eight times as many gain little (docs/results.md)
 
 
@@ -80,9 +91,48 @@ def short_tokens(config: Mapping[str, Any]) -> int:
     return max(SHORT, TOKENS_PER_INPUT * widest_input(config))
 
 
+def assign_tokens(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens to assign heads and neurons by."""
+    return max(SHORT, int(config["intermediate_size"]))
+
+
 def widest_input(config: Mapping[str, Any]) -> int:
     """Return the number of inputs of the widest projection."""
     return max(int(config["hidden_size"]), int(config["intermediate_size"]))
+
+
+def assign_names(text: str) -> tuple[str, ...]:
+    """Return the names in a comma-separated text; () for none."""
+    return () if text == "none" else distinct_names(text)
+
+
+def check_assign(names: tuple[str, ...]) -> None:
+    """Raise UsageError for anything but heads and neurons."""
+    if unknown := [name for name in names if name not in (HEADS, NEURONS)]:
+        raise UsageError(f"--assign {unknown[0]} is not one of {HEADS}, {NEURONS}, none")
+
+
+@dataclass(frozen=True)
+class AssignOptions:
+    """The options of ``ladderize convert`` that compute an assignment; see its --help.
+
+    Raises UsageError for others than heads and neurons.
+    """
+
+    assign: tuple[str, ...] = option(
+        "Assign KV groups, MLP neurons or both to the ranks where they lose least: heads, neurons.",
+        (),
+        metavar="A,B",
+        parse=assign_names,
+        shown="none",
+        needs="data",
+    )
+    data: str | None = option("The text or ids to assign by.", metavar="FILE", needs="assign")
+    device: DeviceName | None = option(DEVICE, needs="assign")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        check_assign(self.assign)
 
 
 @dataclass(frozen=True)
@@ -116,16 +166,20 @@ class SpdOptions(BlockwiseOptions):
         " block, as in the paper.",
         "align",
     )
-    head_grouping: Literal["error", "paper", "none"] = option(
-        "Regroup the attention heads of dropped blocks over ranks. error: minimise the block's output error. paper: by"
-        " the paper's criterion.",
-        "error",
+    assign: tuple[str, ...] = option(
+        "Assign KV groups, MLP neurons or both of dropped blocks to the ranks where they lose least: heads, neurons;"
+        " none: they stay.",
+        (HEADS, NEURONS),
+        metavar="A,B",
+        parse=assign_names,
+        shown="heads,neurons",
     )
     revision: str | None = option(REVISION)
     write: Write = "last"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_assign(self.assign)
         if not 0 < self.spd_fraction <= 1:
             raise UsageError(f"--spd-fraction must be above 0 and at most 1, not {self.spd_fraction:g}")
 

@@ -15,8 +15,7 @@ from ladderize.adapt.layers.align import LayerReport, align
 from ladderize.adapt.layers.block_trainer import BlockReport
 from ladderize.adapt.layers.distill import distill
 from ladderize.adapt.layers.document import FILES, LayersDocument, SpdBlock, WindowData
-from ladderize.adapt.layers.head_grouping import permuted_weights
-from ladderize.adapt.layers.layer_files import LayerFolder, LayerJob, StudentBlocks
+from ladderize.adapt.layers.layer_files import LayerFolder, LayerJob, StudentBlocks, assigned_weights
 from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions, WindowOptions, layers_to_rewrite
 from ladderize.adapt.layers.windows import Windows, training_windows
@@ -26,7 +25,7 @@ from ladderize.blocks import Blocks, compute_dtype, open_checkpoint, stored_dtyp
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, to_json
-from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
+from ladderize.convert.assignment import RankAssignment, assignment_of
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
@@ -177,7 +176,7 @@ def rewrite_layers(
     layers: tuple[int, ...],
     identity: Mapping[str, Any],
     *,
-    head_map: HeadMap | None = None,
+    assignment: RankAssignment | None = None,
     blocks: list[SpdBlock] | None = None,
     extra_files: Mapping[str, str] | None = None,
     verify: bool,
@@ -189,7 +188,7 @@ def rewrite_layers(
 
     layout: of the result.
     identity: that the work was opened with.
-    head_map: the order that heads are moved to; None: they stay.
+    assignment: of heads and neurons to ranks, which they are moved to; None: they stay.
     blocks, extra_files: for the document and for OUT.
     Raises UserError.
     """
@@ -198,17 +197,16 @@ def rewrite_layers(
     stored_dense, stored = (
         Blocks(each, getattr(torch, stored_dtype(each)), ranks.device) for each in (task.dense, task.source)
     )
-    moved = {} if head_map is None else head_map.orders
-    student = StudentBlocks(layout, layers, partial(permuted_weights, stored, moved))
-    orders = heads_of(task.source) if blocks is None else moved
-    dense_weights = partial(permuted_weights, stored_dense, orders)
+    student = StudentBlocks(layout, layers, partial(assigned_weights, stored, assignment))
+    students = assignment_of(task.source) if assignment is None else assignment
+    dense_weights = partial(assigned_weights, stored_dense, students)
     job = LayerJob(teacher, converted, student, dense_weights, task.windows, work.files, ranks, console)
     if isinstance(options, BlockwiseOptions):
         distill(job, options)
     else:
         align(job, options.seed)
     ranks.barrier()
-    before = partial(permuted_weights, converted, moved)
+    before = partial(assigned_weights, converted, assignment)
 
     def rewritten(layer: int) -> Mapping[str, torch.Tensor]:
         return work.files.loaded(layer, converted) if layer in layers else before(layer)
@@ -249,7 +247,7 @@ def rewrite_layers(
     text = to_json({**document.to_dict(), RUN: run_digest(identity)}) + "\n"
     record = {"teacher": task.teacher, "fingerprints": document.fingerprints, "layers": format_ranges(layers), **about}
     changes = Changes(
-        head_map=head_map,
+        assignment=assignment,
         replace=work.files.tensors(layers),
         record={key: record},
         extra_files={**(extra_files or {}), FILES[task.method]: text},
@@ -260,9 +258,3 @@ def rewrite_layers(
     convert_checkpoint(task.model, task.out, recipe, changes, **how)
     work.remove()
     return document
-
-
-def heads_of(checkpoint: Checkpoint) -> dict[int, tuple[int, ...]]:
-    """Return the head order of each layer that is stored in another order than the dense model's."""
-    path = checkpoint.folder / HEAD_MAP
-    return read_head_map(path).orders if path.is_file() else {}

@@ -1,18 +1,18 @@
-"""``ladderize spd``: sensitivity, head grouping, repair and conversion in one command.
+"""``ladderize spd``: sensitivity, assignment to ranks, repair and conversion in one command.
 
-The paper's recipe (arXiv 2502.20727, section 4) with two changes: every dropped block is repaired, also insensitive
-ones, and by default by alignment (least squares) instead of distillation.
+The paper's recipe (arXiv 2502.20727, section 4) with three changes: every dropped block is repaired, also insensitive
+ones; by default by alignment (least squares) instead of distillation; and neurons change ranks along with heads.
 """
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
+from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.document import LayersDocument, SpdBlock
-from ladderize.adapt.layers.head_grouping import group_heads
 from ladderize.adapt.layers.layer_files import LayerFolder
 from ladderize.adapt.layers.options import (
     AlignOptions,
@@ -26,10 +26,9 @@ from ladderize.adapt.layers.rewrite import LayerTask, open_layer_task, rewrite_l
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
-from ladderize.checkpoint.config import kv_head_count
 from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console
-from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
+from ladderize.convert.assignment import ASSIGNMENT, RankAssignment, read_assignment
 from ladderize.convert.sensitivity_file import LayerCost, ascending, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
@@ -37,7 +36,7 @@ from ladderize.files.documents import write_json
 from ladderize.layout import Layout, check_split
 
 SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
-CALIBRATION = 128  # windows for sensitivity and head grouping, the paper's
+CALIBRATION = 128  # windows for sensitivity, the paper's
 
 
 def spd(
@@ -64,26 +63,25 @@ def spd(
         )
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
     task = open_layer_task(model, str(out), model, options, console, overwrite=overwrite, revision=revision)
-    asked = {name: getattr(options, name) for name in ("sync_tp_size", "spd_fraction", "repair", "head_grouping")}
+    asked = {name: getattr(options, name) for name in ("sync_tp_size", "spd_fraction", "repair", "assign")}
     identity = {"method": "spd", **task.fingerprints(), **task.about(), **asked}
-    calibration = task.windows.train[:CALIBRATION]
-    task = with_repair(task, options)
+    windows, task = task.windows, with_repair(task, options)
     opened = task.open_work(identity)
     if opened is None:
         return task.written()
     with opened as work:
-        measure(task, options, calibration, work)
+        measure(task, options, windows.train[:CALIBRATION], work)
         costs = read_sensitivity(work.folder / SENSITIVITY).costs
         dropped = least_sensitive(costs, options.spd_fraction)
         layout = Layout.from_layers(dense.num_layers, spd=dropped, sync_tp_size=options.sync_tp_size)
-        head_map = group(task, dropped, options, calibration, work)
+        assignment = assign(task, layout, options, windows, work) if options.assign else None
         return rewrite_layers(
             task,
             work,
             layout,
             layers_to_rewrite(task.options, layout),
             identity,
-            head_map=head_map,
+            assignment=assignment,
             blocks=[SpdBlock(cost.layer, cost.sensitivity, cost.layer in dropped) for cost in costs],
             extra_files={SENSITIVITY: (work.folder / SENSITIVITY).read_text()},
             verify=verify,
@@ -130,21 +128,12 @@ def least_sensitive(costs: Sequence[LayerCost], fraction: float) -> list[int]:
     return sorted(cost.layer for cost in ascending(costs)[: max(1, round(fraction * len(costs)))])
 
 
-def group(
-    task: LayerTask, layers: Sequence[int], options: SpdOptions, calibration: Tensor, work: LayerFolder
-) -> HeadMap | None:
-    """Return the head map of the dropped blocks; None where heads stay. A map that is there already is read."""
-    kv_heads, console, path = kv_head_count(task.dense.config), task.console, work.folder / HEAD_MAP
-    if options.head_grouping == "none":
-        return None
-    if kv_heads % options.sync_tp_size:
-        console.note(f"heads stay in their order: {options.sync_tp_size} ranks share {kv_heads} KV heads")
-        return None
+def assign(task: LayerTask, layout: Layout, options: SpdOptions, windows: Windows, work: LayerFolder) -> RankAssignment:
+    """Return the assignment of the dropped blocks' heads and neurons. One that is there already is read."""
+    path = work.folder / ASSIGNMENT
     if task.ranks.is_main and not path.is_file():
-        with console.progress("grouping heads", max(layers) + 1) as advance:
-            blocks = Blocks(task.dense, task.dtype, task.ranks.device)
-            how: dict[str, Any] = {"criterion": options.head_grouping, "seed": options.seed, "advance": advance}
-            made = group_heads(blocks, layers, options.sync_tp_size, calibration.numpy(), **how)
+        blocks = Blocks(task.dense, task.dtype, task.ranks.device)
+        made = assign_layers(blocks, layout, options.assign, windows, seed=options.seed, console=task.console)
         write_json(path, made.to_dict())
     task.ranks.barrier()
-    return read_head_map(path)
+    return read_assignment(path)

@@ -1,4 +1,4 @@
-"""Heads in another order, tensors with other values: what the converter writes, and what it refuses."""
+"""Heads and neurons on other ranks, tensors with other values: what the converter writes, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
-from ladderize.convert.heads import GroupingReport, HeadMap, check_order, permute_heads, read_head_map
+from ladderize.convert.assignment import AssignmentReport, RankAssignment, check_order, read_assignment
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
@@ -28,13 +28,14 @@ from tests.helpers import (
     listing,
     one_sentence,
     random_ids,
+    random_ranks,
     save_llama,
 )
 from tests.oracle import Oracle
 
 DENSE, SPD = Recipe(dense=True), Recipe(spd="1:3", sync_tp_size=4)
 HEADS, KV_HEADS = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
-SWAPPED = (2, 3, 0, 1, 4, 5, 6, 7)  # two whole KV groups of the 8 / 4 heads
+NEURONS = SHAPE["intermediate_size"]
 
 
 def random_order(kv_heads: int, heads: int = HEADS) -> tuple[int, ...]:
@@ -51,22 +52,51 @@ def random_order(kv_heads: int, heads: int = HEADS) -> tuple[int, ...]:
     return tuple(j * group + i for j in other(kv_heads) for i in other(group))
 
 
-def map_for(source: Path, layers=(0, 2), *, kv_heads: int = KV_HEADS, ranks: int = 4) -> HeadMap:
-    return HeadMap(ranks, {layer: random_order(kv_heads) for layer in layers}, fingerprint(read_checkpoint(source)))
+def assignment_for(source: Path, layers=(0, 2), *, kv_heads: int = KV_HEADS, ranks: int = 4) -> RankAssignment:
+    """Of heads and neurons, both new."""
+    return RankAssignment(
+        ranks,
+        fingerprint(read_checkpoint(source)),
+        {layer: random_order(kv_heads) for layer in layers},
+        {layer: random_ranks(ranks) for layer in layers},
+    )
 
 
-def permuted(tensors: dict[str, torch.Tensor], head_map: HeadMap, kv_heads: int = KV_HEADS) -> dict[str, torch.Tensor]:
-    """The whole model's tensors with permute_heads applied layer by layer, in memory."""
-    result = dict(tensors)
-    for layer, order in head_map.orders.items():
-        prefix = f"model.layers.{layer}."
-        inside = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        result |= {prefix + name: tensor for name, tensor in permute_heads(inside, order, HEADS, kv_heads).items()}
+def permuted(
+    tensors: dict[str, torch.Tensor], found: RankAssignment, kv_heads: int = KV_HEADS
+) -> dict[str, torch.Tensor]:
+    """The whole model's tensors with every head and neuron at its new place, one by one."""
+    result = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def place(name: str, new: int, old: int, size: int, axis: int = 0) -> None:
+        if name in tensors:
+            rows, values = result[name].transpose(0, axis), tensors[name].transpose(0, axis)
+            rows[new * size : (new + 1) * size] = values[old * size : (old + 1) * size]
+
+    for layer in found.heads:
+        prefix, group = f"model.layers.{layer}.", HEADS // kv_heads
+        size = len(tensors[f"{prefix}self_attn.q_proj.weight"]) // HEADS
+        for new, old in enumerate(found.heads[layer]):
+            for kind in ("weight", "bias"):
+                place(f"{prefix}self_attn.q_proj.{kind}", new, old, size)
+                place(f"{prefix}self_attn.k_proj.{kind}", new // group, old // group, size)
+                place(f"{prefix}self_attn.v_proj.{kind}", new // group, old // group, size)
+            place(f"{prefix}self_attn.o_proj.weight", new, old, size, axis=1)
+    for layer, ranks in found.neurons.items():
+        prefix = f"model.layers.{layer}.mlp."
+        share = len(ranks) // found.sync_tp_size
+        filled = [0] * found.sync_tp_size
+        for old, rank in enumerate(ranks):
+            new = rank * share + filled[rank]
+            filled[rank] += 1
+            for name in ("gate_proj.weight", "up_proj.weight", "gate_proj.bias", "up_proj.bias"):
+                place(prefix + name, new, old, 1)
+            place(f"{prefix}down_proj.weight", new, old, 1, axis=1)
     return result
 
 
-def save_map(head_map: HeadMap, path: Path, **changes: object) -> Path:
-    path.write_text(to_json(head_map.to_dict() | changes))
+def save_assignment(found: RankAssignment, path: Path, **changes: object) -> Path:
+    path.write_text(to_json(found.to_dict() | changes))
     return path
 
 
@@ -78,28 +108,32 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 # ---- orders ----
 
 
-def test_permute_heads_by_hand():
-    """2 KV groups of 2 heads, head_dim 2, hidden 3: every number says which old row or column it was."""
+def test_an_assignment_by_hand():
+    """2 KV groups of 2 heads, head_dim 2, 4 neurons, hidden 3: every number says which old row or column it was."""
     rows = lambda count: torch.arange(count)[:, None].repeat(1, 3)  # noqa: E731
     layer = {f"self_attn.{name}_proj.weight": rows(count) for name, count in (("q", 8), ("k", 4), ("v", 4))}
-    layer |= {
-        "self_attn.q_proj.bias": torch.arange(8),
-        "self_attn.k_proj.bias": torch.arange(4),
-        "self_attn.o_proj.bias": torch.arange(3),
-    }
+    layer |= {f"self_attn.{name}_proj.bias": torch.arange(count) for name, count in (("q", 8), ("k", 4), ("o", 3))}
+    layer |= {f"mlp.{name}_proj.weight": rows(4) for name in ("gate", "up")}
+    layer |= {f"mlp.{name}_proj.bias": torch.arange(count) for name, count in (("gate", 4), ("up", 4), ("down", 3))}
     layer |= {
         "self_attn.o_proj.weight": rows(8).T.contiguous(),
-        "mlp.up_proj.weight": rows(8),
+        "mlp.down_proj.weight": rows(4).T.contiguous(),
         "input_layernorm.weight": torch.arange(3),
     }
-    new = permute_heads(layer, (3, 2, 0, 1), 4, 2)
-    queries, keys = [6, 7, 4, 5, 0, 1, 2, 3], [2, 3, 0, 1]
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    found = RankAssignment(2, "", {5: (3, 2, 0, 1)}, {5: (1, 0, 0, 1)})
+    new = found.permuted(5, layer, config)
+    queries, keys, neurons = [6, 7, 4, 5, 0, 1, 2, 3], [2, 3, 0, 1], [1, 2, 0, 3]
     assert new["self_attn.q_proj.weight"][:, 1].tolist() == new["self_attn.q_proj.bias"].tolist() == queries
     assert new["self_attn.k_proj.weight"][:, 0].tolist() == new["self_attn.v_proj.weight"][:, 2].tolist() == keys
     assert new["self_attn.k_proj.bias"].tolist() == keys
     assert new["self_attn.o_proj.weight"][2].tolist() == queries
-    for name in ("self_attn.o_proj.bias", "mlp.up_proj.weight", "input_layernorm.weight"):
+    for name in ("gate", "up"):
+        assert new[f"mlp.{name}_proj.weight"][:, 2].tolist() == new[f"mlp.{name}_proj.bias"].tolist() == neurons
+    assert new["mlp.down_proj.weight"][1].tolist() == neurons
+    for name in ("self_attn.o_proj.bias", "mlp.down_proj.bias", "input_layernorm.weight"):
         assert new[name] is layer[name]
+    assert found.permuted(4, layer, config) == layer
 
 
 @pytest.mark.parametrize(
@@ -111,9 +145,8 @@ def test_permute_heads_by_hand():
     ],
 )
 def test_orders_that_are_none(order, message):
-    for attempt in (lambda: check_order(order, 4, 2), lambda: permute_heads({}, order, 4, 2)):
-        with pytest.raises(UserError, match=message):
-            attempt()
+    with pytest.raises(UserError, match=message):
+        check_order(order, 4, 2)
 
 
 # ---- written checkpoints ----
@@ -124,18 +157,17 @@ def test_orders_that_are_none(order, message):
     "extra", [BIASES, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}, {"head_dim": 16}], ids=str
 )
 def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards, chunk):
-    """MHA, GQA, MQA, with biases: the tensors are those of permute_heads, and logits differ by the order of a sum
-    only."""
+    """MHA, GQA, MQA, with biases: every tensor is moved, and logits differ by the order of a sum only."""
     monkeypatch.setattr("ladderize.checkpoint.writing.READ_AT_ONCE", chunk)  # many chunks to a head, and one
     source, kv_heads = save_llama(tmp_path / "src", shards=shards, **extra), extra.get("num_key_value_heads", KV_HEADS)
-    head_map = map_for(source, range(4), kv_heads=kv_heads)
-    report = convert_checkpoint(source, tmp_path / "out", DENSE, changes=Changes(head_map=head_map), verify=False)
+    found = assignment_for(source, range(4), kv_heads=kv_heads)
+    report = convert_checkpoint(source, tmp_path / "out", DENSE, changes=Changes(assignment=found), verify=False)
     assert report.weights["rewritten"] == len(report.weight_files_rewritten)
-    found, expected = all_tensors(tmp_path / "out"), permuted(all_tensors(source), head_map, kv_heads)
-    assert set(found) == set(expected)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    moved = [name for name, tensor in all_tensors(source).items() if not torch.equal(found[name], tensor)]
-    assert {name.split(".")[3] for name in moved} == {"self_attn"}
+    written, expected = all_tensors(tmp_path / "out"), permuted(all_tensors(source), found, kv_heads)
+    assert set(written) == set(expected)
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    moved = [name for name, tensor in all_tensors(source).items() if not torch.equal(written[name], tensor)]
+    assert {name.split(".")[3] for name in moved} == {"self_attn", "mlp"}
     assert sum("q_proj.weight" in name for name in moved) == 4
     ids = random_ids(2, 9)
     torch.testing.assert_close(logits(tmp_path / "out", ids), logits(source, ids), rtol=1e-5, atol=1e-4)
@@ -144,11 +176,13 @@ def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards
 def test_only_touched_files_are_rewritten(tmp_path):
     source = save_llama(tmp_path / "src", shards=4)
     places = {name: tensor.file for name, tensor in read_checkpoint(source).tensors.items()}
-    touched = {file for name, file in places.items() if name.startswith("model.layers.2.self_attn.")}
+    touched = {
+        file for name, file in places.items() if name.startswith(("model.layers.2.self_attn.", "model.layers.2.mlp."))
+    }
     files = set(places.values())
     assert len(touched) < len(files)
-    head_map = map_for(source, [2])
-    report = convert_checkpoint(source, tmp_path / "out", SPD, changes=Changes(head_map=head_map))
+    found = assignment_for(source, [2])
+    report = convert_checkpoint(source, tmp_path / "out", SPD, changes=Changes(assignment=found))
     assert report.weights == {"rewritten": len(touched), "linked": len(files - touched)}
     assert set(report.weight_files_rewritten) == touched
     for file in files:
@@ -160,12 +194,12 @@ def test_only_touched_files_are_rewritten(tmp_path):
 @pytest.mark.parametrize("extra", [{}, BIASES], ids=str)
 def test_spd_with_a_map_is_spd_of_permuted_weights(tmp_path, extra):
     source = save_llama(tmp_path / "src", **extra)
-    head_map = map_for(source, [1, 2])
-    convert_checkpoint(source, tmp_path / "mapped", SPD, changes=Changes(head_map=head_map), verify=False)
+    found = assignment_for(source, [1, 2])
+    convert_checkpoint(source, tmp_path / "mapped", SPD, changes=Changes(assignment=found), verify=False)
     convert_checkpoint(source, tmp_path / "plain", SPD, verify=False)
     ids, model = random_ids(2, 7), load(tmp_path / "plain")
     before = model(ids).logits.detach()
-    model.load_state_dict(permuted(all_tensors(source), head_map))
+    model.load_state_dict(permuted(all_tensors(source), found))
     result = logits(tmp_path / "mapped", ids)
     assert torch.equal(result, model(ids).logits)
     torch.testing.assert_close(result, Oracle(model.state_dict(), model.config)(ids)[0], rtol=1e-4, atol=2e-5)
@@ -183,52 +217,56 @@ def test_a_dtype_that_some_files_have_already_links_those(tmp_path):
 
 
 def test_the_record_makes_it_again(llama, tmp_path):
-    head_map = map_for(llama, [1, 2])
-    head_map.report[1] = GroupingReport(0.5, 0.25)
-    path = save_map(head_map, tmp_path / "map.json")
+    found = assignment_for(llama, [1, 2])
+    found.report[1] = AssignmentReport(0.5, 0.25)
+    path = save_assignment(found, tmp_path / "assignment_made_before.json")
     outcome = invoke(
-        "convert", llama, tmp_path / "a", "--spd", "1:3", "--sync-tp-size", "4", "--head-map", path, "--no-verify"
+        "convert", llama, tmp_path / "a", "--spd", "1:3", "--sync-tp-size", "4", "--assignment", path, "--no-verify"
     )
     assert outcome.code == 0, outcome.stderr
     path.unlink()
-    assert yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())["recipe"]["head_map"] == "head_map.json"
-    assert read_head_map(tmp_path / "a" / "head_map.json") == HeadMap(
-        4, head_map.orders, head_map.fingerprint, head_map.report
-    )
+    assert yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())["recipe"]["assignment"] == "assignment.json"
+    assert read_assignment(tmp_path / "a" / "assignment.json") == found
     invoke_well("convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
-    for name in ("config.json", "model.safetensors", "head_map.json"):
+    for name in ("config.json", "model.safetensors", "assignment.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     card = (tmp_path / "b" / "README.md").read_text()
-    assert "The attention heads of layers 1:3 are in another order" in card
-    # the output is another model than the one that the map is for: it is not permuted twice
+    assert "The heads of layers 1:3 and the neurons of layers 1:3 lie in another order" in card
+    # it is not permuted twice
     outcome = invoke(
         "convert", tmp_path / "a", tmp_path / "c", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify"
     )
-    assert "computed for another model" in one_sentence(outcome)
+    assert "lies in the order of its own assignment.json" in one_sentence(outcome)
 
 
-# ---- refused maps ----
+# ---- refused assignments ----
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fingerprint": "0" * 64}, "the head map was computed for another model"),
+        ({"fingerprint": "0" * 64}, "the assignment was computed for another model"),
         ({"sync_tp_size": 2}, "is for sync_tp_size 2, but the layout has 4"),
-        ({"orders": {"4": list(range(8))}}, "names layer 4, but the model has 4 layers"),
-        ({"orders": {"1": [0] * 8}}, "does not fit layer 1: its order is not a permutation of the heads 0 to 7"),
-        ({"orders": {"1": [0, 2, 1, 3, 4, 5, 6, 7]}}, "splits KV groups"),
-        ({"orders": {"one": list(range(8))}}, "orders has the key 'one', which is not an integer"),
-        ({"orders": {"1": [*range(7), True]}}, "orders.1[7] is True, but must"),
-        ({"orders": None}, "orders is None, but must be an object"),
+        ({"heads": {"4": list(range(8))}}, "names layer 4, but the model has 4 layers"),
+        ({"heads": {"1": [0] * 8}}, "does not fit layer 1: its order is not a permutation of the heads 0 to 7"),
+        ({"heads": {"1": [0, 2, 1, 3, 4, 5, 6, 7]}}, "splits KV groups"),
+        ({"heads": {"one": list(range(8))}}, "heads has the key 'one', which is not an integer"),
+        ({"heads": {"1": [*range(7), True]}}, "heads.1[7] is True, but must"),
+        ({"heads": None}, "heads is None, but must be an object"),
         ({"sync_tp_size": 0}, "sync_tp_size is 0"),
+        ({"neurons": None}, "neurons is None, but must be an object"),
+        ({"neurons": {"1": [0, 1]}}, "must be the ranks of a layer's neurons, with spaces between"),
+        ({"neurons": {"1": "0 x"}}, "must be the ranks of a layer's neurons, with spaces between"),
+        ({"neurons": {"1": "0 1 2 3"}}, f"gives 4 neurons a rank, but the MLP has {NEURONS}"),
+        ({"neurons": {"1": " ".join(["0", "1", "2", "4"] * (NEURONS // 4))}}, "names the rank 4"),
+        ({"neurons": {"1": " ".join(["0", "1", "2", "2"] * (NEURONS // 4))}}, "unequal shares of the neurons: 0 to"),
     ],
 )
-def test_head_maps_that_do_not_fit(llama, tmp_path, changes, message):
-    path = save_map(map_for(llama), tmp_path / "map.json", **changes)
-    outcome = invoke("convert", llama, tmp_path / "out", "--spd", "all", "--sync-tp-size", "4", "--head-map", path)
+def test_assignments_that_do_not_fit(llama, tmp_path, changes, message):
+    path = save_assignment(assignment_for(llama), tmp_path / "assignment_made_before.json", **changes)
+    outcome = invoke("convert", llama, tmp_path / "out", "--spd", "all", "--sync-tp-size", "4", "--assignment", path)
     assert (outcome.code, message in one_sentence(outcome)) == (1, True), outcome.stderr
-    assert listing(tmp_path) == ["map.json", "src"]
+    assert listing(tmp_path) == ["assignment_made_before.json", "src"]
 
 
 # ---- fingerprints ----
@@ -302,26 +340,24 @@ def test_replacements(tmp_path, stored, dtype):
     """They keep their own order of heads, take the dtype of what they replace, and only their files are rewritten."""
     source = save_llama(tmp_path / "src", shards=4, dtype=torch.bfloat16 if dtype is None else torch.float32)
     replace = trained(tmp_path / "adapted", [O1, DOWN], stored, down_proj=(32, 48))
-    head_map = map_for(source, [1])
+    found = assignment_for(source, [1])
     extra = {"eval.json": "{}\n", "generation_config.json": '{"mine": 1}'}
     report = convert_checkpoint(
         source,
         tmp_path / "out",
         Recipe(spd="1:3", sync_tp_size=4, dtype=dtype),
-        changes=Changes(
-            replace=replace, head_map=head_map, record={"distillation": {"blocks": [1]}}, extra_files=extra
-        ),
+        changes=Changes(replace=replace, assignment=found, record={"distillation": {"blocks": [1]}}, extra_files=extra),
         verify=stored == torch.float32 and dtype is None,
     )
     values = load_file(tmp_path / "adapted" / "trained.safetensors")
-    found, old = all_tensors(tmp_path / "out"), all_tensors(source)
-    for name, tensor in (permuted(old, head_map) | values).items():
-        assert torch.equal(found[name], tensor.to(getattr(torch, dtype) if dtype else old[name].dtype)), name
+    written, old = all_tensors(tmp_path / "out"), all_tensors(source)
+    for name, tensor in (permuted(old, found) | values).items():
+        assert torch.equal(written[name], tensor.to(getattr(torch, dtype) if dtype else old[name].dtype)), name
     if dtype is None:
         files = {
             tensor.file
             for name, tensor in read_checkpoint(source).tensors.items()
-            if name == DOWN or "layers.1.self_attn" in name
+            if name == DOWN or "layers.1.self_attn" in name or "layers.1.mlp" in name
         }
         assert set(report.weight_files_rewritten) == files != set(report.weight_files)
     assert report.replaced_tensors == sorted([O1, DOWN])

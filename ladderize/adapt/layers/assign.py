@@ -1,0 +1,209 @@
+"""The choice of the KV groups and MLP neurons that share a virtual rank, where an attention's sum is late or dropped.
+
+A permutation of either changes nothing in a dense model. In such a block a rank's neurons see that rank's heads alone,
+so it decides what is lost. Relatives: head grouping of Sync-Point Drop (arXiv 2502.20727), and arXiv 2609.13846.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ladderize.adapt.data.sources import row_of_ids
+from ladderize.adapt.layers.assign_labels import better_labels
+from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, Members, cheapest_ranks, descend
+from ladderize.adapt.layers.options import HEADS, NEURONS, AssignOptions, assign_tokens
+from ladderize.adapt.layers.windows import Windows, read_rows, split_windows
+from ladderize.blocks import Blocks, check_finite, compute_dtype, open_checkpoint, stored_dtype
+from ladderize.checkpoint.config import kv_head_count, most_positions
+from ladderize.checkpoint.opening import read_config
+from ladderize.checkpoint.quantised import QUANTISE_LAST, quantisation_of
+from ladderize.checkpoint.reading import Checkpoint, resolve_json
+from ladderize.checkpoint.tensors import fingerprint
+from ladderize.console import SILENT, Console
+from ladderize.convert.assignment import ASSIGNMENT, AssignmentReport, RankAssignment
+from ladderize.convert.inspection import read_retrainings
+from ladderize.convert.recipe import Recipe
+from ladderize.data import draw_windows
+from ladderize.errors import UserError
+from ladderize.layout import APART, DELAYED, Layout
+from ladderize.ranks.device import default_device
+
+WINDOW_TOKENS = 512  # of windows, unless the data are rows of ids
+# what the heads are chosen on; neurons and what is kept have all
+SAMPLE_TOKENS, SAMPLE_NEURONS = 4096, 2048
+WINDOWS_AT_ONCE_TOKENS = 4096
+
+
+def assign_ranks(
+    model: str | Path, recipe: Recipe, options: AssignOptions, *, revision: str | None = None, console: Console = SILENT
+) -> RankAssignment:
+    """Return the assignment for what ``recipe`` makes of a dense model, computed on data.
+
+    One layer is in memory at a time.
+
+    model: a folder or hub id.
+    Raises UserError where the model, the layout or the data leave nothing to assign.
+    """
+    checkpoint, layout = assignable(str(model), recipe, revision)
+    data, wanted, positions = options.data or "", assign_tokens(checkpoint.config), most_positions(checkpoint.config)
+    with console.stage("reading the data"):
+        rows = read_rows(checkpoint, data, enough=2 * wanted)
+        length = row_of_ids([data]) or min(WINDOW_TOKENS, positions)
+        drawn = draw_windows(rows, spec=data, positions=positions, seq_len=length, samples=None, seed=0)
+    windows = split_windows(drawn, None, None, wanted)
+    if windows is None:
+        raise UserError(f"{data} gives a single window of {length} tokens, and one is held out; give more data")
+    device = torch.device(options.device or default_device())
+    blocks = Blocks(checkpoint, compute_dtype("auto", stored_dtype(checkpoint)), device)
+    return assign_layers(blocks, layout, options.assign, windows, console=console)
+
+
+def assignable(model: str, recipe: Recipe, revision: str | None = None) -> tuple[Checkpoint, Layout]:
+    """Return the dense checkpoint, and the layout that the recipe makes of it. Raises UserError where heads and neurons
+    have no ranks to choose, or may not move."""
+    folder, _ = resolve_json(model, revision)
+    config = read_config(folder)
+    if quantisation_of(config, folder) is not None:
+        raise UserError(f"--assign moves weights between ranks, and those of {model} are quantised; {QUANTISE_LAST}")
+    checkpoint = open_checkpoint(model, revision)
+    layout = recipe.layout(Layout.from_config(checkpoint.config))
+    layout.check_model(checkpoint.config)
+    if not apart_layers(layout):
+        raise UserError(
+            f"--assign has no effect on this layout ({layout}), which neither delays nor drops an attention's sum;"
+            " name layers with --delayed or --spd"
+        )
+    if (checkpoint.folder / ASSIGNMENT).is_file():
+        raise UserError(f"{model} has an {ASSIGNMENT} already; assign the dense model that it was made of")
+    if (told := read_retrainings(checkpoint.folder)) and told[-1].layout != str(Layout.dense(layout.num_layers)):
+        raise UserError(
+            f"{model} was adapted to another layout ({told[-1].layout}); assign the dense model, then adapt"
+        )
+    return checkpoint, layout
+
+
+def apart_layers(layout: Layout) -> list[int]:
+    """Return the layers whose MLP sees the own rank's heads alone."""
+    return [layer for layer, mode in enumerate(layout.attention_sync) if mode in APART]
+
+
+def assign_layers(
+    blocks: Blocks, layout: Layout, what: Sequence[str], windows: Windows, *, seed: int = 0, console: Console = SILENT
+) -> RankAssignment:
+    """Return the assignment of every layer of ``apart_layers``.
+
+    blocks: of a dense model.
+    what: ``heads``, ``neurons`` or both. Heads stay where several ranks share a KV head.
+    windows: the first to choose by, as many as ``assign_tokens`` wants; the held-out ones decide what is kept.
+    Raises UserError for data with fewer tokens than a layer has neurons, and for NaN or infinite activations.
+    """
+    config, ranks, layers = blocks.config, layout.sync_tp_size or 1, apart_layers(layout)
+    moves_heads, moves_neurons = HEADS in what and kv_head_count(config) % ranks == 0, NEURONS in what
+    shared = f"{ranks} ranks share {kv_head_count(config)} KV heads"
+    if not moves_heads and not moves_neurons:
+        raise UserError(f"--assign heads: {shared}, so heads stay in their order; assign neurons")
+    if HEADS in what and not moves_heads:
+        console.note(f"heads stay in their order: {shared}")
+    fit = windows.train[: -(-assign_tokens(config) // windows.train.shape[1])]
+    heldout = windows.heldout[: -(-len(fit) // 4)]
+    if moves_neurons and fit.numel() < config["intermediate_size"]:
+        raise UserError(
+            f"the data give {fit.numel():,} tokens to assign the {config['intermediate_size']:,} neurons of a layer by;"
+            " give more data, or assign heads alone"
+        )
+    found = RankAssignment(ranks, fingerprint(blocks.checkpoint))
+    at_once = max(1, WINDOWS_AT_ONCE_TOKENS // fit.shape[1])
+    apart = Layout.from_layers(layout.num_layers, spd=range(layout.num_layers), sync_tp_size=ranks)
+    with torch.no_grad(), console.progress("assigning", layers[-1] + 1) as advance:
+        states = [blocks.embed(ids) for part in (fit, heldout) for ids in part.split(at_once)]
+        trained = len(fit.split(at_once))
+        for index in range(layers[-1] + 1):
+            weights = blocks.weights(index)
+            if index in layers:
+                layer = blocks.layer(index, apart, weights)
+                parts = (states[:trained], states[trained:])
+                tokens = [block_tokens(blocks, layer, part) for part in parts]
+                block = ApartBlock(layer, ranks, kv_head_count(config) if moves_heads else ranks)
+                members, neurons, report = assign_block(
+                    block, tokens[0], tokens[1], heads=moves_heads, neurons=moves_neurons, seed=seed
+                )
+                if moves_heads:
+                    found.heads[index] = head_order(members, config["num_attention_heads"] // block.units)
+                if moves_neurons:
+                    found.neurons[index] = tuple(neurons.tolist())
+                found.report[index] = report
+            dense = blocks.layer(index, Layout.dense(layout.num_layers), weights)
+            states = [blocks.run(dense, state) for state in states]  # type: ignore[misc]
+            advance(1)
+    if moves_heads and moves_neurons and DELAYED in layout.mlp_sync:
+        with console.stage("matching the ranks of neighbouring layers"):
+            return better_labels(blocks, layout, found, fit[: -(-SAMPLE_TOKENS // fit.shape[1])], heldout)
+    return found
+
+
+def block_tokens(blocks: Blocks, layer: torch.nn.Module, states: Sequence[torch.Tensor]) -> BlockTokens:
+    """Return what the MLP of a layer with a dropped sum is computed from.
+
+    states: that enter it, [windows, tokens, hidden] each.
+    Raises UserError for NaN or infinite ones.
+    """
+    attention, norm = layer.get_submodule("self_attn"), layer.get_submodule("input_layernorm")
+    bias = layer.get_submodule("self_attn.o_proj").bias
+    residual, heads = [], []
+    for state in states:
+        tokens = state.shape[1]
+        mask = blocks.mask(attention.layer_idx, tokens)  # type: ignore[arg-type]
+        output, _ = attention(norm(state), blocks.position_embeddings(tokens), mask)
+        residual.append((state if bias is None else state + layer.scaled(bias)).flatten(0, 1))  # type: ignore[operator]
+        heads.append(output.flatten(0, 1))
+    found = BlockTokens(torch.cat(residual), torch.cat(heads))
+    total = found.residual.double().sum() + found.heads.double().sum()
+    check_finite(float(total), f"the dense model's stream in layer {attention.layer_idx}")
+    return found
+
+
+def head_order(members: Members, group: int) -> tuple[int, ...]:
+    """Return the head order that puts each rank's units, of ``group`` heads, where the rank looks for them."""
+    return tuple(head for units in members for unit in units for head in range(unit * group, (unit + 1) * group))
+
+
+def assign_block(
+    block: ApartBlock, fit: BlockTokens, heldout: BlockTokens, *, heads: bool, neurons: bool, seed: int = 0
+) -> tuple[Members, np.ndarray, AssignmentReport]:
+    """Return the units and the neurons of each rank, with what they lose; never more than as the model lies.
+
+    heads, neurons: which of them may change ranks.
+    """
+    lying = block.members, block.neuron_ranks
+    members = choose_heads(block, fit, neurons=neurons, seed=seed) if heads else block.members
+    candidates = [lying]
+    for own in dict.fromkeys((members, block.members)):
+        ranks = cheapest_ranks(block.costs(fit, own)) if neurons else block.neuron_ranks
+        candidates.append((own, ranks))
+    errors = [block.error(heldout, *candidate) for candidate in candidates]
+    best = int(np.argmin(errors))
+    return *candidates[best], AssignmentReport(errors[0], errors[best])
+
+
+def choose_heads(block: ApartBlock, fit: BlockTokens, *, neurons: bool, seed: int = 0) -> Members:
+    """Return the units of each rank for which a sample of neurons, on a sample of tokens, costs the least.
+
+    neurons: they are free to go where they are cheapest; else they stay.
+    """
+    count = min(SAMPLE_NEURONS, block.neurons) // block.ranks * block.ranks
+    sample = np.sort(np.random.default_rng(seed).choice(block.neurons, count, replace=False))
+    rows = torch.from_numpy(sample).to(fit.heads.device)
+    tokens = fit.sample(SAMPLE_TOKENS)
+    known: dict[tuple[int, ...], np.ndarray] = {}
+
+    def cost(members: Members) -> float:
+        missing = [units for units in members if units not in known]
+        if missing:
+            known.update(zip(missing, block.costs(tokens, missing, rows).T, strict=True))
+        costs = np.stack([known[units] for units in members], 1)
+        ranks = cheapest_ranks(costs) if neurons else block.neuron_ranks[sample]
+        return float(costs[np.arange(count), ranks].sum())
+
+    return descend(block.members, cost, seed)

@@ -1,0 +1,205 @@
+"""The assignment of KV groups and MLP neurons to virtual ranks: exact for the dense function, and where sums are late
+or dropped a choice of what shares a rank.
+
+Virtual rank k owns the k-th contiguous block of heads and of neurons, so an assignment is a permutation of both:
+
+* a *head order* of a layer is a permutation of its query heads: the head at new position p is the old head
+  ``order[p]``. Whole KV groups move (the heads // kv_heads consecutive heads that share a KV head), in any order
+  within each;
+* the *neurons* of a layer have a rank each, all ranks equally many. Those of one rank keep their old order.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ladderize.checkpoint.config import kv_head_count
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.writing import Move
+from ladderize.errors import UserError
+from ladderize.files.documents import read_document
+from ladderize.files.records import Record, shown
+
+if TYPE_CHECKING:
+    import torch
+
+ASSIGNMENT = "assignment.json"  # the copy in a checkpoint that was made with one
+# the biases of o and down are added after the sum over heads and neurons
+OF_HEADS = re.compile(r"self_attn\.(?:([qkv])_proj\.(?:weight|bias)|(o)_proj\.weight)")
+OF_NEURONS = re.compile(r"mlp\.(?:(?:gate|up)_proj\.(?:weight|bias)|(down)_proj\.weight)")
+MOVING = [
+    *(f"self_attn.{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")),
+    *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
+]
+
+
+def kv_order(order: Sequence[int], kv_heads: int) -> tuple[int, ...]:
+    """Return the order of KV heads that an order of query heads implies."""
+    group = len(order) // kv_heads
+    return tuple(order[j * group] // group for j in range(kv_heads))
+
+
+def neuron_order(ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the order that puts each neuron into the block of its rank: position p holds the old neuron ``order[p]``.
+
+    ranks: of each neuron.
+    """
+    return tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+
+
+def check_order(order: Sequence[int], heads: int, kv_heads: int) -> None:
+    """Raise UserError unless ``order`` is a permutation of the heads that keeps KV groups together."""
+    if sorted(order) != list(range(heads)):
+        raise UserError(f"its order is not a permutation of the heads 0 to {heads - 1}")
+    group = heads // kv_heads
+    for first in range(0, heads, group):
+        members = order[first : first + group]
+        if len({head // group for head in members}) > 1:
+            raise UserError(
+                f"its order splits KV groups: positions {first} to {first + group - 1} hold the heads "
+                f"{', '.join(map(str, members))}, which do not share one KV head"
+            )
+
+
+def check_neurons(ranks: Sequence[int], neurons: int, sync_tp_size: int) -> None:
+    """Raise UserError unless ``ranks`` gives every neuron a rank, and every rank equally many."""
+    if len(ranks) != neurons:
+        raise UserError(f"it gives {len(ranks)} neurons a rank, but the MLP has {neurons}")
+    counts = [0] * sync_tp_size
+    for rank in ranks:
+        if not 0 <= rank < sync_tp_size:
+            raise UserError(f"it names the rank {rank}, but there are the ranks 0 to {sync_tp_size - 1}")
+        counts[rank] += 1
+    if len(set(counts)) > 1:
+        raise UserError(f"its ranks have unequal shares of the neurons: {min(counts)} to {max(counts)}")
+
+
+def move_of(name: str, heads: Sequence[int] | None, neurons: Sequence[int] | None, kv_heads: int) -> Move | None:
+    """Return the move of the tensor ``name``; None where it does not move.
+
+    name: within a layer, such as ``self_attn.q_proj.weight``.
+    heads: the layer's head order.
+    neurons: the order of its neurons.
+    """
+    if heads is not None and (match := OF_HEADS.fullmatch(name)):
+        order, axis = tuple(heads) if match[1] in (None, "q") else kv_order(heads, kv_heads), 1 if match[2] else 0
+    elif neurons is not None and (match := OF_NEURONS.fullmatch(name)):
+        order, axis = tuple(neurons), 1 if match[1] else 0
+    else:
+        return None
+    return Move(order, axis) if order != tuple(range(len(order))) else None
+
+
+@dataclass(frozen=True)
+class AssignmentReport(Record):
+    """The mean squared difference of a block's output to the dense block's, as the model lay and as it is assigned, on
+    tokens that nothing was chosen by."""
+
+    error_before: float
+    error_after: float
+
+
+@dataclass(frozen=True)
+class RankAssignment(Record):
+    """The heads and neurons that share a virtual rank in some layers of one model: the content of assignment.json.
+
+    fingerprint: of the model that it was computed for.
+    heads: layer -> head order.
+    neurons: layer -> the rank of each neuron.
+    report: of layers that were computed by ``assign_ranks``.
+    """
+
+    sync_tp_size: int
+    fingerprint: str
+    heads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    neurons: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    report: dict[int, AssignmentReport] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document, with the ranks of a layer's neurons as one line of text instead of thousands."""
+        lines = {str(layer): " ".join(map(str, ranks)) for layer, ranks in self.neurons.items()}
+        return {**super().to_dict(), "neurons": lines}
+
+    @classmethod
+    def from_dict(cls, value: object, where: str | Path) -> "RankAssignment":
+        """Return the assignment that ``to_dict`` made a document of. Raises UserError for anything else."""
+        lines = value.get("neurons") if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping) and isinstance(lines, Mapping):
+            value = {**value, "neurons": {key: _numbers(line, f"{where}: {key}") for key, line in lines.items()}}
+        return super().from_dict(value, where)
+
+    def moved(self, what: Mapping[int, Sequence[int]]) -> list[int]:
+        """Return the layers of ``heads`` or ``neurons`` in which something changes its place."""
+        return sorted(layer for layer, numbers in what.items() if list(numbers) != sorted(numbers))
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise UserError unless everything fits a model with this config."""
+        for layer in (*self.heads, *self.neurons):
+            if not 0 <= layer < config["num_hidden_layers"]:
+                raise UserError(
+                    f"the assignment names layer {layer}, but the model has {config['num_hidden_layers']} layers"
+                )
+            try:
+                if layer in self.heads:
+                    check_order(self.heads[layer], config["num_attention_heads"], kv_head_count(config))
+                if layer in self.neurons:
+                    check_neurons(self.neurons[layer], config["intermediate_size"], self.sync_tp_size)
+            except UserError as error:
+                raise UserError(f"the assignment does not fit layer {layer}: {error}") from None
+
+    def layer_moves(self, layer: int, config: Mapping[str, Any]) -> dict[str, Move]:
+        """Return the move of every tensor of a layer that moves, by its name within it. Biases that the model lacks are
+        named too."""
+        heads, neurons = self.heads.get(layer), self.neurons.get(layer)
+        order = None if neurons is None else neuron_order(neurons)
+        found = {name: move_of(name, heads, order, kv_head_count(config)) for name in MOVING}
+        return {name: move for name, move in found.items() if move is not None}
+
+    def moves(self, config: Mapping[str, Any]) -> dict[str, Move]:
+        """Return the move of every tensor of a checkpoint that moves, by its full name."""
+        return {
+            f"model.layers.{layer}.{name}": move
+            for layer in sorted({*self.heads, *self.neurons})
+            for name, move in self.layer_moves(layer, config).items()
+        }
+
+    def permuted(
+        self, layer: int, weights: Mapping[str, "torch.Tensor"], config: Mapping[str, Any]
+    ) -> dict[str, "torch.Tensor"]:
+        """Return one layer's tensors in their new order; a tensor that does not move is not copied.
+
+        weights: by name within the layer, such as ``self_attn.q_proj.weight``.
+        """
+        import torch
+
+        moved = dict(weights)
+        for name, move in self.layer_moves(layer, config).items():
+            if name in weights:
+                index = torch.tensor(move.order, device=weights[name].device)
+                blocks = weights[name].unflatten(move.axis, (len(move.order), -1))
+                moved[name] = blocks.index_select(move.axis, index).flatten(move.axis, move.axis + 1)
+        return moved
+
+
+def _numbers(line: Any, where: str) -> list[int]:
+    """Return the numbers in a line of text. Raises UserError for anything else."""
+    if not isinstance(line, str) or not all(word.isascii() and word.isdigit() for word in line.split()):
+        raise UserError(f"{where} is {shown(line)}, but must be the ranks of a layer's neurons, with spaces between")
+    return [int(word) for word in line.split()]
+
+
+def read_assignment(path: Path) -> RankAssignment:
+    """Return the assignment in an assignment.json. Raises UserError for a malformed one; ``RankAssignment.check`` says
+    if it fits a model."""
+    found = RankAssignment.from_dict(read_document(path, "assignment"), path)
+    if found.sync_tp_size < 1:
+        raise UserError(f"{path}: sync_tp_size is {found.sync_tp_size}, but must be a positive integer")
+    return found
+
+
+def assignment_of(checkpoint: Checkpoint) -> RankAssignment | None:
+    """Return the assignment in whose order a checkpoint lies; None where that is the dense model's order."""
+    path = checkpoint.folder / ASSIGNMENT
+    return read_assignment(path) if path.is_file() else None

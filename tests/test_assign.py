@@ -1,0 +1,430 @@
+"""The assignment of heads and neurons to virtual ranks: against brute force and plain loops, and by the command."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from ladderize import convert_checkpoint, load
+from ladderize.adapt.layers import assign_labels
+from ladderize.adapt.layers.assign import assign_block, assign_layers, block_tokens, choose_heads, head_order
+from ladderize.adapt.layers.assign_labels import matched_labels, relabelled
+from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, cheapest_ranks, descend, exchanged
+from ladderize.adapt.layers.measures import Contender, heldout_measures
+from ladderize.adapt.layers.options import AssignOptions, SpdOptions
+from ladderize.adapt.layers.windows import Windows
+from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.convert.assignment import RankAssignment, read_assignment
+from ladderize.convert.plan import Changes
+from ladderize.errors import UsageError
+from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from tests.helpers import (
+    BIASES,
+    FAMILIES,
+    SHAPE,
+    all_tensors,
+    edit_tensors,
+    fresh_rng,
+    invoke,
+    invoke_well,
+    listing,
+    make_layout,
+    one_sentence,
+    random_ids,
+    random_ranks,
+    save_llama,
+)
+
+HEADS, NEURONS, LAYERS = (SHAPE[key] for key in ("num_attention_heads", "intermediate_size", "num_hidden_layers"))
+MODELS = {  # what a model has beside SHAPE, its KV heads, and the ranks
+    "mha": ({"num_key_value_heads": 8}, 8, 2),
+    "gqa": ({}, 4, 2),
+    "as many ranks as kv heads": ({}, 4, 4),
+    "more ranks than kv heads": ({}, 4, 8),
+    "biases": (BIASES, 4, 2),
+    **{name: ({"model_type": name, "num_key_value_heads": 4}, 4, 2) for name in FAMILIES},
+}
+
+
+def random_blocks(tmp_path, extra):
+    folder = save_llama(tmp_path / "dense", seed=int(torch.randint(1 << 30, ())), **extra)
+    return Blocks(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+
+
+def apart_layout(layers, ranks):
+    return Layout.from_layers(layers, spd=range(layers), sync_tp_size=ranks)
+
+
+# ---- neurons ----
+
+
+@pytest.mark.parametrize(("neurons", "ranks"), [(12, 2), (12, 3), (40, 4), (64, 8), (6, 6), (5, 1)])
+def test_neurons_go_where_scipy_puts_them(neurons, ranks):
+    """The sum of costs is the least; there may be several such assignments."""
+    rng = fresh_rng()
+    for spread in (0.01, 1.0, 30.0):
+        costs = np.exp(rng.normal(size=(neurons, 1)) * spread) * rng.random((neurons, ranks))
+        if rng.random() < 0.3:
+            costs[rng.random(neurons) < 0.5] = 0.0  # neurons that never act
+        found = cheapest_ranks(costs)
+        assert np.bincount(found, minlength=ranks).tolist() == [neurons // ranks] * ranks
+        repeated = costs.repeat(neurons // ranks, axis=1)
+        rows, columns = linear_sum_assignment(repeated)
+        assert costs[range(neurons), found].sum() == pytest.approx(repeated[rows, columns].sum(), rel=1e-9, abs=1e-300)
+
+
+# ---- one block ----
+
+
+def block_of(blocks, layer, ranks, units, tokens=24, windows=3):
+    """A block with a dropped sum, its tokens, and the states that enter it."""
+    module = blocks.layer(layer, apart_layout(blocks.num_layers, ranks))
+    states = [torch.randn(1, tokens, SHAPE["hidden_size"]) for _ in range(windows)]
+    return ApartBlock(module, ranks, units), block_tokens(blocks, module, states), states
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_costs_and_errors_are_those_of_real_layers(tmp_path, name):
+    """Layers of the model class, whose weights lie as assigned; the costs from their MLP's inner activations."""
+    extra, kv_heads, ranks = MODELS[name]
+    blocks, rng = random_blocks(tmp_path, extra), fresh_rng()
+    units = kv_heads if kv_heads % ranks == 0 else ranks
+    block, tokens, states = block_of(blocks, 1, ranks, units)
+    layout, dense = apart_layout(LAYERS, ranks), Layout.dense(LAYERS)
+    members = tuple(tuple(sorted(own)) for own in rng.permutation(units).reshape(ranks, -1).tolist())
+    if units != kv_heads:
+        members = block.members
+    neurons = rng.permutation(NEURONS) % ranks
+    found = RankAssignment(ranks, "", {1: head_order(members, HEADS // units)}, {1: tuple(neurons.tolist())})
+    plain = blocks.layer(1, dense)
+    moved = blocks.layer(1, layout, found.permuted(1, blocks.weights(1), blocks.config))
+    difference = torch.cat([blocks.run(moved, state) - blocks.run(plain, state) for state in states])
+    assert block.error(tokens, members, neurons) == pytest.approx(float(difference.square().mean()), rel=1e-3)
+
+    costs = block.costs(tokens, members)
+    sample = torch.from_numpy(np.sort(rng.choice(NEURONS, 5, replace=False)))
+    np.testing.assert_allclose(block.costs(tokens, members, sample), costs[sample], rtol=1e-4)
+    heads, mlp = blocks.layer(1, layout), plain.mlp
+    width, scale = HEADS // units * heads.self_attn.head_dim, blocks.decoder.residual_scale
+    expected = np.zeros((NEURONS, ranks))
+    for state in states:
+        bias = heads.self_attn.o_proj.bias
+        inputs, _ = heads.self_attn(
+            heads.input_layernorm(state), blocks.position_embeddings(state.shape[1]), blocks.mask(1, state.shape[1])
+        )
+
+        def inner(units, state=state, inputs=inputs, bias=bias):
+            kept = torch.zeros_like(inputs)
+            for unit in units:
+                kept[..., unit * width : (unit + 1) * width] = inputs[..., unit * width : (unit + 1) * width]
+            added = torch.nn.functional.linear(kept, heads.self_attn.o_proj.weight, bias) * scale
+            x = plain.post_attention_layernorm(state + added)
+            return (mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))[0]
+
+        full = inner(range(units))
+        for rank, own in enumerate(members):
+            lost = (full - inner(own)).square().mean(0) / len(states)
+            expected[:, rank] += (lost * (mlp.down_proj.weight * scale).square().sum(0)).numpy()
+    np.testing.assert_allclose(costs, expected, rtol=2e-3, atol=1e-5 * expected.max())
+
+
+def partitions(units, size):
+    """Every split of units into groups of one size, each once."""
+    if not units:
+        yield []
+        return
+    first, *rest = units
+    for others in itertools.combinations(rest, size - 1):
+        for more in partitions([unit for unit in rest if unit not in others], size):
+            yield [(first, *others), *more]
+
+
+@torch.no_grad()
+def test_heads_are_chosen_as_by_brute_force(tmp_path):
+    """4 KV groups on 2 ranks: from each of the 3 splits one exchange leads to each other one."""
+    blocks = random_blocks(tmp_path, {})
+    block, tokens, _ = block_of(blocks, 2, 2, 4)
+
+    def cost(members):
+        costs = block.costs(tokens, members)
+        return costs[range(NEURONS), cheapest_ranks(costs)].sum()
+
+    found = choose_heads(block, tokens, neurons=True)
+    assert cost(found) == pytest.approx(min(map(cost, partitions(range(4), 2))), rel=1e-6)
+
+    # with neurons that stay, it matters which rank has which
+    def staying(members):
+        return block.costs(tokens, members)[range(NEURONS), block.neuron_ranks].sum()
+
+    found = choose_heads(block, tokens, neurons=False)
+    assert staying(found) == pytest.approx(
+        min(staying(order) for split in partitions(range(4), 2) for order in itertools.permutations(split)), rel=1e-6
+    )
+
+
+def test_descent_ends_where_no_exchange_helps():
+    rng = fresh_rng()
+    likes = rng.random((12, 12))
+
+    def cost(members):
+        return sum(likes[np.ix_(own, own)].sum() * (rank + 1) for rank, own in enumerate(members))
+
+    start = tuple(map(tuple, np.arange(12).reshape(3, 4).tolist()))
+    end = descend(start, cost)
+    assert sorted(unit for own in end for unit in own) == list(range(12))
+    assert cost(end) <= cost(start)
+    others = list(exchanged(end, np.random.default_rng(0)))
+    assert len(others) == 3 * 4 * 4 + 3
+    assert all(cost(other) > cost(end) * (1 - 1e-8) for other in others)
+
+
+@torch.no_grad()
+def test_nothing_is_worse_than_as_the_model_lies(tmp_path):
+    """Also where the tokens to choose by say nothing about the held-out ones."""
+    blocks = random_blocks(tmp_path, {})
+    block, held, _ = block_of(blocks, 1, 2, 4)
+    misleading = BlockTokens(torch.randn(3, SHAPE["hidden_size"]) * 30, torch.randn(3, HEADS * 4) * 30)
+    for fit in (misleading, held):
+        for heads, neurons in ((True, True), (True, False), (False, True)):
+            members, ranks, report = assign_block(block, fit, held, heads=heads, neurons=neurons)
+            assert report.error_before == block.error(held, block.members, block.neuron_ranks)
+            assert report.error_after == block.error(held, members, ranks) <= report.error_before
+            assert heads or members == block.members
+            assert neurons or (ranks == block.neuron_ranks).all()
+
+
+# ---- a model ----
+
+
+def random_windows():
+    """Enough that something is gained on the held-out ones, too."""
+    return Windows(random_ids(96, 16), random_ids(48, 16))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_assigned_model(tmp_path, name):
+    """Dense it computes what it did; with its layout something else, which round trips keep."""
+    extra, kv_heads, ranks = MODELS[name]
+    blocks = random_blocks(tmp_path, extra)
+    layout = Layout.from_layers(LAYERS, delayed=[2, 3], spd=[0], sync_tp_size=ranks)
+    found = assign_layers(blocks, layout, ("heads", "neurons"), random_windows())
+    assert sorted(found.neurons) == [0, 2, 3] == sorted(found.report)
+    assert sorted(found.heads) == ([0, 2, 3] if kv_heads % ranks == 0 else [])
+    assert all(report.error_after <= report.error_before for report in found.report.values())
+    assert found.moved(found.neurons)
+    found.check(blocks.config)
+    dense, out, back, again = (tmp_path / each for each in ("dense", "out", "back", "again"))
+    convert_checkpoint(dense, out, layout, Changes(assignment=found), verify=False)
+    convert_checkpoint(out, back, Layout.dense(LAYERS), verify=False)
+    convert_checkpoint(back, again, layout, verify=False)
+    convert_checkpoint(dense, tmp_path / "plain", layout, verify=False)
+    assert read_assignment(back / "assignment.json") == found == read_assignment(again / "assignment.json")
+    ids = random_ids(2, 12)
+    with torch.no_grad():
+        logits = {each.name: load(each)(ids).logits for each in (dense, out, back, again, tmp_path / "plain")}
+    torch.testing.assert_close(logits["back"], logits["dense"], rtol=1e-4, atol=2e-4)
+    assert torch.equal(logits["again"], logits["out"])
+    assert not torch.allclose(logits["out"], logits["plain"], rtol=1e-3, atol=1e-3)
+
+
+def test_the_same_twice(tmp_path):
+    blocks, layout = random_blocks(tmp_path, {}), apart_layout(LAYERS, 2)
+    windows = random_windows()
+    both = [assign_layers(blocks, layout, ("heads", "neurons"), windows) for _ in range(2)]
+    assert both[0] == both[1]
+    alone = assign_layers(blocks, layout, ("neurons",), windows)
+    assert alone.heads == {}
+    assert sorted(alone.neurons) == list(range(LAYERS))
+    assert assign_layers(blocks, layout, ("heads",), windows).neurons == {}
+
+
+def test_layers_whose_mlp_sees_every_head_stay(tmp_path):
+    blocks = random_blocks(tmp_path, {})
+    found = assign_layers(blocks, make_layout("every mode"), ("neurons",), random_windows())
+    assert sorted(found.neurons) == [2, 3]
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def data(tmp_path):
+    np.save(tmp_path / "ids.npy", random_ids(200, 16).numpy())
+    return tmp_path / "ids.npy"
+
+
+SPD = ("--spd", "1:3", "--sync-tp-size", 2)
+
+
+def test_convert(llama, tmp_path, data):
+    out, words = tmp_path / "out", (*SPD, "--assign", "heads,neurons", "--data", data, "--device", "cpu")
+    planned = invoke_well("convert", llama, out, *words, "--dry-run")
+    assert "would assign heads and neurons in layers 1:3" in planned.stderr
+    assert not out.exists()
+    report = json.loads(invoke_well("convert", llama, out, *words, "--json").stdout)
+    found = read_assignment(out / "assignment.json")
+    assert report["moved_neurons"] == found.moved(found.neurons) != []
+    assert sorted(found.neurons) == sorted(found.heads) == [1, 2]
+    assert report["moved_heads"] == found.moved(found.heads)
+    assert report["verified"]["forward"] == "finite"
+    # by the file that it wrote, the same model
+    invoke_well("convert", llama, tmp_path / "again", *SPD, "--assignment", out / "assignment.json", "--no-verify")
+    invoke_well("convert", llama, tmp_path / "third", "--recipe", out / "ladderize.yaml", "--no-verify")
+    for name in ("model.safetensors", "config.json", "assignment.json"):
+        assert len({(tmp_path / each / name).read_bytes() for each in ("out", "again", "third")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ((*SPD, "--assign", "heads"), 2, "--assign has no effect without --data"),
+        ((*SPD, "--data", "{data}"), 2, "--data has no effect without --assign"),
+        ((*SPD, "--device", "cpu"), 2, "--device has no effect without --assign"),
+        ((*SPD, "--assign", "head", "--data", "{data}"), 2, "--assign head is not one of heads, neurons"),
+        (("--ladder", "all", "--assign", "heads", "--data", "{data}"), 1, "neither delays nor drops"),
+        ((*SPD, "--assign", "neurons", "--data", "{few}"), 1, f"32 tokens to assign the {NEURONS} neurons"),
+        ((*SPD, "--assign", "neurons", "--data", "{one}"), 1, "a single window of 16 tokens"),
+        ((*SPD, "--assign", "neurons", "--data", "{data}.txt"), 1, "names nothing that exists"),
+        ((*SPD, "--assign", "heads", "--data", "{data}", "--assignment", "a.json"), 2, "give one of them"),
+        (("--spd", "1", "--sync-tp-size", "8", "--assign", "heads", "--data", "{data}"), 1, "8 ranks share 4 KV heads"),
+        (("--spd", "9", "--sync-tp-size", "2", "--assign", "heads", "--data", "{data}"), 1, "out of range"),
+    ],
+)
+def test_what_is_refused(llama, tmp_path, data, options, code, message):
+    np.save(tmp_path / "few.npy", random_ids(3, 16).numpy())
+    np.save(tmp_path / "one.npy", random_ids(1, 16).numpy())
+    files = {"data": data, "few": tmp_path / "few.npy", "one": tmp_path / "one.npy"}
+    before = listing(tmp_path)
+    outcome = invoke("convert", llama, tmp_path / "out", *(str(word).format(**files) for word in options))
+    assert (outcome.code, message in one_sentence(outcome)) == (code, True), outcome.stderr
+    assert listing(tmp_path) == before
+
+
+def test_sources_that_are_refused(llama, tmp_path, data):
+    """Each lies in an order, or has weights, that an assignment of the dense model would not fit."""
+    words = ("--assign", "heads,neurons", "--data", data)
+    invoke_well("convert", llama, tmp_path / "assigned", *SPD, *words, "--no-verify")
+    invoke_well("convert", tmp_path / "assigned", tmp_path / "back", "--dense", "--no-verify")
+    invoke_well("convert", llama, tmp_path / "spd", *SPD, "--no-verify")
+    align = ("--method", "align", "--distill-from", llama, "--data", data, "--no-verify", "--write", "last")
+    invoke_well("adapt", tmp_path / "spd", tmp_path / "aligned", *align)
+    invoke_well("convert", tmp_path / "aligned", tmp_path / "dense again", "--dense", "--no-verify")
+    save_llama(tmp_path / "broken")
+    edit_tensors(tmp_path / "broken", lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].fill_(float("nan")))
+    before = listing(tmp_path)
+    for source, message in {
+        "assigned": "has an assignment.json already",
+        "back": "has an assignment.json already",
+        "aligned": "was adapted to another layout",
+        "dense again": "was adapted to another layout",
+        "broken": "is NaN or infinite",
+    }.items():
+        outcome = invoke("convert", tmp_path / source, tmp_path / "out", *SPD, *words)
+        assert (outcome.code, message in one_sentence(outcome)) == (1, True), outcome.stderr
+    assert listing(tmp_path) == before
+    # a model that was converted without a change of weights is still the dense one
+    invoke_well("convert", tmp_path / "spd", tmp_path / "out", *words, "--no-verify")
+    invoke_well("convert", llama, tmp_path / "other", *SPD, *words, "--no-verify")
+    assert (tmp_path / "out" / "assignment.json").read_bytes() == (tmp_path / "other" / "assignment.json").read_bytes()
+
+
+def test_an_assigned_model_is_aligned_to_the_dense_one(llama, tmp_path, data):
+    """The dense model's weights are moved along: where nothing may be solved, all tensors stay as converted; and the
+    aligned model is nearer to the dense one than the converted."""
+    invoke_well("convert", llama, tmp_path / "out", *SPD, "--assign", "heads,neurons", "--data", data, "--no-verify")
+    np.save(tmp_path / "more.npy", random_ids(200, 16).numpy())
+    words = ("--method", "align", "--distill-from", llama, "--data", tmp_path / "more.npy", "--no-verify", "--json")
+    document = json.loads(invoke_well("adapt", tmp_path / "out", tmp_path / "aligned", *words).stdout)
+    divergence = document["heldout_divergence"]
+    assert divergence["after"] < divergence["before"]  # towards a dense model in another order nothing is won
+    found, expected = read_assignment(tmp_path / "aligned" / "assignment.json"), all_tensors(tmp_path / "out")
+    assert found == read_assignment(tmp_path / "out" / "assignment.json")
+    same = [name for name, tensor in all_tensors(tmp_path / "aligned").items() if torch.equal(tensor, expected[name])]
+    assert any("layers.0.mlp" in name for name in same)
+
+
+def test_options():
+    for made in (
+        lambda: AssignOptions(("heads", "mlp"), "a.txt"),
+        lambda: SpdOptions("a", sync_tp_size=2, assign=("x",)),
+    ):
+        with pytest.raises(UsageError, match="is not one of heads, neurons"):
+            made()
+    assert SpdOptions("a", sync_tp_size=2).assign == ("heads", "neurons")
+
+
+# ---- ranks of neighbouring layers ----
+
+
+@torch.no_grad()
+def test_ranks_are_matched_as_by_brute_force(tmp_path):
+    """After a delayed MLP: what each set of heads misses on each rank, from real layers, head by head."""
+    blocks, ranks = random_blocks(tmp_path, {"num_key_value_heads": 8}), 4
+    layout = Layout.from_layers(LAYERS, delayed=range(LAYERS), sync_tp_size=ranks)
+    rng = fresh_rng()
+    heads = {layer: tuple(rng.permutation(HEADS).tolist()) for layer in range(LAYERS)}
+    neurons = {layer: tuple((rng.permutation(NEURONS) % ranks).tolist()) for layer in range(LAYERS)}
+    found, ids = RankAssignment(ranks, "", heads, neurons), random_ids(5, 12)
+    matched = matched_labels(blocks, layout, found, ids)
+    assert (matched.heads[0], matched.neurons[0]) == (heads[0], neurons[0])  # nothing is delayed before it
+    dense, state, width, visible = Layout.dense(LAYERS), blocks.embed(ids), HEADS // ranks, ()
+    for layer in range(LAYERS):
+        weights = blocks.weights(layer)
+        plain = blocks.layer(layer, dense, weights)
+        if layer:
+            lost = np.zeros((ranks, ranks))
+            for rank, stream in enumerate(visible):
+                whole, own = (heads_of_layer(blocks, plain, layer, each) for each in (state, stream))
+                for old in range(ranks):  # the heads that rank ``old`` has so far
+                    columns = torch.zeros(HEADS, 1)
+                    columns[list(heads[layer][old * width : (old + 1) * width])] = 1
+                    missed = ((own - whole).unflatten(-1, (HEADS, -1)) * columns).flatten(-2)
+                    added = missed @ plain.self_attn.o_proj.weight.T
+                    lost[old, rank] = float((added.square().mean(-1) / state.square().mean(-1)).sum())
+            best = min(itertools.permutations(range(ranks)), key=lambda labels: lost[range(ranks), labels].sum())
+            for old, new in enumerate(best):
+                of_rank = heads[layer][old * width : (old + 1) * width]
+                assert matched.heads[layer][new * width : (new + 1) * width] == of_rank
+                assert [r == new for r in matched.neurons[layer]] == [r == old for r in neurons[layer]]
+        moved = matched.permuted(layer, weights, blocks.config)
+        if layout.mlp_sync[layer] == "delayed":
+            _, visible = blocks.run(blocks.layer(layer, layout, moved), state)
+        state = blocks.run(plain, state)
+
+
+def heads_of_layer(blocks, layer, index, stream):
+    """The inputs of o_proj: what it gives when it is the identity."""
+    attention, tokens = layer.self_attn, stream.shape[1]
+    kept, width = attention.o_proj, attention.o_proj.in_features
+    attention.o_proj = torch.nn.Identity(width)
+    rope, mask = blocks.position_embeddings(tokens), blocks.mask(index, tokens)
+    output, _ = attention(layer.input_layernorm(stream), position_embeddings=rope, attention_mask=mask)
+    attention.o_proj = kept
+    return output
+
+
+def test_matched_ranks_are_kept_where_they_help(tmp_path, monkeypatch):
+    blocks = random_blocks(tmp_path, {})
+    layout = Layout.from_layers(LAYERS, delayed=range(LAYERS), sync_tp_size=2)
+    heads = {layer: tuple(range(HEADS)) for layer in range(LAYERS)}
+    found = RankAssignment(2, "", heads, {layer: random_ranks(2) for layer in range(LAYERS)})
+    other = relabelled(found, 2, [1, 0])
+    assert other.heads[2] == (*range(HEADS // 2, HEADS), *range(HEADS // 2))
+    assert [1 - rank for rank in other.neurons[2]] == list(found.neurons[2])
+    ids = random_ids(6, 12)
+
+    def divergence(own):
+        dense = Contender(blocks, Layout.dense(LAYERS), blocks.weights)
+        moved = Contender(blocks, layout, lambda layer: own.permuted(layer, blocks.weights(layer), blocks.config))
+        alone = Ranks(0, 1, torch.device("cpu"))
+        return heldout_measures({"dense": dense, "own": moved}, ids, alone)[1]["own"]
+
+    nearer, farther = sorted((found, other), key=divergence)
+    for start, matched in ((nearer, farther), (farther, nearer)):
+        monkeypatch.setattr(assign_labels, "matched_labels", lambda *_, own=matched: own)
+        assert assign_labels.better_labels(blocks, layout, start, ids, ids) == nearer
