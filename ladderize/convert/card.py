@@ -17,7 +17,7 @@ from ladderize.files.regular import read_bytes
 from ladderize.layout import ATTENTION_MODES, Layout, format_ranges, usual_ranks
 
 MARK = "<!-- written by ladderize convert -->"  # distinguishes our cards from those that people write
-TAGS = {"ladder": "ladder-residual", "spd": "sync-point-drop"}
+TAGS = {"ladder": "ladder-residual", "delayed": "delayed-tensor-parallelism", "spd": "sync-point-drop"}
 
 
 def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
