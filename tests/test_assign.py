@@ -26,7 +26,6 @@ from tests.helpers import (
     BIASES,
     FAMILIES,
     SHAPE,
-    all_tensors,
     edit_tensors,
     fresh_rng,
     invoke,
@@ -334,18 +333,22 @@ def test_sources_that_are_refused(llama, tmp_path, data):
 
 
 def test_an_assigned_model_is_aligned_to_the_dense_one(llama, tmp_path, data):
-    """The dense model's weights are moved along: where nothing may be solved, all tensors stay as converted; and the
-    aligned model is nearer to the dense one than the converted."""
+    """As is one whose dense model lies in that order: both models' weights are the same."""
     invoke_well("convert", llama, tmp_path / "out", *SPD, "--assign", "heads,neurons", "--data", data, "--no-verify")
-    np.save(tmp_path / "more.npy", random_ids(200, 16).numpy())
-    words = ("--method", "align", "--distill-from", llama, "--data", tmp_path / "more.npy", "--no-verify", "--json")
-    document = json.loads(invoke_well("adapt", tmp_path / "out", tmp_path / "aligned", *words).stdout)
-    divergence = document["heldout_divergence"]
-    assert divergence["after"] < divergence["before"]  # towards a dense model in another order nothing is won
-    found, expected = read_assignment(tmp_path / "aligned" / "assignment.json"), all_tensors(tmp_path / "out")
-    assert found == read_assignment(tmp_path / "out" / "assignment.json")
-    same = [name for name, tensor in all_tensors(tmp_path / "aligned").items() if torch.equal(tensor, expected[name])]
-    assert any("layers.0.mlp" in name for name in same)
+    invoke_well("convert", tmp_path / "out", tmp_path / "moved", "--dense", "--no-verify")
+    (tmp_path / "moved" / "assignment.json").unlink()
+    invoke_well("convert", tmp_path / "moved", tmp_path / "plain", *SPD, "--no-verify")
+    words = ("--method", "align", "--data", data, "--no-verify", "--write", "last", "--json")
+    found = {}
+    for model, teacher in (("out", llama), ("plain", tmp_path / "moved")):
+        out = tmp_path / f"{model} aligned"
+        document = invoke_well("adapt", tmp_path / model, out, "--distill-from", teacher, *words).stdout
+        layers = {layer["layer"]: layer["projections"] for layer in json.loads(document)["layers"]}
+        found[model] = [each["error_before"] for each in layers[1] if each["projection"] != "mlp.down_proj"]
+    assert read_assignment(tmp_path / "out aligned" / "assignment.json")
+    # of the first layer that is solved, before a choice between nearly equal solutions makes a difference
+    assert len(found["out"]) == 6
+    assert found["out"] == pytest.approx(found["plain"], rel=1e-2, abs=1e-5)
 
 
 def test_options():
