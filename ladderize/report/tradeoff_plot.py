@@ -1,12 +1,12 @@
 """The trade-off: speed-up against accuracy, or against perplexity, with the Pareto front."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ladderize.eval.table import margin_text
 from ladderize.report.join import ReportContent
-from ladderize.report.models import Setting, speedup_text
+from ladderize.report.models import Setting, WithInterval, speedup_text
 from ladderize.report.plot import (
     DRAWING_WIDTH,
     MEASURES,
@@ -24,7 +24,7 @@ from ladderize.report.plot import (
 )
 
 HEIGHT = 380
-CLOSE_ACROSS, CLOSE_UP = 0.25, 0.06  # shares of the axes: names of marks that are closer would overlap
+CLOSE_ACROSS, CLOSE_UP = 0.33, 0.06  # shares of the axes: names of marks that are closer would overlap
 POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50)
 BEYOND = 2  # points from dense, beyond which the scale is logarithmic, so that small losses stay apart
 MARK_SIZES = (70, 120, 180)  # as converted; aligned; trained
@@ -54,8 +54,9 @@ def _rows(content: ReportContent, measure: str, setting: Setting) -> list[dict[s
     ]
     sign = 1 if measure == "difference" else -1
     front = pareto_front([(speed.value, sign * score.value) for _, speed, score in placed])
-    up = [sign * math.asinh(score.value / BEYOND) for _, _, score in placed]  # about the scales' way
-    sides = name_sides(list(zip(_shares([one.value for _, one, _ in placed]), _shares(up), strict=True)), front)
+    across = _shares([one for _, one, _ in placed])
+    up = _shares([score for _, _, score in placed], lambda end: sign * math.asinh(end / BEYOND))  # about the scale's way
+    sides = name_sides(list(zip(across, up, strict=True)), front)
     title, text = MEASURES[measure]
     return [
         {
@@ -106,9 +107,10 @@ def name_sides(places: list[tuple[float, float]], front: list[bool]) -> list[int
     return sides
 
 
-def _shares(values: list[float]) -> list[float]:
-    """Return where each value lies on an axis that shows all of them, as a share of its length."""
-    return [value / (max(values) - min(values) or 1.0) for value in values]
+def _shares(values: Sequence[WithInterval], scale: Callable[[float], float] = float) -> list[float]:
+    """Return where each value lies on an axis that shows all of them and their intervals, as a share of its length."""
+    ends = [scale(end) for one in values for end in (one.value, one.low, one.high) if end is not None]
+    return [scale(one.value) / (max(ends) - min(ends) or 1.0) for one in values]
 
 
 def _plot(content: ReportContent, measure: str, panels: list[Spec]) -> ReportPlot:
