@@ -55,7 +55,7 @@ def _rows(content: ReportContent, measure: str, setting: Setting) -> list[dict[s
     sign = 1 if measure == "difference" else -1
     front = pareto_front([(speed.value, sign * score.value) for _, speed, score in placed])
     across = _shares([one for _, one, _ in placed])
-    up = _shares([score for _, _, score in placed], lambda end: sign * math.asinh(end / BEYOND))  # about the scale's way
+    up = _shares([score for _, _, score in placed], lambda end: sign * math.asinh(end / BEYOND))  # as the scale
     sides = name_sides(list(zip(across, up, strict=True)), front)
     title, text = MEASURES[measure]
     return [
