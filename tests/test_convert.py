@@ -271,10 +271,18 @@ def card_of(folder):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "ranks", "counts"),
-    [(LADDER, 8, (4, 0, 0)), (Recipe(spd="1", sync_tp_size=4, delayed="2:"), 4, (0, 4, 1))],
+    ("recipe", "ranks", "counts", "tags"),
+    [
+        (LADDER, 8, (4, 0, 0), ["ladder-residual"]),
+        (
+            Recipe(spd="1", sync_tp_size=4, delayed="2:"),
+            4,
+            (0, 4, 1),
+            ["delayed-tensor-parallelism", "sync-point-drop"],
+        ),
+    ],
 )
-def test_the_card(llama, tmp_path, recipe, ranks, counts):
+def test_the_card(llama, tmp_path, recipe, ranks, counts, tags):
     (llama / "README.md").write_text(
         "---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n"
     )
@@ -283,7 +291,7 @@ def test_the_card(llama, tmp_path, recipe, ranks, counts):
     assert front == {
         "license": "llama3",
         "base_model": "meta/Base",
-        "tags": ["chat", "ladderize", "sync-point-drop" if recipe.spd else "ladder-residual"],
+        "tags": ["chat", "ladderize", *tags],
         "library_name": "transformers",
     }
     assert layout in body
