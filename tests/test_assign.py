@@ -314,7 +314,9 @@ def test_sources_that_are_refused(llama, tmp_path, data):
     invoke_well("adapt", tmp_path / "spd", tmp_path / "aligned", *align)
     invoke_well("convert", tmp_path / "aligned", tmp_path / "dense again", "--dense", "--no-verify")
     save_llama(tmp_path / "broken")
-    edit_tensors(tmp_path / "broken", lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].fill_(float("nan")))
+    edit_tensors(
+        tmp_path / "broken", lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][0].fill_(float("nan"))
+    )
     before = listing(tmp_path)
     for source, message in {
         "assigned": "has an assignment.json already",

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ladderize.blocks import check_finite
+
 MIN_GAIN = 1e-9  # relative; less is rounding
 BLOCK_TOKENS = 2048
 Members = tuple[tuple[int, ...], ...]  # the head units of each rank, ascending
@@ -79,7 +81,10 @@ class ApartBlock:
         return cast(Tensor, mlp.act_fn(gate) * up)
 
     def costs(self, tokens: BlockTokens, sets: Sequence[tuple[int, ...]], neurons: Tensor | None = None) -> np.ndarray:
-        """Return what each neuron costs where it sees a set of units instead of all: float64 [neurons, sets]."""
+        """Return what each neuron costs where it sees a set of units instead of all: float64 [neurons, sets].
+
+        Raises UserError for NaN or infinite activations.
+        """
         down = self.layer.mlp.down_proj.weight
         down = self.layer.scaled(down if neurons is None else down[:, neurons]).float()
         total = torch.zeros(len(sets), down.shape[1], device=down.device, dtype=torch.float64)
@@ -89,7 +94,9 @@ class ApartBlock:
             for number, units in enumerate(sets):
                 own = self.inner(residual + partials[list(units)].sum(0), neurons)
                 total[number] += (full - own).float().square().sum(0)
-        return (total / len(tokens.residual) * down.square().sum(0)).T.cpu().numpy()
+        costs = total / len(tokens.residual) * down.square().sum(0)
+        check_finite(float(costs.sum()), f"an activation in layer {self.layer.self_attn.layer_idx}")
+        return costs.T.cpu().numpy()
 
     def error(self, tokens: BlockTokens, members: Members, neuron_ranks: np.ndarray) -> float:
         """Return the mean squared difference between the block's output with dropped sum and the dense block's."""
