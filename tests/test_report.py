@@ -333,12 +333,12 @@ def test_the_front_is_what_nothing_else_dominates():
 
 
 def test_no_name_lies_on_a_mark(tmp_path):
-    """Above ladder's mark, just to the left, is spd's: ladder's name is below. What lies between two has none."""
-    points, speedups = {"ladder": -0.3, "spd": -0.1, "both": -4.0}, {"ladder": 1.37, "spd": 1.35, "both": 1.9}
+    """Above ladder's mark, just to the right, is spd's: ladder's name is below. What lies between two has none."""
+    points, speedups = {"ladder": -0.3, "spd": -0.1, "both": -4.0}, {"ladder": 1.37, "spd": 1.38, "both": 1.9}
     rows = rows_of(page_of(write_files(tmp_path, points=points, speedups=speedups)), "tradeoff")
-    assert all(row["front"] for row in rows)
     assert {row["name"]: row["label"] for row in rows} == {"dense": 1, "spd": 1, "ladder": -1, "both": 1}
-    assert name_sides([(0.5, 0.5), (0.52, 0.55), (0.51, 0.45)], [False, True, True]) == [0, 1, -1]
+    spans = [(0.5, 0.7), (0.52, 0.72), (0.31, 0.51)]
+    assert name_sides([0.5, 0.55, 0.45], [0.5, 0.52, 0.51], spans, [False, True, True]) == [0, 1, -1]
 
 
 # ---- the files that are written ----

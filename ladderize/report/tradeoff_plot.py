@@ -24,7 +24,9 @@ from ladderize.report.plot import (
 )
 
 HEIGHT = 380
-CLOSE_ACROSS, CLOSE_UP = 0.33, 0.06  # shares of the axes: names of marks that are closer would overlap
+CLOSE_UP = 0.06  # the height of a name, and its distance from its mark, as a share of the axis
+MARK_SHARE = 0.02  # half the width of a mark, as a share of the axis
+NAME_LIMIT, CHARACTER = 180, 6.5  # the most pixels of a name, and those of a character
 POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50)
 BEYOND = 2  # points from dense, beyond which the scale is logarithmic, so that small losses stay apart
 MARK_SIZES = (70, 120, 180)  # as converted; aligned; trained
@@ -56,7 +58,9 @@ def _rows(content: ReportContent, measure: str, setting: Setting) -> list[dict[s
     front = pareto_front([(speed.value, sign * score.value) for _, speed, score in placed])
     across = _shares([one for _, one, _ in placed])
     up = _shares([score for _, _, score in placed], lambda end: sign * math.asinh(end / BEYOND))  # as the scale
-    sides = name_sides(list(zip(across, up, strict=True)), front)
+    sides = name_sides(
+        up, across, [name_span(one.name, x) for (one, _, _), x in zip(placed, across, strict=True)], front
+    )
     title, text = MEASURES[measure]
     return [
         {
@@ -85,32 +89,43 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
     return [not any(other != one and other[0] >= one[0] and other[1] >= one[1] for other in points) for one in points]
 
 
-def name_sides(places: list[tuple[float, float]], front: list[bool]) -> list[int]:
+def name_span(name: str, across: float) -> tuple[float, float]:
+    """Return the ends of a mark's name, as shares of the axis: it runs to the left of marks on the right half."""
+    width = min(NAME_LIMIT, CHARACTER * len(name)) / DRAWING_WIDTH
+    return (across - width, across) if across > 0.5 else (across, across + width)
+
+
+def name_sides(
+    up: Sequence[float], across: Sequence[float], spans: Sequence[tuple[float, float]], front: Sequence[bool]
+) -> list[int]:
     """Return the side of each mark's name: 1 above it, -1 below it, 0 no name.
 
     Marks of the front come first, the fastest of them before the others. No name lies on another one or on a mark; one
     of the front may lie on a mark that is not.
 
-    places: of each mark, to the right and up, as shares of the axes.
+    up, across: of each mark, as shares of the axes.
+    spans: of each name, see ``name_span``.
     """
-    sides = [0] * len(places)
+    sides = [0] * len(up)
 
     def is_covered(place: int, side: int, other: int) -> bool:
-        across, above = (b - a for a, b in zip(places[place], places[other], strict=True))
-        on_name = sides[other] != 0 and abs(above + (sides[other] - side) * CLOSE_UP) <= CLOSE_UP
+        above, (left, right), (start, end) = up[other] - up[place], spans[place], spans[other]
+        is_as_high = abs(above + (sides[other] - side) * CLOSE_UP) <= CLOSE_UP
+        on_name = sides[other] != 0 and is_as_high and left < end and start < right
         on_mark = (front[other] or not front[place]) and 0 < side * above <= 2 * CLOSE_UP
-        return (on_name or on_mark) and abs(across) <= CLOSE_ACROSS
+        return on_name or (on_mark and left - MARK_SHARE <= across[other] <= right + MARK_SHARE)
 
-    for place in sorted(range(len(places)), key=lambda place: (not front[place], -places[place][0])):
-        free = (s for s in (1, -1) if not any(is_covered(place, s, other) for other in range(len(places))))
+    for place in sorted(range(len(up)), key=lambda place: (not front[place], -across[place])):
+        free = (s for s in (1, -1) if not any(is_covered(place, s, other) for other in range(len(up))))
         sides[place] = next(free, 0)
     return sides
 
 
 def _shares(values: Sequence[WithInterval], scale: Callable[[float], float] = float) -> list[float]:
     """Return where each value lies on an axis that shows all of them and their intervals, as a share of its length."""
-    ends = [scale(end) for one in values for end in (one.value, one.low, one.high) if end is not None]
-    return [scale(one.value) / (max(ends) - min(ends) or 1.0) for one in values]
+    ends = [scale(end) for one in values for end in (one.value, one.low, one.high) if end is not None] or [0.0]
+    margin = 0.1 * (max(ends) - min(ends)) or 0.5  # axes end at round numbers
+    return [(scale(one.value) - min(ends) + margin) / (max(ends) - min(ends) + 2 * margin) for one in values]
 
 
 def _plot(content: ReportContent, measure: str, panels: list[Spec]) -> ReportPlot:
@@ -181,7 +196,7 @@ def _labels(place: Spec, **look: Any) -> Spec:
             "align": {"expr": f"{right} ? 'right' : 'left'"},
             "dx": {"expr": f"{right} ? -6 : 6"},
             "dy": {"expr": "-12 * datum.label"},
-            "limit": 180,
+            "limit": NAME_LIMIT,
             **look,
         },
         "encoding": {**place, "text": {"field": "name"}},
