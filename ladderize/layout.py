@@ -291,7 +291,10 @@ def fitting_ranks(config: Mapping[str, Any]) -> list[int]:
 
 
 def runnable_sizes(config: Mapping[str, Any], layout: Layout) -> list[int]:
-    """Return every number of processes that can run this model with this layout, ascending; 1 is always among them."""
+    """Return every number of processes, none of which share a virtual rank, that can run this model with this layout.
+
+    Ascending; 1 is always among them.
+    """
     return [ranks for ranks in fitting_ranks(config) if (layout.sync_tp_size or 0) % ranks == 0]
 
 

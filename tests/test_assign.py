@@ -287,7 +287,7 @@ def test_convert(llama, tmp_path, data):
         ((*SPD, "--assign", "head", "--data", "{data}"), 2, "--assign head is not one of heads, neurons"),
         (("--ladder", "all", "--assign", "heads", "--data", "{data}"), 1, "neither delays nor drops"),
         ((*SPD, "--assign", "neurons", "--data", "{few}"), 1, f"32 tokens to assign the {NEURONS} neurons"),
-        ((*SPD, "--assign", "neurons", "--data", "{one}"), 1, "a single window of 16 tokens"),
+        ((*SPD, "--assign", "neurons", "--data", "{one}"), 1, "gives 1 windows of 16 tokens, and one is held out"),
         ((*SPD, "--assign", "neurons", "--data", "{data}.txt"), 1, "names nothing that exists"),
         ((*SPD, "--assign", "heads", "--data", "{data}", "--assignment", "a.json"), 2, "give one of them"),
         (("--spd", "1", "--sync-tp-size", "8", "--assign", "heads", "--data", "{data}"), 1, "8 ranks share 4 KV heads"),

@@ -17,7 +17,7 @@ from ladderize.runtime.bench.rounds import ExpectedMessages, expected_messages, 
 from ladderize.runtime.bench.trace import Flight, cpu_flights, flights_of, gpu_flights, overlap_of
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import Emulated, emulate
-from ladderize.runtime.collectives.links import Link, known_interconnects, parse_link
+from ladderize.runtime.collectives.links import Link, known_interconnects, parse_link, read_interconnect
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from tests.groups import traced_swaps
@@ -164,8 +164,8 @@ def test_passes_are_told_apart():
 
 
 def test_an_emulated_group_of_groups():
-    inner, outer = Link("in", 100.0, None), Link("out", 60e6, None)
-    emulated = emulate(8, Link("all", 60.1e6, None), torch.device("cpu"), lambda size: (inner, outer))
+    joined = read_interconnect("100,1000").joined_by(read_interconnect("60e6,1000"), 4)
+    emulated = emulate(8, joined.at(8), torch.device("cpu"), joined)
     split = emulated.split(4)
     assert (split.within.ranks, split.across.ranks) == (4, 2)
     split.across.all_reduce_async(torch.ones(3))  # is on its way for a minute, over another link than the next one

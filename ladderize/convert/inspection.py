@@ -174,7 +174,8 @@ def inspect_checkpoint(
     check_split(config, ranks, name="--tp-size")
     if ranks not in sizes:
         raise UserError(
-            f"--tp-size {ranks} does not divide sync_tp_size {layout.sync_tp_size}, so it cannot run this layout"
+            f"--tp-size {ranks} does not divide sync_tp_size {layout.sync_tp_size}; messages of groups of ranks are not"
+            " counted here"
         )
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     parameters, refusal = parameter_count(config), None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ladderize.layout import APART, DELAYED, DROPPED, HIDING, Layout
 from ladderize.plan.hardware import DeviceSpec, EngineFacts
 from ladderize.runtime.collectives.links import NO_LINK, SLICED_BYTES, Interconnect, Link
-from ladderize.runtime.shards import Shape
+from ladderize.runtime.shards import Shape, group_size, hosted_ranks
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
 FP8_RATE = "float8"  # of products of 8-bit floats, in a device's matmul_tflop_s
@@ -113,8 +113,7 @@ def pass_parts(serving: Serving, sync_tp_size: int | None = None) -> dict[str, P
     prompt, end = serving.prompt_len, serving.prompt_len + serving.output_len
     read = (end, end) if engine.masked_prefill else (1, prompt)
     seen = (prompt + 1, max(prompt + 1, end - 1))  # step j of output_len - 1 sees the prompt and j new tokens
-    virtual = max(1, (sync_tp_size or serving.ranks) // serving.ranks)
-    size = max(1, serving.ranks // (sync_tp_size or serving.ranks))  # of a group that is one virtual rank
+    virtual, size = hosted_ranks(sync_tp_size, serving.ranks), group_size(sync_tp_size, serving.ranks)
     groups = None if link is None or size == 1 else (size, *link.parts(serving.ranks, size))
     launch_s = 1e-6 * serving.device.launch_us
     return {

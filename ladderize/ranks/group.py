@@ -118,13 +118,14 @@ class Ranks:
             dist.all_reduce(values, group=self.group)
         return values
 
-    def split(self, tp_size: int) -> tuple["Ranks", "Ranks"]:
+    def split(self, tp_size: int, timeout: timedelta = TRAINING_TIMEOUT) -> tuple["Ranks", "Ranks"]:
         """Arrange the ranks as a table of ``size / tp_size`` rows and ``tp_size`` columns; return (data, tensor).
 
         ``tensor`` is this rank's row: ``tp_size`` neighbours that share one model. ``data`` is its column: the ranks
         that hold the same part of the model and read different data. All ranks call it.
 
         tp_size: divides the ranks.
+        timeout: of the operations of new groups.
         """
         alone = replace(self, rank=0, size=1, local_size=1, group=None, others=self.others + self.local_size - 1)
         if tp_size == 1:
@@ -136,7 +137,7 @@ class Ranks:
 
         def subgroup(lines: list[list[int]]) -> Ranks:
             members = [[_global(self.group, rank) for rank in line] for line in lines]
-            groups = [dist.new_group(line, timeout=TRAINING_TIMEOUT) for line in members]
+            groups = [dist.new_group(line, timeout=timeout) for line in members]
             own, line = next((group, line) for group, line in zip(groups, lines, strict=True) if self.rank in line)
             _limit_nccl(own, self.device)
             here = sum(hosts[rank] == hosts[self.rank] for rank in line)

@@ -19,7 +19,7 @@ from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
-from ladderize.runtime.shards import Shape, cached_heads, group_size, rank_shape
+from ladderize.runtime.shards import Shape, cached_heads, group_size, hosted_ranks, rank_shape
 from ladderize.runtime.step import Step, join_parts, split_parts, with_additive_masks
 
 OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
@@ -69,10 +69,10 @@ class TPLlama:
         self.operations = operations or Operations()
         self.head = weights.take_head()
         self.windows = sorted({window for window in shape.decoder.windows if window is not None})
-        virtual = max(1, (layout.sync_tp_size or shape.tp_size) // shape.tp_size)
+        virtual = hosted_ranks(layout.sync_tp_size, shape.tp_size)
         self.rank_shapes = [rank_shape(shape, virtual, number) for number in range(virtual)]
         self.more_cached = cached_heads(shape, layout) > shape.own_kv_heads
-        self.group_size = group_size(layout, shape.tp_size)
+        self.group_size = group_size(layout.sync_tp_size, shape.tp_size)
         self.carries = shape.rank % self.group_size == 0  # a carry that the group has summed counts once
         if self.group_size > 1:
             collectives.split(self.group_size)  # made by all ranks at once, and before any CUDA graph is captured
@@ -207,8 +207,10 @@ class TPLlama:
         partials: of this process's virtual ranks, which read them meanwhile: the message is new memory.
         take: see PendingSum; receives the sum with the bias.
         """
-        total = partials[0] if len(partials) == 1 else torch.stack(partials).sum(0)
-        messages = [part.clone(memory_format=torch.contiguous_format) for part in total.chunk(columns, -1)]
+        total = partials[0].clone() if len(partials) == 1 else torch.stack(partials).sum(0)
+        messages = [total]
+        if columns > 1:
+            messages = [part.clone(memory_format=torch.contiguous_format) for part in total.chunk(columns, -1)]
         taken = take
         if take is not None and bias is not None:
             share, give = ShareOfGradient.apply(bias, 1 / self.collectives.ranks), take

@@ -144,9 +144,14 @@ def check_runnable(
     )
 
 
-def group_size(layout: Layout, tp_size: int) -> int:
+def hosted_ranks(sync_tp_size: int | None, tp_size: int) -> int:
+    """Return the number of virtual ranks that one process computes; 1 where several processes are one."""
+    return max(1, (sync_tp_size or tp_size) // tp_size)
+
+
+def group_size(sync_tp_size: int | None, tp_size: int) -> int:
     """Return the number of neighbouring processes that are one virtual rank: they sum among themselves first."""
-    return max(1, tp_size // (layout.sync_tp_size or tp_size))
+    return max(1, tp_size // (sync_tp_size or tp_size))
 
 
 class VirtualRanks(NamedTuple):
@@ -160,7 +165,7 @@ class VirtualRanks(NamedTuple):
 
 def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> VirtualRanks:
     """Return the virtual ranks of a layer: q, k and v are apart after a delayed MLP, the others around own partials."""
-    count = max(1, (layout.sync_tp_size or tp_size) // tp_size)
+    count = hosted_ranks(layout.sync_tp_size, tp_size)
     reads_apart = layout.entering(layer) == DELAYED
     keeps_apart = layout.attention_sync[layer] in APART
     is_delayed = layout.mlp_sync[layer] == DELAYED

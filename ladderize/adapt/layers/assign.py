@@ -51,10 +51,11 @@ def assign_ranks(
     with console.stage("reading the data"):
         rows = read_rows(checkpoint, data, enough=2 * wanted)
         length = row_of_ids([data]) or min(WINDOW_TOKENS, positions)
+        if (count := sum(map(len, rows)) // length) < 2:
+            raise UserError(f"{data} gives {count} windows of {length} tokens, and one is held out; give more data")
         drawn = draw_windows(rows, spec=data, positions=positions, seq_len=length, samples=None, seed=0)
     windows = split_windows(drawn, None, None, wanted)
-    if windows is None:
-        raise UserError(f"{data} gives a single window of {length} tokens, and one is held out; give more data")
+    assert windows is not None  # there are two
     device = torch.device(options.device or default_device())
     blocks = Blocks(checkpoint, compute_dtype("auto", stored_dtype(checkpoint)), device)
     return assign_layers(blocks, layout, options.assign, windows, console=console)

@@ -14,6 +14,7 @@ from ladderize.console import human_bytes, human_count
 from ladderize.convert.inspection import read_retrainings
 from ladderize.layout import APART, DELAYED
 from ladderize.ranks.environment import launched
+from ladderize.runtime.shards import hosted_ranks
 
 FP32 = 4
 OTHER_BYTES = 500_000_000  # for the interpreter and the libraries, roughly
@@ -52,7 +53,7 @@ def estimate(task: Task) -> dict[str, Any]:
     kept = []  # per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's width
     for index in range(0 if task.everything else min(task.layers, default=0), layout.num_layers):
         is_apart = layout.attention_sync[index] in APART or DELAYED in (layout.entering(index), layout.mlp_sync[index])
-        virtual = (layout.sync_tp_size or 1) // tp_size if is_apart else 1
+        virtual = hosted_ranks(layout.sync_tp_size, tp_size) if is_apart else 1
         attention = 3 * heads // tp_size + 4 * max(1, kv_head_count(config) // tp_size)
         kept.append((3 + 4 * virtual) * hidden + attention * head_dim(config) + 4 * inner // tp_size)
     activations = sum(kept) * width

@@ -98,7 +98,7 @@ def _collectives(group: Ranks, plan: BenchPlan) -> tuple[Collectives, str]:
     """Return the collectives that carry the messages, and words for them. All ranks call it."""
     ranks, link = plan.options.emulate_tp, plan.link
     if ranks is not None and link is not None:
-        emulated = emulate(ranks, link, group.device, plan.links_of_groups)
+        emulated = emulate(ranks, link, group.device, plan.interconnect)
         return emulated, f"emulated: {ranks} ranks over {link.name}"
     in_flight = max(schedule.in_flight for schedule in plan.options.timed_schedules)
     return choose(plan.options.backend, group, max_bytes=plan.longest_message, in_flight=in_flight)

@@ -1,9 +1,8 @@
 """The step from the options of ``ladderize bench`` to checked models. All that can be wrong is found before any process
 starts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,17 +39,21 @@ LOSS_STATISTICS = 8  # float32 numbers of a token that the ranks exchange for th
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """Checked models, the options for timing them, and the link of an emulated group.
+    """Checked models, and the options for timing them.
 
+    interconnect: of an emulated group.
     longest_message: bytes of the longest message that is sent.
-    links_of_groups: of an emulated group: returns the links within groups of so many ranks, and across them.
     """
 
     specs: list[ModelSpec]
     options: BenchOptions
-    link: Link | None
+    interconnect: Interconnect | None
     longest_message: int
-    links_of_groups: Callable[[int], tuple[Link, Link]] | None = None
+
+    @property
+    def link(self) -> Link | None:
+        """The link of all ranks of an emulated group."""
+        return None if self.interconnect is None else self.interconnect.at(self.options.ranks)
 
 
 def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -> BenchPlan:
@@ -63,10 +66,7 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
     if link is None:
         check_group_size(options.tp_size, options.device)
     specs = chosen_models(choice, options)
-    parsed, links_of_groups = None, None
-    if link is not None:
-        interconnect = chosen_link(link, options, specs)
-        parsed, links_of_groups = interconnect.at(options.ranks), partial(interconnect.parts, options.ranks)
+    interconnect = None if link is None else chosen_link(link, options, specs)
     for spec in specs:
         check_positions(spec, options)
         if options.train:
@@ -81,11 +81,11 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
     # the stream of all rows; the logits, or in training what the losses exchange for each token
     numbers = max(hidden, LOSS_STATISTICS) if options.train else hidden
     longest = max(numbers * rows * options.prompt_len, 0 if options.train else vocab * rows)
-    if parsed is not None:
-        parsed.seconds(4 * longest)  # raises for a size that the link's time is not known for
+    if interconnect is not None:
+        interconnect.at(options.ranks).seconds(4 * longest)  # raises where the link's time is not known
     if checked := checked_specs(specs, options):
         longest = max(longest, longest_checked(checked, options.prompt_len))
-    return BenchPlan(specs, options, parsed, 4 * longest, links_of_groups)
+    return BenchPlan(specs, options, interconnect, 4 * longest)
 
 
 def chosen_link(link: str, options: BenchOptions, specs: Sequence[ModelSpec]) -> Interconnect:
@@ -93,7 +93,7 @@ def chosen_link(link: str, options: BenchOptions, specs: Sequence[ModelSpec]) ->
     found = read_interconnect(link)
     if options.outer_link is None:
         return found
-    sizes = {group_size(spec.layout, options.ranks) for spec in specs} - {1}
+    sizes = {group_size(spec.layout.sync_tp_size, options.ranks) for spec in specs} - {1}
     if len(sizes) != 1:
         raise UsageError(
             f"--outer-link joins groups of ranks: --emulate-tp {options.ranks} must be a multiple of the models'"

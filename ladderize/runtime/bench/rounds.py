@@ -190,7 +190,7 @@ def read_sums(layout: Layout) -> int:
 
 def sums_in_groups(layout: Layout, ranks: int) -> int:
     """Return the number of sync points at which the processes of a virtual rank sum among themselves first."""
-    if group_size(layout, ranks) == 1:
+    if group_size(layout.sync_tp_size, ranks) == 1:
         return 0
     return sum(mode in APART for mode in (*layout.attention_sync, *layout.mlp_sync))
 

@@ -7,7 +7,7 @@ import torch
 from ladderize.choices import BackendName
 from ladderize.console import sentence
 from ladderize.errors import UsageError, UserError
-from ladderize.ranks.group import Ranks, host_id
+from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, host_id
 from ladderize.ranks.threads import cores
 from ladderize.runtime.collectives.base import AcrossGroups, Collectives, NoCommunication, Split
 from ladderize.runtime.collectives.gloo import Gloo
@@ -40,7 +40,7 @@ def choose(backend: str, group: Ranks, *, max_bytes: int, in_flight: int = 1) ->
     collectives, why = _chosen(backend, group, max_bytes, in_flight)
 
     def make_split(size: int) -> Split:
-        peers, neighbours = group.split(size)
+        peers, neighbours = group.split(size, INFERENCE_TIMEOUT)  # training has no groups
         own = backend if backend in ("nccl", "gloo", "none") else "auto"  # shared memory may serve a part alone
         within, across = (
             choose(own if part.size > 1 else "auto", part, max_bytes=max_bytes, in_flight=in_flight)[0]

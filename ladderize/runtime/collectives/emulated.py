@@ -10,7 +10,7 @@ from torch import Tensor
 from ladderize.errors import UserError
 from ladderize.runtime.collectives.base import AcrossGroups, Collectives, Handle, Split, side_by_side
 from ladderize.runtime.collectives.gpu import OnStream
-from ladderize.runtime.collectives.links import Link
+from ladderize.runtime.collectives.links import Interconnect, Link
 from ladderize.runtime.native.library import why_no_triton
 
 # Only the long part of a long delay is slept: waking up is late by a fraction of a millisecond, and the core is cold by
@@ -71,24 +71,24 @@ def emulate(
     ranks: int,
     link: Link,
     device: torch.device,
-    links_of_groups: Callable[[int], tuple[Link, Link]] | None = None,
+    interconnect: Interconnect | None = None,
 ) -> Collectives:
     """Return the emulated collectives of ``ranks`` ranks.
 
-    links_of_groups: returns the link within groups of so many ranks, and the link across them.
+    interconnect: has the links within groups of these ranks, and across them; None: they are not split.
     """
 
     def made(count: int, over: Link) -> Collectives:
         return EmulatedOnGpu(count, over, device) if device.type == "cuda" else Emulated(count, over)
 
     def make_split(size: int) -> Split:
-        assert links_of_groups is not None
-        inner, outer = links_of_groups(size)
+        assert interconnect is not None
+        inner, outer = interconnect.parts(ranks, size)
         within = made(size, inner)
         return Split(within, AcrossGroups(within, made(ranks // size, outer), 0))
 
     emulated = made(ranks, link)
-    if links_of_groups is not None:
+    if interconnect is not None:
         emulated.make_split = make_split
     return emulated
 
