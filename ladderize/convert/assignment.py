@@ -193,7 +193,7 @@ def _numbers(line: Any, where: str) -> list[int]:
 def read_assignment(path: Path) -> RankAssignment:
     """Return the assignment in an assignment.json. Raises UserError for a malformed one; ``RankAssignment.check`` says
     if it fits a model."""
-    found = RankAssignment.from_dict(read_document(path, "assignment"), path)
+    found = RankAssignment.from_dict(read_document(path, "rank assignment"), path)
     if found.sync_tp_size < 1:
         raise UserError(f"{path}: sync_tp_size is {found.sync_tp_size}, but must be a positive integer")
     return found

@@ -38,7 +38,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def read_document(path: Path, what: str) -> dict[str, Any]:
     """Return a result file of ladderize; raises UserError unless it has our schema.
 
-    what: the kind of file, such as "assignment", for messages.
+    what: the kind of file, such as "rank assignment", for messages.
     """
     document = read_json(path, advice=f"it should be a {what}")
     if "schema_version" not in document:
