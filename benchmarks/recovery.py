@@ -1,13 +1,17 @@
 """What alignment and retraining win back, against the tokens that they see: KL to the dense model and perplexity.
 
-    python benchmarks/recovery.py OUT.json [--models demo,stories] [--prose MODEL] [--layouts ...] [--recipes ...]
-        [--tokens 16k,60k] [--seeds 0,1,2] [--lr-factors 1] [--jobs 2]
+    python benchmarks/recovery.py OUT.json [--models demo,stories] [--prose MODEL] [--wide MODEL] [--layouts ...]
+        [--recipes ...] [--tokens 16k,60k] [--align-tokens 16384] [--seeds 0,1,2] [--lr-factors 1] [--jobs 2]
 
-Every cell is a run of ``ladderize.adapt_checkpoint`` or ``adapt_layers`` with the options that a
-user gets by default, on one thread, and is judged in float32 on texts that nothing was trained on; of the demo model
-with seed 0 and 60k tokens or more the demo's tasks are asked, too. Cells that OUT.json has already are not run again,
-so that a run may be cut off, or asked for more. The model ``prose`` is made by scripts/train_demo_model.py, which says
+Every cell is a run of ``ladderize.adapt_checkpoint`` or ``adapt_layers`` with the options that a user gets by default,
+on one thread, and is judged in float32 on texts that nothing was trained on; of the demo model in LAYOUTS with seed 0
+and 60k tokens or more the demo's tasks are asked, too. Cells that OUT.json has already are not run again, so that a run
+may be cut off, or asked for more. The models ``prose`` and ``wide`` are made by scripts/train_demo_model.py, which says
 how. Preload tcmalloc (see docs/results.md). docs/draw_recovery.py makes the figure and the tables of it.
+
+Layouts: ladder upper, ladder all, spd all, both; or all layers with a kind, ranks and what is assigned to them by the
+training data: "delayed 2", "spd 4 heads", "spd+delayed 8 neurons" (heads and neurons). docs/draw_assignment.py makes
+the figure and the table of those.
 
 Recipes: ce (cross-entropy on the text, the Ladder paper's way), kl (the dense model's predictions), hidden (kl and
 --hidden-weight 1), blocks (block-to-block distillation), none. ``align`` in front of one starts it from the aligned
@@ -21,10 +25,16 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ladderize.convert.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = ROOT.parent / "shared" / "fixtures"
@@ -33,6 +43,7 @@ LAYOUTS = ("ladder upper", "ladder all", "spd all", "both")
 RECIPES = ("none", "align", "ce", "kl", "hidden", "blocks", "align+kl", "align+hidden", "align+blocks")
 ALIGN_TOKENS = 16_384
 JUDGED = 400  # windows
+BEST = "best"
 TASKS = ("demo_many_agreement", "demo_many_arithmetic", "demo_repeating", "demo_first_word", "demo_last_word")
 
 
@@ -60,7 +71,18 @@ class Bench:
     ranks: int
 
 
-def cells(arguments: argparse.Namespace) -> list[Cell]:
+def best_factor(rows: Sequence[Mapping[str, Any]], model: str, layout: str, recipe: str) -> float:
+    """The factor of the lowest KL among the runs with seed 0 and the fewest tokens."""
+    runs = [
+        (row["tokens"], row["kl"], row["lr_factor"])
+        for row in rows
+        if (row["model"], row["layout"], row["recipe"], row["seed"]) == (model, layout, recipe, 0) and row["lr_factor"]
+    ]
+    fewest = min(tokens for tokens, _, _ in runs)
+    return min((kl, factor) for tokens, kl, factor in runs if tokens == fewest)[1]
+
+
+def cells(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> list[Cell]:
     """What was asked for; recipes that train nothing have no budget but their own."""
     found = []
     for model in arguments.models:
@@ -69,22 +91,26 @@ def cells(arguments: argparse.Namespace) -> list[Cell]:
                 if recipe == "none":
                     found.append(Cell(model, layout, recipe, 0, 0, None))
                     continue
-                for tokens in arguments.tokens if recipe != "align" else [ALIGN_TOKENS, 8 * ALIGN_TOKENS]:
+                for tokens in arguments.tokens if recipe != "align" else arguments.align_tokens:
                     for seed in arguments.seeds:
-                        for factor in arguments.lr_factors if recipe != "align" else [None]:
+                        factors = arguments.lr_factors if recipe != "align" else [None]
+                        if factors == [BEST]:
+                            factors = [best_factor(rows, model, layout, recipe)]
+                        for factor in factors:
                             found.append(Cell(model, layout, recipe, tokens, seed, factor))
     return sorted(dict.fromkeys(found), key=lambda cell: (cell.seed, cell.tokens))
 
 
-def prepare(name: str, prose: Path | None, folder: Path) -> Bench:
-    """Put a model's data into ``folder``, once. ``prose``: where that model is."""
+def prepare(name: str, made: Mapping[str, Path | None], folder: Path) -> Bench:
+    """Put a model's data into ``folder``, once. ``made``: where the models are that are not in the repository."""
     from ladderize.demo.inputs import MODEL, write_documents
 
+    model = made.get(name, MODEL)
+    if model is None:
+        raise SystemExit(f"--models {name} needs --{name} MODEL; scripts/train_demo_model.py makes it")
     if name == "prose":
-        if prose is None:
-            raise SystemExit("--models prose needs --prose MODEL; scripts/train_demo_model.py makes it")
         texts = FIXTURES / "wikitext-2"
-        return Bench(prose, str(texts / "test.txt"), str(texts / "valid.txt"), 128, 8, 2)
+        return Bench(model, str(texts / "test.txt"), str(texts / "valid.txt"), 128, 8, 2)
 
     if name == "stories":
         ids = f"{STORIES}-samples.npz"
@@ -93,44 +119,56 @@ def prepare(name: str, prose: Path | None, folder: Path) -> Bench:
     if not train.exists():
         write_documents(train, 24_000, test=False, seed=11)
         write_documents(heldout, 400, test=True, seed=1)
-    return Bench(MODEL, str(train), str(heldout), 128, 8, 2)
+    return Bench(model, str(train), str(heldout), 128, 8, 2)
 
 
-def layout_of(name: str, layers: int, ranks: int) -> "object":
-    from ladderize.layout import Layout
+def recipe_of(layout: str, layers: int, ranks: int) -> "Recipe":
+    from ladderize.convert.recipe import Recipe
 
-    every = range(layers)
-    return {
-        "ladder upper": Layout.from_layers(layers, ladder=range(layers // 2, layers)),
-        "ladder all": Layout.from_layers(layers, ladder=every),
-        "spd all": Layout.from_layers(layers, spd=every, sync_tp_size=ranks),
-        "both": Layout.from_layers(layers, ladder=every, spd=every, sync_tp_size=ranks),
-    }[name]
+    if layout in LAYOUTS:
+        return {
+            "ladder upper": Recipe(ladder=f"{layers // 2}:"),
+            "ladder all": Recipe(ladder="all"),
+            "spd all": Recipe(spd="all", sync_tp_size=ranks),
+            "both": Recipe(ladder="all", spd="all", sync_tp_size=ranks),
+        }[layout]
+    kind, size, *_ = layout.split()
+    return Recipe(**dict.fromkeys(kind.split("+"), "all"), sync_tp_size=int(size))
 
 
 def converted(bench: Bench, layout: str, folder: Path) -> Path:
     """The converted checkpoint, made once."""
+    from ladderize.adapt.layers.assign import assign_ranks
+    from ladderize.adapt.layers.options import AssignOptions
     from ladderize.blocks import open_checkpoint
     from ladderize.convert.pipeline import convert_checkpoint
-    from ladderize.convert.recipe import Recipe
+    from ladderize.convert.plan import Changes
 
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / layout.replace(" ", "-")
     if not out.exists():
         layers = int(open_checkpoint(str(bench.model)).config["num_hidden_layers"])
-        recipe = Recipe.from_layout(layout_of(layout, layers, bench.ranks))
-        convert_checkpoint(bench.model, out, recipe, verify=False)
+        recipe = recipe_of(layout, layers, bench.ranks)
+        assign = {"heads": ("heads",), "neurons": ("heads", "neurons")}.get(layout.split()[-1])
+        options = AssignOptions(assign, bench.train) if assign else None
+        changes = Changes(assignment=assign_ranks(str(bench.model), recipe, options)) if options else None
+        convert_checkpoint(bench.model, out, recipe, changes, verify=False)
     return out
 
 
-def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Path:
+def aligned(bench: Bench, source: Path, tokens: int, seed: int, scratch: Path) -> Path:
+    """The aligned checkpoint, beside its source: two workers may make it, and the first is kept."""
     from ladderize.adapt.layers.options import AlignOptions
     from ladderize.adapt.layers.rewrite import adapt_layers
 
     options = AlignOptions(
         bench.train, samples=tokens // bench.seq_len, seq_len=bench.seq_len, seed=seed, dtype="float32", write="last"
     )
-    adapt_layers(source, out, bench.model, options, verify=False)
+    out = source.with_name(f"{source.name}-aligned-{tokens}-{seed}")
+    if not out.exists():
+        adapt_layers(source, scratch / "aligned", bench.model, options, verify=False)
+        with suppress(OSError):
+            (scratch / "aligned").rename(out)
     return out
 
 
@@ -224,29 +262,29 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     }
 
 
-def run(cell: Cell, prose: Path | None, folder: Path) -> dict[str, object]:
+def run(cell: Cell, made: Mapping[str, Path | None], folder: Path) -> dict[str, object]:
     """One cell's row."""
     import torch
 
     from ladderize.errors import LadderizeError
 
     torch.set_num_threads(1)
-    bench = prepare(cell.model, prose, folder)
+    bench = prepare(cell.model, made, folder)
     begin = time.perf_counter()
     scratch = Path(tempfile.mkdtemp(dir=folder))
     try:
         model = converted(bench, cell.layout, folder / cell.model)
         start, _, recipe = cell.recipe.rpartition("+")
         if cell.recipe == "align":
-            model = aligned(bench, model, cell.tokens, cell.seed, scratch / "aligned")
+            model = aligned(bench, model, cell.tokens, cell.seed, scratch)
         elif cell.recipe != "none":
             if start == "align":
-                model = aligned(bench, model, ALIGN_TOKENS, cell.seed, scratch / "aligned")
+                model = aligned(bench, model, ALIGN_TOKENS, cell.seed, scratch)
             model = trained(bench, model, recipe, cell, scratch / "trained")
         seconds = time.perf_counter() - begin
         row = {**asdict(cell), **judge(bench, model), "seconds": round(seconds, 1)}
-        asked = cell.model == "demo" and cell.seed == 0 and cell.tokens != 16_000 and cell.lr_factor is None
-        return {**row, **answered(model)} if asked else row
+        asked = cell.model == "demo" and cell.layout in LAYOUTS and cell.seed == 0 and cell.lr_factor is None
+        return {**row, **answered(model)} if asked and cell.tokens != 16_000 else row
     except LadderizeError as error:
         return {**asdict(cell), "failed": str(error)}
     finally:
@@ -257,8 +295,12 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-def count(text: str) -> int:
-    return round(float(text.removesuffix("k")) * (1000 if text.endswith("k") else 1))
+def counts(text: str) -> list[int]:
+    return [round(float(part.removesuffix("k")) * (1000 if part.endswith("k") else 1)) for part in names(text)]
+
+
+def lr_factors(text: str) -> list[float] | list[str]:
+    return [BEST] if text == BEST else list(map(float, names(text)))
 
 
 def main() -> None:
@@ -266,27 +308,30 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--models", type=names, default=["demo", "stories"])
     parser.add_argument("--prose", type=Path, help="the model of that name")
+    parser.add_argument("--wide", type=Path, help="the model of that name, trained on the demo's texts")
     parser.add_argument("--layouts", type=names, default=list(LAYOUTS))
     parser.add_argument("--recipes", type=names, default=list(RECIPES))
-    parser.add_argument("--tokens", type=lambda text: list(map(count, names(text))), default=[16_000, 60_000, 200_000])
+    parser.add_argument("--tokens", type=counts, default=[16_000, 60_000, 200_000])
+    parser.add_argument("--align-tokens", type=counts, default=[ALIGN_TOKENS, 8 * ALIGN_TOKENS])
     parser.add_argument("--seeds", type=lambda text: list(map(int, names(text))), default=[0, 1, 2])
-    parser.add_argument("--lr-factors", type=lambda text: list(map(float, names(text))), default=[None])
+    parser.add_argument("--lr-factors", type=lr_factors, default=[None], help=f"or {BEST}, of seed 0")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
+    made = {"prose": arguments.prose, "wide": arguments.wide}
     document = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
     rows = document["rows"]
     keys = list(Cell.__dataclass_fields__)
     done = {tuple(row[key] for key in keys) for row in rows if "failed" not in row}
     rows = [row for row in rows if "failed" not in row]
-    wanted = [cell for cell in cells(arguments) if tuple(asdict(cell).values()) not in done]
+    wanted = [cell for cell in cells(arguments, rows) if tuple(asdict(cell).values()) not in done]
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(arguments.jobs) as pool:
         folder = Path(scratch)
         for model in arguments.models:  # before the workers share them
-            bench = prepare(model, arguments.prose, folder)
+            bench = prepare(model, made, folder)
             for layout in arguments.layouts:
                 converted(bench, layout, folder / model)
-        futures = [pool.submit(run, cell, arguments.prose, folder) for cell in wanted]
+        futures = [pool.submit(run, cell, made, folder) for cell in wanted]
         for number, future in enumerate(as_completed(futures), 1):
             rows.append(row := future.result())
             print(f"{number}/{len(wanted)}", *(f"{key} {value}" for key, value in row.items()), flush=True)

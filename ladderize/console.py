@@ -11,8 +11,9 @@ import re
 import shutil
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
@@ -96,12 +97,15 @@ class Console:
 
     @contextlib.contextmanager
     def stage(self, text: str) -> Iterator[None]:
-        """Show work of unknown length: by a spinner on a terminal, elsewhere by a line at the beginning."""
+        """Show work of unknown length: by a spinner on a terminal, elsewhere by a line at the beginning and each
+        minute."""
         if not self.speaks:
             yield
         elif not sys.stderr.isatty():
             say(text)
-            yield
+            begin = time.monotonic()
+            with _repeated(lambda: say(f"{text}: for {time.monotonic() - begin:.0f} s"), LOG_INTERVAL_S):
+                yield
         else:
             from rich.console import Console as RichConsole
             from rich.markup import escape
@@ -139,7 +143,10 @@ class Console:
                 if not steps:
                     bar.refresh()
 
-            yield advance
+            # a step may take longer than a minute; a terminal's bar need not move for that
+            alive = self.speaks and not sys.stderr.isatty()
+            with _repeated(bar.refresh, LOG_INTERVAL_S / 4) if alive else contextlib.nullcontext():
+                yield advance
 
     @contextlib.contextmanager
     def contained(self, *, bars: bool = False) -> Iterator[None]:
@@ -167,6 +174,24 @@ class _LoggedBar(io.TextIOBase):
             self.printed = now
             print(printable(state.rsplit("\r")[-1]), file=self.stream, flush=True)
         return len(text)
+
+
+@contextlib.contextmanager
+def _repeated(act: Callable[[], object], interval_s: float) -> Iterator[None]:
+    """Call ``act`` each ``interval_s`` seconds, from a thread, while the block runs."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(interval_s):
+            act()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _bar_stream() -> Any:

@@ -94,9 +94,10 @@ class PlanOptions(Record):
         metavar="LINK",
     )
     engine: str | None = option(
-        "Whose code is assumed: published (the Ladder Residual authors'), runtime or runtime-cpu (ladderize's own).",
+        "Whose code is assumed: vllm, published (the Ladder Residual authors' benchmark), runtime or runtime-cpu"
+        " (ladderize's own).",
         metavar="NAME",
-        shown="the one that the device's figures come from",
+        shown="vllm, or that of --hardware's file",
     )
     batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1,), shown="1")
     prompt_len: int = option(PROMPT_LEN, 1024)

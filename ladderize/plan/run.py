@@ -1,5 +1,6 @@
 """The command ``ladderize plan`` from its options to its document: read, choose, predict, write."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +25,12 @@ from ladderize.files.regular import names_a_file, resolved
 from ladderize.files.temporaries import replacement
 from ladderize.layout import Layout
 from ladderize.plan.choice import LAYER_KINDS, LayerTables, PlanChoice, choose_layout, kind_seconds
-from ladderize.plan.hardware import DeviceSpec, known_engines, read_device
+from ladderize.plan.hardware import SERVED, DeviceSpec, assumed_engine, known_engines, read_device
 from ladderize.plan.options import BOUND_NAMES, PlanGoal, PlanModel, PlanOptions
 from ladderize.plan.passes import WIDTHS, Serving, pass_parts
 from ladderize.plan.rows import GIB, PlannedRow, memory_need, planned_rows
 from ladderize.runtime.bench.options import named_layout
-from ladderize.runtime.collectives.links import Interconnect, read_interconnect
+from ladderize.runtime.collectives.links import Interconnect, known_interconnects, read_interconnect
 from ladderize.runtime.shards import check_runnable, dense_config, read_shape
 
 if TYPE_CHECKING:
@@ -170,11 +171,13 @@ def _serving(choice: PlanModel, options: PlanOptions) -> tuple[Serving, Layout]:
             f" ({quantisation.words}); plan the model that it was made of"
         )
     device, engines = read_device(options.hardware), known_engines()
-    engine = options.engine or device.engine
-    if engine not in engines:
-        raise UsageError(f"--engine {engine} is not one of {', '.join(engines)}")
+    name = options.engine or assumed_engine(device)
+    if name not in engines:
+        raise UsageError(f"--engine {name} is not one of {', '.join(engines)}")
+    engine = engines[name]
+    device = replace(device, relative_error=math.hypot(device.relative_error, engine.relative_error))
     groups = layout.sync_tp_size or choice.sync_tp_size
-    where = (device, engines[engine], _chosen_link(options, groups), options.tp_sizes[0])
+    where = (device, engine, _chosen_link(options, groups), options.tp_sizes[0])
     served = (options.batch_sizes[0], options.prompt_len, options.output_len)
     return Serving(config, dtype, quantisation is not None, *where, *served), layout
 
@@ -235,7 +238,7 @@ def _doubts(serving: Serving) -> Iterator[str]:
     if serving.prompt_len >= LONG_PROMPT and serving.engine.score_passes:
         yield (
             f"the engine {serving.engine.name} writes all attention scores of a prompt to memory, which takes long at"
-            f" {serving.prompt_len} tokens; --engine runtime has a fused attention"
+            f" {serving.prompt_len} tokens; --engine vllm has a fused attention"
         )
     if link is None or ranks == 1:
         return
@@ -249,6 +252,17 @@ def _doubts(serving: Serving) -> Iterator[str]:
     if timed.derived:
         yield f"{timed.name} was not timed with {ranks} ranks: {timed.derived}"
     sizes = sorted(parts.message_bytes for parts in pass_parts(serving).values())
+    seconds = {
+        name: other.at(ranks).seconds(sizes[0])
+        for name, other in known_interconnects().items()
+        if other.medium == link.medium and ranks in [row.ranks for row in other.rows]
+    }
+    fastest = min(seconds, default=link.name, key=seconds.__getitem__)
+    if serving.engine.name == SERVED and seconds.get(fastest, math.inf) < timed.seconds(sizes[0]):
+        yield (
+            f"vLLM sums small messages by kernels of its own where it can, which takes less than --link {link.name}"
+            f" says, so that less is to be gained: see --link {fastest}"
+        )
     if outside := [human_bytes(size) for size in sizes if not timed.in_range(size)]:
         yield f"{timed.name} was not timed at messages of {' and '.join(outside)} with {ranks} ranks: extrapolated"
 
