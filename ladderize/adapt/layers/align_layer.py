@@ -44,13 +44,14 @@ class Streams:
     visible k: the stream that virtual rank k's next attention reads, without what it lacks of an MLP's output.
     heads: the inputs of its o_proj, between attention and MLP.
 
-    Streams are float32, since a sub-module adds little to them.
+    Streams are float32, since a sub-module adds little to them. In front of the first converted layer the models are
+    one: ``is_common``, and only ``dense`` is written.
 
     readers: virtual ranks whose attention may read apart; see ``readers_of``.
     """
 
     def __init__(self, blocks: Blocks, windows: Windows, ranks: Ranks, readers: int = 1) -> None:
-        self.device, self.ranks = blocks.device, ranks
+        self.device, self.ranks, self.is_common = blocks.device, ranks, True
         self.ids = torch.cat([part[ranks.rank :: ranks.size] for part in (windows.train, windows.heldout)])
         self.trained = len(windows.train[ranks.rank :: ranks.size])
         self.batch_size = max(1, TOKENS_AT_ONCE // windows.train.shape[1])
@@ -67,6 +68,7 @@ class Streams:
 
     def read(self, name: str, rows: Tensor) -> Tensor:
         """Return the states of these windows on the device: [rows, tokens, width]."""
+        name = "dense" if self.is_common and name != "heads" else name
         return self.states[name][rows].to(self.device)
 
     def write(self, name: str, rows: Tensor, state: Tensor) -> None:
@@ -80,9 +82,19 @@ class Streams:
     @torch.no_grad()
     def embed(self, teacher: Blocks, converted: Blocks) -> None:
         """Write the input of the first layer, of the dense model and of the converted one."""
-        for name, model in (("dense", teacher), ("complete", converted), (visible_name(0), converted)):
-            for rows in self.batches():
-                self.write(name, rows, model.embed(self.ids[rows]).float())
+        for rows in self.batches():
+            own = converted.embed(self.ids[rows]).float()
+            for name, state in (("dense", teacher.embed(self.ids[rows]).float()), ("complete", own)):
+                self.write(name, rows, state)
+            self.write(visible_name(0), rows, own)
+            self.is_common = self.is_common and torch.equal(self.states["dense"][rows], self.states["complete"][rows])
+
+    def part(self) -> None:
+        """Give the converted model a stream of its own from here on."""
+        if self.is_common:
+            self.is_common = False
+            for name in ("complete", visible_name(0)):
+                self.states[name].copy_(self.states["dense"])
 
 
 def visible_name(reader: int) -> str:
@@ -125,6 +137,12 @@ class Side:
         self.layer = blocks.layer(index, apart, weights)
         self.blocks, self.index, self.scale = blocks, index, blocks.decoder.residual_scale
         self.kv_ranks = min(self.attention_ranks, kv_head_count(blocks.config))
+
+    def is_layer_of(self, other: "Side") -> bool:
+        """Return True if both compute alike: with blocking sync points and the same weights."""
+        modes = {side.attention_sync for side in (self, other)} | {side.mlp_sync for side in (self, other)}
+        own, others = self.layer.state_dict(), other.layer.state_dict()
+        return modes == {BLOCKING} and all(torch.equal(weight, others[name]) for name, weight in own.items())
 
     def projection(self, name: str) -> nn.Linear:
         """Return a projection by its name within the layer, such as ``self_attn.q_proj``."""
@@ -214,6 +232,13 @@ class LayerAlignment:
         """
         converted, dense, streams, read = self.converted, self.dense, self.streams, self.streams.read
         reports: list[ProjectionReport] = []
+        if streams.is_common and not solve and converted.is_layer_of(dense):
+            for rows in streams.batches():
+                before = read("dense", rows)
+                after = dense.after_attention(before, dense.heads(before[None]))[1]
+                streams.write("dense", rows, dense.after_mlp((after[None], after, after))[0])
+            return reports
+        streams.part()
 
         def after_attention(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return converted.after_attention(read("complete", rows), read("heads", rows))
@@ -287,7 +312,7 @@ class LayerAlignment:
             for part, x in zip(rows, inputs, strict=True):
                 part.add(x, values)
         ranks = self.streams.ranks
-        reports = refit(names, projections, rows, lambda: batches(True), self.ridges, ranks, self.stored)
+        reports = refit(names, projections, rows, batches(True), self.ridges, ranks, self.stored)
         for report in reports:
             check_finite(report.error_before, f"the error of {report.projection} in layer {self.converted.index}")
         return reports

@@ -4,7 +4,7 @@ W = argmin sum |W x - y|^2 + l |W - W_0|^2 with l = ridge * mean diagonal of sum
 x^T + l W_0) (sum x x^T + l I)^-1. Directions that the data do not determine stay as in W_0.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,25 +104,58 @@ class RankRows:
         return weights if bool(torch.isfinite(weights).all()) else None
 
 
-def squared_errors(weights: Tensor, inputs: Tensor, targets: Tensor, sizes: list[int]) -> Tensor:
-    """Return sum |W x - y|^2 and sum |y|^2 for each part of the rows of ``weights`` [outputs, width]: float64 [2,
-    parts].
+class HeldoutErrors:
+    """The squared errors of any rows [outputs, width] on held-out tokens, from sums over these in float32.
 
-    inputs: x, [tokens, width], float32.
-    targets: y, [tokens, outputs], float32.
-    sizes: rows of each part.
+    With D = W - W_0 and e = W_0 x - y it is sum |W x - y|^2 = sum |e|^2 + 2 <D, sum e x^T> + <D sum x x^T, D>: tokens
+    are computed once, however many ridges are tried.
+
+    prior: W_0.
+    sizes: rows of each projection.
     """
-    both = (linear(inputs, weights) - targets, targets)
-    return torch.stack(
-        [torch.stack([part.double().square().sum() for part in values.split(sizes, -1)]) for values in both]
-    )
+
+    def __init__(self, prior: Tensor, sizes: Sequence[int]) -> None:
+        width, device = prior.shape[1], prior.device
+        self.prior, self.sizes = prior, list(sizes)
+        self.gram = torch.zeros(width, width, device=device)
+        self.slope = torch.zeros_like(prior)
+        self.before, self.power = torch.zeros(2, len(sizes), dtype=torch.float64, device=device)
+
+    def add(self, inputs: Tensor, targets: Tensor) -> None:
+        """Add tokens.
+
+        inputs: x, [tokens, width], float32.
+        targets: y, [tokens, outputs], float32.
+        """
+        errors = linear(inputs, self.prior) - targets
+        self.gram.addmm_(inputs.T, inputs)
+        self.slope.addmm_(errors.T, inputs)
+        self.before += self._squares(errors.T)
+        self.power += self._squares(targets.T)
+
+    def sum(self, ranks: Ranks) -> None:
+        """Add up the tokens of all ranks."""
+        for sums in (self.gram, self.slope, self.before, self.power):
+            ranks.sum(sums)
+
+    def of(self, weights: Tensor) -> Tensor:
+        """Return the errors of rows in the place of the prior: float64 [projections]."""
+        change = weights - self.prior
+        added = (change @ self.gram).add_(self.slope, alpha=2).mul_(change)
+        return (self.before + self._by_projection(added.sum(1, dtype=torch.float64))).clamp_(min=0.0)
+
+    def _squares(self, rows: Tensor) -> Tensor:
+        return self._by_projection(rows.square().sum(1, dtype=torch.float64))
+
+    def _by_projection(self, rows: Tensor) -> Tensor:
+        return torch.stack([part.sum() for part in rows.split(self.sizes)])
 
 
 def refit(
     names: Sequence[str],
     projections: Sequence[nn.Linear],
     parts: Sequence[RankRows],
-    heldout: Callable[[], Batches],
+    heldout: Batches,
     ridges: Sequence[float],
     ranks: Ranks,
     stored: torch.dtype,
@@ -130,7 +163,7 @@ def refit(
     """Solve the projections anew in place; each keeps its old weights unless its error on held-out tokens falls.
 
     parts: of the virtual ranks.
-    heldout: returns the held-out batches; the ranks hold different tokens.
+    heldout: the ranks hold different tokens.
     ridges: the strongest first; a weaker one must gain ``WORTH_LESS_RIDGE`` more.
     stored: the dtype that weights are rounded to.
     """
@@ -138,15 +171,13 @@ def refit(
         ranks.sum(part.gram)
         ranks.sum(part.cross)
     sizes = [projection.out_features // len(parts) for projection in projections]
-
-    def errors(weights: Sequence[Tensor]) -> Tensor:
-        sums = torch.zeros(2, len(sizes), dtype=torch.float64, device=weights[0].device)
-        for inputs, values in heldout():
-            for rows, part, x in zip(weights, parts, inputs, strict=True):
-                sums += squared_errors(rows, x, part.targets(values), sizes)
-        return ranks.sum(sums).cpu()
-
-    before, power = errors([part.prior for part in parts])
+    errors = [HeldoutErrors(part.prior, sizes) for part in parts]
+    for inputs, values in heldout:
+        for part, one, x in zip(parts, errors, inputs, strict=True):
+            one.add(x, part.targets(values))
+    for one in errors:
+        one.sum(ranks)
+    before, power = (torch.stack([getattr(one, name) for one in errors]).sum(0).cpu() for name in ("before", "power"))
     best = before.clone()
     chosen: list[float | None] = [None] * len(sizes)
     for ridge in ridges:
@@ -156,12 +187,12 @@ def refit(
             continue
         rounded = [weights.to(stored).float() for weights in solved if weights is not None]
         del solved
-        now, _ = errors(rounded)
+        now = torch.stack([one.of(weights) for one, weights in zip(errors, rounded, strict=True)]).sum(0).cpu()
         for number, projection in enumerate(projections):
             if now[number] < best[number] - WORTH_LESS_RIDGE * (before[number] - best[number]):
                 best[number], chosen[number] = now[number], ridge
                 _assign(projection, torch.cat([weights.split(sizes)[number] for weights in rounded]))
-    shares = [(errors / power).where(power != 0, 0.0).tolist() for errors in (before, best)]
+    shares = [(squares / power).where(power != 0, 0.0).tolist() for squares in (before, best)]
     return [ProjectionReport(*entry) for entry in zip(names, chosen, *shares, strict=True)]
 
 
