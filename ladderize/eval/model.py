@@ -19,6 +19,7 @@ from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvaluatedModel
 from ladderize.eval.text import WindowScore, score_windows
+from ladderize.families.registry import find_family
 from ladderize.layout import Layout, LayoutError
 from ladderize.modeling import load, load_tokenizer
 from ladderize.ranks.group import Ranks
@@ -127,14 +128,18 @@ class HFModel(EvalModel):
         return [*itertools.chain.from_iterable(self.ranks.gather(scores))]
 
     def harness(self, options: EvalOptions) -> Any:
-        """Return lm-eval's HF backend around the loaded model.
+        """Return lm-eval's HF backend around the loaded model, for families that ladderize knows with faster scoring.
 
         Its logits_cache is off: with it lm-eval 0.4.13 scores a continuation of one token at a wrong position, where
         context and continuation together are another request's context.
         """
         from lm_eval.models.huggingface import HFLM
 
-        lm = HFLM(pretrained=self.model, tokenizer=self.tokenizer, batch_size=options.batch_size, logits_cache=False)
+        from ladderize.eval.likelihoods import LikelihoodLM
+
+        is_known = find_family(self.model.config.to_dict()) is not None
+        backend = LikelihoodLM if is_known else HFLM
+        lm = backend(pretrained=self.model, tokenizer=self.tokenizer, batch_size=options.batch_size, logits_cache=False)
         ranks = self.ranks
 
         def gather_object(obj: Any, dst: int = 0) -> list[Any] | None:
