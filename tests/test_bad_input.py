@@ -293,6 +293,11 @@ def test_missing_source(tmp_path):
     (tmp_path / "file").touch()
     assert "is not a folder" in one_sentence(convert(tmp_path / "file", tmp_path / "out"))
     assert listing(tmp_path) == ["file"]
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "model.gguf", tmp_path / "folder" / "model.gguf"):
+        path.touch()
+        for source in {path, path.parent if path.parent != tmp_path else path}:
+            assert "model.gguf is a GGUF file" in one_sentence(convert(source, tmp_path / "out"))
 
 
 def test_wrong_targets(llama, tmp_path):
