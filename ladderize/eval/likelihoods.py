@@ -22,7 +22,7 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # the texts, and the ids
 
 
 @dataclass(frozen=True)
-class Row:
+class SharedRow:
     """A context with continuations side by side, of which none sees another.
 
     numbers: of the requests.
@@ -59,7 +59,7 @@ class Row:
         return [column for begin, end in pairwise(self.starts) for column in (last, *range(begin, end))]
 
 
-def rows_of(requests: Sequence[Request], longest: int, *, share: bool) -> list[Row]:
+def rows_of(requests: Sequence[Request], longest: int, *, share: bool) -> list[SharedRow]:
     """Return rows for requests, the longest first.
 
     longest: tokens that the model reads; of longer contexts the end is read.
@@ -87,15 +87,15 @@ def rows_of(requests: Sequence[Request], longest: int, *, share: bool) -> list[R
     return sorted(rows, key=lambda row: -row.starts[-1])
 
 
-def batches_of(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
+def batches_of(rows: Sequence[SharedRow], size: int) -> Iterator[Sequence[SharedRow]]:
     """Yield ``size`` rows at a time; none that needs a mask beside one that is too long for it."""
     longer = [row for row in rows if row.starts[-1] > MOST_SHARED]
     for part in (longer, rows[len(longer) :]):
         yield from (part[first : first + size] for first in range(0, len(part), size))
 
 
-def _row(requests: Sequence[Request], context: tuple[int, ...], numbers: Sequence[int]) -> Row:
-    return Row(tuple(numbers), context, tuple(tuple(requests[number][2]) for number in numbers))
+def _row(requests: Sequence[Request], context: tuple[int, ...], numbers: Sequence[int]) -> SharedRow:
+    return SharedRow(tuple(numbers), context, tuple(tuple(requests[number][2]) for number in numbers))
 
 
 class LikelihoodLM(HFLM):
@@ -118,7 +118,7 @@ class LikelihoodLM(HFLM):
         return answers
 
     @torch.no_grad()
-    def _answers(self, rows: Sequence[Row]) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _answers(self, rows: Sequence[SharedRow]) -> Iterator[tuple[int, tuple[float, bool]]]:
         """Yield the number and the answer of each request of a batch of rows."""
         device = self.device
         ids, positions = (torch.zeros(len(rows), rows[0].starts[-1], dtype=torch.long) for _ in range(2))
