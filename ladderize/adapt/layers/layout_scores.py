@@ -54,11 +54,18 @@ class ConvertedLayouts:
         self.dense = Layout.dense(blocks.num_layers)
         self.built: dict[tuple[int, str, str, str, int | None], torch.nn.Module] = {}
 
+    @property
+    def passes(self) -> int:
+        """The number of layers that a window passes through."""
+        return self.blocks.num_layers + sum(self.blocks.num_layers - first_changed(layout) for layout in self.layouts)
+
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> np.ndarray:
+    def __call__(self, ids: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
         """Return the summed negative log-likelihoods of ids [batch, tokens] in nats: float64 [batch, layouts].
 
         A layout branches off one dense pass at its first layer with a mode that is not blocking.
+
+        advance: is called with the windows' passes through layers.
         """
         state: State = self.blocks.embed(ids)
         nlls = [torch.empty(0)] * len(self.layouts)
@@ -66,8 +73,10 @@ class ConvertedLayouts:
             for number, layout in enumerate(self.layouts):
                 if first_changed(layout) == index:
                     nlls[number] = self.blocks.nll(complete(self._finish(state, index, layout)), ids)
+                    advance((self.blocks.num_layers - index) * len(ids))
             if index < self.blocks.num_layers:
                 state = self.blocks.run(self._layer(index, self.dense), state)
+                advance(len(ids))
         # Copied to the host once, at the end: each copy waits for all the device's work before it.
         return torch.stack(nlls, 1).cpu().numpy()
 
@@ -116,13 +125,13 @@ def score_layouts(
         f" {human_bytes(weights)} of weights in memory{' of each' if ranks.size > 1 else ''}"
     )
     table = np.empty((len(windows), len(layouts)))
-    with console.progress("sensitivity", len(windows)) as advance:
+    with console.progress("sensitivity", len(windows) * score.passes) as advance:
         batches = np.split(np.arange(len(windows)), range(batch_size, len(windows), batch_size))
-        for scored in ranks.shared_out(batches, lambda rows: (rows, score(torch.from_numpy(windows[rows])))):
+        for scored in ranks.shared_out(batches, lambda rows: (rows, score(torch.from_numpy(windows[rows]), advance))):
             for rows, values in scored:
                 check_finite(float(values.sum()), f"the log-likelihood under {blocks.checkpoint.folder}")
                 table[rows] = values
-                advance(len(rows))
+            advance(score.passes * sum(len(rows) for rows, _ in scored[1:]))  # rank 0 has counted its own
     return table
 
 
