@@ -18,10 +18,10 @@ LAYERS = SHAPE["num_hidden_layers"]
 
 
 def test_an_engine_that_is_not_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(vllm_environment, "installed_version", lambda: "0.33.0")
+    monkeypatch.setattr(vllm_environment, "installed_version", lambda: "0.31.0")
     done = invoke("bench", "--engine", "vllm", "--random-weights", "1b", "--out", tmp_path / "o.json")
     assert done.code == 1
-    assert "and this is vLLM 0.33.0" in one_sentence(done)
+    assert "and this is vLLM 0.31.0" in one_sentence(done)
     assert not (tmp_path / "o.json").exists()
 
 

@@ -17,8 +17,9 @@ from ladderize.runtime.bench.report import run_and_show
 from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.launch import check_group_size
 from ladderize.runtime.shards import check_runnable
-from ladderize.vllm.environment import MessageBackend, check_vllm, configuration_refusal
+from ladderize.vllm.environment import MessageBackend, check_vllm, configuration_refusal, is_newer, not_known
 from ladderize.vllm.served import VllmPlan, served_models
+from ladderize.vllm.touched import newer_problem
 
 # variables of a rank: the engine runs in the rank itself, which reports errors
 VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -36,6 +37,8 @@ def bench_vllm(
     """
     check_bench_usage(choice, options, None, baselines=(PLUGIN,))
     check_vllm()
+    if is_newer():
+        console.warn(f"{not_known()}: it was not tried")
     try:
         MessageBackend.from_environment(os.environ)
     except ValueError as error:
@@ -62,6 +65,8 @@ def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocumen
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")  # of vLLM and its imports
+    if problem := newer_problem():
+        raise UserError(problem)
     try:
         from ladderize.vllm.bench_engine import VllmRun
 

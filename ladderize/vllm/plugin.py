@@ -7,7 +7,7 @@ def register_plugin() -> None:
     """Register converted models with vLLM and transformers. vLLM then needs no ``--trust-remote-code`` for them.
 
     This is vLLM's entry point of the group ``vllm.general_plugins``. It may be called several times, and touches no
-    GPU: the model class is named, not imported. In a version of vLLM that was not tested, only ladderized checkpoints
+    GPU: the model class is named, not imported. In a version of vLLM that cannot run them, only ladderized checkpoints
     are refused; every other model loads as before.
     """
     from transformers import AutoConfig
@@ -15,8 +15,9 @@ def register_plugin() -> None:
     from ladderize.families.supported import SUPPORTED
     from ladderize.modeling import ladderized_class
     from ladderize.vllm.environment import architecture, stock, version_problem
+    from ladderize.vllm.touched import newer_problem
 
-    problem = version_problem()
+    problem = version_problem() or newer_problem()
     for family in SUPPORTED:
         own = ladderized_class(family, "Config")
         known = own if problem is None else _refusing(own, problem)

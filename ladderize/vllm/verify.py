@@ -6,6 +6,7 @@ They are raised in the process that the user started, before workers exist.
 import os
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from ladderize.checkpoint.config import check_config
@@ -14,7 +15,7 @@ from ladderize.families.base import Decoder
 from ladderize.families.registry import decoder_of, find_family, is_ladderized
 from ladderize.layout import Layout
 from ladderize.runtime.shards import Shape, cached_heads, check_runnable, virtual_ranks
-from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture
+from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture, is_newer, not_known
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
@@ -37,6 +38,8 @@ class VerifyLadderized(VerifyAndUpdateConfig):
         problem = problem_with(layout, vllm_config, backend)
         if problem is not None:
             raise ValueError(problem)
+        if is_newer():
+            init_logger("vllm.ladderize").warning_once(f"{not_known()}: it has what they touch, but was not tried")
         if sends(layout, backend):
             _split_graph(vllm_config)
 

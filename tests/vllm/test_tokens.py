@@ -1,11 +1,15 @@
 """Tokens and log-probabilities of every kind of layout against transformers, on one and two ranks, eager and
 compiled."""
 
+import shutil
+
 import pytest
 import torch
 
+from ladderize.families.registry import family_of
 from ladderize.layout import Layout
-from tests.helpers import edit_json
+from ladderize.modeling import ladderized_class
+from tests.helpers import change_weights, edit_json
 from tests.vllm.jobs import Carrier, Generate, Streams
 from tests.vllm.models import SHAPE, check, make, random_prompts
 
@@ -50,6 +54,25 @@ def test_bfloat16(engines, tmp_path):
     prompts = random_prompts(*LENGTHS)
     (result,) = engines(1).run(tmp_path, Generate(prompts), dtype="bfloat16", enforce_eager=True)
     check(model.bfloat16().float(), prompts, result, tolerance=1.0)
+
+
+def test_norms_that_are_stored_in_32_bits(engines, tmp_path):
+    """Kernels that want weights of the dtype of their input never see them: they are cast when they are loaded, as
+    transformers casts them."""
+    folders = [tmp_path / "as stored", tmp_path / "cast before"]
+    make("ladder upper half", folders[0])  # a family with norms of heads, too
+    edit_json(folders[0] / "config.json", dtype="bfloat16")
+    shutil.copytree(folders[0], folders[1])
+    change_weights(folders[0], lambda name, tensor: tensor.to(torch.float32 if "norm" in name else torch.bfloat16))
+    change_weights(folders[1], lambda name, tensor: tensor.bfloat16())
+    prompts = random_prompts(*LENGTHS)
+    (ours,), (cast,) = (
+        engines(1).run(folder, Generate(prompts), dtype="auto", enforce_eager=True) for folder in folders
+    )
+    assert ours == cast
+    model = ladderized_class(family_of({"model_type": "qwen3"}), "ForCausalLM").from_pretrained(folders[0])
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    check(model.float(), prompts, ours, tolerance=1.0)
 
 
 def test_messages_over_gloo(engines, tmp_path):

