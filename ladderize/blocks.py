@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, kl_div, linear
 from ladderize import data
 from ladderize.checkpoint.config import check_config, check_tensors, is_tied, most_positions
 from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, fetch_weights, resolve_json
+from ladderize.checkpoint.reading import Checkpoint, fetch_weights, resolve_json
 from ladderize.checkpoint.tensors import read_tensor
 from ladderize.errors import UserError
 from ladderize.families.registry import complete_config, family_of
@@ -50,11 +50,6 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     check_config(checkpoint.config, model)
     check_tensors(checkpoint)
     return checkpoint
-
-
-def stored_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype of a checkpoint's weights, by torch's name; in a mixture the final norm's."""
-    return FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
 
 
 def compute_dtype(asked: str, stored: str) -> torch.dtype:

@@ -15,9 +15,11 @@ from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.modeling import load
+from ladderize.runtime.spec import checkpoint_spec
 from tests.groups import make_generator
 from tests.helpers import (
     all_tensors,
+    change_weights,
     edit_json,
     edit_tensors,
     invoke,
@@ -257,3 +259,17 @@ def test_a_checkpoint_does_not_choose_code(tmp_path, monkeypatch):
     written = (tmp_path / "out" / "config.json").read_text()
     assert "attacker" not in written
     assert "quantization_config" not in written
+
+
+def test_norms_that_are_stored_in_32_bits(tmp_path):
+    """Beside weights in bfloat16 they are computed in bfloat16, as the config says and transformers does."""
+    folder = save_llama(tmp_path / "model", dtype=torch.bfloat16)
+    change_weights(folder, lambda name, tensor: tensor.float() if "norm" in name else tensor)
+    assert next(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").parameters()).dtype == torch.bfloat16
+    convert_checkpoint(folder, tmp_path / "ladder", Recipe(ladder="all"))
+    assert {tensor.dtype for name, tensor in all_tensors(tmp_path / "ladder").items() if "norm" in name} == {
+        torch.float32
+    }
+    assert load(tmp_path / "ladder").dtype == torch.bfloat16
+    assert checkpoint_spec(str(tmp_path / "ladder"), tp_size=1).dtype == torch.bfloat16
+    assert json.loads(invoke_well("inspect", folder, "--json").stdout)["dtype"] == "bfloat16"

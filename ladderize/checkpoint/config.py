@@ -98,6 +98,15 @@ def head_dim(config: Mapping[str, Any]) -> int:
     return int(complete_config(config)["head_dim"])
 
 
+def stored_dtype(checkpoint: Checkpoint, other: str = "auto") -> str:
+    """Return the dtype of a checkpoint's weights, by torch's name: the embedding's, since norms may be in float32.
+
+    other: the result where an architecture has no such embedding.
+    """
+    embedding = checkpoint.tensors.get(EMBEDDING)
+    return FLOAT_DTYPES.get(embedding.dtype, other) if embedding is not None else other
+
+
 def is_tied(config: Mapping[str, Any]) -> bool:
     """Return whether the embedding is also the LM head."""
     return bool(complete_config(config)["tie_word_embeddings"])

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ladderize.checkpoint.config import check_config, check_quantised, kv_head_count, parameter_count
+from ladderize.checkpoint.config import check_config, check_quantised, kv_head_count, parameter_count, stored_dtype
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.quantised import plain_config, quantisation_of
-from ladderize.checkpoint.reading import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES, resolve_json
+from ladderize.checkpoint.reading import DTYPE_BYTES, STORED_NAMES, resolve_json
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
 from ladderize.files.records import Record
@@ -129,7 +129,7 @@ class InspectionReport(Record):
     tp_size: the ranks that bytes are counted for.
     dense, this: the communication of the dense model and of this layout.
     layers: rows of ``Layout.table``.
-    quantisation: the stored format of weights that are not floats; dtype is then that of the norms.
+    quantisation: the stored format of weights that are not floats; dtype is then that of the embedding.
     refusal: the reason for which a conversion would refuse the tensors.
     """
 
@@ -185,8 +185,7 @@ def inspect_checkpoint(
             check_quantised(checkpoint)
         except UserError as error:
             refusal = str(error)
-        norm = checkpoint.tensors.get("model.norm.weight")
-        dtype = FLOAT_DTYPES.get(norm.dtype, dtype) if norm is not None else dtype
+        dtype = stored_dtype(checkpoint, dtype)
         if quantisation is None:
             parameters = sum(tensor.numel for tensor in checkpoint.tensors.values())
     message = config["hidden_size"] * DTYPE_BYTES[STORED_NAMES.get(dtype, "F32")]

@@ -12,15 +12,8 @@ import numpy as np
 import torch
 
 from ladderize.adapt.layers.layout_scores import AlignedLayouts, layers_of, usual_batch, windows_to_align_on
-from ladderize.blocks import (
-    Blocks,
-    check_finite,
-    compute_dtype,
-    open_checkpoint,
-    read_windows,
-    stored_dtype,
-    window_nlls,
-)
+from ladderize.blocks import Blocks, check_finite, compute_dtype, open_checkpoint, read_windows, window_nlls
+from ladderize.checkpoint.config import stored_dtype
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import CalibrationData, SensitivityDocument
 from ladderize.data import file_sha256

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ladderize.checkpoint.config import check_config, check_tensors, expected_tensors, most_positions
+from ladderize.checkpoint.config import check_config, check_tensors, expected_tensors, most_positions, stored_dtype
 from ladderize.checkpoint.opening import read_checkpoint, read_config
-from ladderize.checkpoint.reading import FLOAT_DTYPES, fetch_weights, resolve_json
+from ladderize.checkpoint.reading import fetch_weights, resolve_json
 from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.files.documents import read_json
@@ -79,8 +79,8 @@ def checkpoint_spec(
         folder = fetch_weights(model, revision)
     checkpoint = read_checkpoint(folder)
     check_tensors(checkpoint)
-    stored = FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
-    return ModelSpec(model, folder, checkpoint.config, layout, _dtype(stored if dtype == "auto" else dtype))
+    dtype = stored_dtype(checkpoint) if dtype == "auto" else dtype
+    return ModelSpec(model, folder, checkpoint.config, layout, _dtype(dtype))
 
 
 def shape_spec(

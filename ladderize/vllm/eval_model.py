@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ladderize.checkpoint.config import most_positions, parameter_count
+from ladderize.checkpoint.config import most_positions, parameter_count, stored_dtype
 from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.errors import UserError
 from ladderize.eval.model import EvalModel
 from ladderize.eval.options import EvalOptions
@@ -110,5 +110,4 @@ def _dtype(checkpoint: Checkpoint, options: EvalOptions) -> str:
     """Return the dtype to compute in. Our "auto" is the stored dtype; vLLM's takes 16 bits for a checkpoint in 32."""
     if options.dtype != "auto":
         return options.dtype
-    norm = checkpoint.tensors.get("model.norm.weight")
-    return FLOAT_DTYPES.get(norm.dtype, "auto") if norm is not None else "auto"
+    return stored_dtype(checkpoint)

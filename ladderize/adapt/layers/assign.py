@@ -15,8 +15,8 @@ from ladderize.adapt.layers.assign_labels import better_labels
 from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, Members, cheapest_ranks, descend
 from ladderize.adapt.layers.options import HEADS, NEURONS, AssignOptions, assign_tokens
 from ladderize.adapt.layers.windows import Windows, read_rows, split_windows
-from ladderize.blocks import Blocks, check_finite, compute_dtype, open_checkpoint, stored_dtype
-from ladderize.checkpoint.config import kv_head_count, most_positions
+from ladderize.blocks import Blocks, check_finite, compute_dtype, open_checkpoint
+from ladderize.checkpoint.config import kv_head_count, most_positions, stored_dtype
 from ladderize.checkpoint.opening import read_config
 from ladderize.checkpoint.quantised import QUANTISE_LAST, quantisation_of
 from ladderize.checkpoint.reading import Checkpoint, resolve_json

@@ -25,8 +25,8 @@ from ladderize.adapt.layers.align_layer import Streams, readers_of, states_bytes
 from ladderize.adapt.layers.layer_files import StudentBlocks
 from ladderize.adapt.layers.options import layers_to_align, short_tokens
 from ladderize.adapt.layers.windows import Windows, split_windows
-from ladderize.blocks import Blocks, State, check_finite, complete, stored_dtype, window_nlls
-from ladderize.checkpoint.config import parameter_count
+from ladderize.blocks import Blocks, State, check_finite, complete, window_nlls
+from ladderize.checkpoint.config import parameter_count, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, human_bytes
 from ladderize.convert.sensitivity_file import AlignmentWindows

@@ -15,7 +15,8 @@ from ladderize.adapt.layers.layout_scores import (
     score_layouts,
     windows_to_align_on,
 )
-from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype
+from ladderize.blocks import Blocks, open_checkpoint, read_windows
+from ladderize.checkpoint.config import stored_dtype
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import (
