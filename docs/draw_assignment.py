@@ -53,6 +53,12 @@ def split(layout: str) -> tuple[str, str]:
     return (" ".join(words), last) if last in COLOURS else (layout, "")
 
 
+def title_of(kind: str) -> str:
+    """Return "delayed 2" as "delayed, 2 ranks"."""
+    name, ranks = kind.split()
+    return name if ranks == "all" else f"{name}, {ranks} ranks"
+
+
 def draw(figures: Figures) -> None:
     heights = [len({split(layout)[0] for layout in figures[model]}) for model in MODELS]
     figure = Figure(figsize=(9, 0.5 * sum(heights) + 2), layout="constrained")
@@ -81,9 +87,7 @@ def draw_model(axes: Axes, layouts: Mapping[str, Mapping[Stage, list[float]]]) -
         for stage, (_, marker) in STAGES.items():
             if stage in stages:
                 axes.scatter(mean(stages[stage]), y, color=colour, marker=marker, s=26, zorder=3)
-    axes.set(
-        xscale="log", yticks=range(len(kinds)), yticklabels=[f"{kind} ranks".replace("all ranks", "") for kind in kinds]
-    )
+    axes.set(xscale="log", yticks=range(len(kinds)), yticklabels=[*map(title_of, kinds)])
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(FuncFormatter(lambda kl, _: f"{kl:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -95,8 +99,8 @@ def draw_model(axes: Axes, layouts: Mapping[str, Mapping[Stage, list[float]]]) -
 def shown(values: list[float]) -> str:
     """The mean, and all of the range where there are several."""
     if len(values) < 2:
-        return "".join(f"{value:.3f}" for value in values)
-    return f"{mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+        return "".join(f"{value:#.3g}" for value in values)
+    return f"{mean(values):#.3g} ({min(values):#.3g} to {max(values):#.3g})"
 
 
 def main() -> None:
@@ -104,15 +108,11 @@ def main() -> None:
     draw(figures)
     heads = [name for name, _ in STAGES.values()]
     for model, layouts in figures.items():
-        print(
-            f"\n{MODELS[model]}\n\n| layout, ranks | assigned | {' | '.join(heads)} |\n"
-            + "|---" * (len(heads) + 2)
-            + "|"
-        )
+        print(f"\n{MODELS[model]}\n\n| layout | assignment | {' | '.join(heads)} |\n" + "|---" * (len(heads) + 2) + "|")
         for layout, stages in layouts.items():
             kind, assigned = split(layout)
             cells = (shown(stages.get(stage, [])) for stage in STAGES)
-            print(f"| {kind} | {ASSIGNED[assigned] if layout != LADDER else ''} | {' | '.join(cells)} |")
+            print(f"| {title_of(kind)} | {ASSIGNED[assigned] if layout != LADDER else ''} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
