@@ -274,6 +274,8 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
         return {row.basis for row in planned(dense, "--hardware", hardware, "--tp-size", ranks, *TINY, *more).rows}
 
     timed = read_device(str(hardware)).engine
+    assert planned(dense, "--hardware", hardware, "--tp-size", "2", *TINY).engine == timed
+    assert planned("--shape", "8b", *H100).engine == "vllm"
     for engine in known_engines():
         assert basis("2", "--engine", engine) == {"calibrated" if engine == timed else "predicted"}
     outcome = invoke("plan", dense, "--hardware", hardware, "--tp-size", "2,8", *TINY)

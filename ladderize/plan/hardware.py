@@ -142,8 +142,8 @@ def _completed(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where:
 
 
 def assumed_engine(device: DeviceSpec) -> str:
-    """Return the engine that is assumed where none is named: the device's, but nobody serves with the published one."""
-    return SERVED if device.engine == PUBLISHED else device.engine
+    """Return the engine that is assumed where none is named: the device's; but nobody serves with the published one."""
+    return SERVED if device.engine == PUBLISHED and not device.calibrated else device.engine
 
 
 @functools.cache
