@@ -1,4 +1,4 @@
-"""Draw docs/assignment.png and .svg from benchmarks/results/assignment.json, and print its figures as a table.
+"""Draw docs/assignment.png from benchmarks/results/assignment.json, and print its figures as a table.
 
 python docs/draw_assignment.py        # needs matplotlib (pip install matplotlib)
 
@@ -72,8 +72,7 @@ def draw(figures: Figures) -> None:
         *(panels[0].scatter([], [], color="#444444", marker=mark, label=name) for name, mark in STAGES.values()),
     ]
     figure.legend(handles=entries, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    for suffix in (".png", ".svg"):
-        figure.savefig((HERE / "assignment").with_suffix(suffix), dpi=150)
+    figure.savefig(HERE / "assignment.png", dpi=150)
 
 
 def draw_model(axes: Axes, layouts: Mapping[str, Mapping[Stage, list[float]]]) -> None:

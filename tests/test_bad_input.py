@@ -293,6 +293,7 @@ def test_missing_source(tmp_path):
     (tmp_path / "file").touch()
     assert "is not a folder" in one_sentence(convert(tmp_path / "file", tmp_path / "out"))
     assert listing(tmp_path) == ["file"]
+    assert "/dev/null is not a folder" in one_sentence(convert("/dev/null", tmp_path / "out"))
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "model.gguf", tmp_path / "folder" / "model.gguf"):
         path.touch()

