@@ -5,10 +5,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 
-.PHONY: demo test pytest test-vllm test-triton test-transformers lint format install install-dev clean
+.PHONY: demo real test pytest test-vllm test-triton test-transformers lint format install install-dev clean
 
 demo: install
 	$(BIN)/ladderize demo
+
+# A real model on known tasks (docs/real.md): about 90 minutes on 2 cores. A killed run goes on when run again.
+TEXTS ?= ../shared/real
+real: install
+	$(BIN)/pip install --quiet --disable-pip-version-check "gguf>=0.17,<1"
+	$(BIN)/python scripts/real_model.py real $(TEXTS)
+	test -e real/own.jsonl || $(BIN)/ladderize generate real/smollm2 --prompt-file real/prompts.jsonl \
+	    --max-new-tokens 256 --out real/own.jsonl
+	$(BIN)/python scripts/real_model.py real $(TEXTS) --mix
+	$(BIN)/ladderize sweep examples/real.yaml
+	$(BIN)/ladderize report real/sweep --out real/report.html --markdown real/RESULTS.md
 
 test: lint pytest
 

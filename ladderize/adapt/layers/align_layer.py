@@ -37,7 +37,7 @@ Tokens = tuple[Sequence[Tensor], Tensor]  # inputs of a group of projections in 
 
 class Streams:
     """States [windows, tokens, width] between two sub-modules, of this rank's windows: training ones first, then
-    held-out ones. They lie in the host's memory.
+    held-out ones.
 
     dense: the dense model's stream.
     complete: the converted model's stream.
@@ -47,17 +47,19 @@ class Streams:
     Streams are float32, since a sub-module adds little to them. In front of the first converted layer the models are
     one: ``is_common``, and only ``dense`` is written.
 
+    place: where they lie, the computing device or the host.
     readers: virtual ranks whose attention may read apart; see ``readers_of``.
     """
 
-    def __init__(self, blocks: Blocks, windows: Windows, ranks: Ranks, readers: int = 1) -> None:
+    def __init__(self, blocks: Blocks, windows: Windows, ranks: Ranks, place: torch.device, readers: int = 1) -> None:
         self.device, self.ranks, self.is_common = blocks.device, ranks, True
         self.ids = torch.cat([part[ranks.rank :: ranks.size] for part in (windows.train, windows.heldout)])
         self.trained = len(windows.train[ranks.rank :: ranks.size])
         self.batch_size = max(1, TOKENS_AT_ONCE // windows.train.shape[1])
         hidden, names = int(blocks.config["hidden_size"]), ("dense", "complete", *map(visible_name, range(readers)))
-        self.states = {name: torch.empty(*self.ids.shape, hidden) for name in names}
-        self.states["heads"] = torch.empty(*self.ids.shape, heads_width(blocks), dtype=blocks.dtype)
+        self.states = {name: torch.empty(*self.ids.shape, hidden, device=place) for name in names}
+        self.states["heads"] = torch.empty(*self.ids.shape, heads_width(blocks), dtype=blocks.dtype, device=place)
+        self.sums = {model: torch.zeros((), device=self.device) for model in ("dense", "converted")}
 
     def batches(self, *, heldout: bool | None = None) -> Iterator[Tensor]:
         """Yield window numbers: of all windows, of the held-out ones, or of the others. No batch mixes the two."""
@@ -69,15 +71,19 @@ class Streams:
     def read(self, name: str, rows: Tensor) -> Tensor:
         """Return the states of these windows on the device: [rows, tokens, width]."""
         name = "dense" if self.is_common and name != "heads" else name
-        return self.states[name][rows].to(self.device)
+        return self.states[name][int(rows[0]) : int(rows[0]) + len(rows)].clone().to(self.device)
 
     def write(self, name: str, rows: Tensor, state: Tensor) -> None:
-        """Write the states of these windows; raises UserError for NaN or infinite ones."""
-        check_finite(
-            float(state.sum()), f"the residual stream of the {'dense' if name == 'dense' else 'converted'} model"
-        )
+        """Write the states of these windows, of which ``check`` will ask whether they are finite."""
+        self.sums["dense" if name == "dense" else "converted"] += state.sum()
         store = self.states[name]
         store[int(rows[0]) : int(rows[0]) + len(rows)] = state.to(store.device)
+
+    def check(self) -> None:
+        """Raise UserError where a state that was written is NaN or infinite. The host waits for the device here, and
+        not at each write."""
+        for model, total in self.sums.items():
+            check_finite(float(total), f"the residual stream of the {model} model")
 
     @torch.no_grad()
     def embed(self, teacher: Blocks, converted: Blocks) -> None:
@@ -87,7 +93,8 @@ class Streams:
             for name, state in (("dense", teacher.embed(self.ids[rows]).float()), ("complete", own)):
                 self.write(name, rows, state)
             self.write(visible_name(0), rows, own)
-            self.is_common = self.is_common and torch.equal(self.states["dense"][rows], self.states["complete"][rows])
+        self.is_common = torch.equal(self.states["dense"], self.states["complete"])
+        self.check()
 
     def part(self) -> None:
         """Give the converted model a stream of its own from here on."""
@@ -237,6 +244,7 @@ class LayerAlignment:
                 before = read("dense", rows)
                 after = dense.after_attention(before, dense.heads(before[None]))[1]
                 streams.write("dense", rows, dense.after_mlp((after[None], after, after))[0])
+            streams.check()
             return reports
         streams.part()
 
@@ -283,6 +291,7 @@ class LayerAlignment:
             streams.write("complete", rows, complete)
             for reader, own in enumerate(reads):
                 streams.write(visible_name(reader), rows, own)
+        streams.check()
         return reports
 
     def _fit(self, names: Sequence[str], tokens: Callable[[Tensor], Tokens], parts: int = 1) -> list[ProjectionReport]:
@@ -313,6 +322,7 @@ class LayerAlignment:
                 part.add(x, values)
         ranks = self.streams.ranks
         reports = refit(names, projections, rows, batches(True), self.ridges, ranks, self.stored)
+        self.streams.check()  # first: it names the model
         for report in reports:
             check_finite(report.error_before, f"the error of {report.projection} in layer {self.converted.index}")
         return reports

@@ -55,12 +55,12 @@ class BlockReport(Record):
 
 
 class States:
-    """States in the host's memory: the complete stream [windows, tokens, width], and as many visible ones as a layer
+    """States: the complete stream [windows, tokens, width], and as many visible ones as a layer
     reads at most."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, visible: int) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, visible: int, place: torch.device) -> None:
         self.windows = shape[0]
-        self.tensors = [torch.empty(shape, dtype=dtype) for _ in range(1 + visible)]
+        self.tensors = [torch.empty(shape, dtype=dtype, device=place) for _ in range(1 + visible)]
 
     def write(self, first: int, state: State) -> None:
         """Write the rows from ``first`` on; raises UserError for NaN or infinite states.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.align import check_states_room
+from ladderize.adapt.layers.align import place_of_states, words_of
 from ladderize.adapt.layers.block_trainer import BlockTrainer, States, batch_windows, visible_streams
 from ladderize.adapt.layers.layer_files import LayerJob
 from ladderize.adapt.layers.options import TOKENS_PER_STEP, BlockwiseOptions
@@ -31,11 +31,11 @@ def distill(job: LayerJob, options: BlockwiseOptions) -> None:
     teacher, student, windows, ranks = job.teacher, job.student, job.windows, job.ranks
     visible = max((visible_streams(student.layout, layer) for layer in student.layers), default=0)
     states = 2 * (1 + visible) * windows.all.numel() * int(teacher.config["hidden_size"]) * teacher.dtype.itemsize
-    check_states_room(states, processes=ranks.local_size)
+    place = place_of_states(states, ranks)
     job.console.note(
         f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {windows.train.shape[1]} tokens,"
         f" {len(windows.heldout)} held out, for at most {options.epochs} epoch{'s' if options.epochs > 1 else ''} on"
-        f" {ranks.words}; {human_bytes(states)} of states in memory"
+        f" {ranks.words}; {human_bytes(states)} of states {words_of(place)}"
     )
     done = ranks.broadcast([layer for layer in student.layers if job.files.has(layer)])
     if done:
@@ -43,7 +43,7 @@ def distill(job: LayerJob, options: BlockwiseOptions) -> None:
     mine = [layer for layer in student.layers if layer not in done][ranks.rank :: ranks.size]
     steps = options.epochs * math.ceil(len(windows.train) / batch_windows(windows.train))
     with job.console.progress("distilling", len(mine) * steps) as advance:
-        for index, before, after in teacher_pass(teacher, windows.all, mine, student.layout):
+        for index, before, after in teacher_pass(teacher, windows.all, mine, student.layout, place):
             if index in mine:
                 trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), options)
                 weights, report = trainer.train(advance)
@@ -51,17 +51,18 @@ def distill(job: LayerJob, options: BlockwiseOptions) -> None:
 
 
 def teacher_pass(
-    blocks: Blocks, windows: Tensor, layers: Sequence[int], layout: Layout
+    blocks: Blocks, windows: Tensor, layers: Sequence[int], layout: Layout, place: torch.device
 ) -> Iterator[tuple[int, States, States]]:
     """Run the dense model layer by layer; yields (i, states that enter block i, states that leave it).
 
     layers: the last of them ends the pass.
     layout: states also hold the streams that these layers read in it.
+    place: where states lie.
     Raises UserError for NaN or infinite states.
     """
     shape = (*windows.shape, int(blocks.config["hidden_size"]))
     visible = max((visible_streams(layout, layer) for layer in layers), default=0)
-    before, after = (States(shape, blocks.dtype, visible) for _ in range(2))
+    before, after = (States(shape, blocks.dtype, visible, place) for _ in range(2))
     if layers:
         _fill(before, lambda rows: blocks.embed(windows[rows]))
     for index in range(max(layers, default=-1) + 1):

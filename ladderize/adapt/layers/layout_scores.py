@@ -16,10 +16,11 @@ from torch import Tensor
 from ladderize.adapt.layers.align import (
     AlignedLayer,
     aligned_layers,
-    check_states_room,
     computed,
+    place_of_states,
     warn_of_few,
     with_random,
+    words_of,
 )
 from ladderize.adapt.layers.align_layer import Streams, readers_of, states_bytes
 from ladderize.adapt.layers.layer_files import StudentBlocks
@@ -178,7 +179,9 @@ class AlignedLayouts:
         """
         made: Iterator[AlignedLayer] | None = None
         if not layout.is_dense:
-            streams = Streams(self.teacher, self.all_windows, self.ranks, readers_of(layout))
+            readers = readers_of(layout)
+            place = place_of_states(states_bytes(self.teacher, self.all_windows, self.ranks, readers), self.ranks)
+            streams = Streams(self.teacher, self.all_windows, self.ranks, place, readers)
             student = StudentBlocks(layout, layers_to_align(layout), self.weights)
             made = aligned_layers(self.teacher, self.teacher, self.weights, student, streams)
 
@@ -226,11 +229,11 @@ def score_aligned(
         console.note(f"{len(known)} models were measured before")
     readers = max(map(readers_of, models), default=1)
     states = states_bytes(aligned.teacher, aligned.all_windows, aligned.ranks, readers)
-    check_states_room(states, processes=ranks.local_size)
+    place = place_of_states(states, ranks)
     console.note(
         f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens: {layers_of(models):,} layers are"
         f" aligned on {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out),"
-        f" on {ranks.words}; {human_bytes(states)} of states in memory{' of each' if ranks.size > 1 else ''}"
+        f" on {ranks.words}; {human_bytes(states)} of states {words_of(place)}{' of each' if ranks.size > 1 else ''}"
     )
     warn_of_few(windows.train.numel(), aligned.blocks.config, console)
     ids = torch.from_numpy(scored)
