@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if os.environ.get("TRITON_INTERPRET") != "1":  # Triton must have seen it when it was imported
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
@@ -37,9 +38,10 @@ class Interpreted(GpuOperations):
     """On a CPU, with what it has on a GPU: a cache in the model's dtype, and additive masks."""
 
     def attention(self, weights, x, step, cache, index, shape, virtual=0):
-        own = cache if cache.memory() is None else KVCache(cache.keys.to(x.dtype), cache.values.to(x.dtype))
-        mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, x.dtype)
-        near = {window: additive(seen, x.dtype) for window, seen in step.near.items()}
+        dtype = weights.norm.weight.dtype
+        own = cache if cache.memory() is None else KVCache(cache.keys.to(dtype), cache.values.to(dtype))
+        mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, dtype)
+        near = {window: additive(seen, dtype) for window, seen in step.near.items()}
         output = super().attention(weights, x, replace(step, mask=mask, near=near), own, index, shape, virtual)
         if own is not cache:
             cache.keys.copy_(own.keys)
@@ -79,3 +81,33 @@ def test_models(tmp_path, name, family):
             steps = [generator.prefill(prompts), *map(generator.decode_one_token, ids.unbind(1))]
             found.append(torch.stack(steps))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+class Additions(TorchDispatchMode):
+    """Counts the operations that only add."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("name", "left"), [("dense", 0), ("ladder all", 1)])
+def test_sums_are_added_by_norms(tmp_path, name, left):
+    """No kernel of a decode step does nothing but add a sum to the stream; PyTorch's operations have two a layer.
+
+    left: additions whose stream nobody reads before the next sum: behind ladder's last attention.
+    """
+    make_model(name, head_dim=16, max_position_embeddings=128).save_pretrained(tmp_path)
+    generator, counts = make_generator(tmp_path, 1, 96), {}
+    with torch.inference_mode():
+        generator.prefill([[3, 4, 5]])
+        for operations in (Operations(), Interpreted(8)):
+            generator.model.operations = operations
+            with Additions() as additions:
+                generator.decode_one_token(torch.tensor([7]))
+            counts[operations.name] = additions.count
+    assert counts["torch"] - counts["triton"] == 2 * generator.model.shape.layers - left

@@ -12,6 +12,7 @@ from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, 
 from ladderize.runtime.operations import Operations, attend
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
+from ladderize.runtime.stream import Stream, whole
 
 
 class CpuOperations(Operations):
@@ -28,14 +29,15 @@ class CpuOperations(Operations):
         self._rotate, self._attend = own.ladderize_rotate, own.ladderize_attend
         self.threads = torch.get_num_threads()
 
-    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        x = x.contiguous()
+    def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
+        x = whole(x).contiguous()
         out, width = torch.empty_like(x), x.shape[-1]
         pointers = x.data_ptr(), norm.weight.data_ptr(), out.data_ptr()
         self._rms_norm(TYPES[x.dtype], *pointers, x.numel() // width, width, norm.eps, self.threads)
         return out
 
-    def mlp(self, weights: MlpWeights, x: Tensor, apart: list[Tensor] | None) -> Tensor:  # type: ignore[override]
+    def mlp(self, weights: MlpWeights, x: Stream, apart: list[Tensor] | None) -> Tensor:  # type: ignore[override]
+        x = whole(x)
         inputs = [x] if apart is None else [x + own for own in apart]
         products = [
             gate_up(self.norm(weights.norm, read))
@@ -53,14 +55,15 @@ class CpuOperations(Operations):
     def attention(
         self,
         weights: AttentionWeights,
-        x: Tensor,
+        x: Stream,
         step: Step,
         cache: KVCache,
         index: int,
         shape: Shape,
         virtual: int = 0,
     ) -> Tensor:
-        decoder, (batch, tokens, _) = shape.decoder, x.shape
+        x, decoder = whole(x), shape.decoder
+        batch, tokens, _ = x.shape
         heads, kv_heads, dim, norms = shape.own_heads, shape.own_kv_heads, shape.head_dim, weights.head_norms
         qkv = weights.qkv[virtual](self.norm(weights.norm, x))
         rope = step.rope_factors.contiguous() if decoder.rope[index] else None

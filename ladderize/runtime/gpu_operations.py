@@ -9,6 +9,7 @@ from ladderize.runtime.native import triton_kernels
 from ladderize.runtime.operations import Operations, attend
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
+from ladderize.runtime.stream import Stream, Unadded, whole
 
 
 class GpuOperations(Operations):
@@ -18,6 +19,7 @@ class GpuOperations(Operations):
     """
 
     name = "triton"
+    adds_in_norm = True
 
     def __init__(self, programs: int) -> None:
         super().__init__()
@@ -28,23 +30,25 @@ class GpuOperations(Operations):
         """Return the operations for a GPU, with two programs for each of its multiprocessors."""
         return cls(2 * torch.cuda.get_device_properties(device).multi_processor_count)
 
-    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        return triton_kernels.rms_norm(x, norm.weight, norm.eps)
+    def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
+        if isinstance(x, Unadded) and x.parts is not None:
+            return x.add_by(lambda stream, added: triton_kernels.add_rms_norm(stream, added, norm.weight, norm.eps))
+        return triton_kernels.rms_norm(whole(x), norm.weight, norm.eps)
 
-    def mlp(self, weights: MlpWeights, x: Tensor, apart: list[Tensor] | None) -> Tensor:  # type: ignore[override]
+    def mlp(self, weights: MlpWeights, x: Stream, apart: list[Tensor] | None) -> Tensor:  # type: ignore[override]
         norm = weights.norm
         if apart is None:
             return triton_kernels.swiglu(weights.gate_up[0](self.norm(norm, x)))
         inner = []
         for gate_up, own in zip(weights.gate_up, apart, strict=True):
-            _, normed = triton_kernels.add_rms_norm(x, own, norm.weight, norm.eps)
+            _, normed = triton_kernels.add_rms_norm(whole(x), own, norm.weight, norm.eps)
             inner.append(triton_kernels.swiglu(gate_up(normed)))
         return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
 
     def attention(
         self,
         weights: AttentionWeights,
-        x: Tensor,
+        x: Stream,
         step: Step,
         cache: KVCache,
         index: int,
@@ -53,9 +57,10 @@ class GpuOperations(Operations):
     ) -> Tensor:
         if cache.memory() is None:
             return super().attention(weights, x, step, cache, index, shape, virtual)
-        decoder, tokens, norms = shape.decoder, x.shape[1], weights.head_norms
+        decoder, norms, normed = shape.decoder, weights.head_norms, self.norm(weights.norm, x)
+        tokens = normed.shape[1]
         query = triton_kernels.rotate_and_store(
-            weights.qkv[virtual](self.norm(weights.norm, x)),
+            weights.qkv[virtual](normed),
             step.rope_factors if decoder.rope[index] else None,
             None if norms is None else norms.weight,
             0.0 if norms is None else norms.eps,

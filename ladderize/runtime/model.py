@@ -21,6 +21,7 @@ from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
 from ladderize.runtime.shards import Shape, cached_heads, group_size, hosted_ranks, rank_shape
 from ladderize.runtime.step import Step, join_parts, split_parts, with_additive_masks
+from ladderize.runtime.stream import Stream, whole
 
 OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
 
@@ -105,7 +106,7 @@ class TPLlama:
         attention, mlp = self.upcoming(0)
         yield
         assert sent is not None
-        residual, x = sent.wait()
+        residual, x = self.arrived(sent)
         sent = None
         apart: list[Tensor] | None = None  # what each virtual rank reads beside x: its partial of the sub-module before
         for index in range(self.shape.layers):
@@ -114,7 +115,7 @@ class TPLlama:
             products = self.attention_products(index, attention, x, apart, step, cache, columns)
             if sent is not None:
                 products = iter(list(products))  # computed before the wait: that is the overlap
-                residual, x = sent.wait()
+                residual, x = self.arrived(sent)
                 sent = None
             take = None if outputs is None else outputs.attention
             bias, apart = scaled(attention.o_bias), None
@@ -129,13 +130,13 @@ class TPLlama:
                 mlp = weights.mlp(index)
                 yield
                 if attention_mode not in HIDING:
-                    residual, x = sent.wait()
+                    residual, x = self.arrived(sent)
                     sent = None
             assert mlp is not None
             products = self.mlp_products(index, mlp, x, apart, columns)
             if sent is not None:
                 products = iter(list(products))
-                residual, x = sent.wait()
+                residual, x = self.arrived(sent)
             take = None if outputs is None else outputs.mlp
             carry, bias, apart = apart, scaled(mlp.down_bias), None
             if mlp_mode == DELAYED:
@@ -152,11 +153,15 @@ class TPLlama:
                 self.head = weights.take_head()  # like a sub-module's: before the last sum is waited for
             yield
             if mlp_mode not in HIDING:
-                residual, x = sent.wait()
+                residual, x = self.arrived(sent)
                 sent = None
         return self.end(x)  # the last MLP sync is blocking: nothing is on its way
 
-    def end(self, x: Tensor) -> Tensor:
+    def arrived(self, sent: PendingSum) -> tuple[Stream, Stream]:
+        """Wait for a sum; return the stream with it, and the same as x."""
+        return sent.wait_unadded() if self.operations.adds_in_norm else sent.wait()
+
+    def end(self, x: Stream) -> Tensor:
         """Return the output layer's input, from the end of the residual stream."""
         scale = self.shape.decoder.logits_scale
         normed = self.operations.norm(self.weights.norm, x)
@@ -177,14 +182,14 @@ class TPLlama:
         dropped = self.layout.attention_sync[index] == DROPPED
         return self.weights.attention(index), self.weights.mlp(index) if dropped else None
 
-    def add_bias(self, residual: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add_bias(self, residual: Stream, x: Stream, bias: Tensor | None) -> tuple[Stream, Stream]:
         """Return the stream and x with the bias of a dropped sum. All ranks add it to the stream alike, so its gradient
         counts once."""
         if bias is None:
             return residual, x
         if residual is x:
-            return (residual + bias,) * 2
-        return residual + ShareOfGradient.apply(bias, 1 / self.collectives.ranks), x + bias
+            return (whole(residual) + bias,) * 2
+        return whole(residual) + ShareOfGradient.apply(bias, 1 / self.collectives.ranks), whole(x) + bias
 
     def sum_in_group(self, partials: list[Tensor]) -> list[Tensor]:
         """Return the partials of this process's virtual ranks; where it is one of several that are one virtual rank,
@@ -196,7 +201,7 @@ class TPLlama:
 
     def send_apart(
         self,
-        residual: Tensor,
+        residual: Stream,
         partials: list[Tensor],
         columns: int,
         bias: Tensor | None,
@@ -223,7 +228,7 @@ class TPLlama:
         self,
         index: int,
         weights: AttentionWeights,
-        x: Tensor,
+        x: Stream,
         apart: list[Tensor] | None,
         step: Step,
         cache: KVCache,
@@ -246,7 +251,7 @@ class TPLlama:
         self,
         index: int,
         weights: AttentionWeights,
-        x: Tensor,
+        x: Stream,
         apart: list[Tensor] | None,
         step: Step,
         cache: KVCache,
@@ -261,11 +266,11 @@ class TPLlama:
             own = cache
             if len(apart) > 1:
                 own = cache.kv_heads(number * shape.own_kv_heads, (number + 1) * shape.own_kv_heads)
-            outputs.append(attention(weights, x + partial, step, own, index, shape, number))
+            outputs.append(attention(weights, whole(x) + partial, step, own, index, shape, number))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def mlp_products(
-        self, index: int, weights: MlpWeights, x: Tensor, apart: list[Tensor] | None, columns: int
+        self, index: int, weights: MlpWeights, x: Stream, apart: list[Tensor] | None, columns: int
     ) -> Iterator[Tensor]:
         """Yield this rank's part of the MLP's sum, without down_proj's bias.
 

@@ -8,24 +8,26 @@ from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
+from ladderize.runtime.stream import Stream, whole
 
 
 class Operations:
     """A rank's share of a layer without the products that are sent.
 
     name: the name in benchmarks.
-
+    adds_in_norm: whether ``norm`` adds a sum to the stream in the same kernel, which then should be left to it.
     note: a remark for the user; empty: none.
     """
 
     name = "torch"
+    adds_in_norm = False
 
     def __init__(self, note: str = "") -> None:
         self.note = note
 
-    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+    def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
         """Return x [..., width], normed."""
-        return norm(x)
+        return norm(whole(x))
 
     @staticmethod
     def project(
@@ -48,7 +50,7 @@ class Operations:
     def attention(
         self,
         weights: AttentionWeights,
-        x: Tensor,
+        x: Stream,
         step: Step,
         cache: KVCache,
         index: int,
@@ -61,7 +63,7 @@ class Operations:
         x: the residual stream [batch, tokens, hidden].
         shape, virtual: of the virtual rank that is computed, and its number among ``weights.qkv``.
         """
-        decoder = shape.decoder
+        x, decoder = whole(x), shape.decoder
         rope_factors = step.rope_factors if decoder.rope[index] else None
         query, key, value = self.project(weights, x, rope_factors, shape, virtual)
         cache.write(index, step.columns, key, value)
@@ -73,9 +75,10 @@ class Operations:
         return attend(query.to(key.dtype), key, value, *seen, scale=decoder.attention_scale).to(x.dtype)
 
     @staticmethod
-    def mlp(weights: MlpWeights, x: Tensor, apart: list[Tensor] | None) -> Tensor:
+    def mlp(weights: MlpWeights, x: Stream, apart: list[Tensor] | None) -> Tensor:
         """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side. Rank k reads x +
         apart[k]."""
+        x = whole(x)
         if apart is None:
             return gated(weights.gate_up[0](weights.norm(x)))
         inner = [gated(gate_up(weights.norm(x + own))) for gate_up, own in zip(weights.gate_up, apart, strict=True)]

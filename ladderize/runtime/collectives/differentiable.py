@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.stream import Stream, Unadded, whole
 
 
 class PendingSum:
@@ -38,12 +39,13 @@ class PendingSum:
     def __init__(
         self,
         collectives: Collectives,
-        residual: Tensor | None,
+        residual: Stream | None,
         bias: Tensor | None,
         products: Iterable[Tensor],
         take: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.residual, self.bias, self.take = residual, bias, take
+        self.residual: Stream | None = residual
+        self.bias, self.take = bias, take
         self.link: _Link | None = None
         self.handles: list[Handle] = []
         self.sent: list[Tensor] = []
@@ -62,14 +64,23 @@ class PendingSum:
         if self.link is not None:
             after, x, *total = _Wait.apply(self.link, self.take is not None, self.bias, self.residual, *self.sent)
             self.sent, self.residual = [], None
-        elif len(self.handles) == 1 and self.take is None:  # nobody asks for the sum itself
-            after = x = _added(self.handles[0].wait_added(self.residual), None, self.bias)
         else:
-            total = [_joined([handle.wait() for handle in self.handles])]
-            after = x = _added(total[0], self.residual, self.bias)
+            residual = None if self.residual is None else whole(self.residual)
+            if len(self.handles) == 1 and self.take is None:  # nobody asks for the sum itself
+                after = x = _added(self.handles[0].wait_added(residual), None, self.bias)
+            else:
+                total = [_joined([handle.wait() for handle in self.handles])]
+                after = x = _added(total[0], residual, self.bias)
         if self.take is not None:
             self.take(total[0] if self.bias is None else total[0] + self.bias)
         return after, x
+
+    def wait_unadded(self) -> tuple[Stream, Stream]:
+        """Return what ``wait`` does, but leave the sum to the stream's reader where nothing else is to be added."""
+        if self.residual is None or self.bias is not None or self.take is not None or len(self.handles) != 1:
+            return self.wait()
+        stream = Unadded(whole(self.residual), self.handles[0].wait())
+        return stream, stream
 
 
 class _Link:

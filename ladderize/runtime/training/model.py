@@ -18,6 +18,7 @@ from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import check_activation
 from ladderize.runtime.step import Step
+from ladderize.runtime.stream import Stream, whole
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import LayerOutputs, SubModuleOutputs, pass_losses
 from ladderize.runtime.training.weights import TrainedWeights, UsedWeights
@@ -103,7 +104,7 @@ class _TrainedLlama(TPLlama):
         self,
         index: int,
         weights: AttentionWeights,
-        x: Tensor,
+        x: Stream,
         apart: list[Tensor] | None,
         step: Step,
         cache: KVCache,
@@ -116,10 +117,10 @@ class _TrainedLlama(TPLlama):
         def again(x: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
             return tuple(compute(index, weights, x, list(own) or None, step, cache, columns))
 
-        return iter(_recomputed(again, x, *apart or ()))
+        return iter(_recomputed(again, whole(x), *apart or ()))
 
     def mlp_products(
-        self, index: int, weights: MlpWeights, x: Tensor, apart: list[Tensor] | None, columns: int
+        self, index: int, weights: MlpWeights, x: Stream, apart: list[Tensor] | None, columns: int
     ) -> Iterator[Tensor]:
         compute = super().mlp_products
         if not self.recompute:
@@ -128,7 +129,7 @@ class _TrainedLlama(TPLlama):
         def again(x: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
             return tuple(compute(index, weights, x, list(own) or None, columns))
 
-        return iter(_recomputed(again, x, *apart or ()))
+        return iter(_recomputed(again, whole(x), *apart or ()))
 
 
 def _recomputed(function: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
