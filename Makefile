@@ -13,7 +13,6 @@ demo: install
 # A real model on known tasks (docs/real.md): about 90 minutes on 2 cores. A killed run goes on when run again.
 TEXTS ?= ../shared/real
 real: install
-	$(BIN)/pip install --quiet --disable-pip-version-check "gguf>=0.17,<1"
 	$(BIN)/python scripts/real_model.py real $(TEXTS)
 	test -e real/own.jsonl || $(BIN)/ladderize generate real/smollm2 --prompt-file real/prompts.jsonl \
 	    --max-new-tokens 256 --out real/own.jsonl

