@@ -1,0 +1,98 @@
+"""Put the table of a finished `make real` into docs/real.md, and its figures into benchmarks/results/real.json.
+
+    python scripts/real_in_docs.py real/sweep
+
+Replaces what stands between the two marks of the page. The time of a model is that of its own stages: conversion,
+adaptation, evaluation.
+"""
+
+import json
+import math
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ladderize
+from ladderize.eval.results import EvalResults
+from ladderize.files.documents import read_document
+from ladderize.report.documents import find_documents
+from ladderize.report.join import join_documents
+from ladderize.report.models import ReportModel, WithInterval, points_text
+from ladderize.sweep_document import SweepDocument, SweepPoint
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, PICTURE = ROOT / "docs" / "real.md", ROOT / "docs" / "real-tradeoff.png"
+BEGIN, END = "<!-- real: scripts/real_in_docs.py -->", "<!-- end of real -->"
+TASKS = {"piqa": "acc_norm", "arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "acc"}
+
+
+def figures(root: Path, point: SweepPoint, model: ReportModel) -> dict[str, Any]:
+    """Return all that is known of one model."""
+    assert point.results is not None, f"{point.name} was not evaluated"
+    (entry,) = EvalResults.from_dict(read_document(root / point.results, "results"), point.results).models
+    times = [one.whole for one in model.timings] or (
+        [one.whole for one in model.timed_as.timings] if model.timed_as else []
+    )
+    return {
+        "name": point.name,
+        "layout": model.layout_words,
+        "points": vars(model.difference) if model.difference is not None else None,
+        "tasks": {task: entry.tasks[task][f"{metric},none"] for task, metric in TASKS.items()},
+        "perplexity": model.perplexity.value if model.perplexity is not None else None,
+        "kl": model.divergence.value if model.divergence is not None else None,
+        "speedup": vars(times[0]) if times else None,
+        "seconds": {f"{number} {stage.stage}": stage.seconds for number, stage in enumerate(point.stages)},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    dense, converted = rows[0]["perplexity"], 0.0
+    head = ["model", "points from dense", "PIQA", "ARC-Easy", "HellaSwag", "LAMBADA", "perplexity", "KL"]
+    lines = [[*head, "recovered", "speed-up", "minutes"]]
+    for row in rows:
+        perplexity = row["perplexity"]
+        is_converted = "," not in row["name"]
+        converted = perplexity if is_converted else converted
+        share = "" if is_converted else f"{1 - math.log(perplexity / dense) / math.log(converted / dense):.0%}"
+        points = "" if row["points"] is None else points_text(WithInterval(**row["points"]))
+        lines.append(
+            [
+                row["name"],
+                points,
+                *(f"{100 * value:.1f}" for value in row["tasks"].values()),
+                f"{perplexity:,.1f}" if perplexity < 1000 else f"{perplexity:,.0f}",
+                "" if row["kl"] is None else f"{row['kl']:.3f}",
+                share,
+                "" if row["speedup"] is None else f"{row['speedup']['value']:.2f}x",
+                f"{sum(row['seconds'].values()) / 60:.1f}",
+            ]
+        )
+    return [f"| {' | '.join(line)} |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:])]
+
+
+def main() -> None:
+    (root,) = map(Path, sys.argv[1:])
+    document = SweepDocument.from_dict(read_document(root / "sweep.json", "a sweep"), root / "sweep.json")
+    content = join_documents(find_documents([root]))
+    models = {one.name: one for one in content.models}
+    rows = [figures(root, point, models[point.name]) for point in document.points if point.results is not None]
+    with tempfile.TemporaryDirectory() as folder:
+        summary = ladderize.write_report([root], Path(folder) / "page.html", markdown=Path(folder) / "page.md")
+        picture = Path(folder) / "page-pictures" / "tradeoff-1.png"
+        if picture.exists():
+            shutil.copyfile(picture, PICTURE)
+    (ROOT / "benchmarks/results/real.json").write_text(
+        json.dumps({"command": document.command, "answer": summary.headline, "models": rows}, indent=1) + "\n"
+    )
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, found, after = rest.partition(END)
+    assert found, f"{PAGE} has no {BEGIN} ... {END}"
+    PAGE.write_text("\n".join([before + BEGIN, *table(rows), END + after]), encoding="utf-8")
+    print(summary.headline)
+
+
+if __name__ == "__main__":
+    main()
