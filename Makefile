@@ -17,7 +17,7 @@ real: install
 	test -e real/own.jsonl || $(BIN)/ladderize generate real/smollm2 --prompt-file real/prompts.jsonl \
 	    --max-new-tokens 256 --out real/own.jsonl
 	$(BIN)/python scripts/real_model.py real $(TEXTS) --mix
-	$(BIN)/ladderize sweep examples/real.yaml
+	$(BIN)/ladderize sweep benchmarks/real.yaml
 	$(BIN)/ladderize report real/sweep --out real/report.html --markdown real/RESULTS.md
 
 test: lint pytest

@@ -6,13 +6,13 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from ladderize.runtime.collectives.stream import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address
 from ladderize.runtime.operations import Operations, attend
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
-from ladderize.runtime.stream import Stream, whole
 
 
 class CpuOperations(Operations):

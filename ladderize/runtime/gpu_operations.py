@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from ladderize.runtime.collectives.stream import Stream, Unadded, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.native import triton_kernels
 from ladderize.runtime.operations import Operations, attend
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
-from ladderize.runtime.stream import Stream, Unadded, whole
 
 
 class GpuOperations(Operations):

@@ -15,13 +15,13 @@ from torch import Tensor
 from ladderize.layout import APART, DELAYED, DROPPED, HIDING, Layout
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
+from ladderize.runtime.collectives.stream import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
 from ladderize.runtime.shards import Shape, cached_heads, group_size, hosted_ranks, rank_shape
 from ladderize.runtime.step import Step, join_parts, split_parts, with_additive_masks
-from ladderize.runtime.stream import Stream, whole
 
 OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
 

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladderize.runtime.collectives.stream import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
-from ladderize.runtime.stream import Stream, whole
 
 
 class Operations:

@@ -91,7 +91,7 @@ def align(job: LayerJob, seed: int = 0, ridges: Sequence[float] = RIDGES) -> Non
     console.note(
         f"aligning {len(student.layers) - len(done)} layers on {tokens:,} tokens ({count} windows of"
         f" {tokens // count}), {len(job.windows.heldout)} windows held out, on {ranks.words};"
-        f" {human_bytes(states)} of states {words_of(place)}"
+        f" {human_bytes(states)} of states {located(place)}"
     )
     warn_of_few(tokens, teacher.config, console)
     streams = Streams(teacher, windows, ranks, place, readers)
@@ -117,7 +117,7 @@ def place_of_states(needed: int, ranks: Ranks) -> torch.device:
     return host
 
 
-def words_of(place: torch.device) -> str:
+def located(place: torch.device) -> str:
     """Return where states lie, in words."""
     return "in memory" if place.type == "cpu" else "on the GPU"
 

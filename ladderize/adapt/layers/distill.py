@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.align import place_of_states, words_of
+from ladderize.adapt.layers.align import located, place_of_states
 from ladderize.adapt.layers.block_trainer import BlockTrainer, States, batch_windows, visible_streams
 from ladderize.adapt.layers.layer_files import LayerJob
 from ladderize.adapt.layers.options import TOKENS_PER_STEP, BlockwiseOptions
@@ -35,7 +35,7 @@ def distill(job: LayerJob, options: BlockwiseOptions) -> None:
     job.console.note(
         f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {windows.train.shape[1]} tokens,"
         f" {len(windows.heldout)} held out, for at most {options.epochs} epoch{'s' if options.epochs > 1 else ''} on"
-        f" {ranks.words}; {human_bytes(states)} of states {words_of(place)}"
+        f" {ranks.words}; {human_bytes(states)} of states {located(place)}"
     )
     done = ranks.broadcast([layer for layer in student.layers if job.files.has(layer)])
     if done:

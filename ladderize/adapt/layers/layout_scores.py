@@ -17,10 +17,10 @@ from ladderize.adapt.layers.align import (
     AlignedLayer,
     aligned_layers,
     computed,
+    located,
     place_of_states,
     warn_of_few,
     with_random,
-    words_of,
 )
 from ladderize.adapt.layers.align_layer import Streams, readers_of, states_bytes
 from ladderize.adapt.layers.layer_files import StudentBlocks
@@ -233,7 +233,7 @@ def score_aligned(
     console.note(
         f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens: {layers_of(models):,} layers are"
         f" aligned on {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out),"
-        f" on {ranks.words}; {human_bytes(states)} of states {words_of(place)}{' of each' if ranks.size > 1 else ''}"
+        f" on {ranks.words}; {human_bytes(states)} of states {located(place)}{' of each' if ranks.size > 1 else ''}"
     )
     warn_of_few(windows.train.numel(), aligned.blocks.config, console)
     ids = torch.from_numpy(scored)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ladderize.runtime.collectives.base import Collectives, Handle
-from ladderize.runtime.stream import Stream, Unadded, whole
+from ladderize.runtime.collectives.stream import Stream, Unadded, whole
 
 
 class PendingSum:

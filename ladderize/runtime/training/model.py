@@ -11,6 +11,7 @@ from ladderize.checkpoint.config import most_positions
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.stream import Stream, whole
 from ladderize.runtime.decode import GrowingRope, rope_table
 from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights
@@ -18,7 +19,6 @@ from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import check_activation
 from ladderize.runtime.step import Step
-from ladderize.runtime.stream import Stream, whole
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.outputs import LayerOutputs, SubModuleOutputs, pass_losses
 from ladderize.runtime.training.weights import TrainedWeights, UsedWeights
