@@ -81,9 +81,8 @@ def main() -> None:
     rows = [figures(root, point, models[point.name]) for point in document.points if point.results is not None]
     with tempfile.TemporaryDirectory() as folder:
         summary = ladderize.write_report([root], Path(folder) / "page.html", markdown=Path(folder) / "page.md")
-        picture = Path(folder) / "page-pictures" / "tradeoff-1.png"
-        if picture.exists():
-            shutil.copyfile(picture, PICTURE)
+        picture = Path(folder) / "page-pictures" / "tradeoff.png"
+        shutil.copyfile(picture, PICTURE)
     (ROOT / "benchmarks/results/real.json").write_text(
         json.dumps({"command": document.command, "answer": summary.headline, "models": rows}, indent=1) + "\n"
     )
