@@ -19,7 +19,7 @@ from ladderize.runtime.bench.document import BenchDocument
 from ladderize.sweep_document import SweepDocument, SweepPoint
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- demo: scripts/demo_in_readme.py -->", "<!-- end of demo -->"
+MARKS = "<!-- demo: scripts/demo_in_readme.py -->", "<!-- end of demo -->"
 PICTURE = ROOT / "docs" / "demo-tradeoff.png"
 
 
@@ -54,12 +54,13 @@ def table(root: Path) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
-def replace(page: Path, lines: list[str]) -> None:
+def replace(page: Path, lines: list[str], marks: tuple[str, str] = MARKS) -> None:
     """Put lines between the two marks of a page."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, found, after = rest.partition(END)
-    assert found, f"{page} has no {BEGIN} ... {END}"
-    page.write_text("\n".join([before + BEGIN, *lines, END + after]), encoding="utf-8")
+    begin, end = marks
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, found, after = rest.partition(end)
+    assert found, f"{page} has no {begin} ... {end}"
+    page.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
 
 
 def main() -> None:

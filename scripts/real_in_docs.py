@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from demo_in_readme import replace
+
 import ladderize
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
@@ -24,7 +26,7 @@ from ladderize.sweep_document import SweepDocument, SweepPoint
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PICTURE = ROOT / "docs" / "real.md", ROOT / "docs" / "real-tradeoff.png"
-BEGIN, END = "<!-- real: scripts/real_in_docs.py -->", "<!-- end of real -->"
+MARKS = "<!-- real: scripts/real_in_docs.py -->", "<!-- end of real -->"
 TASKS = {"piqa": "acc_norm", "arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "acc"}
 
 
@@ -32,9 +34,7 @@ def figures(root: Path, point: SweepPoint, model: ReportModel) -> dict[str, Any]
     """Return all that is known of one model."""
     assert point.results is not None, f"{point.name} was not evaluated"
     (entry,) = EvalResults.from_dict(read_document(root / point.results, "results"), point.results).models
-    times = [one.whole for one in model.timings] or (
-        [one.whole for one in model.timed_as.timings] if model.timed_as else []
-    )
+    timings = (model.timed_as or model).timings
     return {
         "name": point.name,
         "layout": model.layout_words,
@@ -42,7 +42,7 @@ def figures(root: Path, point: SweepPoint, model: ReportModel) -> dict[str, Any]
         "tasks": {task: entry.tasks[task][f"{metric},none"] for task, metric in TASKS.items()},
         "perplexity": model.perplexity.value if model.perplexity is not None else None,
         "kl": model.divergence.value if model.divergence is not None else None,
-        "speedup": vars(times[0]) if times else None,
+        "speedup": vars(timings[0].whole) if timings else None,
         "seconds": {f"{number} {stage.stage}": stage.seconds for number, stage in enumerate(point.stages)},
     }
 
@@ -86,10 +86,7 @@ def main() -> None:
     (ROOT / "benchmarks/results/real.json").write_text(
         json.dumps({"command": document.command, "answer": summary.headline, "models": rows}, indent=1) + "\n"
     )
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, found, after = rest.partition(END)
-    assert found, f"{PAGE} has no {BEGIN} ... {END}"
-    PAGE.write_text("\n".join([before + BEGIN, *table(rows), END + after]), encoding="utf-8")
+    replace(PAGE, table(rows), MARKS)
     print(summary.headline)
 
 

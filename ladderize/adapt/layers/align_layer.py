@@ -25,6 +25,7 @@ from ladderize.blocks import Blocks, check_finite
 from ladderize.checkpoint.config import kv_head_count
 from ladderize.convert.remote_code.modeling_ladderized import column_parallel, row_parallel
 from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, Layout
+from ladderize.memory import available_bytes, check_room
 from ladderize.ranks.group import Ranks
 
 TOKENS_AT_ONCE = 8192
@@ -47,18 +48,20 @@ class Streams:
     Streams are float32, since a sub-module adds little to them. In front of the first converted layer the models are
     one: ``is_common``, and only ``dense`` is written.
 
-    place: where they lie, the computing device or the host.
     readers: virtual ranks whose attention may read apart; see ``readers_of``.
+    place: where they lie, the computing device or the host.
+    Raises UserError where neither has room.
     """
 
-    def __init__(self, blocks: Blocks, windows: Windows, ranks: Ranks, place: torch.device, readers: int = 1) -> None:
+    def __init__(self, blocks: Blocks, windows: Windows, ranks: Ranks, readers: int = 1) -> None:
+        self.place = place_of_states(states_bytes(blocks, windows, ranks, readers), ranks)
         self.device, self.ranks, self.is_common = blocks.device, ranks, True
         self.ids = torch.cat([part[ranks.rank :: ranks.size] for part in (windows.train, windows.heldout)])
         self.trained = len(windows.train[ranks.rank :: ranks.size])
         self.batch_size = max(1, TOKENS_AT_ONCE // windows.train.shape[1])
         hidden, names = int(blocks.config["hidden_size"]), ("dense", "complete", *map(visible_name, range(readers)))
-        self.states = {name: torch.empty(*self.ids.shape, hidden, device=place) for name in names}
-        self.states["heads"] = torch.empty(*self.ids.shape, heads_width(blocks), dtype=blocks.dtype, device=place)
+        self.states = {name: torch.empty(*self.ids.shape, hidden, device=self.place) for name in names}
+        self.states["heads"] = torch.empty(*self.ids.shape, heads_width(blocks), dtype=blocks.dtype, device=self.place)
         self.sums = {model: torch.zeros((), device=self.device) for model in ("dense", "converted")}
 
     def batches(self, *, heldout: bool | None = None) -> Iterator[Tensor]:
@@ -118,6 +121,25 @@ def states_bytes(blocks: Blocks, windows: Windows, ranks: Ranks, readers: int = 
     """Return the bytes of one process's states: streams in float32, and the inputs of o_proj."""
     tokens, streams = -(-windows.all.numel() // ranks.size), 2 + readers
     return tokens * (streams * 4 * int(blocks.config["hidden_size"]) + blocks.dtype.itemsize * heads_width(blocks))
+
+
+def place_of_states(needed: int, ranks: Ranks) -> torch.device:
+    """Return where the states of all windows lie: on the GPU where they fill at most half of what is free there, so
+    that no batch waits for a copy; else in the host's memory.
+
+    needed: bytes of one process.
+    Raises UserError where neither has room.
+    """
+    host = torch.device("cpu")
+    if ranks.device != host and needed <= (available_bytes(ranks.device) or 0) // 2:
+        return ranks.device
+    check_room(needed, host, "keeping the states of all windows", "lower --samples", processes=ranks.local_size)
+    return host
+
+
+def located(place: torch.device) -> str:
+    """Return where states lie, in words."""
+    return "in memory" if place.type == "cpu" else "on the GPU"
 
 
 def heads_width(blocks: Blocks) -> int:

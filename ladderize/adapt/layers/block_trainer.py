@@ -55,8 +55,10 @@ class BlockReport(Record):
 
 
 class States:
-    """States: the complete stream [windows, tokens, width], and as many visible ones as a layer
-    reads at most."""
+    """States: the complete stream [windows, tokens, width], and as many visible ones as a layer reads at most.
+
+    place: where they lie, the computing device or the host.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, visible: int, place: torch.device) -> None:
         self.windows = shape[0]

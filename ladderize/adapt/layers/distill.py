@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.align import located, place_of_states
+from ladderize.adapt.layers.align_layer import located, place_of_states
 from ladderize.adapt.layers.block_trainer import BlockTrainer, States, batch_windows, visible_streams
 from ladderize.adapt.layers.layer_files import LayerJob
 from ladderize.adapt.layers.options import TOKENS_PER_STEP, BlockwiseOptions

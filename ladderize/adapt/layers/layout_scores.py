@@ -17,12 +17,10 @@ from ladderize.adapt.layers.align import (
     AlignedLayer,
     aligned_layers,
     computed,
-    located,
-    place_of_states,
     warn_of_few,
     with_random,
 )
-from ladderize.adapt.layers.align_layer import Streams, readers_of, states_bytes
+from ladderize.adapt.layers.align_layer import Streams, located, place_of_states, readers_of, states_bytes
 from ladderize.adapt.layers.layer_files import StudentBlocks
 from ladderize.adapt.layers.options import layers_to_align, short_tokens
 from ladderize.adapt.layers.windows import Windows, split_windows
@@ -179,9 +177,7 @@ class AlignedLayouts:
         """
         made: Iterator[AlignedLayer] | None = None
         if not layout.is_dense:
-            readers = readers_of(layout)
-            place = place_of_states(states_bytes(self.teacher, self.all_windows, self.ranks, readers), self.ranks)
-            streams = Streams(self.teacher, self.all_windows, self.ranks, place, readers)
+            streams = Streams(self.teacher, self.all_windows, self.ranks, readers_of(layout))
             student = StudentBlocks(layout, layers_to_align(layout), self.weights)
             made = aligned_layers(self.teacher, self.teacher, self.weights, student, streams)
 
