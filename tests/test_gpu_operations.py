@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # Triton must have seen it when i
 
 from ladderize.runtime.gpu_operations import GpuOperations
 from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.layers import JoinedLinears
 from ladderize.runtime.native import triton_kernels
 from ladderize.runtime.native.triton_kernels import attend_one
 from ladderize.runtime.operations import Operations
@@ -37,15 +38,13 @@ from tests.test_cpu_operations import (  # noqa: F401
 class Interpreted(GpuOperations):
     """On a CPU, with what it has on a GPU: a cache in the model's dtype, and additive masks."""
 
-    def attention(self, weights, x, step, cache, index, shape, virtual=0):
-        dtype = weights.norm.weight.dtype
-        own = cache if cache.memory() is None else KVCache(cache.keys.to(dtype), cache.values.to(dtype))
-        mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, dtype)
-        near = {window: additive(seen, dtype) for window, seen in step.near.items()}
-        output = super().attention(weights, x, replace(step, mask=mask, near=near), own, index, shape, virtual)
-        if own is not cache:
-            cache.keys.copy_(own.keys)
-            cache.values.copy_(own.values)
+    def attend(self, norms, qkv, step, cache, *more):
+        own = KVCache(cache.keys.to(qkv.dtype), cache.values.to(qkv.dtype))
+        mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, qkv.dtype)
+        near = {window: additive(seen, qkv.dtype) for window, seen in step.near.items()}
+        output = super().attend(norms, qkv, replace(step, mask=mask, near=near), own, *more)
+        cache.keys.copy_(own.keys)
+        cache.values.copy_(own.values)
         return output
 
 
@@ -83,15 +82,19 @@ def test_models(tmp_path, name, family):
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
-class Additions(TorchDispatchMode):
-    """Counts the operations that only add."""
+ADDITIONS = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("linear", "mm", "addmm", "bmm", "baddbmm")]
 
-    def __init__(self):
+
+class Counted(TorchDispatchMode):
+    """Counts the calls of some operations."""
+
+    def __init__(self, *functions):
         super().__init__()
-        self.count = 0
+        self.functions, self.count = functions, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+        self.count += function in self.functions
         return function(*args, **kwargs or {})
 
 
@@ -107,7 +110,44 @@ def test_sums_are_added_by_norms(tmp_path, name, left):
         generator.prefill([[3, 4, 5]])
         for operations in (Operations(), Interpreted(8)):
             generator.model.operations = operations
-            with Additions() as additions:
+            with Counted(*ADDITIONS) as additions:
                 generator.decode_one_token(torch.tensor([7]))
             counts[operations.name] = additions.count
     assert counts["torch"] - counts["triton"] == 2 * generator.model.shape.layers - left
+
+
+def join(generator):
+    """Give a model the weights that its loader makes for a GPU."""
+    for attention, mlp in generator.model.weights.layers:
+        for own, names in ((attention, ("qkv", "o")), (mlp, ("gate_up", "down"))):
+            for name in names:
+                if len(getattr(own, name)) > 1:
+                    setattr(own, name, JoinedLinears(getattr(own, name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("spd all 4", "llama"),
+        ("delayed more ranks than kv heads", "llama"),
+        ("same layer delayed with biases", "llama"),
+        *(("spd and delayed", family) for family in FAMILIES),
+    ],
+)
+def test_virtual_ranks_are_computed_at_once(tmp_path, name, family):
+    """Several of them on one GPU take as many products as one: four a layer."""
+    make_model(name, model_type=family, head_dim=16, max_position_embeddings=128).save_pretrained(tmp_path)
+    prompts, ids, found = [random_ids(some(3, 20)).tolist(), random_ids(some(5, 12)).tolist()], random_ids(2, 4), []
+    with torch.inference_mode():
+        for operations in (Operations(), Interpreted(8)):
+            generator = make_generator(tmp_path, 2, 96, pack=False)
+            generator.model.operations = operations
+            if operations.name == "triton":
+                join(generator)
+            steps = [generator.prefill(prompts)]
+            for token in ids.unbind(1):
+                with Counted(*PRODUCTS) as products:
+                    steps.append(generator.decode_one_token(token))
+            found.append(torch.stack(steps))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    assert products.count == 4 * generator.model.shape.layers + 1  # and the output layer's

@@ -1,11 +1,13 @@
 """The operations between a layer's products by the kernels of native/triton_kernels.py: on a GPU, without gradients."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ladderize.runtime.collectives.stream import Stream, Unadded, whole
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
+from ladderize.runtime.layers import AttentionWeights, HeadNorms, JoinedLinears, Linear, MlpWeights, RMSNorm
 from ladderize.runtime.native import triton_kernels
 from ladderize.runtime.operations import Operations, attend
 from ladderize.runtime.shards import Shape
@@ -39,11 +41,8 @@ class GpuOperations(Operations):
         norm = weights.norm
         if apart is None:
             return triton_kernels.swiglu(weights.gate_up[0](self.norm(norm, x)))
-        inner = []
-        for gate_up, own in zip(weights.gate_up, apart, strict=True):
-            _, normed = triton_kernels.add_rms_norm(whole(x), own, norm.weight, norm.eps)
-            inner.append(triton_kernels.swiglu(gate_up(normed)))
-        return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
+        inner = triton_kernels.swiglu(together(weights.gate_up, self.norms_apart(norm, x, apart)))
+        return abreast(inner)
 
     def attention(
         self,
@@ -57,17 +56,54 @@ class GpuOperations(Operations):
     ) -> Tensor:
         if cache.memory() is None:
             return super().attention(weights, x, step, cache, index, shape, virtual)
-        decoder, norms, normed = shape.decoder, weights.head_norms, self.norm(weights.norm, x)
-        tokens = normed.shape[1]
+        qkv = weights.qkv[virtual](self.norm(weights.norm, x))
+        return self.attend(weights.head_norms, qkv, step, cache, index, shape, 1)
+
+    def attention_apart(
+        self,
+        weights: AttentionWeights,
+        x: Stream,
+        apart: Sequence[Tensor],
+        step: Step,
+        cache: KVCache,
+        index: int,
+        shapes: Sequence[Shape],
+    ) -> Tensor:
+        if cache.memory() is None:
+            return super().attention_apart(weights, x, apart, step, cache, index, shapes)
+        shape = shapes[0]
+        qkv = together(weights.qkv, self.norms_apart(weights.norm, x, apart)).unflatten(-1, (-1, shape.head_dim))
+        # the queries of all ranks, then their keys, then their values
+        parts = qkv.split((shape.own_heads, shape.own_kv_heads, shape.own_kv_heads), -2)
+        qkv = torch.cat([abreast(part.flatten(-2)) for part in parts], -1)
+        return self.attend(weights.head_norms, qkv, step, cache, index, shape, len(apart))
+
+    def products_apart(self, linears: list[Linear], x: Tensor) -> Sequence[Tensor]:
+        return together(linears, x.unflatten(-1, (len(linears), -1)).movedim(-2, 0)).unbind(0)
+
+    @staticmethod
+    def norms_apart(norm: RMSNorm, x: Stream, apart: Sequence[Tensor]) -> Tensor:
+        """Return what each virtual rank reads, normed: [ranks, *x.shape]."""
+        return triton_kernels.add_rms_norm(whole(x), torch.stack([*apart]), norm.weight, norm.eps)[1]
+
+    def attend(
+        self, norms: HeadNorms | None, qkv: Tensor, step: Step, cache: KVCache, index: int, shape: Shape, ranks: int
+    ) -> Tensor:
+        """Return the attention of virtual ranks side by side, [batch, tokens, heads of all * head_dim].
+
+        qkv: [batch, tokens, (heads + 2 * KV heads of all) * head_dim].
+        shape: of one of the ``ranks``.
+        """
+        decoder, tokens = shape.decoder, qkv.shape[1]
         query = triton_kernels.rotate_and_store(
-            weights.qkv[virtual](normed),
+            qkv,
             step.rope_factors if decoder.rope[index] else None,
-            None if norms is None else norms.weight,
+            None if norms is None else norms.weight_of(ranks),
             0.0 if norms is None else norms.eps,
             cache.keys[index],
             cache.values[index],
             step.columns,
-            shape.own_heads,
+            ranks * shape.own_heads,
         )
         keys, values = cache.read(index, step.length or tokens)  # a prompt's own are the first
         mask, causal = step.seen(decoder.windows[index])
@@ -75,3 +111,15 @@ class GpuOperations(Operations):
         if tokens == 1 and step.length:
             return triton_kernels.attend_one(query, keys, values, mask, scale, self.programs)
         return attend(query, keys, values, mask, causal, scale=scale)
+
+
+def together(linears: list[Linear], x: Tensor) -> Tensor:
+    """Return the product of each virtual rank, [ranks, ..., out], with its own x [ranks, ..., in]."""
+    if not isinstance(linears, JoinedLinears):
+        return torch.stack([linear(own) for linear, own in zip(linears, x, strict=True)])
+    return linears.together(x)
+
+
+def abreast(x: Tensor) -> Tensor:
+    """Return [..., ranks * width], contiguous, of [ranks, ..., width]."""
+    return x.movedim(0, -2).flatten(-2)

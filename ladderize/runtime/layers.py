@@ -7,7 +7,7 @@ there are more ranks than KV heads (docs/design.md; Megatron-LM, arXiv 1909.0805
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,27 @@ class Linear:
         return self.weight.numel() * self.weight.element_size() + (0 if self.bias is None else self.bias.nbytes)
 
 
+class JoinedLinears(list[Linear]):
+    """The linear layers of several virtual ranks, whose weights lie side by side: one kernel computes all products.
+
+    weight, bias: of all, [ranks, out, in] and [ranks, out].
+    """
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        super().__init__(linears)
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.weight = torch.stack([linear.weight for linear in linears])
+        self.bias = torch.stack(biases) if biases else None
+        for rank, linear in enumerate(linears):  # they hold no copy
+            linear.weight, linear.bias = self.weight[rank], None if self.bias is None else self.bias[rank]
+
+    def together(self, x: Tensor) -> Tensor:
+        """Return each rank's product, [ranks, ..., out], with its own x [ranks, ..., in]."""
+        rows, weight = x.flatten(1, -2), self.weight.transpose(1, 2)
+        made = torch.bmm(rows, weight) if self.bias is None else torch.baddbmm(self.bias[:, None], rows, weight)
+        return made.unflatten(1, x.shape[1:-1])
+
+
 class RMSNorm:
     """The norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once.
 
@@ -94,10 +115,10 @@ class HeadNorms:
     query, key: the weights [head_dim], in the order of the heads' rows (``loader.pair_rope_rows``).
     """
 
-    __slots__ = ("eps", "key", "query", "weight")
+    __slots__ = ("eps", "heads", "key", "query", "weight")
 
     def __init__(self, query: Tensor, key: Tensor, heads: int, kv_heads: int, eps: float) -> None:
-        self.query, self.key = query, key
+        self.query, self.key, self.heads = query, key, heads
         self.weight = torch.cat((query.float().expand(heads, -1), key.float().expand(kv_heads, -1)))
         self.eps = eps
 
@@ -106,6 +127,13 @@ class HeadNorms:
         if x.device.type != "cpu":
             return F.rms_norm(x, (size,), None, self.eps) * self.weight
         return F.layer_norm(torch.cat((x, -x), -1), (2 * size,), eps=self.eps)[..., :size] * self.weight  # as RMSNorm
+
+    def weight_of(self, ranks: int) -> Tensor:
+        """Return the weight of as many virtual ranks: of the queries of all, then of the keys of all."""
+        if ranks == 1:
+            return self.weight
+        query, key = self.weight.split((self.heads, self.weight.shape[0] - self.heads))
+        return torch.cat((query.repeat(ranks, 1), key.repeat(ranks, 1)))
 
 
 def can_pack(weight: Tensor) -> bool:

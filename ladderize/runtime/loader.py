@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +12,15 @@ from torch import Tensor
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import read_tensor
 from ladderize.layout import Layout
-from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights
+from ladderize.runtime.layers import (
+    AttentionWeights,
+    HeadNorms,
+    JoinedLinears,
+    Linear,
+    MlpWeights,
+    RMSNorm,
+    Weights,
+)
 from ladderize.runtime.shards import Shape, Slice, VirtualRanks, rank_shape, virtual_ranks
 
 
@@ -118,8 +126,13 @@ def _layer(
             part[1], shape.head_dim
         )
 
+    def all_of(linears: Iterable[Linear]) -> list[Linear]:
+        """Return the linear layers of virtual ranks, joined where a kernel for each would cost more than it does."""
+        made = list(linears)
+        return JoinedLinears(made) if len(made) > 1 and made[0].weight.device.type != "cpu" else made
+
     own = shape.decoder
-    qkv = [
+    qkv = all_of(
         fused(
             [
                 paired(rows("self_attn.q_proj", rank.query_rows(), own.qkv_bias)),
@@ -128,7 +141,7 @@ def _layer(
             ]
         )
         for rank in ranks(virtual.qkv)
-    ]
+    )
     head_norms = None
     if own.head_norms:
         query, key = (
@@ -136,18 +149,18 @@ def _layer(
         )
         first = rank_shape(shape, virtual.qkv)
         head_norms = HeadNorms(query, key, first.own_heads, first.own_kv_heads, shape.eps)
-    o = [
+    o = all_of(
         Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *rank.query_rows()), pack=pack_sent)
         for rank in ranks(virtual.o)
-    ]
-    gate_up = [
+    )
+    gate_up = all_of(
         fused([rows(f"mlp.{name}_proj", rank.inner_rows(), own.mlp_bias) for name in ("gate", "up")])
         for rank in ranks(virtual.gate_up)
-    ]
-    down = [
+    )
+    down = all_of(
         Linear(read(f"{prefix}mlp.down_proj.weight", 1, *rank.inner_rows()), pack=pack_sent)
         for rank in ranks(virtual.down)
-    ]
+    )
     attention = AttentionWeights(
         norm=RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
         qkv=qkv,

@@ -212,7 +212,7 @@ class TPLlama:
         partials: of this process's virtual ranks, which read them meanwhile: the message is new memory.
         take: see PendingSum; receives the sum with the bias.
         """
-        total = partials[0].clone() if len(partials) == 1 else torch.stack(partials).sum(0)
+        total = partials[0].clone() if len(partials) == 1 else sum_of(partials)
         messages = [total]
         if columns > 1:
             messages = [part.clone(memory_format=torch.contiguous_format) for part in total.chunk(columns, -1)]
@@ -244,8 +244,7 @@ class TPLlama:
         if self.layout.attention_sync[index] not in APART:
             yield from map(self.scaled, weights.o[0].products(heads, columns))
         else:
-            for o, part in zip(weights.o, heads.chunk(len(weights.o), -1), strict=True):
-                yield self.scaled(o(part))
+            yield from map(self.scaled, self.operations.products_apart(weights.o, heads))
 
     def heads(
         self,
@@ -257,17 +256,10 @@ class TPLlama:
         cache: KVCache,
     ) -> Tensor:
         """Return o_proj's input [batch, tokens, own heads * head_dim], of the virtual ranks side by side."""
-        attention = self.operations.attention
         if apart is None:
             own = cache.kv_heads(0, self.shape.own_kv_heads) if self.more_cached else cache
-            return attention(weights, x, step, own, index, self.shape, 0)
-        outputs = []
-        for number, (shape, partial) in enumerate(zip(self.rank_shapes, apart, strict=True)):
-            own = cache
-            if len(apart) > 1:
-                own = cache.kv_heads(number * shape.own_kv_heads, (number + 1) * shape.own_kv_heads)
-            outputs.append(attention(weights, whole(x) + partial, step, own, index, shape, number))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+            return self.operations.attention(weights, x, step, own, index, self.shape, 0)
+        return self.operations.attention_apart(weights, x, apart, step, cache, index, self.rank_shapes)
 
     def mlp_products(
         self, index: int, weights: MlpWeights, x: Stream, apart: list[Tensor] | None, columns: int
@@ -280,18 +272,15 @@ class TPLlama:
         apart: what virtual rank k of this process reads beside x; None: nothing.
         """
         is_dropped = self.layout.attention_sync[index] == DROPPED
-        carry = apart if apart is not None and is_dropped and self.carries else []
+        carry = apart if apart is not None and is_dropped and self.carries else None
         inner = self.operations.mlp(weights, x, apart)
         if self.layout.mlp_sync[index] == DELAYED:
-            parts = inner.chunk(len(weights.down), -1)
-            for number, (down, part) in enumerate(zip(weights.down, parts, strict=True)):
-                product = self.scaled(down(part))
-                yield product + carry[number] if carry else product
+            products = map(self.scaled, self.operations.products_apart(weights.down, inner))
+            yield from products if carry is None else map(torch.add, products, carry)
             return
+        parts = None if carry is None else sum_of(carry).chunk(columns, -1)
         for number, product in enumerate(map(self.scaled, weights.down[0].products(inner, columns))):
-            for own in carry:
-                product = product + own.chunk(columns, -1)[number]
-            yield product
+            yield product if parts is None else product + parts[number]
 
     def embed(self, ids: Tensor) -> PendingSum:
         """Return the embedding of ids [batch, tokens] as a sum [batch, tokens, hidden]. Each rank looks up its own part
@@ -312,3 +301,8 @@ class TPLlama:
         if self.shape.replicate_vocab:
             return own
         return self.collectives.all_gather(own)[..., : self.shape.vocab]
+
+
+def sum_of(partials: list[Tensor]) -> Tensor:
+    """Return the sum of the virtual ranks' partials."""
+    return partials[0] if len(partials) == 1 else torch.stack(partials).sum(0)

@@ -1,12 +1,14 @@
 """The operations between a layer's products, by PyTorch: on every device, with gradients where they are wanted."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ladderize.runtime.collectives.stream import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
+from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
 
@@ -73,6 +75,28 @@ class Operations:
             key, value = key.to(x.dtype), value.to(x.dtype)
         seen = step.seen(decoder.windows[index])
         return attend(query.to(key.dtype), key, value, *seen, scale=decoder.attention_scale).to(x.dtype)
+
+    def attention_apart(
+        self,
+        weights: AttentionWeights,
+        x: Stream,
+        apart: Sequence[Tensor],
+        step: Step,
+        cache: KVCache,
+        index: int,
+        shapes: Sequence[Shape],
+    ) -> Tensor:
+        """Return ``attention`` of the virtual ranks side by side. Rank k, of shape shapes[k], reads x + apart[k]."""
+        outputs = []
+        for number, (shape, own) in enumerate(zip(shapes, apart, strict=True)):
+            first, count = number * shape.own_kv_heads, shape.own_kv_heads
+            kept = cache if len(apart) == 1 else cache.kv_heads(first, first + count)
+            outputs.append(self.attention(weights, whole(x) + own, step, kept, index, shape, number))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def products_apart(self, linears: list[Linear], x: Tensor) -> Sequence[Tensor]:
+        """Return the product of each virtual rank with its own part of x [..., the ranks' inputs side by side]."""
+        return [linear(part) for linear, part in zip(linears, x.chunk(len(linears), -1), strict=True)]
 
     @staticmethod
     def mlp(weights: MlpWeights, x: Stream, apart: list[Tensor] | None) -> Tensor:

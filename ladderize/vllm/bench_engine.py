@@ -136,7 +136,7 @@ class TimedEngine(Timed):
         vocab = int(served.spec.config["vocab_size"])
         self.prompts = random_prompts(vocab, batch, options.prompt_len, options.seed)
 
-    def run(self, passes: int | None = None) -> Iterator[int]:
+    def run(self, passes: int | None = None, *, eager: bool = False) -> Iterator[int]:
         """Run as ``Timed`` says.
 
         Raises UserError if vLLM did not prefill all prompts in one step: the time would not be that of a prefill.

@@ -11,6 +11,8 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.inference import TimedGenerator
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.gpu import HIGH, RENDEZVOUS_TIMEOUT, Nccl
@@ -223,6 +225,21 @@ def test_graphs_of_prompts(folders, name):
             assert_alike(found, expected)
             assert (gpu.captures, gpu.replays) == (3, 10)  # of a step, and of prompts without and with padding
         assert not gpu.problems, gpu.problems[0]
+
+
+def test_a_trace_shows_the_graphs_that_are_timed(folders):
+    with torch.inference_mode(), SimulatedGpu(seed(), RANKS) as gpu:
+        generator = opened(folders["ladder"], DEVICE, collectives("one-shot", gpu), 2, 20)
+        generator.graphs = True
+        timed = TimedGenerator(generator, BenchOptions(prompt_len=9, output_len=8), 2)
+        timed.sample()
+        captures, replays = gpu.captures, gpu.replays
+        assert replays == 1 + 7
+        timed.run_marked(3)
+        assert (gpu.captures, gpu.replays) == (captures, replays + 1 + 3)
+        list(timed.run(3, eager=True))  # by which messages are counted
+        assert (gpu.captures, gpu.replays) == (captures, replays + 1 + 3)
+    assert not gpu.problems, gpu.problems[0]
 
 
 def test_no_graph_is_captured_between_tokens(folders):

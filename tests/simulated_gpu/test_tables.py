@@ -8,12 +8,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.memory import available_bytes, check_room
 from ladderize.ranks.environment import Place
-from ladderize.ranks.group import INFERENCE_TIMEOUT, MEETING_TIMEOUT, SAME_WORK_TIMEOUT, TRAINING_TIMEOUT, join_group
-from ladderize.runtime.bench.run import ALONE_REPEAT, ALONE_ROUNDS, seconds_alone
+from ladderize.ranks.group import (
+    INFERENCE_TIMEOUT,
+    MEETING_TIMEOUT,
+    SAME_WORK_TIMEOUT,
+    TRAINING_TIMEOUT,
+    Ranks,
+    join_group,
+)
+from ladderize.runtime.bench import run
+from ladderize.runtime.bench.inference import InferenceRun
+from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.bench.run import ALONE_REPEAT, ALONE_ROUNDS, BenchRun, seconds_alone
 from ladderize.runtime.collectives.choose import _peers_reachable
+from ladderize.runtime.collectives.emulated import emulate
+from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.decode import check_mask
 from tests.simulated_gpu.device import DEVICE, MEMORY_BYTES, SimulatedGpu
 from tests.simulated_gpu.groups import AlikeRanks, collectives
@@ -89,3 +102,17 @@ def test_messages_are_timed_as_a_graph():
         assert gpu.replays == ALONE_ROUNDS
         assert seconds_alone(group, carried, torch.float32, "all_gather", 4096) > 0
     assert not gpu.problems, gpu.problems[0]
+
+
+@pytest.mark.parametrize(("took", "warned"), [(10.5e-6, 0), (13e-6, 1)])
+def test_an_emulated_message_is_measured_before_it_is_believed(took, warned):
+    """A GPU's clock may tick once in a microsecond: a delay of ten is then not ten."""
+    link, console = Link("test", 10.0, None), mock.create_autospec(Console, instance=True)
+    with SimulatedGpu(seed()), mock.patch.object(run, "seconds_alone", return_value=took):
+        messages = emulate(RANKS, link, DEVICE)
+        one = InferenceRun.__new__(InferenceRun)
+        BenchRun.__init__(one, Ranks(0, 1, DEVICE), BenchOptions(), console, link)
+        for _ in range(2):  # measured once
+            assert one.time_alone(messages, messages, torch.float32, "all_reduce", 64) == pytest.approx(1e3 * took)
+    assert console.warn.call_count == warned
+    assert not warned or "took 13.0 us on this GPU, not 10.0 us" in console.warn.call_args.args[0]

@@ -213,9 +213,9 @@ class TimedGenerator(Timed):
         for _ in range(2):  # a prompt is captured when it comes again, which must not be in a counted round
             self.generator.prepare([len(prompt) for prompt in self.prompts], self.decode_steps)
 
-    def run(self, passes: int | None = None) -> Iterator[int]:
+    def run(self, passes: int | None = None, *, eager: bool = False) -> Iterator[int]:
         generator, steps = self.generator, min(self.decode_steps, passes or self.decode_steps)
-        if passes is not None:  # on the same cache, without CUDA graphs
+        if eager:  # on the same cache
             generator = Generator(generator.model, generator.rope, generator.cache, schedule=generator.schedule)
         tokens = sample(generator.prefill(self.prompts), Sampling(), self.draws[:, 0])
         yield 1

@@ -55,10 +55,11 @@ class Timed(ABC):
         self.seconds: dict[str, list[float]] = {part: [] for part in self.parts}
 
     @abstractmethod
-    def run(self, passes: int | None = None) -> Iterator[int]:
+    def run(self, passes: int | None = None, *, eager: bool = False) -> Iterator[int]:
         """Run once, and yield at the end of each part the number of its passes. All ranks call it.
 
-        passes: the most of a part, which are observed, and so not replayed from CUDA graphs; None: as they are timed.
+        passes: the most of a part; None: as many as are timed.
+        eager: without CUDA graphs, so that the collectives are called for each message.
         """
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
@@ -230,7 +231,7 @@ def record_messages(timed: Timed, name: str, expected: Mapping[str, ExpectedMess
     """
     messages = {}
     with sending_over(timed.model, Recording(timed.model.collectives, time.perf_counter)) as recording:
-        for part, _ in zip(timed.parts, timed.run(1), strict=True):
+        for part, _ in zip(timed.parts, timed.run(1, eager=True), strict=True):
             sums, gathered, due = [*recording.all_reduces], [*recording.gathered], expected[part]
             recording.all_reduces.clear()
             recording.gathered.clear()

@@ -36,6 +36,7 @@ from ladderize.runtime.graphs import capture
 
 TRACED_PASSES = 4
 ALONE_ROUNDS, ALONE_REPEAT = 6, 10
+FAR_FROM_LINK = 0.1  # an emulated message's time, as a share of what its link says
 MIN_OVERLAP = 0.01  # of the time in flight: less under compute than this is none at all
 
 
@@ -175,16 +176,23 @@ class BenchRun(ABC):
     ) -> float:
         """Return the ms of one collective with nothing beside it, measured when first asked for. All ranks call it.
 
+        An emulated one takes on a CPU what its link says. A GPU's clock may tick too seldom for that, so that it is
+        measured there, too, with a warning where it is far off.
+
         over: the collectives that carry it: those of the model, or of a split of them.
         name: all_reduce or all_gather.
         size: bytes of the message, of an all-gather those from each rank.
         """
         key = f"{name}{place_of(collectives, over)} of {size} bytes"
         if key not in self.alone_ms:
+            asked, on_gpu = None, self.group.device.type == "cuda"
             if self.link is not None and over is collectives:
-                seconds = self.link.seconds(size * (collectives.ranks if name == "all_gather" else 1))
-            else:
-                seconds = seconds_alone(self.group, over, dtype, name, size)
+                asked = self.link.seconds(size * (collectives.ranks if name == "all_gather" else 1))
+            seconds = seconds_alone(self.group, over, dtype, name, size) if asked is None or on_gpu else asked
+            if asked is not None and abs(seconds - asked) > FAR_FROM_LINK * asked:
+                self.console.warn(
+                    f"an emulated {key} took {1e6 * seconds:.1f} us on this GPU, not {1e6 * asked:.1f} us"
+                )
             self.alone_ms[key] = 1e3 * seconds
         return self.alone_ms[key]
 
@@ -193,6 +201,7 @@ class BenchRun(ABC):
     def traced(self, variant: Variant, path: Path) -> dict[str, Overlap]:
         """Write the trace of a variant; return the overlap of each part, with ``proven`` where there should be some."""
         timed, collectives, dtype = variant.timed, variant.timed.model.collectives, variant.spec.torch_dtype
+        due = sum(map(len, variant.messages.values())) if collectives.ranks > 1 else 0
         with sending_over(timed.model, Traced(collectives)) as traced:
             overlap = trace(
                 lambda: timed.run_marked(TRACED_PASSES),
@@ -201,6 +210,7 @@ class BenchRun(ABC):
                 self.group.device,
                 traced,
                 lambda over, size: self.time_alone(collectives, over, dtype, "all_reduce", size) / 1e3,
+                due,
             )
         # ranks copy the messages of shared memory themselves: none is in flight
         promised = set() if traced.name == "shm" else variant.overlapping

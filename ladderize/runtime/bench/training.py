@@ -113,7 +113,7 @@ class ModelStep(Timed):
         spec = replace(self.spec, dtype="float32")
         return ModelStep(spec, weights, self.schedule, self.model.collectives, self.batch, self.group)
 
-    def run(self, passes: int | None = None) -> Iterator[int]:
+    def run(self, passes: int | None = None, *, eager: bool = False) -> Iterator[int]:
         loss = self.forward()
         yield 1
         self.backward(loss)
