@@ -1,9 +1,9 @@
-"""Put the table of a finished `make real` into docs/real.md, and its figures into benchmarks/results/real.json.
+"""Put the tables of finished sweeps into docs/real.md, and their figures into benchmarks/results.
 
-    python scripts/real_in_docs.py real/sweep
+    python scripts/real_in_docs.py real/sweep real/chosen
 
-Replaces what stands between the two marks of the page. The time of a model is that of its own stages: conversion,
-adaptation, evaluation.
+A sweep's name is that of its folder; it has marks of its own on the page. The time of a model is that of its own
+stages: conversion, adaptation, evaluation.
 """
 
 import json
@@ -25,8 +25,8 @@ from ladderize.report.models import ReportModel, WithInterval, points_text
 from ladderize.sweep_document import SweepDocument, SweepPoint
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, PICTURE = ROOT / "docs" / "real.md", ROOT / "docs" / "real-tradeoff.png"
-MARKS = "<!-- real: scripts/real_in_docs.py -->", "<!-- end of real -->"
+PAGE = ROOT / "docs" / "real.md"
+PICTURE = "sweep", ROOT / "docs" / "real-tradeoff.png"  # of one of them
 TASKS = {"piqa": "acc_norm", "arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "acc"}
 
 
@@ -49,14 +49,15 @@ def figures(root: Path, point: SweepPoint, model: ReportModel) -> dict[str, Any]
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines of a Markdown table."""
-    dense, converted = rows[0]["perplexity"], 0.0
+    dense = rows[0]["perplexity"]
+    converted = {row["name"]: row["perplexity"] for row in rows}
     head = ["model", "points from dense", "PIQA", "ARC-Easy", "HellaSwag", "LAMBADA", "perplexity", "KL"]
     lines = [[*head, "recovered", "speed-up", "minutes"]]
     for row in rows:
         perplexity = row["perplexity"]
-        is_converted = "," not in row["name"]
-        converted = perplexity if is_converted else converted
-        share = "" if is_converted else f"{1 - math.log(perplexity / dense) / math.log(converted / dense):.0%}"
+        before = converted.get(row["name"].partition(",")[0], perplexity)
+        won = before != perplexity
+        share = f"{1 - math.log(perplexity / dense) / math.log(before / dense):.0%}" if won else ""
         points = "" if row["points"] is None else points_text(WithInterval(**row["points"]))
         lines.append(
             [
@@ -73,21 +74,26 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:])]
 
 
-def main() -> None:
-    (root,) = map(Path, sys.argv[1:])
+def show(root: Path) -> None:
+    """Put the table, the figures and perhaps the picture of one sweep where they belong."""
     document = SweepDocument.from_dict(read_document(root / "sweep.json", "a sweep"), root / "sweep.json")
     content = join_documents(find_documents([root]))
     models = {one.name: one for one in content.models}
     rows = [figures(root, point, models[point.name]) for point in document.points if point.results is not None]
     with tempfile.TemporaryDirectory() as folder:
         summary = ladderize.write_report([root], Path(folder) / "page.html", markdown=Path(folder) / "page.md")
-        picture = Path(folder) / "page-pictures" / "tradeoff.png"
-        shutil.copyfile(picture, PICTURE)
-    (ROOT / "benchmarks/results/real.json").write_text(
+        if root.name == PICTURE[0]:
+            shutil.copyfile(Path(folder) / "page-pictures" / "tradeoff.png", PICTURE[1])
+    (ROOT / f"benchmarks/results/real_{root.name}.json").write_text(
         json.dumps({"command": document.command, "answer": summary.headline, "models": rows}, indent=1) + "\n"
     )
-    replace(PAGE, table(rows), MARKS)
+    replace(PAGE, table(rows), (f"<!-- {root.name}: scripts/real_in_docs.py -->", f"<!-- end of {root.name} -->"))
     print(summary.headline)
+
+
+def main() -> None:
+    for root in map(Path, sys.argv[1:]):
+        show(root)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # Triton must have seen it when i
 
 from ladderize.runtime.gpu_operations import GpuOperations
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.layers import JoinedLinears
+from ladderize.runtime.layers import JoinedLinears, Linear, MlpWeights, RMSNorm
 from ladderize.runtime.native import triton_kernels
 from ladderize.runtime.native.triton_kernels import attend_one
 from ladderize.runtime.operations import Operations
@@ -83,6 +83,7 @@ def test_models(tmp_path, name, family):
 
 
 ADDITIONS = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+COPIES = torch.ops.aten.stack.default, torch.ops.aten.cat.default
 PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("linear", "mm", "addmm", "bmm", "baddbmm")]
 
 
@@ -151,3 +152,13 @@ def test_virtual_ranks_are_computed_at_once(tmp_path, name, family):
             found.append(torch.stack(steps))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
     assert products.count == 4 * generator.model.shape.layers + 1  # and the output layer's
+
+
+def test_one_virtual_rank_is_not_copied():
+    """The rank of a real group computes itself alone."""
+    operations, x = Interpreted(8), torch.randn(2, 1, 24)
+    weights = MlpWeights(RMSNorm(torch.randn(24), 1e-5), [Linear(torch.randn(32, 24))], [], None)
+    with torch.inference_mode(), Counted(*COPIES) as copies:
+        inner = operations.mlp(weights, x, [torch.randn_like(x)])
+        assert len(operations.products_apart([Linear(torch.randn(24, 16))], inner)) == 1
+    assert copies.count == 0

@@ -71,12 +71,12 @@ class GpuOperations(Operations):
     ) -> Tensor:
         if cache.memory() is None:
             return super().attention_apart(weights, x, apart, step, cache, index, shapes)
-        shape = shapes[0]
-        qkv = together(weights.qkv, self.norms_apart(weights.norm, x, apart)).unflatten(-1, (-1, shape.head_dim))
-        # the queries of all ranks, then their keys, then their values
-        parts = qkv.split((shape.own_heads, shape.own_kv_heads, shape.own_kv_heads), -2)
-        qkv = torch.cat([abreast(part.flatten(-2)) for part in parts], -1)
-        return self.attend(weights.head_norms, qkv, step, cache, index, shape, len(apart))
+        shape, ranks = shapes[0], len(apart)
+        qkv = together(weights.qkv, self.norms_apart(weights.norm, x, apart))
+        if ranks > 1:  # the queries of all, then their keys, then their values
+            sizes = [count * shape.head_dim for count in (shape.own_heads, shape.own_kv_heads, shape.own_kv_heads)]
+            qkv = torch.cat([abreast(part) for part in qkv.split(sizes, -1)], -1)[None]
+        return self.attend(weights.head_norms, qkv[0], step, cache, index, shape, ranks)
 
     def products_apart(self, linears: list[Linear], x: Tensor) -> Sequence[Tensor]:
         return together(linears, x.unflatten(-1, (len(linears), -1)).movedim(-2, 0)).unbind(0)
@@ -84,7 +84,7 @@ class GpuOperations(Operations):
     @staticmethod
     def norms_apart(norm: RMSNorm, x: Stream, apart: Sequence[Tensor]) -> Tensor:
         """Return what each virtual rank reads, normed: [ranks, *x.shape]."""
-        return triton_kernels.add_rms_norm(whole(x), torch.stack([*apart]), norm.weight, norm.eps)[1]
+        return triton_kernels.add_rms_norm(whole(x), stacked(apart), norm.weight, norm.eps)[1]
 
     def attend(
         self, norms: HeadNorms | None, qkv: Tensor, step: Step, cache: KVCache, index: int, shape: Shape, ranks: int
@@ -115,9 +115,14 @@ class GpuOperations(Operations):
 
 def together(linears: list[Linear], x: Tensor) -> Tensor:
     """Return the product of each virtual rank, [ranks, ..., out], with its own x [ranks, ..., in]."""
-    if not isinstance(linears, JoinedLinears):
-        return torch.stack([linear(own) for linear, own in zip(linears, x, strict=True)])
-    return linears.together(x)
+    if isinstance(linears, JoinedLinears):
+        return linears.together(x)
+    return stacked([linear(own) for linear, own in zip(linears, x, strict=True)])
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts of virtual ranks as [ranks, ...]; that of one is not copied."""
+    return parts[0][None] if len(parts) == 1 else torch.stack([*parts])
 
 
 def abreast(x: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def load_weights(
 ) -> Weights:
     """Return one rank's weights for ``layout``.
 
-    pack: store weights in oneDNN's layout; see Linear.
+    pack: store weights as inference multiplies them fastest; see Linear and JoinedLinears.
     columns: parts of the products that are sent; see Schedule.
     advance: called with 1 after each layer.
     """
@@ -127,9 +127,9 @@ def _layer(
         )
 
     def all_of(linears: Iterable[Linear]) -> list[Linear]:
-        """Return the linear layers of virtual ranks, joined where a kernel for each would cost more than it does."""
+        """Return the linear layers of virtual ranks, on a GPU joined: small kernels mostly wait."""
         made = list(linears)
-        return JoinedLinears(made) if len(made) > 1 and made[0].weight.device.type != "cpu" else made
+        return JoinedLinears(made) if pack and len(made) > 1 and made[0].weight.device.type != "cpu" else made
 
     own = shape.decoder
     qkv = all_of(

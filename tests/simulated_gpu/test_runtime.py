@@ -17,6 +17,7 @@ from ladderize.runtime.collectives.base import Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.gpu import HIGH, RENDEZVOUS_TIMEOUT, Nccl
 from ladderize.runtime.decode import BUCKET, are_sound, generate_tokens
+from ladderize.runtime.layers import JoinedLinears
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from tests.groups import by_row, make_generator
@@ -55,7 +56,7 @@ def flights(gpu):
 
 
 def opened(folder, device, backend, batch, columns, schedule=SEQUENTIAL):
-    generator = make_generator(folder, batch, columns, Ranks(0, 1, device), backend, pack=False)
+    generator = make_generator(folder, batch, columns, Ranks(0, 1, device), backend, pack=device == DEVICE)
     generator.schedule = schedule
     return generator
 
@@ -225,6 +226,19 @@ def test_graphs_of_prompts(folders, name):
             assert_alike(found, expected)
             assert (gpu.captures, gpu.replays) == (3, 10)  # of a step, and of prompts without and with padding
         assert not gpu.problems, gpu.problems[0]
+
+
+def test_weights_of_virtual_ranks_lie_side_by_side(folders):
+    with torch.inference_mode(), SimulatedGpu(seed(), RANKS) as gpu:
+        generator = opened(folders["delayed"], DEVICE, collectives("one-shot", gpu), 1, 20)
+        attention, mlp = generator.model.weights.layers[1]
+        for linears in (attention.qkv, attention.o, mlp.gate_up):
+            assert len(linears) == 8 // RANKS
+            assert {linear.weight.untyped_storage()._cdata for linear in linears} == {
+                linears.weight.untyped_storage()._cdata
+            }
+        assert not isinstance(mlp.down, JoinedLinears)  # the last sum blocks: all of it is one product
+        assert len(mlp.down) == 1
 
 
 def test_a_trace_shows_the_graphs_that_are_timed(folders):
