@@ -1,6 +1,6 @@
 """Put the tables of finished sweeps into docs/real.md, and their figures into benchmarks/results.
 
-    python scripts/real_in_docs.py real/sweep real/chosen
+    python scripts/real_in_docs.py real/sweep real/few
 
 A sweep's name is that of its folder; it has marks of its own on the page. The time of a model is that of its own
 stages: conversion, adaptation, evaluation.

@@ -57,7 +57,7 @@ class GpuOperations(Operations):
         if cache.memory() is None:
             return super().attention(weights, x, step, cache, index, shape, virtual)
         qkv = weights.qkv[virtual](self.norm(weights.norm, x))
-        return self.attend(weights.head_norms, qkv, step, cache, index, shape, 1)
+        return self.attend_projected(weights.head_norms, qkv, step, cache, index, shape, 1)
 
     def attention_apart(
         self,
@@ -76,7 +76,7 @@ class GpuOperations(Operations):
         if ranks > 1:  # the queries of all, then their keys, then their values
             sizes = [count * shape.head_dim for count in (shape.own_heads, shape.own_kv_heads, shape.own_kv_heads)]
             qkv = torch.cat([abreast(part) for part in qkv.split(sizes, -1)], -1)[None]
-        return self.attend(weights.head_norms, qkv[0], step, cache, index, shape, ranks)
+        return self.attend_projected(weights.head_norms, qkv[0], step, cache, index, shape, ranks)
 
     def products_apart(self, linears: list[Linear], x: Tensor) -> Sequence[Tensor]:
         return together(linears, x.unflatten(-1, (len(linears), -1)).movedim(-2, 0)).unbind(0)
@@ -86,7 +86,7 @@ class GpuOperations(Operations):
         """Return what each virtual rank reads, normed: [ranks, *x.shape]."""
         return triton_kernels.add_rms_norm(whole(x), stacked(apart), norm.weight, norm.eps)[1]
 
-    def attend(
+    def attend_projected(
         self, norms: HeadNorms | None, qkv: Tensor, step: Step, cache: KVCache, index: int, shape: Shape, ranks: int
     ) -> Tensor:
         """Return the attention of virtual ranks side by side, [batch, tokens, heads of all * head_dim].
