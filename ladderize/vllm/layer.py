@@ -7,7 +7,7 @@ rank, or each of its virtual ranks, reads beside the stream; all but the stream 
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ladderize.families.base import Decoder
-from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, OVERLAPPED, Layout
+from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, HIDING, Layout
 from ladderize.runtime.shards import virtual_ranks
-from ladderize.vllm.messages import Messages
+from ladderize.vllm.messages import Messages, Pending
 
 
 class KeptWeight(UnquantizedLinearMethod):
@@ -57,24 +57,6 @@ def column_parallel(projection: Any, sizes: Sequence[int], inputs: Tensor) -> li
 def beside_each_other(parts: Tensor) -> Tensor:
     """Return the virtual ranks' parts [count, tokens, width] as [tokens, count * width]."""
     return parts.transpose(0, 1).flatten(1)
-
-
-class Pending(NamedTuple):
-    """A message [tokens, hidden] in flight.
-
-    value: the partial that was sent, or the sum if it has ``arrived``.
-    """
-
-    value: Tensor
-    arrived: bool = False
-
-
-def total_of(messages: Messages, pending: Pending, made: Tensor) -> Tensor:
-    """Return the sum of a message, and wait for it if it has not arrived.
-
-    made: a result that was computed since the message was sent.
-    """
-    return pending.value if pending.arrived else messages.wait(pending.value, made)
 
 
 class FamilyAttention(LlamaAttention):
@@ -220,18 +202,19 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         summed: True if ``partial`` is a sum already.
         projection: o_proj or down_proj.
         """
-        total = None if pending is None else total_of(self.messages, pending, partial)
         if mode in APART and (bias := getattr(projection, "base_layer", projection).bias) is not None:
             residual = residual + self.scaled(bias)  # vLLM's LoRA wraps projections
+        message = None
+        if mode in HIDING:
+            message = self.messages.prepare(partial if partial.ndim == 2 else partial.sum(0))
+        total = None if pending is None else self.messages.wait(pending, partial)
+        if message is not None:
+            self.messages.start(message, residual)
+            return total, residual, message, partial if mode == DELAYED else None
         if mode == DROPPED:
             return total, residual, None, partial
-        if mode == BLOCKING:
-            delta = partial if summed else self.messages.all_reduce(partial)
-            return delta if total is None else delta + total, residual, None, None
-        # what is read meanwhile must not be summed in place
-        message = partial if mode == OVERLAPPED else partial.clone() if partial.ndim == 2 else partial.sum(0)
-        self.messages.start(message, residual)
-        return total, residual, Pending(message), partial if mode == DELAYED else None
+        delta = partial if summed else self.messages.all_reduce(partial)
+        return delta if total is None else delta + total, residual, None, None
 
 
 def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor, ahead: Tensor | None) -> tuple[Tensor, Tensor]:

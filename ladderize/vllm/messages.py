@@ -8,13 +8,14 @@ declared to write a tensor that it never touches. ``start`` "writes" the input o
 On CPUs the compiler sees the whole model, and may give an operator a copy of its argument, whose memory it uses again
 after the call. There a message in flight has memory of its own, and ``wait`` returns a tensor of its own. On GPUs vLLM
 cuts the graph at both operators, and each piece may be a CUDA graph, which reads from the address that it was captured
-with. There the sum takes the message's place.
+with. There a piece allocates the place of the sum, as vLLM's do for attention's output.
 """
 
+import copy
 import functools
 import os
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,18 @@ from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend
 logger = init_logger("vllm.ladderize")
 
 
+class Pending(NamedTuple):
+    """A message [tokens, hidden] in flight.
+
+    place: where its sum will be; on CPUs it will be elsewhere.
+    arrived: True if ``place`` holds the sum.
+    """
+
+    partial: Tensor
+    place: Tensor
+    arrived: bool = False
+
+
 class Messages:
     """The messages of one model. At most one is in flight: each is waited for before the next all-reduce begins.
 
@@ -49,7 +62,9 @@ class Messages:
         self.emulated = backend.link is not None
         self.collectives, why = _collectives(backend, vllm_config)
         self.alone = self.collectives.ranks == 1
-        self.in_place = torch.device(get_tp_group().device).type != "cpu"
+        self.cuts = torch.device(get_tp_group().device).type != "cpu"
+        # nothing is summed for timings, and by one rank: there a message is its own sum
+        self.apart = self.cuts and not (self.alone or self.emulated)
         logger.info("Messages in flight: %s", why)
         if isinstance(vllm_config.additional_config, dict):
             # the graph depends on it (``all_reduce``), so the key of vLLM's compile cache must, too
@@ -59,26 +74,36 @@ class Messages:
             raise ValueError(f"two models of one engine are called {name}")
         contexts[name] = self
 
-    def start(self, partial: Tensor, reads: Tensor) -> None:
-        """Start to sum ``partial`` [tokens, hidden] over the ranks. The caller keeps it until ``wait``.
+    def prepare(self, partial: Tensor) -> Pending:
+        """Return the message of ``partial`` [tokens, hidden], which nobody may change until it has arrived.
+
+        A wait and a start with nothing between them are one cut in vLLM's graph, so call this before both.
+        """
+        return Pending(partial, torch.empty_like(partial) if self.apart else partial)
+
+    def start(self, message: Pending, reads: Tensor) -> None:
+        """Start to sum a message over the ranks. The caller keeps it until ``wait``.
 
         reads: the input of the sub-module that hides the message.
         """
         if not self.alone:
-            torch.ops.ladderize.start(partial, reads, self.name)
+            torch.ops.ladderize.start(message.partial, message.place if self.apart else None, reads, self.name)
 
-    def wait(self, partial: Tensor, made: Tensor) -> Tensor:
-        """Return the sum [tokens, hidden] of ``partial``, which was started.
+    def wait(self, message: Pending, made: Tensor) -> Tensor:
+        """Return the sum [tokens, hidden] of a message that was started; wait for it if it has not arrived.
 
         made: the output of the sub-module that hid the message.
 
-        One rank waits, too. Without an operator here, Inductor (torch 2.13, CPUs) fuses later readers of ``partial``
+        One rank waits, too. Without an operator here, Inductor (torch 2.13, CPUs) fuses later readers of the partial
         with an earlier norm, ahead of the product that fills it.
         """
-        if not self.in_place:
-            return torch.ops.ladderize.wait(partial, made, self.name)
-        torch.ops.ladderize.wait_in_place(partial, made, self.name)
-        return partial
+        if message.arrived:
+            return message.place
+        if not self.cuts:
+            return torch.ops.ladderize.wait(message.partial, made, self.name)
+        # the partial is named, so that its memory is not used again before
+        torch.ops.ladderize.wait_in_place(message.place, made, message.partial if self.apart else None, self.name)
+        return message.place
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Return the sum over the ranks, and wait for it.
@@ -87,9 +112,9 @@ class Messages:
         all-reduce is vLLM's own.
         """
         if self.emulated or (self.collectives.name == "gloo" and self.collectives.ranks == 2):
-            reads = torch.empty_like(partial)  # nothing hides it
-            self.start(partial, reads)
-            return self.wait(partial, reads)
+            message, reads = self.prepare(partial), torch.empty_like(partial)  # nothing hides it
+            self.start(message, reads)
+            return self.wait(message, reads)
         return get_tp_group().all_reduce(partial)
 
 
@@ -98,9 +123,9 @@ def define_operators() -> torch.library.Library:
     """Define ``start``, ``wait`` and ``wait_in_place`` in ``torch.ops.ladderize``, once in a process; return their
     library."""
     library = torch.library.Library("ladderize", "FRAGMENT")
-    library.define("start(Tensor partial, Tensor(a!) reads, str messages) -> ()")
+    library.define("start(Tensor partial, Tensor(a!)? place, Tensor(b!) reads, str messages) -> ()")
     library.define("wait(Tensor partial, Tensor(a!) made, str messages) -> Tensor")
-    library.define("wait_in_place(Tensor(a!) partial, Tensor(b!) made, str messages) -> ()")
+    library.define("wait_in_place(Tensor(a!) place, Tensor(b!) made, Tensor? partial, str messages) -> ()")
     for name, function, shape in (
         ("start", _start, _nothing),
         ("wait", _wait, _like_first),
@@ -125,16 +150,20 @@ def _messages(name: str) -> Messages:
     return found
 
 
-def _start(partial: Tensor, reads: Tensor, messages: str) -> None:
+def _start(partial: Tensor, place: Tensor | None, reads: Tensor, messages: str) -> None:
     sender, forward = _messages(messages), get_forward_context()
     if sender.in_flight and sender.forward is forward:
         raise RuntimeError("a message was started while another was in flight")
     while sender.in_flight:  # left over from a pass that ended in an error: the other ranks have sent theirs, too
         sender.in_flight.popleft().wait()
     sender.forward = forward
-    sender.collectives.tidy()
-    own = partial.device.type == "cpu" and not sender.collectives.copies
-    sender.in_flight.append(sender.collectives.all_reduce_async(partial.clone() if own else partial))
+    collectives: Any = sender.collectives
+    collectives.tidy()
+    if place is not None:
+        sender.in_flight.append(collectives.send(partial, place))
+        return
+    own = partial.device.type == "cpu" and not collectives.copies
+    sender.in_flight.append(collectives.all_reduce_async(partial.clone() if own else partial))
 
 
 def _wait(partial: Tensor, made: Tensor, messages: str) -> Tensor:
@@ -143,13 +172,10 @@ def _wait(partial: Tensor, made: Tensor, messages: str) -> Tensor:
     return partial.clone() if receiver.alone else receiver.in_flight.popleft().wait()
 
 
-def _wait_in_place(partial: Tensor, made: Tensor, messages: str) -> None:
+def _wait_in_place(place: Tensor, made: Tensor, partial: Tensor | None, messages: str) -> None:
     receiver = _messages(messages)
-    if receiver.alone:
-        return
-    total = receiver.in_flight.popleft().wait()
-    if total.data_ptr() != partial.data_ptr():
-        partial.copy_(total)
+    if not receiver.alone:
+        receiver.in_flight.popleft().wait()
 
 
 def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Collectives, str]:
@@ -178,14 +204,44 @@ def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Coll
 class VllmOnStream(OnStream):
     """Collectives by vLLM's all-reduce on a stream of its own: a custom kernel, symmetric memory or NCCL, by the size.
 
-    vLLM's result stays on that stream: the sum takes the message's place.
+    vLLM chooses. Those that can are told where to write the sum; of the others it is copied.
     """
 
     name = "vllm"
 
     def __init__(self, group: GroupCoordinator, device: torch.device) -> None:
         super().__init__(group.world_size, device)
-        self.group = group
+        self.communicator = copy.copy(group.device_communicator)
+        self.told: list[Told] = []
+        for name, argument in (("ca_comm", "out"), ("symm_mem_comm", "out"), ("pynccl_comm", "out_tensor")):
+            if (own := getattr(self.communicator, name)) is not None:
+                self.told.append(Told(own, argument))
+                setattr(self.communicator, name, self.told[-1])
 
     def reduce(self, x: Tensor, total: Tensor) -> None:
-        total.copy_(self.group._all_reduce_out_place(x))
+        for each in self.told:
+            each.total = total
+        found = self.communicator.all_reduce(x)
+        if found is not total:
+            total.copy_(found)
+
+
+class Told:
+    """One of vLLM's communicators, whose all-reduce is told to write into ``total``.
+
+    argument: the name by which it takes this tensor.
+    """
+
+    def __init__(self, own: Any, argument: str) -> None:
+        self.own, self.argument = own, argument
+        self.total: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def all_reduce(self, x: Tensor, **named: Any) -> Any:
+        return self.own.all_reduce(x, **{self.argument: self.total}, **named)
+
+    def custom_all_reduce(self, x: Tensor) -> Any:
+        """Return the sum as ``CustomAllreduce`` does, which calls ``all_reduce`` of what it is given."""
+        return type(self.own).custom_all_reduce(self, x)

@@ -12,8 +12,8 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 from vllm.sequence import IntermediateTensors
 
-from ladderize.vllm.layer import LadderizedDecoderLayer, Pending, total_of
-from ladderize.vllm.messages import Messages
+from ladderize.vllm.layer import LadderizedDecoderLayer
+from ladderize.vllm.messages import Messages, Pending
 from ladderize.vllm.verify import decoder_of_model, layout_of
 
 
@@ -50,8 +50,10 @@ class LadderizedModel(LlamaModel):
         for index, layer in enumerate(self.layers, 1):
             delta, residual, pending, ahead = layer(positions, delta, residual, pending, ahead)
             if index in self.aux_hidden_state_layers:  # the whole stream is read: what is in flight is waited for early
-                pending = pending and Pending(total_of(self.messages, pending, residual), True)
-                parts = [part for part in (delta, pending and pending.value) if part is not None]
+                if pending is not None:
+                    total = self.messages.wait(pending, residual)
+                    pending = Pending(total, total, arrived=True)
+                parts = [part for part in (delta, pending and pending.place) if part is not None]
                 streams.append(sum(parts, residual))
         hidden_states, _ = self.norm(delta, residual)
         return (hidden_states, streams) if streams else hidden_states

@@ -25,8 +25,12 @@ TOUCHED = {
         " pass_config use_inductor_graph_partition",
         "PassConfig": "fuse_attn_quant",
     },
-    "vllm.distributed": {"": "get_tp_group", "GroupCoordinator": "all_reduce _all_reduce_out_place device cpu_group"},
+    "vllm.distributed": {"": "get_tp_group", "GroupCoordinator": "all_reduce device device_communicator cpu_group"},
     "vllm.distributed.device_communicators.cpu_communicator": {"_CPUSHMDistributed": "make_group_name"},
+    "vllm.distributed.device_communicators.cuda_communicator": {
+        "CudaCommunicator": "all_reduce ca_comm symm_mem_comm pynccl_comm"
+    },
+    "vllm.distributed.device_communicators.custom_all_reduce": {"CustomAllreduce": "all_reduce custom_all_reduce"},
     "vllm.engine.arg_utils": {
         "EngineArgs": "model tensor_parallel_size dtype load_format skip_tokenizer_init seed max_model_len max_num_seqs"
         " max_num_batched_tokens enable_prefix_caching disable_log_stats kv_cache_memory_bytes hf_overrides"

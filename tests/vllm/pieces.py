@@ -24,7 +24,7 @@ from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.vllm.messages import Messages
 from ladderize.vllm.verify import OPERATORS, cut_at_messages
 
-COUNTED = Counter[str]()  # of the engine that was built last: compiled pieces, replays of them, starts, waits
+COUNTED = Counter[str]()  # of the engine that was built last: cuts, compiled pieces, replays of them, starts, waits
 NAN = 0xFF  # of every byte
 
 
@@ -36,7 +36,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
     def made(messages: Messages, *arguments: Any) -> None:
         make(messages, *arguments)
-        messages.in_place = True
+        messages.cuts, messages.apart = True, not messages.alone
         if not messages.alone:
             messages.collectives.close()
             messages.collectives = LateSums(get_tp_group())
@@ -46,14 +46,15 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 class LateSums(Collectives):
-    name, copies = "late", True  # as on a GPU, nobody keeps the message but the graph
+    name = "late"
 
     def __init__(self, group: Any) -> None:
         super().__init__(group.world_size)
         self.group = group
 
-    def all_reduce_async(self, x: Tensor) -> Handle:
-        return Handle(lambda: self.group.all_reduce(x.clone()))
+    def send(self, x: Tensor, total: Tensor) -> Handle:
+        """As on a GPU, nobody keeps ``x`` but the graph."""
+        return Handle(lambda: total.copy_(self.group.all_reduce(x.clone())))
 
 
 def backend(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -116,6 +117,7 @@ class Piece:
 def check(items: list[SplitItem], cuts: list[str]) -> None:
     """Cuts hold nothing but their operators, pieces no message's; and between a start and its wait there is a piece."""
     begun = -1
+    COUNTED["cuts"] = sum(item.is_splitting_graph for item in items)
     for item in items:
         names = [name for node in item.graph.graph.nodes if (name := operator_of(node)) is not None]
         if not item.is_splitting_graph:

@@ -44,7 +44,10 @@ class OnStream(Collectives):
         raise NotImplementedError
 
     def all_reduce_async(self, x: Tensor) -> Handle:
-        total = self.place_of_sum(x)
+        return self.send(x, self.place_of_sum(x))
+
+    def send(self, x: Tensor, total: Tensor) -> Handle:
+        """Start to write the sum of ``x`` over the ranks into ``total``, and return the handle of the sum."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self.reduce(x, total)
