@@ -110,19 +110,27 @@ def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
     return progress.kept_step or progress.step
 
 
-def describe(
+def write_outcome(
     task: Task,
     job: RetrainJob,
     progress: Progress,
-    losses: list[float],
+    work: TrainingFolder,
     chosen: int,
     counts: dict[str, int],
     identity: Mapping[str, Any],
+    console: Console,
 ) -> Adaptation:
-    """Return the document of a training that has ended.
+    """Write the weights of the ``chosen`` step and return the document. Only the main process calls it.
 
-    losses: of all steps.
+    identity: as ``run_identity`` returns it.
+    Raises UserError where the model has changed since the training began, or OUT cannot be written.
     """
+    if fingerprint(open_checkpoint(task.model)) != identity["model"]:
+        raise UserError(
+            f"{task.model} has changed since the training began, and {work.folder} holds its retrained weights; restore"
+            " the model"
+        )
+    losses = read_metrics(work.metrics, "loss")
     heldout, criterion, options = None, None, task.options
     before, after = progress.before, progress.best if chosen == progress.kept_step else progress.last
     if before is not None and after is not None:
@@ -131,7 +139,7 @@ def describe(
             heldout["dense"] = progress.dense_perplexity
         scores = {"before": before.criterion(options.objective), "after": after.criterion(options.objective)}
         criterion = {"name": options.objective.criterion.label, **scores}
-    return Adaptation(
+    adaptation = Adaptation(
         model=task.model,
         out=job.out,
         method=options.method,
@@ -153,34 +161,10 @@ def describe(
         criterion=criterion,
         base=adapter_base(task.checkpoint, task.model) if task.is_lora else None,
     )
-
-
-def write_outcome(
-    task: Task,
-    job: RetrainJob,
-    progress: Progress,
-    work: TrainingFolder,
-    chosen: int,
-    counts: dict[str, int],
-    identity: Mapping[str, Any],
-    console: Console,
-) -> Adaptation:
-    """Write the weights of the ``chosen`` step and return the document. Only the main process calls it.
-
-    identity: as ``run_identity`` returns it.
-    Raises UserError where the model has changed since the training began, or OUT cannot be written.
-    """
-    if fingerprint(open_checkpoint(task.model)) != identity["model"]:
-        raise UserError(
-            f"{task.model} has changed since the training began, and {work.folder} holds its retrained weights; restore"
-            " the model"
-        )
-    adaptation = describe(task, job, progress, read_metrics(work.metrics, "loss"), chosen, counts, identity)
     weights, content = work.weights(chosen), {**adaptation.to_dict(), RUN: result_digest(task, identity)}
     files = {ADAPTATION: to_json(content) + "\n", METRICS: work.metrics.read_text()}
     if adaptation.base is not None:
-        how = {"overwrite": job.overwrite}
-        write_adapter(Path(job.out), task.lora, load_file(weights), adaptation.base, files, **how)
+        write_adapter(Path(job.out), task.lora, load_file(weights), adaptation.base, files, overwrite=job.overwrite)
         return adaptation
     convert_checkpoint(
         task.model,
