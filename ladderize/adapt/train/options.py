@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ladderize.adapt.data_files import check_sources, data_files, hub_dataset, split_weight
@@ -82,13 +82,13 @@ class Objective:
         return loss + self.hidden_weight * hidden if self.hidden_weight else loss
 
 
-def parse_count(text: str, *, option: str = "--max-tokens") -> int:
+def parse_count(text: str) -> int:
     """Return the number in ``3B``, ``20M``, ``500k`` or a plain number; raises UsageError for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)", text.strip())
     value = float(match[1]) * COUNTS[match[2].upper()] if match else 0.0
     if not 1 <= round(min(value, MOST_TOKENS)) < MOST_TOKENS:
         shown = text if len(text) <= 40 else text[:40] + "..."
-        raise UsageError(f"{option}: {shown!r} is not a number of tokens below 10^18; write for example 20M or 3B")
+        raise UsageError(f"--max-tokens: {shown!r} is not a number of tokens below 10^18; write for example 20M or 3B")
     return round(value)
 
 
@@ -307,21 +307,17 @@ class RetrainOptions(Record):
             # a divergence grows with the square of the distance to go, and Adam's rate is the length of its steps
             peak *= min(1.0, max(LEAST_PEAK, math.sqrt(left_by_alignment / WHOLE_PEAK_FROM)))
             warmup = max(warmup, min(ALIGNED_WARMUP, int(steps * ALIGNED_SHARE)))
-        return TrainOptions(
-            **{
-                field.name: getattr(self, field.name)
-                for field in fields(self)
-                if field.name not in TrainOptions.__annotations__
-            },
-            seq_len=seq_len,
-            batch_size=batch_size,
-            micro_batch_size=micro,
-            lora_rank=self.lora_rank or LORA_RANK,
-            lora_targets=self.lora_targets or LORA_TARGETS,
-            lr=self.lr if self.lr is not None else peak,
-            warmup_steps=self.warmup_steps if self.warmup_steps is not None else warmup,
-            eval_every=self.eval_every or max(1, min(500, steps // 10)),
-        )
+        resolved = {
+            "seq_len": seq_len,
+            "batch_size": batch_size,
+            "micro_batch_size": micro,
+            "lora_rank": self.lora_rank or LORA_RANK,
+            "lora_targets": self.lora_targets or LORA_TARGETS,
+            "lr": self.lr if self.lr is not None else peak,
+            "warmup_steps": self.warmup_steps if self.warmup_steps is not None else warmup,
+            "eval_every": self.eval_every or max(1, min(500, steps // 10)),
+        }
+        return TrainOptions(**{**vars(self), **resolved})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,9 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
     """Return the task of these options; raises UserError or LayoutError where models and options do not go together."""
     checkpoint, teacher, tp_size = open_checkpoint(model), None, options.tp_size
     layout = Layout.from_config(checkpoint.config)
-    if layout.is_dense and options.train == CONVERTED:
+    if options.train != CONVERTED:
+        layers = parse_ranges(options.train, layout.num_layers, option="--train")
+    elif not (layers := layout.converted_layers):
         raise UserError(
             f"{model} is dense and has no converted layers to train; convert it first, or, to train the dense model"
             " itself as a control, name layers with --train, such as all"
@@ -143,7 +145,7 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
         checkpoint=checkpoint,
         teacher=teacher,
         layout=layout,
-        layers=layers_to_train(layout, options.train),
+        layers=tuple(layers),
         options=options.resolve(
             checkpoint.config,
             launch.processes // tp_size,
@@ -153,13 +155,6 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
         compute=compute,
         launch=launch,
     )
-
-
-def layers_to_train(layout: Layout, train: str) -> tuple[int, ...]:
-    """Return the layers that ``--train`` names."""
-    if train == CONVERTED:
-        return tuple(layout.converted_layers)
-    return tuple(parse_ranges(train, layout.num_layers, option="--train"))
 
 
 def run_identity(task: Task) -> dict[str, Any]:

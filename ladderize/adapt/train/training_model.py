@@ -96,7 +96,8 @@ class TrainingModel(ABC):
         """
         # ZeRO 3 holds no weights between passes; in mixed precision those it gathers are bfloat16 already.
         present = [parameter for parameter in self.parameters if not hasattr(parameter, "ds_id")]
-        rounded = [local_part(parameter) for parameter in present] if stored != torch.float32 else []
+        present = [one.to_local() if isinstance(one, DTensor) else one for one in present]
+        rounded = present if stored != torch.float32 else []
         with torch.no_grad():
             kept = [part.clone() for part in rounded]
             for part in rounded:
@@ -141,11 +142,6 @@ def make_optimizer(parameters: Sequence[nn.Parameter], weight_decay: float, *, f
     matrices, others = ([one for one in parameters if (one.ndim > 1) == wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class HFTraining(TrainingModel):
