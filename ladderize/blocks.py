@@ -160,6 +160,15 @@ class Blocks:
             ),
         )
 
+    def heads(self, layer: Any, stream: Tensor) -> Tensor:
+        """Return the inputs of o_proj, [batch, tokens, heads * head_dim], of a layer whose attention's sum is dropped.
+
+        stream: that its attention reads, [batch, tokens, hidden].
+        """
+        attention, tokens = layer.self_attn, stream.shape[1]
+        rope, mask = self.position_embeddings(tokens), self.mask(attention.layer_idx, tokens)
+        return cast(Tensor, attention(layer.input_layernorm(stream), rope, mask)[0])
+
     def mask(self, layer: int, tokens: int) -> Tensor | None:
         """Return the tokens that each token sees in this layer, bool [1, 1, tokens, tokens]; None: all up to itself."""
         window = self.decoder.windows[layer]

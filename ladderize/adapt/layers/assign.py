@@ -6,6 +6,7 @@ so it decides what is lost. Relatives: head grouping of Sync-Point Drop (arXiv 2
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,24 +145,18 @@ def assign_layers(
     return found
 
 
-def block_tokens(blocks: Blocks, layer: torch.nn.Module, states: Sequence[torch.Tensor]) -> BlockTokens:
+def block_tokens(blocks: Blocks, layer: Any, states: Sequence[torch.Tensor]) -> BlockTokens:
     """Return what the MLP of a layer with a dropped sum is computed from.
 
     states: that enter it, [windows, tokens, hidden] each.
     Raises UserError for NaN or infinite ones.
     """
-    attention, norm = layer.get_submodule("self_attn"), layer.get_submodule("input_layernorm")
-    bias = layer.get_submodule("self_attn.o_proj").bias
-    residual, heads = [], []
-    for state in states:
-        tokens = state.shape[1]
-        mask = blocks.mask(attention.layer_idx, tokens)  # type: ignore[arg-type]
-        output, _ = attention(norm(state), blocks.position_embeddings(tokens), mask)
-        residual.append((state if bias is None else state + layer.scaled(bias)).flatten(0, 1))  # type: ignore[operator]
-        heads.append(output.flatten(0, 1))
-    found = BlockTokens(torch.cat(residual), torch.cat(heads))
+    bias = layer.self_attn.o_proj.bias
+    residual = [state if bias is None else state + layer.scaled(bias) for state in states]
+    heads = [blocks.heads(layer, state) for state in states]
+    found = BlockTokens(*(torch.cat(parts).flatten(0, 1) for parts in (residual, heads)))
     total = found.residual.double().sum() + found.heads.double().sum()
-    check_finite(float(total), f"the dense model's stream in layer {attention.layer_idx}")
+    check_finite(float(total), f"the dense model's stream in layer {layer.self_attn.layer_idx}")
     return found
 
 

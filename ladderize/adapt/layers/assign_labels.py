@@ -87,11 +87,7 @@ def cheapest_labels(
     block, cost = ApartBlock(layer, ranks, ranks), np.zeros((ranks, ranks))
 
     def partials(stream: Tensor) -> Tensor:
-        tokens = stream.shape[1]
-        heads, _ = layer.self_attn(
-            layer.input_layernorm(stream), blocks.position_embeddings(tokens), blocks.mask(index, tokens)
-        )
-        return block.partials(heads.flatten(0, 1)).float()
+        return block.partials(blocks.heads(layer, stream).flatten(0, 1)).float()
 
     for state, (_, visible) in zip(states, handed, strict=True):
         assert isinstance(state, Tensor)

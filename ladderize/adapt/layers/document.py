@@ -14,7 +14,7 @@ from ladderize.files.records import Record
 from ladderize.layout import format_ranges
 
 FILES = {ALIGN: ALIGNMENT, BLOCKS: DISTILLATION}  # of the documents
-MEANINGS = {ALIGN: ERRORS, BLOCKS: BLOCK_ERROR}  # of the errors in ``LayersDocument.rows``
+MEANINGS = {ALIGN: ERRORS, BLOCKS: BLOCK_ERROR}  # of the errors in reports of layers
 DONE = {
     ALIGN: "**Alignment.** The projections of layers {} were solved anew by least squares, towards {} (`align`).",
     BLOCKS: "**Retraining.** Layers {} were distilled block by block from {} (`blocks`).",
@@ -73,10 +73,6 @@ class LayersDocument(Record):
     heldout_divergence: dict[str, float]
     layers: list[LayerReport] | list[BlockReport]
     spd: list[SpdBlock] | None = None
-
-    def rows(self) -> list[dict[str, str]]:
-        """Return a table of layers for people."""
-        return [report.row() for report in self.layers]
 
     def measured_rows(self) -> list[dict[str, str]]:
         """Return a table of the held-out measures for people."""

@@ -28,7 +28,6 @@ from ladderize.blocks import Blocks, State, check_finite, complete, window_nlls
 from ladderize.checkpoint.config import parameter_count, stored_dtype
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, human_bytes
-from ladderize.convert.sensitivity_file import AlignmentWindows
 from ladderize.layout import BLOCKING, Layout
 from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
@@ -71,19 +70,16 @@ class ConvertedLayouts:
         for index in range(self.blocks.num_layers + 1):
             for number, layout in enumerate(self.layouts):
                 if first_changed(layout) == index:
-                    nlls[number] = self.blocks.nll(complete(self._finish(state, index, layout)), ids)
+                    branch = state
+                    for later in range(index, self.blocks.num_layers):
+                        branch = self.blocks.run(self._layer(later, layout), branch)
+                    nlls[number] = self.blocks.nll(complete(branch), ids)
                     advance((self.blocks.num_layers - index) * len(ids))
             if index < self.blocks.num_layers:
                 state = self.blocks.run(self._layer(index, self.dense), state)
                 advance(len(ids))
         # Copied to the host once, at the end: each copy waits for all the device's work before it.
         return torch.stack(nlls, 1).cpu().numpy()
-
-    def _finish(self, state: State, first: int, layout: Layout) -> State:
-        """Run the layers of a layout from ``first`` on."""
-        for index in range(first, self.blocks.num_layers):
-            state = self.blocks.run(self._layer(index, layout), state)
-        return state
 
     def _layer(self, index: int, layout: Layout) -> torch.nn.Module:
         key = index, layout.entering(index), layout.attention_sync[index], layout.mlp_sync[index], layout.sync_tp_size
@@ -146,11 +142,6 @@ def windows_to_align_on(
     samples, heldout: numbers of windows; None: as ``adapt --align`` chooses for such data.
     """
     return split_windows(others, samples, heldout, short_tokens(checkpoint.config))
-
-
-def describe_alignment(windows: Windows) -> AlignmentWindows:
-    """Return the record of these windows for documents."""
-    return AlignmentWindows(len(windows.train), len(windows.heldout), windows.train.shape[1])
 
 
 class AlignedLayouts:

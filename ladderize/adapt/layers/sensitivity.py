@@ -10,7 +10,6 @@ import torch
 from ladderize import data
 from ladderize.adapt.layers.layout_scores import (
     AlignedLayouts,
-    describe_alignment,
     score_aligned,
     score_layouts,
     windows_to_align_on,
@@ -20,6 +19,7 @@ from ladderize.checkpoint.config import stored_dtype
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import (
+    AlignmentWindows,
     CalibrationData,
     SensitivityDocument,
     layer_changes,
@@ -102,12 +102,13 @@ def measure_sensitivity(
             f"{options.data} gives {len(windows)} windows of {windows.shape[1]} tokens, too few for {options.samples}"
             " to score and others to align on; give more data, or lower --samples or --seq-len"
         )
+    aligned_on = to_align and AlignmentWindows(len(to_align.train), len(to_align.heldout), windows.shape[1])
     dtype = stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype
     about: dict[str, Any] = {
         "fingerprint": fingerprint(checkpoint),
         "dtype": dtype,
         "data": CalibrationData(options.data, sha256, len(scored), scored.shape[1], options.seed),
-        "aligned": describe_alignment(to_align) if to_align is not None else None,
+        "aligned": aligned_on,
     }
     blocks = Blocks(checkpoint, getattr(torch, dtype), ranks.device)
     if to_align is None:

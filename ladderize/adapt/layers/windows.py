@@ -15,7 +15,13 @@ from torch import Tensor
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.sources import open_rows, row_of_ids
 from ladderize.adapt.data.training_data import ROWS_AT_ONCE
-from ladderize.adapt.layers.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, WindowOptions
+from ladderize.adapt.layers.options import (
+    DEFAULT_HELDOUT,
+    DEFAULT_SAMPLES,
+    AlignOptions,
+    WindowOptions,
+    default_tokens,
+)
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.data import draw_windows, needs_tokenizer
@@ -44,10 +50,11 @@ class Windows:
 def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
     """Return full windows for training and others that are held out, drawn with ``options.seed``.
 
-    Where ``options`` want a number of tokens, no more rows are read than that needs.
+    To align, no more rows are read than its tokens need.
     Raises UserError where the data give too few.
     """
-    tokens, positions = options.tokens_wanted(checkpoint.config), most_positions(checkpoint.config)
+    config, positions = checkpoint.config, most_positions(checkpoint.config)
+    tokens = (options.tokens or default_tokens(config)) if isinstance(options, AlignOptions) else None
     both = options.samples is not None and options.heldout is not None
     enough = None
     if tokens is not None:

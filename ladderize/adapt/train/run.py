@@ -66,7 +66,7 @@ def adapt_checkpoint(
     if starts_ranks:
         check_group_size(options.tp_size, options.device)
     if options.align or starts_ranks:  # faults are told before an alignment takes minutes, and ranks are started
-        open_task(job.model, options, Launch(options.device, max(launched().size, options.tp_size)))
+        open_task(job.model, options, Launch(max(launched().size, options.tp_size)))
     if options.align:
         job = start_aligned(job, console)
     if not starts_ranks:
@@ -172,7 +172,6 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
     try:
         accelerator = open_accelerator(device, **trackers)
         launch = Launch(
-            ranks.device.type,
             accelerator.num_processes,
             accelerator.mixed_precision,
             asked_accumulation(accelerator),

@@ -23,7 +23,7 @@ from ladderize.layout import APART, Layout
 from ladderize.modeling import ladderized_class
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.batch import Batch
-from ladderize.runtime.training.outputs import SubModuleOutputs, pass_losses
+from ladderize.runtime.training.outputs import LossModule, SubModuleOutputs
 
 # transformers' sdpa under a name for which it makes no mask, and so never waits for the device to see if texts are
 # packed.
@@ -41,6 +41,7 @@ class ScoredLogits(nn.Module):
         super().__init__()
         self.model, self.compute = model, compute
         self.config = model.config
+        self.vocabulary = Collectives(), 0, int(model.config.vocab_size)
         self.scale = decoder_of(model.config.to_dict()).logits_scale
         self._no_split_modules = [type(model.model.layers[0]).__name__]
 
@@ -73,24 +74,9 @@ class ScoredLogits(nn.Module):
         return self.scored_logits(batch, outputs)
 
 
-class Student(ScoredLogits):
+class Student(LossModule, ScoredLogits):  # type: ignore[misc]
     """The model in training with its losses. It is wrapped as a whole, so that gradients and parameters are in one
     place."""
-
-    def forward(  # type: ignore[override]
-        self,
-        batch: Batch,
-        teacher_logits: Tensor | None = None,
-        teacher_outputs: SubModuleOutputs | None = None,
-    ) -> Tensor:
-        """Return the losses of a pass (``pass_losses``).
-
-        teacher_logits: [scored tokens, vocab].
-        """
-        outputs = None if teacher_outputs is None else teacher_outputs.again()
-        logits = self.scored_logits(batch, outputs)
-        vocabulary = Collectives(), 0, logits.shape[1]
-        return pass_losses(logits, batch, teacher_logits, outputs, teacher_outputs, *vocabulary)
 
 
 # ---- the models ----

@@ -39,14 +39,12 @@ class RetrainJob:
 class Launch:
     """The launcher's decisions.
 
-    device: its type.
     processes: the number of all of them.
     precision: Accelerate's mixed precision.
     accumulation: its steps of gradient accumulation; 1: none were asked for.
     sharded: by FSDP or DeepSpeed.
     """
 
-    device: str
     processes: int = 1
     precision: str = "no"
     accumulation: int = 1

@@ -47,7 +47,7 @@ class TensorParallelTraining(TrainingModel):
         weight_decay: float = 0.0,
     ) -> None:
         self.weights, self.shape, self.collectives, self.tensor = student.weights, student.shape, collectives, tensor
-        self.vocabulary = collectives, self.shape.vocab_start, self.shape.vocab
+        self.vocabulary = student.vocabulary
         self.pieces = student.weights.pieces()
         self.shapes = {name: tuple(piece.shape) for name, piece in self.pieces.items()}
         wrapped: Any = student

@@ -161,7 +161,7 @@ class HFTraining(TrainingModel):
         micro_batch_size: int = 1,
         max_grad_norm: float = 1.0,
     ) -> None:
-        self.vocabulary = Collectives(), 0, int(student.config.vocab_size)
+        self.vocabulary = student.vocabulary
         own = [parameter for parameter in student.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(own, weight_decay, fused=accelerator.distributed_type != DistributedType.DEEPSPEED)
         plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == "DEEPSPEED" else None
