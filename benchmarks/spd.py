@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from ladderize.adapt.layers.assign import assign_layers
-from ladderize.adapt.layers.block_trainer import BlockReport
-from ladderize.adapt.layers.distill import distill
+from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions, SpdOptions
 from ladderize.adapt.layers.sensitivity import measure_sensitivity

@@ -34,12 +34,10 @@ State = Tensor | tuple[Tensor, Tensor]
 
 
 def complete(state: State) -> Tensor:
-    """Return the complete residual stream of a state."""
     return state[0] if isinstance(state, tuple) else state
 
 
 def to_device(state: State, device: torch.device) -> State:
-    """Return the state on another device."""
     return (state[0].to(device), state[1].to(device)) if isinstance(state, tuple) else state.to(device)
 
 
@@ -271,10 +269,7 @@ def window_nlls(
 ) -> Tensor:
     """Return the summed negative log-likelihood of each window in nats, float64 [windows].
 
-    One layer is in memory at a time; ``eval.text.score_windows`` scores with a whole model.
-
-    layer_at: returns a layer by its number.
-    windows: [windows, tokens].
+    As ``window_streams``, one layer at a time; ``eval.text.score_windows`` scores with a whole model.
     """
     streams = window_streams(blocks, layer_at, windows, batch_size=batch_size)
     with torch.no_grad():
@@ -283,6 +278,5 @@ def window_nlls(
 
 
 def check_finite(value: float, what: str) -> None:
-    """Raise UserError if the value of ``what`` is NaN or infinite."""
     if not math.isfinite(value):
         raise UserError(f"{what} is NaN or infinite; check the model's weights, or compute in float32")

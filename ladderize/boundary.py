@@ -117,10 +117,8 @@ def _terminable(received: list[int]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise _Terminated
 
-    if os.environ.get(WORLD_SIZE, "") not in ("", "1"):
-        yield
-        return
-    with handled(interrupt, signal.SIGTERM):
+    alone = os.environ.get(WORLD_SIZE, "") in ("", "1")
+    with handled(interrupt, *([signal.SIGTERM] if alone else [])):
         yield
 
 

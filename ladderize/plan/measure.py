@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.layout_scores import AlignedLayouts, layers_of, usual_batch, windows_to_align_on
+from ladderize.adapt.layers.layout_scores import AlignedLayouts, layers_of, usual_batch
+from ladderize.adapt.layers.windows import split_windows
 from ladderize.blocks import Blocks, check_finite, compute_dtype, open_checkpoint, read_windows, window_nlls
 from ladderize.checkpoint.config import stored_dtype
 from ladderize.console import SILENT, Console
@@ -51,7 +52,7 @@ class LayoutMeasurer:
         choose, rest = drawn[: data.samples], drawn[data.samples :]
         self.aligner = None
         if costs.aligned is not None:
-            windows = windows_to_align_on(checkpoint, rest, costs.aligned.samples, costs.aligned.heldout)
+            windows = split_windows(rest, costs.aligned.samples, costs.aligned.heldout, None)
             if windows is None:
                 raise UserError(_too_few(len(rest), data, "to align on and confirm a layout on"))
             self.aligner = AlignedLayouts(self.blocks, windows)

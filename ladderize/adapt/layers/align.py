@@ -102,7 +102,6 @@ def align(job: LayerJob, seed: int = 0, ridges: Sequence[float] = RIDGES) -> Non
 
 
 def warn_of_few(tokens: int, config: Mapping[str, Any], console: Console) -> None:
-    """Warn where there are fewer tokens than a projection has inputs."""
     if tokens < widest_input(config):
         console.warn(
             f"{tokens:,} tokens are fewer than the {widest_input(config):,} inputs of the widest projection: where"

@@ -108,7 +108,6 @@ class Streams:
 
 
 def visible_name(reader: int) -> str:
-    """Return the name of the stream that a virtual rank's attention reads."""
     return f"visible {reader}"
 
 
@@ -138,7 +137,6 @@ def place_of_states(needed: int, ranks: Ranks) -> torch.device:
 
 
 def located(place: torch.device) -> str:
-    """Return where states lie, in words."""
     return "in memory" if place.type == "cpu" else "on the GPU"
 
 
@@ -174,7 +172,6 @@ class Side:
         return modes == {BLOCKING} and all(torch.equal(weight, others[name]) for name, weight in own.items())
 
     def projection(self, name: str) -> nn.Linear:
-        """Return a projection by its name within the layer, such as ``self_attn.q_proj``."""
         linear = self.layer.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         return linear

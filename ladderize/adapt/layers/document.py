@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ladderize.adapt.layers.align import ERRORS, LayerReport
-from ladderize.adapt.layers.block_trainer import BLOCK_ERROR, BlockReport
+from ladderize.adapt.layers.distill import BLOCK_ERROR, BlockReport
 from ladderize.adapt.methods import ALIGN, BLOCKS
 from ladderize.adapt.teacher import target_text
 from ladderize.console import code_span
@@ -75,7 +75,6 @@ class LayersDocument(Record):
     spd: list[SpdBlock] | None = None
 
     def measured_rows(self) -> list[dict[str, str]]:
-        """Return a table of the held-out measures for people."""
         return [
             {
                 "held out": name,

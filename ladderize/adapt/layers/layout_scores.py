@@ -22,11 +22,10 @@ from ladderize.adapt.layers.align import (
 )
 from ladderize.adapt.layers.align_layer import Streams, located, place_of_states, readers_of, states_bytes
 from ladderize.adapt.layers.layer_files import StudentBlocks
-from ladderize.adapt.layers.options import layers_to_align, short_tokens
-from ladderize.adapt.layers.windows import Windows, split_windows
+from ladderize.adapt.layers.options import layers_to_align
+from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, State, check_finite, complete, window_nlls
 from ladderize.checkpoint.config import parameter_count, stored_dtype
-from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, human_bytes
 from ladderize.layout import BLOCKING, Layout
 from ladderize.memory import check_room
@@ -36,7 +35,7 @@ TOKENS_PER_PASS = 4096
 
 
 def usual_batch(windows: np.ndarray) -> int:
-    """Return the number of windows per forward pass: 4096 tokens' worth, and no more than there are."""
+    """Return the number of windows per forward pass."""
     return min(max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
 
 
@@ -133,17 +132,6 @@ def score_layouts(
 # ---- after alignment ----
 
 
-def windows_to_align_on(
-    checkpoint: Checkpoint, others: np.ndarray, samples: int | None = None, heldout: int | None = None
-) -> Windows | None:
-    """Return the first of ``others`` to align on; None where they are too few.
-
-    others: ids [windows, tokens] that are not scored.
-    samples, heldout: numbers of windows; None: as ``adapt --align`` chooses for such data.
-    """
-    return split_windows(others, samples, heldout, short_tokens(checkpoint.config))
-
-
 class AlignedLayouts:
     """Scores layouts of the dense model of ``blocks`` after alignment on ``windows``. A dense layout is scored as it
     is."""
@@ -186,7 +174,6 @@ class AlignedLayouts:
 
 
 def layers_of(layouts: Sequence[Layout]) -> int:
-    """Return the number of aligned layers in all layouts."""
     return sum(len(layers_to_align(layout)) for layout in layouts if not layout.is_dense)
 
 

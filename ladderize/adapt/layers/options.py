@@ -90,7 +90,6 @@ def assign_tokens(config: Mapping[str, Any]) -> int:
 
 
 def widest_input(config: Mapping[str, Any]) -> int:
-    """Return the number of inputs of the widest projection."""
     return max(int(config["hidden_size"]), int(config["intermediate_size"]))
 
 

@@ -12,8 +12,7 @@ import torch
 from ladderize.adapt.data.sources import source_sha256
 from ladderize.adapt.data_files import data_files
 from ladderize.adapt.layers.align import LayerReport, align
-from ladderize.adapt.layers.block_trainer import BlockReport
-from ladderize.adapt.layers.distill import distill
+from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.document import FILES, LayersDocument, SpdBlock, WindowData
 from ladderize.adapt.layers.layer_files import LayerFolder, LayerJob, StudentBlocks, assigned_weights
 from ladderize.adapt.layers.measures import Contender, heldout_measures
@@ -70,7 +69,6 @@ class LayerTask:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the computation."""
         return compute_dtype(self.options.dtype, stored_dtype(self.dense))
 
     def about(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from ladderize.adapt.layers.layout_scores import (
     AlignedLayouts,
     score_aligned,
     score_layouts,
-    windows_to_align_on,
 )
+from ladderize.adapt.layers.options import short_tokens
+from ladderize.adapt.layers.windows import split_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.checkpoint.config import stored_dtype
 from ladderize.checkpoint.tensors import fingerprint
@@ -96,7 +97,9 @@ def measure_sensitivity(
     scored = windows[: options.samples]
     if len(scored) < options.samples:
         console.note(f"{options.data} gives {len(scored)} windows, fewer than --samples {options.samples}")
-    to_align = windows_to_align_on(checkpoint, windows[options.samples :]) if options.align else None
+    to_align = None
+    if options.align:
+        to_align = split_windows(windows[options.samples :], None, None, short_tokens(checkpoint.config))
     if options.align and to_align is None:
         raise UserError(
             f"{options.data} gives {len(windows)} windows of {windows.shape[1]} tokens, too few for {options.samples}"

@@ -76,7 +76,6 @@ class Adaptation(Record):
         return lines
 
     def card_note(self) -> str:
-        """Return a paragraph for the model card that says how the weights were made."""
         taught = f", taught by {code_span(self.distill_from)}" if self.distill_from else ""
         return (
             f"**Retraining.** Layers {format_ranges(self.layers)} were retrained (`{self.method}`) on"
@@ -93,7 +92,6 @@ def check_out(job: RetrainJob, sources: Iterable[Checkpoint]) -> None:
 
 
 def result_digest(task: Task, identity: Mapping[str, Any]) -> str:
-    """Return a digest of everything that decides the result."""
     return run_digest({"identity": identity, "options": task.options.to_dict()})
 
 

@@ -204,10 +204,7 @@ def start_trackers(accelerator: Accelerator, options: TrainOptions) -> None:
 
 
 def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
-    """Train and write OUT, unless this run wrote it before; returns the document, None on other ranks than 0.
-
-    Raises UserError.
-    """
+    """Train and write OUT, unless this run wrote it before; returns the document, None on other ranks than 0."""
     options = task.options
     folder = work_folder(job.out)
     if ranks.is_main:

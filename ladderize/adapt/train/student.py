@@ -34,7 +34,7 @@ class ScoredLogits(nn.Module):
     """A causal language model that computes logits only where a target is scored.
 
     Accelerate wraps this module (DDP, FSDP2, DeepSpeed, autocast), so everything that reads parameters is within its
-    ``forward``. It has the methods that Accelerate asks of a transformers model in order to shard it.
+    ``forward``.
     """
 
     def __init__(self, model: Any, compute: torch.dtype) -> None:
@@ -43,16 +43,10 @@ class ScoredLogits(nn.Module):
         self.config = model.config
         self.vocabulary = Collectives(), 0, int(model.config.vocab_size)
         self.scale = decoder_of(model.config.to_dict()).logits_scale
+        # what Accelerate asks of a transformers model in order to shard it
         self._no_split_modules = [type(model.model.layers[0]).__name__]
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.model.get_output_embeddings()
-
-    def tie_weights(self) -> None:
-        self.model.tie_weights()
+        self.get_input_embeddings, self.get_output_embeddings = model.get_input_embeddings, model.get_output_embeddings
+        self.tie_weights = model.tie_weights
 
     def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
         """Return the logits [scored tokens, vocab].

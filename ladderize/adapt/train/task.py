@@ -52,7 +52,6 @@ class Launch:
 
 
 def sharding_asked() -> bool:
-    """Return True if ``accelerate launch`` was told to shard the model, by FSDP or DeepSpeed."""
     return any(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")))
 
 
@@ -95,7 +94,6 @@ class Task:
 
     @property
     def trained(self) -> frozenset[str]:
-        """The tensors that full retraining changes."""
         return frozenset() if self.is_lora else trained_tensors(self.checkpoint.tensors, self.layers, self.everything)
 
     @property

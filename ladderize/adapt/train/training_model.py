@@ -130,7 +130,7 @@ class TrainingModel(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Load the state that ``save`` wrote."""
+        """Load what ``save`` wrote."""
 
     def close(self) -> None:  # noqa: B027 - where Accelerate communicates nothing is to be closed
         """End all communication. All ranks call it after the last use, but not after an error, when others may be
