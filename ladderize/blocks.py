@@ -61,22 +61,18 @@ def compute_dtype(asked: str, stored: str) -> torch.dtype:
     return dtype
 
 
-def read_windows(
-    checkpoint: Checkpoint, file: str, *, seq_len: int | None, samples: int | None, seed: int
-) -> np.ndarray:
-    """Return full windows of a data file, in an order drawn with ``seed``: int64 [samples, seq_len].
+def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, seed: int) -> np.ndarray:
+    """Return all full windows of a data file, in an order drawn with ``seed``: int64 [windows, seq_len].
 
     The checkpoint's tokenizer tokenises text.
 
-    samples: the number of windows; None: all there are.
     Raises UserError for data that are too few, or made for another model.
     """
     data.check_data_file(file)
     config = checkpoint.config
     tokenizer = load_tokenizer(checkpoint.folder) if data.needs_tokenizer(file) else None
     documents = data.read_documents(file, tokenizer, vocab_size=config["vocab_size"])
-    positions = most_positions(config)
-    return data.draw_windows(documents, spec=file, positions=positions, seq_len=seq_len, samples=samples, seed=seed)
+    return data.draw_windows(documents, spec=file, positions=most_positions(config), seq_len=seq_len, seed=seed)
 
 
 class Blocks:

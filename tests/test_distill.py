@@ -217,7 +217,7 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
     ("options", "code", "message"),
     [
         (["--train", "0"], 1, "0 are the same as in the dense model; only 1:4 can be rewritten"),
-        (["--samples", "70"], 1, "gives 72 windows of 16 tokens, and 78 are asked for"),
+        (["--samples", "70"], 1, "gives 72 windows of 16 tokens, too few for 70 to train on and 8 held out"),
         (["--lr", "0"], 2, "--lr must be above 0"),
     ],
 )

@@ -48,7 +48,7 @@ class LayoutMeasurer:
         self.blocks, self.console = Blocks(checkpoint, computed, torch.device(default_device())), console
         if file_sha256(data.file) != data.sha256:
             raise UserError(f"{data.file} is not the data that the costs were measured on")
-        drawn = read_windows(checkpoint, data.file, seq_len=data.seq_len, samples=None, seed=data.seed)
+        drawn = read_windows(checkpoint, data.file, seq_len=data.seq_len, seed=data.seed)
         choose, rest = drawn[: data.samples], drawn[data.samples :]
         self.aligner = None
         if costs.aligned is not None:

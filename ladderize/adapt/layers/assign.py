@@ -58,7 +58,7 @@ def assign_ranks(
         length = row_of_ids([data]) or min(WINDOW_TOKENS, positions)
         if (count := sum(map(len, rows)) // length) < 2:
             raise UserError(f"{data} gives {count} windows of {length} tokens, and one is held out; give more data")
-        drawn = draw_windows(rows, spec=data, positions=positions, seq_len=length, samples=None, seed=0)
+        drawn = draw_windows(rows, spec=data, positions=positions, seq_len=length, seed=0)
     windows = split_windows(drawn, None, None, wanted)
     assert windows is not None  # there are two
     device = torch.device(options.device or default_device())

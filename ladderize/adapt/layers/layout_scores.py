@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.layers.align import (
-    AlignedLayer,
+    LayerReport,
     aligned_layers,
     computed,
     warn_of_few,
@@ -154,7 +154,7 @@ class AlignedLayouts:
         advance: is called for each aligned layer.
         Raises UserError for a result that is NaN or infinite.
         """
-        made: Iterator[AlignedLayer] | None = None
+        made: Iterator[tuple[dict[str, Tensor], LayerReport]] | None = None
         if not layout.is_dense:
             streams = Streams(self.teacher, self.all_windows, self.ranks, readers_of(layout))
             student = StudentBlocks(layout, layers_to_align(layout), self.weights)
@@ -163,9 +163,8 @@ class AlignedLayouts:
         def layer_at(index: int) -> torch.nn.Module:
             weights: Mapping[str, Tensor] = self.weights(index)
             if made is not None:
-                layer = next(made)
-                weights = layer.weights
-                advance(1 if layer.reports else 0)
+                weights, report = next(made)
+                advance(1 if report.projections else 0)
             return self.blocks.layer(index, layout, computed(weights, self.blocks))
 
         nll = window_nlls(self.blocks, layer_at, scored, batch_size=usual_batch(scored.numpy()))

@@ -91,7 +91,7 @@ def measure_sensitivity(
         layout.check_model(checkpoint.config)
     if drawn is None:
         file = options.data
-        windows = read_windows(checkpoint, file, seq_len=options.seq_len, samples=None, seed=options.seed)
+        windows = read_windows(checkpoint, file, seq_len=options.seq_len, seed=options.seed)
         drawn = windows, data.file_sha256(file)
     windows, sha256 = drawn
     scored = windows[: options.samples]

@@ -55,7 +55,6 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
     """
     config, positions = checkpoint.config, most_positions(checkpoint.config)
     tokens = (options.tokens or default_tokens(config)) if isinstance(options, AlignOptions) else None
-    both = options.samples is not None and options.heldout is not None
     enough = None
     if tokens is not None:
         seq_len = options.seq_len or min(row_of_ids([options.data]) or 2048, positions)
@@ -66,7 +65,6 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
         spec=options.data,
         positions=positions,
         seq_len=options.seq_len,
-        samples=(options.samples or 0) + (options.heldout or 0) if both else None,
         seed=options.seed,
     )
     windows = split_windows(drawn, options.samples, options.heldout, tokens)

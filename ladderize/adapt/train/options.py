@@ -70,10 +70,6 @@ class Objective:
         """The loss without the hidden error, in nats per token. On held-out rows it decides which weights are best."""
         return replace(self, hidden_weight=0.0)
 
-    @property
-    def has_teacher(self) -> bool:
-        return bool(self.distill_weight or self.hidden_weight)
-
     def total(self, cross_entropy: Any, divergence: Any, hidden: Any) -> Any:
         """Return the loss from three means, which are numbers or tensors."""
         loss = cross_entropy
@@ -233,7 +229,7 @@ class RetrainOptions(Record):
             raise UsageError(f"--lora-targets must name some of {', '.join(LORA_TARGETS)}")
         check_sources(self.data)
         check_training(self.dtype, self.lr)
-        if (self.distill_from is not None) != self.objective.has_teacher:
+        if (self.distill_from is not None) != bool(self.objective.distill_weight or self.hidden_weight):
             raise UsageError(
                 "--distill-from, and a --distill-weight or --hidden-weight above 0, have no effect without each other"
             )
@@ -358,7 +354,3 @@ class TrainOptions(RetrainOptions):
     def share(self, step: int, tokens: int) -> float:
         """Return the share of the training that is done, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
         return min(1.0, step / self.max_steps if self.max_steps else tokens / (self.max_tokens or 1))
-
-    def fixed(self) -> dict[str, Any]:
-        """Return the options that must not change when a run resumes."""
-        return {name: value for name, value in self.to_dict().items() if name in FIXED}

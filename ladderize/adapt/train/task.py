@@ -10,7 +10,7 @@ from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.lora import lora_config
 from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.teacher import check_pair
-from ladderize.adapt.train.options import RetrainOptions, TrainOptions
+from ladderize.adapt.train.options import FIXED, RetrainOptions, TrainOptions
 from ladderize.adapt.train.student import trained_tensors
 from ladderize.blocks import compute_dtype, open_checkpoint
 from ladderize.checkpoint.config import stored_dtype
@@ -155,6 +155,7 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
 
 def run_identity(task: Task) -> dict[str, Any]:
     """Return everything that a run must have in common with the one it resumes."""
+    options = task.options.to_dict()
     return {
         "model": fingerprint(task.checkpoint),
         "layout": task.layout.to_config(),
@@ -164,5 +165,5 @@ def run_identity(task: Task) -> dict[str, Any]:
         "dtype": str(task.compute).removeprefix("torch."),
         "processes": task.launch.processes,
         "tp_size": task.options.tp_size,
-        **task.options.fixed(),
+        **{name: options[name] for name in FIXED},
     }

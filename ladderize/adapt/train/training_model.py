@@ -96,8 +96,8 @@ class TrainingModel(ABC):
         """
         # ZeRO 3 holds no weights between passes; in mixed precision those it gathers are bfloat16 already.
         present = [parameter for parameter in self.parameters if not hasattr(parameter, "ds_id")]
-        present = [one.to_local() if isinstance(one, DTensor) else one for one in present]
-        rounded = present if stored != torch.float32 else []
+        parts = [one.to_local() if isinstance(one, DTensor) else one for one in present]
+        rounded = parts if stored != torch.float32 else []
         with torch.no_grad():
             kept = [part.clone() for part in rounded]
             for part in rounded:
