@@ -51,11 +51,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
 
 
 def compute_dtype(asked: str, stored: str) -> torch.dtype:
-    """Return the dtype to train in.
-
-    asked: a dtype's name, or auto: float32 where weights are stored so, else bfloat16.
-    stored: the dtype of the stored weights.
-    """
+    """Return the dtype to train in. ``auto`` is float32 where weights are stored in it (or float64), else bfloat16."""
     auto = "float32" if stored in ("float32", "float64") else "bfloat16"
     dtype: torch.dtype = getattr(torch, auto if asked == "auto" else asked)
     return dtype
@@ -63,8 +59,6 @@ def compute_dtype(asked: str, stored: str) -> torch.dtype:
 
 def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, seed: int) -> np.ndarray:
     """Return all full windows of a data file, in an order drawn with ``seed``: int64 [windows, seq_len].
-
-    The checkpoint's tokenizer tokenises text.
 
     Raises UserError for data that are too few, or made for another model.
     """
@@ -155,10 +149,8 @@ class Blocks:
         )
 
     def heads(self, layer: Any, stream: Tensor) -> Tensor:
-        """Return the inputs of o_proj, [batch, tokens, heads * head_dim], of a layer whose attention's sum is dropped.
-
-        stream: that its attention reads, [batch, tokens, hidden].
-        """
+        """Return o_proj's inputs, [batch, tokens, heads * head_dim], of a layer whose attention's sum is dropped, from
+        the stream that it reads, [batch, tokens, hidden]."""
         attention, tokens = layer.self_attn, stream.shape[1]
         rope, mask = self.position_embeddings(tokens), self.mask(attention.layer_idx, tokens)
         return cast(Tensor, attention(layer.input_layernorm(stream), rope, mask)[0])
@@ -218,11 +210,7 @@ class Blocks:
 
     def _logits(self, streams: Sequence[Tensor], beside: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
         """Yield the float32 logits [some tokens, vocab] of each stream [batch, tokens, hidden], and their part of
-        ``beside``.
-
-        beside: [batch * tokens].
-        At most ``LOGITS_AT_ONCE`` numbers are computed at a time.
-        """
+        ``beside`` [batch * tokens]; at most ``LOGITS_AT_ONCE`` numbers at a time."""
         eps = complete_config(self.config)["rms_norm_eps"]
         norm = dense_class(self.family, "RMSNorm")(streams[0].shape[-1], eps=eps)
         norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
@@ -245,9 +233,7 @@ def window_streams(
 ) -> list[Tensor]:
     """Return the complete streams that leave the last layer, one tensor per batch of windows, on the CPU.
 
-    One layer is in memory at a time.
-
-    layer_at: returns a layer by its number.
+    layer_at: returns a layer by its number; one is in memory at a time.
     windows: [windows, tokens].
     """
     with torch.no_grad():

@@ -93,10 +93,7 @@ def _read_text(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Itera
 
 
 def need_tokenizer(tokenizer: "PreTrainedTokenizerBase | None", origin: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer; raises UserError where the model has none.
-
-    origin: the text that needs it, for the message.
-    """
+    """Return the tokenizer, which the text at ``origin`` needs; raises UserError where the model has none."""
     if tokenizer is None:
         raise UserError(
             f"{origin} is text, but the model has no tokenizer; give token ids (input_ids, .npy or .npz) instead"

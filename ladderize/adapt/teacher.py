@@ -66,9 +66,7 @@ def check_improved(
     """Raise UserError unless the held-out ``criterion``, such as KL, is lower after training than before.
 
     before, after: nats per token, after: with the weights that would be written.
-    work: the folder that keeps the work.
     advice: what else to try.
-    what: the name of what was done.
     """
     if not after < before:
         raise UserError(

@@ -23,12 +23,7 @@ DONE = {
 
 @dataclass(frozen=True)
 class WindowData(Record):
-    """The data and its windows.
-
-    samples: windows to learn from.
-    heldout: windows held out.
-    seq_len: tokens of each.
-    """
+    """The data, and the numbers of windows to learn from and held out."""
 
     file: str
     sha256: str

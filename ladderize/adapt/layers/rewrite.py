@@ -152,7 +152,6 @@ def adapt_layers(
     rank 0 writes. A killed run resumes.
 
     options: AlignOptions solve projections by least squares, BlockwiseOptions distil each block.
-    Raises UserError.
     """
     layout = Layout.from_config(open_checkpoint(str(model), revision).config)
     if layout.is_dense:
@@ -189,7 +188,6 @@ def rewrite_layers(
     identity: that the work was opened with.
     assignment: of heads and neurons to ranks, which they are moved to; None: they stay.
     blocks, extra_files: for the document and for OUT.
-    Raises UserError.
     """
     options, ranks, console = task.options, task.ranks, task.console
     teacher, converted = (Blocks(each, task.dtype, ranks.device) for each in (task.dense, task.source))

@@ -33,11 +33,7 @@ LEAST_WINDOWS_HELDOUT = 8
 
 @dataclass(frozen=True)
 class Windows:
-    """Token ids [windows, tokens].
-
-    train: to learn from.
-    heldout: for the held-out loss and the perplexities.
-    """
+    """Token ids [windows, tokens]: to learn from, and held out for the loss and the perplexities."""
 
     train: Tensor
     heldout: Tensor

@@ -323,10 +323,8 @@ class Loop:
 
 
 def explosion_bound(recent: Sequence[float]) -> float:
-    """Return the loss above which a step is far from ``recent`` ones; infinite where they are too few.
-
-    It is three times their median, and at least 4 nats above it.
-    """
+    """Return the loss above which a step is far from ``recent`` ones: three times their median, and at least 4 nats
+    above it; infinite where they are too few."""
     if len(recent) < 10:
         return math.inf
     median = statistics.median(recent)

@@ -318,12 +318,7 @@ class RetrainOptions(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RetrainOptions):
-    """The options of a training, with every default resolved.
-
-    seq_len: tokens of a row.
-    batch_size: rows of a step, over all processes.
-    micro_batch_size: rows of a step at once on one device.
-    """
+    """The options of a training, with every default resolved."""
 
     seq_len: int
     batch_size: int

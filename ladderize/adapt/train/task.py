@@ -39,7 +39,6 @@ class RetrainJob:
 class Launch:
     """The launcher's decisions.
 
-    processes: the number of all of them.
     precision: Accelerate's mixed precision.
     accumulation: its steps of gradient accumulation; 1: none were asked for.
     sharded: by FSDP or DeepSpeed.

@@ -163,8 +163,8 @@ class HFTraining(TrainingModel):
     ) -> None:
         self.vocabulary = student.vocabulary
         own = [parameter for parameter in student.parameters() if parameter.requires_grad]
-        optimizer = make_optimizer(own, weight_decay, fused=accelerator.distributed_type != DistributedType.DEEPSPEED)
-        plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == "DEEPSPEED" else None
+        plugin = accelerator.state.deepspeed_plugin  # None unless it was asked for
+        optimizer = make_optimizer(own, weight_decay, fused=plugin is None)
         if plugin is not None:
             plugin.deepspeed_config.update(
                 train_micro_batch_size_per_gpu=micro_batch_size,
