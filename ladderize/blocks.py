@@ -6,7 +6,7 @@ converted checkpoint carries, so nothing here defines a second time what a layou
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,8 +53,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
 def compute_dtype(asked: str, stored: str) -> torch.dtype:
     """Return the dtype to train in. ``auto`` is float32 where weights are stored in it (or float64), else bfloat16."""
     auto = "float32" if stored in ("float32", "float64") else "bfloat16"
-    dtype: torch.dtype = getattr(torch, auto if asked == "auto" else asked)
-    return dtype
+    return getattr(torch, auto if asked == "auto" else asked)
 
 
 def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, seed: int) -> np.ndarray:
@@ -114,7 +113,7 @@ class Blocks:
         with torch.device("meta"):
             layer = ladderized_class(self.family, "DecoderLayer")(self.model_config(layout), index)
         layer.load_state_dict(dict(self.weights(index) if weights is None else weights), assign=True)
-        return cast(torch.nn.Module, layer.eval())
+        return layer.eval()
 
     def model_config(self, layout: Layout) -> Any:
         stated = {
@@ -133,19 +132,16 @@ class Blocks:
         embedded = torch.nn.functional.embedding(ids.to(self.device), self._end("model.embed_tokens.weight"))
         return embedded * self.decoder.embedding_scale
 
-    def run(self, layer: torch.nn.Module, state: State) -> State:
+    def run(self, layer: Any, state: State) -> State:
         """Return the state that leaves ``layer``. Every row is a full window with causal attention, within the layer's
         own window."""
         tokens = complete(state).shape[1]
         positions = torch.arange(tokens, device=self.device)[None]
-        return cast(
-            State,
-            layer(
-                state,
-                attention_mask=self.mask(cast(Any, layer).self_attn.layer_idx, tokens),
-                position_ids=positions,
-                position_embeddings=self.position_embeddings(tokens),
-            ),
+        return layer(
+            state,
+            attention_mask=self.mask(layer.self_attn.layer_idx, tokens),
+            position_ids=positions,
+            position_embeddings=self.position_embeddings(tokens),
         )
 
     def heads(self, layer: Any, stream: Tensor) -> Tensor:
@@ -153,7 +149,7 @@ class Blocks:
         the stream that it reads, [batch, tokens, hidden]."""
         attention, tokens = layer.self_attn, stream.shape[1]
         rope, mask = self.position_embeddings(tokens), self.mask(attention.layer_idx, tokens)
-        return cast(Tensor, attention(layer.input_layernorm(stream), rope, mask)[0])
+        return attention(layer.input_layernorm(stream), rope, mask)[0]
 
     def mask(self, layer: int, tokens: int) -> Tensor | None:
         """Return the tokens that each token sees in this layer, bool [1, 1, tokens, tokens]; None: all up to itself."""

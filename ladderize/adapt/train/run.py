@@ -71,7 +71,7 @@ def adapt_checkpoint(
         job = start_aligned(job, console)
     if not starts_ranks:
         return retrain(join_ranks(options.device), job, console)
-    document: Adaptation | None = run(
+    return run(
         retrain,
         job,
         console,
@@ -80,7 +80,6 @@ def adapt_checkpoint(
         timeout=TRAINING_TIMEOUT,
         stoppable=True,
     )
-    return document
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -45,7 +45,7 @@ class Scores(Record):
     def criterion(self, objective: Objective) -> float:
         """Return the value by which the best weights are chosen: the lower the better, infinite where it is not a
         number."""
-        value: float = objective.criterion.total(self.cross_entropy, self.divergence, 0.0)
+        value = objective.criterion.total(self.cross_entropy, self.divergence, 0.0)
         return value if math.isfinite(value) else math.inf
 
     def text(self, objective: Objective) -> str:

@@ -61,7 +61,7 @@ class ScoredLogits(nn.Module):
             rows["attention_mask"] = batch.additive_mask(self.compute)
         more = {} if outputs is None else {"sub_module_outputs": outputs}
         hidden = self.model.model(**rows, use_cache=False, **more).last_hidden_state
-        logits: Tensor = self.model.lm_head(batch.scored_states(hidden))
+        logits = self.model.lm_head(batch.scored_states(hidden))
         return logits if self.scale == 1 else logits * self.scale
 
     def forward(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:

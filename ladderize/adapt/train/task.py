@@ -74,8 +74,7 @@ class Task:
     @property
     def stored(self) -> torch.dtype:
         """The dtype in which OUT holds trained weights; float32 for an adapter."""
-        dtype: torch.dtype = torch.float32 if self.is_lora else getattr(torch, stored_dtype(self.checkpoint))
-        return dtype
+        return torch.float32 if self.is_lora else getattr(torch, stored_dtype(self.checkpoint))
 
     @property
     def sources(self) -> list[Checkpoint]:

@@ -73,8 +73,7 @@ class TrainingModel(ABC):
         if self.teacher is not None:
             with torch.no_grad():
                 scores = self.teacher(batch, outputs=outputs)
-        sums: Tensor = self.student(batch, teacher_logits=scores, teacher_outputs=outputs)
-        return sums
+        return self.student(batch, teacher_logits=scores, teacher_outputs=outputs)
 
     @torch.no_grad()
     def teacher_entropy(self, batch: Batch) -> Tensor:
@@ -84,8 +83,7 @@ class TrainingModel(ABC):
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over the ranks of different rows, on every rank."""
-        total: Tensor = self.accelerator.reduce(values, "sum")
-        return total / self.tp_size
+        return self.accelerator.reduce(values, "sum") / self.tp_size
 
     @contextlib.contextmanager
     def evaluating(self, stored: torch.dtype) -> Iterator[None]:
@@ -236,7 +234,6 @@ def place_teacher(teacher: ScoredLogits, accelerator: Accelerator) -> Callable[.
 
     def scored(*arguments: Any, **named: Any) -> Tensor:
         with accelerator.autocast():
-            logits: Tensor = teacher(*arguments, **named)
-            return logits
+            return teacher(*arguments, **named)
 
     return scored
