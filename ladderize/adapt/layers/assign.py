@@ -240,7 +240,7 @@ def matched_labels(blocks: Blocks, layout: Layout, found: RankAssignment, ids: T
     ids: [windows, tokens].
     """
     dense = Layout.dense(layout.num_layers)
-    states: list[State] = [blocks.embed(rows) for rows in ids.split(max(1, 4096 // ids.shape[1]))]
+    states: list[State] = [blocks.embed(rows) for rows in ids.split(max(1, WINDOWS_AT_ONCE_TOKENS // ids.shape[1]))]
     handed: list[State] = []  # what the layer before, as it is converted, hands on
     for index in range(max(found.heads, default=-1) + 1):
         weights = blocks.weights(index)
