@@ -47,7 +47,7 @@ def divergences(model: Path, heldout: Mapping[str, Path]) -> dict[str, float]:
     plain = Layout.dense(dense.num_layers)
     found = {}
     for kind, file in heldout.items():
-        ids = read_windows(dense.checkpoint, str(file), seq_len=SEQ_LEN, samples=None, seed=0)[:JUDGED]
+        ids = read_windows(dense.checkpoint, str(file), seq_len=SEQ_LEN, seed=0)[:JUDGED]
         models: Any = {
             "dense": Contender(dense, plain, dense.weights),
             "model": Contender(own, own.layout, own.weights),

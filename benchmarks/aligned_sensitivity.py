@@ -46,7 +46,7 @@ def by_shortcut(aligned: AlignedLayouts, layouts: list[Layout], scored: torch.Te
     streams = Streams(blocks, aligned.all_windows, aligned.ranks)
     student = StudentBlocks(layouts[0], tuple(every), aligned.weights)
     made = aligned_layers(blocks, blocks, aligned.weights, student, streams)
-    weights = [computed(layer.weights, blocks) for layer in made]
+    weights = [computed(own, blocks) for own, _ in made]
     found = []
     for first, layout in enumerate(layouts):
         nll = window_nlls(
@@ -77,7 +77,7 @@ def main() -> None:
     checkpoint = open_checkpoint(args.model)
     blocks = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), torch.device("cpu"))
     layers = blocks.num_layers
-    drawn = torch.from_numpy(read_windows(checkpoint, args.data, seq_len=args.seq_len, samples=None, seed=0))
+    drawn = torch.from_numpy(read_windows(checkpoint, args.data, seq_len=args.seq_len, seed=0))
     scored, confirm, rest = drawn[:SCORED], drawn[SCORED : 2 * SCORED], drawn[2 * SCORED :]
     tokens = drawn.shape[1]
     modes = {}

@@ -77,7 +77,7 @@ def options_for(folder: Path, device: str, **more: Any) -> RetrainOptions:
 def open_loop(model: Path, options: RetrainOptions, rows: Any, work: Path) -> Iterator[tuple[Task, Loop]]:
     """Yield the training of a model on rows, before its first step, as ``adapt`` makes it on one process."""
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
-    task = open_task(str(model), options, Launch(device.type))
+    task = open_task(str(model), options, Launch())
     reset_accelerate()
     accelerator = open_accelerator(options.device, "bf16" if task.compute == torch.bfloat16 else None)
     trained = make_model(task, accelerator, Ranks(0, 1, device), SILENT)

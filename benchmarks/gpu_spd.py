@@ -18,8 +18,7 @@ import torch
 
 from ladderize.adapt.layers.align import align
 from ladderize.adapt.layers.assign import assign_layers
-from ladderize.adapt.layers.block_trainer import BlockReport
-from ladderize.adapt.layers.distill import distill
+from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.layout_scores import ConvertedLayouts
 from ladderize.adapt.layers.options import BlockwiseOptions

@@ -71,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     checkpoint = open_checkpoint(args.model)
     blocks = Blocks(checkpoint, torch.float32, torch.device("cpu"))
-    windows = read_windows(checkpoint, args.data, seq_len=None, samples=2 * args.windows, seed=0)
+    windows = read_windows(checkpoint, args.data, seq_len=None, seed=0)[: 2 * args.windows]
     tokens = windows.shape[1] - 1
     layouts = every_layout(blocks.num_layers, args.sync_tp_size)
     score = ConvertedLayouts(blocks, layouts)

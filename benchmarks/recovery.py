@@ -244,7 +244,7 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     dense, own = (
         Blocks(open_checkpoint(str(path)), torch.float32, torch.device("cpu")) for path in (bench.model, model)
     )
-    ids = read_windows(dense.checkpoint, bench.heldout, seq_len=bench.seq_len, samples=None, seed=0)[:JUDGED]
+    ids = read_windows(dense.checkpoint, bench.heldout, seq_len=bench.seq_len, seed=0)[:JUDGED]
     plain = Layout.dense(dense.num_layers)
     perplexity, divergence = heldout_measures(
         {

@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from ladderize.adapt.layers.assign import assign_layers
-from ladderize.adapt.layers.block_trainer import BlockReport
-from ladderize.adapt.layers.distill import distill
+from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions, SpdOptions
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
@@ -105,7 +104,7 @@ def table(args: argparse.Namespace) -> dict:
 def heldout_perplexity(args: argparse.Namespace, layout: Layout) -> float:
     checkpoint = open_checkpoint(args.model)
     blocks = Blocks(checkpoint, torch.float32, torch.device("cpu"))
-    ids = torch.from_numpy(read_windows(checkpoint, args.heldout, seq_len=args.seq_len, samples=None, seed=0))
+    ids = torch.from_numpy(read_windows(checkpoint, args.heldout, seq_len=args.seq_len, seed=0))
     return perplexity(window_nlls(blocks, lambda i: blocks.layer(i, layout), ids, batch_size=16), ids)
 
 
@@ -147,7 +146,7 @@ def ablation(args: argparse.Namespace) -> dict:
     count, ranks = blocks.num_layers, int(args.ranks)
     layers = range(count)
     every = Layout.from_layers(count, spd=layers, sync_tp_size=ranks)
-    heldout = torch.from_numpy(read_windows(checkpoint, args.heldout, seq_len=None, samples=None, seed=0))
+    heldout = torch.from_numpy(read_windows(checkpoint, args.heldout, seq_len=None, seed=0))
     dense = perplexity(
         window_nlls(blocks, lambda i: blocks.layer(i, Layout.dense(count)), heldout, batch_size=16), heldout
     )

@@ -6,7 +6,7 @@ converted checkpoint carries, so nothing here defines a second time what a layou
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +34,10 @@ State = Tensor | tuple[Tensor, Tensor]
 
 
 def complete(state: State) -> Tensor:
-    """Return the complete residual stream of a state."""
     return state[0] if isinstance(state, tuple) else state
 
 
 def to_device(state: State, device: torch.device) -> State:
-    """Return the state on another device."""
     return (state[0].to(device), state[1].to(device)) if isinstance(state, tuple) else state.to(device)
 
 
@@ -53,32 +51,21 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
 
 
 def compute_dtype(asked: str, stored: str) -> torch.dtype:
-    """Return the dtype to train in.
-
-    asked: a dtype's name, or auto: float32 where weights are stored so, else bfloat16.
-    stored: the dtype of the stored weights.
-    """
+    """Return the dtype to train in. ``auto`` is float32 where weights are stored in it (or float64), else bfloat16."""
     auto = "float32" if stored in ("float32", "float64") else "bfloat16"
-    dtype: torch.dtype = getattr(torch, auto if asked == "auto" else asked)
-    return dtype
+    return getattr(torch, auto if asked == "auto" else asked)
 
 
-def read_windows(
-    checkpoint: Checkpoint, file: str, *, seq_len: int | None, samples: int | None, seed: int
-) -> np.ndarray:
-    """Return full windows of a data file, in an order drawn with ``seed``: int64 [samples, seq_len].
+def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, seed: int) -> np.ndarray:
+    """Return all full windows of a data file, in an order drawn with ``seed``: int64 [windows, seq_len].
 
-    The checkpoint's tokenizer tokenises text.
-
-    samples: the number of windows; None: all there are.
     Raises UserError for data that are too few, or made for another model.
     """
     data.check_data_file(file)
     config = checkpoint.config
     tokenizer = load_tokenizer(checkpoint.folder) if data.needs_tokenizer(file) else None
     documents = data.read_documents(file, tokenizer, vocab_size=config["vocab_size"])
-    positions = most_positions(config)
-    return data.draw_windows(documents, spec=file, positions=positions, seq_len=seq_len, samples=samples, seed=seed)
+    return data.draw_windows(documents, spec=file, positions=most_positions(config), seq_len=seq_len, seed=seed)
 
 
 class Blocks:
@@ -126,7 +113,7 @@ class Blocks:
         with torch.device("meta"):
             layer = ladderized_class(self.family, "DecoderLayer")(self.model_config(layout), index)
         layer.load_state_dict(dict(self.weights(index) if weights is None else weights), assign=True)
-        return cast(torch.nn.Module, layer.eval())
+        return layer.eval()
 
     def model_config(self, layout: Layout) -> Any:
         stated = {
@@ -145,20 +132,24 @@ class Blocks:
         embedded = torch.nn.functional.embedding(ids.to(self.device), self._end("model.embed_tokens.weight"))
         return embedded * self.decoder.embedding_scale
 
-    def run(self, layer: torch.nn.Module, state: State) -> State:
+    def run(self, layer: Any, state: State) -> State:
         """Return the state that leaves ``layer``. Every row is a full window with causal attention, within the layer's
         own window."""
         tokens = complete(state).shape[1]
         positions = torch.arange(tokens, device=self.device)[None]
-        return cast(
-            State,
-            layer(
-                state,
-                attention_mask=self.mask(cast(Any, layer).self_attn.layer_idx, tokens),
-                position_ids=positions,
-                position_embeddings=self.position_embeddings(tokens),
-            ),
+        return layer(
+            state,
+            attention_mask=self.mask(layer.self_attn.layer_idx, tokens),
+            position_ids=positions,
+            position_embeddings=self.position_embeddings(tokens),
         )
+
+    def heads(self, layer: Any, stream: Tensor) -> Tensor:
+        """Return o_proj's inputs, [batch, tokens, heads * head_dim], of a layer whose attention's sum is dropped, from
+        the stream that it reads, [batch, tokens, hidden]."""
+        attention, tokens = layer.self_attn, stream.shape[1]
+        rope, mask = self.position_embeddings(tokens), self.mask(attention.layer_idx, tokens)
+        return attention(layer.input_layernorm(stream), rope, mask)[0]
 
     def mask(self, layer: int, tokens: int) -> Tensor | None:
         """Return the tokens that each token sees in this layer, bool [1, 1, tokens, tokens]; None: all up to itself."""
@@ -215,11 +206,7 @@ class Blocks:
 
     def _logits(self, streams: Sequence[Tensor], beside: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
         """Yield the float32 logits [some tokens, vocab] of each stream [batch, tokens, hidden], and their part of
-        ``beside``.
-
-        beside: [batch * tokens].
-        At most ``LOGITS_AT_ONCE`` numbers are computed at a time.
-        """
+        ``beside`` [batch * tokens]; at most ``LOGITS_AT_ONCE`` numbers at a time."""
         eps = complete_config(self.config)["rms_norm_eps"]
         norm = dense_class(self.family, "RMSNorm")(streams[0].shape[-1], eps=eps)
         norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
@@ -242,9 +229,7 @@ def window_streams(
 ) -> list[Tensor]:
     """Return the complete streams that leave the last layer, one tensor per batch of windows, on the CPU.
 
-    One layer is in memory at a time.
-
-    layer_at: returns a layer by its number.
+    layer_at: returns a layer by its number; one is in memory at a time.
     windows: [windows, tokens].
     """
     with torch.no_grad():
@@ -262,10 +247,7 @@ def window_nlls(
 ) -> Tensor:
     """Return the summed negative log-likelihood of each window in nats, float64 [windows].
 
-    One layer is in memory at a time; ``eval.text.score_windows`` scores with a whole model.
-
-    layer_at: returns a layer by its number.
-    windows: [windows, tokens].
+    As ``window_streams``, one layer at a time; ``eval.text.score_windows`` scores with a whole model.
     """
     streams = window_streams(blocks, layer_at, windows, batch_size=batch_size)
     with torch.no_grad():
@@ -274,6 +256,5 @@ def window_nlls(
 
 
 def check_finite(value: float, what: str) -> None:
-    """Raise UserError if the value of ``what`` is NaN or infinite."""
     if not math.isfinite(value):
         raise UserError(f"{what} is NaN or infinite; check the model's weights, or compute in float32")

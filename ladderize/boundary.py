@@ -38,7 +38,7 @@ def error_boundary(debug: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
-        with _handled(signal.SIGINT, signal.SIG_IGN):  # the message must not be interrupted
+        with handled(signal.SIG_IGN, signal.SIGINT):  # the message must not be interrupted
             if is_main_rank():  # Ctrl-C reaches all of them
                 say("Stopped by SIGTERM." if terminated else "Interrupted.")
         sys.exit(TERMINATED if terminated else INTERRUPTED)
@@ -85,16 +85,17 @@ def unplanned(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _handled(number: int, handler: Any) -> Iterator[None]:
-    """Handle a signal within the block, where Python allows it: in the main thread."""
+def handled(handler: Any, *numbers: int) -> Iterator[None]:
+    """Handle signals within the block, where Python allows it: in the main thread. Elsewhere its owner handles them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(number, handler)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(number, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -116,10 +117,8 @@ def _terminable(received: list[int]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise _Terminated
 
-    if os.environ.get(WORLD_SIZE, "") not in ("", "1"):
-        yield
-        return
-    with _handled(signal.SIGTERM, interrupt):
+    alone = os.environ.get(WORLD_SIZE, "") in ("", "1")
+    with handled(interrupt, *([signal.SIGTERM] if alone else [])):
         yield
 
 

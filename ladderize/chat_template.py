@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ladderize.console import sentence
 from ladderize.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,5 +42,4 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[
 
 def refused_conversation(error: Exception) -> UserError:
     """Return an error of a template as a UserError with one sentence."""
-    problem = " ".join(str(error).split())[:200] or type(error).__name__
-    return UserError(f"the chat template refuses the conversation ({problem})")
+    return UserError(f"the chat template refuses the conversation ({sentence(error)[:200]})")

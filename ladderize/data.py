@@ -93,10 +93,7 @@ def _read_text(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Itera
 
 
 def need_tokenizer(tokenizer: "PreTrainedTokenizerBase | None", origin: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer; raises UserError where the model has none.
-
-    origin: the text that needs it, for the message.
-    """
+    """Return the tokenizer, which the text at ``origin`` needs; raises UserError where the model has none."""
     if tokenizer is None:
         raise UserError(
             f"{origin} is text, but the model has no tokenizer; give token ids (input_ids, .npy or .npz) instead"
@@ -110,8 +107,7 @@ def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list
     A batch is several times as fast as single texts.
     """
     encoded = tokenizer(list(texts), verbose=False, return_attention_mask=False, return_token_type_ids=False)
-    ids: list[list[int]] = encoded["input_ids"]
-    return ids
+    return encoded["input_ids"]
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -176,27 +172,23 @@ def windows(documents: list[np.ndarray], seq_len: int) -> list[np.ndarray]:
 
 
 def draw_windows(
-    documents: list[np.ndarray], *, spec: str, positions: int, seq_len: int | None, samples: int | None, seed: int
+    documents: list[np.ndarray], *, spec: str, positions: int, seq_len: int | None, seed: int
 ) -> np.ndarray:
-    """Return different full windows of the joined documents, in an order drawn with ``seed``: int64 [samples, seq_len].
+    """Return all full windows of the joined documents, in an order drawn with ``seed``: int64 [windows, seq_len].
 
     spec: the data as the user named them.
     positions: the most that the model reads.
     seq_len: None: ``default_seq_len``.
-    samples: the number of windows; None: all.
-    Raises UserError where the data give fewer.
+    Raises UserError where there is none.
     """
     seq_len = seq_len or default_seq_len(documents, spec, positions)
     if seq_len > positions:
         raise UserError(f"--seq-len {seq_len} is over the model's {positions} positions")
     stream = np.concatenate(documents)
     count = len(stream) // seq_len
-    if count < (samples or 1):
-        raise UserError(
-            f"{spec} gives {count} windows of {seq_len} tokens, and {samples or 1} are asked for; give more data, or"
-            " lower --samples or --seq-len"
-        )
-    drawn = np.random.default_rng(seed).permutation(count)[:samples]
+    if not count:
+        raise UserError(f"{spec} gives no window of {seq_len} tokens; give more data, or lower --seq-len")
+    drawn = np.random.default_rng(seed).permutation(count)
     return stream[: count * seq_len].reshape(count, seq_len)[drawn]
 
 

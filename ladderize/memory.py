@@ -67,6 +67,5 @@ def check_room(needed: int, device: torch.device, what: str, advice: str, *, pro
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Return lines of a name and a number as a dictionary."""
     words = (line.split() for line in path.read_text().splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) > 1}

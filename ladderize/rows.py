@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ladderize.console import sentence
 from ladderize.data import as_ids, json_lines
 from ladderize.errors import UserError
 
@@ -20,10 +21,7 @@ SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a source.
-
-    origin: its place, for people.
-    """
+    """One row of a source, and its place there, for people."""
 
     values: Mapping[str, Any]
     origin: str
@@ -145,7 +143,7 @@ def parquet_rows(path: Path, formats: Formats) -> Iterator[Row]:
                     check_row(row, formats)
                     yield row
     except (ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as parquet ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(f"{path} cannot be read as parquet ({sentence(error)[:200]})") from None
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def test_models_that_would_be_trained_otherwise_are_refused(place, tmp_path, cha
 
 
 def world(size):
-    return Launch("cpu", size)
+    return Launch(size)
 
 
 def test_rows_are_shared_out_by_the_data_ranks(place):
@@ -100,7 +100,7 @@ def test_rows_are_shared_out_by_the_data_ranks(place):
     with pytest.raises(UserError, match="--tp-size 2 does not go together with the launcher's 3 processes;"):
         open_task(str(place / "both"), given, world(3))
     with pytest.raises(UserError, match="4 processes, which share the model by FSDP or DeepSpeed; start"):
-        open_task(str(place / "both"), given, Launch("cpu", 4, sharded=True))
+        open_task(str(place / "both"), given, Launch(4, sharded=True))
 
 
 # ---- runs ----

@@ -65,7 +65,7 @@ def well_measured(*arguments, **more):
 
 
 def drawn(model, ids):
-    return read_windows(open_checkpoint(str(model)), str(ids), seq_len=None, samples=None, seed=5)
+    return read_windows(open_checkpoint(str(model)), str(ids), seq_len=None, seed=5)
 
 
 def by_commands(model, layout, windows, folder, monkeypatch):

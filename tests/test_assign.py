@@ -9,9 +9,17 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from ladderize import convert_checkpoint, load
-from ladderize.adapt.layers import assign_labels
-from ladderize.adapt.layers.assign import assign_block, assign_layers, block_tokens, choose_heads, head_order
-from ladderize.adapt.layers.assign_labels import matched_labels, relabelled
+from ladderize.adapt.layers import assign
+from ladderize.adapt.layers.assign import (
+    assign_block,
+    assign_layers,
+    better_labels,
+    block_tokens,
+    choose_heads,
+    head_order,
+    matched_labels,
+    relabelled,
+)
 from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, cheapest_ranks, descend, exchanged
 from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.options import AssignOptions, SpdOptions
@@ -431,5 +439,5 @@ def test_matched_ranks_are_kept_where_they_help(tmp_path, monkeypatch):
 
     nearer, farther = sorted((found, other), key=divergence)
     for start, matched in ((nearer, farther), (farther, nearer)):
-        monkeypatch.setattr(assign_labels, "matched_labels", lambda *_, own=matched: own)
-        assert assign_labels.better_labels(blocks, layout, start, ids, ids) == nearer
+        monkeypatch.setattr(assign, "matched_labels", lambda *_, own=matched: own)
+        assert better_labels(blocks, layout, start, ids, ids) == nearer

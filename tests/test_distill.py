@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.layers.block_trainer import BlockReport, BlockTrainer
-from ladderize.adapt.layers.distill import teacher_pass
+from ladderize.adapt.layers.distill import BlockReport, BlockTrainer, teacher_pass
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerFolder, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.blocks import Blocks, open_checkpoint
@@ -36,9 +35,9 @@ FEW_EPOCHS = """
 import sys
 from tests.helpers import python_options
 sys.argv[:1] = ["ladderize"]
-from ladderize.adapt.layers import block_trainer
+from ladderize.adapt.layers import distill
 from ladderize.cli import main
-block_trainer.TOKENS_PER_STEP = 64
+distill.TOKENS_PER_STEP = 64
 with python_options(epochs=3):
     main()
 """
@@ -91,7 +90,7 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
-    monkeypatch.setattr("ladderize.adapt.layers.block_trainer.TOKENS_PER_STEP", 64)
+    monkeypatch.setattr("ladderize.adapt.layers.distill.TOKENS_PER_STEP", 64)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +217,7 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
     ("options", "code", "message"),
     [
         (["--train", "0"], 1, "0 are the same as in the dense model; only 1:4 can be rewritten"),
-        (["--samples", "70"], 1, "gives 72 windows of 16 tokens, and 78 are asked for"),
+        (["--samples", "70"], 1, "gives 72 windows of 16 tokens, too few for 70 to train on and 8 held out"),
         (["--lr", "0"], 2, "--lr must be above 0"),
     ],
 )

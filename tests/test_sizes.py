@@ -61,7 +61,7 @@ def test_what_this_machine_does_not_hold(place, tmp_path, monkeypatch, name, mor
 
 
 def test_counts_of_any_length():
-    assert parse_count("20M", option="--max-tokens") == 20_000_000
+    assert parse_count("20M") == 20_000_000
     for text in ("0", "0.2", "1000000T", "9" * 5000):
         with pytest.raises(UsageError, match="is not a number of tokens below 10"):
-            parse_count(text, option="--max-tokens")
+            parse_count(text)

@@ -65,6 +65,9 @@ def test_whatever_ends_it_the_same_command_goes_on(place, tmp_path):
     assert "complete stages are kept" in stderr
     warm.wait_until(lambda: processes_in(out) == [])
     assert "running" not in statuses(out)
+    (log,) = out.glob("stages/adapt-*/log.txt")
+    assert "\nError: stopped by a signal" in log.read_text()
+    assert "Traceback" not in log.read_text()
 
     # SIGKILL: only what was not saved is lost
     process = started(times=2)

@@ -85,10 +85,7 @@ def not_an_adapter(folder: Path) -> str | None:
 
 
 def adapter_base(base: Checkpoint, name: str) -> AdapterBase:
-    """Return the description of an adapter's base.
-
-    name: where others get ``base``: a folder or a hub id.
-    """
+    """Return the description of an adapter's base, which others get by ``name``: a folder or a hub id."""
     if Path(name).expanduser().is_dir():
         name = str(Path(name).expanduser().resolve())  # the next command may start in another folder
     layout = Layout.from_config(base.config)

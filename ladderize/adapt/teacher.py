@@ -19,20 +19,19 @@ ROWS = 1024  # compared of each tensor
 RELATED = 0.5  # fine-tuning changes weights by a few percent of their size; another model's are 1 or more away
 
 
-def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> Layout:
-    """Return the student's layout. Raises UserError unless the teacher is a dense model of the same shape and
-    function."""
-    layout, dense = Layout.from_config(student.config), Layout.from_config(teacher.config)
+def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:
+    """Raise UserError unless the teacher is a dense model of the student's shape and function."""
+    layout = Layout.from_config(teacher.config)
     ours, theirs = dense_function(student.config), dense_function(teacher.config)
     different = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-    if not dense.is_dense:
-        what = f"is not dense ({dense})"
+    if not layout.is_dense:
+        what = f"is not dense ({layout})"
     elif expected_tensors(student.config) != expected_tensors(teacher.config):
         what = f"has other shapes than {model}"
     elif different:
         what = f"computes otherwise than {model} ({', '.join(different)})"
     else:
-        return layout
+        return
     raise UserError(f"--distill-from {teacher_name} {what}; name the model that {model} was converted from")
 
 
@@ -67,9 +66,7 @@ def check_improved(
     """Raise UserError unless the held-out ``criterion``, such as KL, is lower after training than before.
 
     before, after: nats per token, after: with the weights that would be written.
-    work: the folder that keeps the work.
     advice: what else to try.
-    what: the name of what was done.
     """
     if not after < before:
         raise UserError(

@@ -73,7 +73,7 @@ def show_layers(console: Console, document: "LayersDocument") -> None:
     """Print what happened to each layer, and the measures of the model before and after."""
     from ladderize.adapt.layers.document import MEANINGS
 
-    rows = document.rows()
+    rows = [report.row() for report in document.layers]
     console.table(rows, right=[next(iter(rows[0]))])
     console.prose(MEANINGS[document.method])
     console.result("")

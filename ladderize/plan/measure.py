@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.layout_scores import AlignedLayouts, layers_of, usual_batch, windows_to_align_on
+from ladderize.adapt.layers.layout_scores import AlignedLayouts, layers_of, usual_batch
+from ladderize.adapt.layers.windows import split_windows
 from ladderize.blocks import Blocks, check_finite, compute_dtype, open_checkpoint, read_windows, window_nlls
 from ladderize.checkpoint.config import stored_dtype
 from ladderize.console import SILENT, Console
@@ -47,11 +48,11 @@ class LayoutMeasurer:
         self.blocks, self.console = Blocks(checkpoint, computed, torch.device(default_device())), console
         if file_sha256(data.file) != data.sha256:
             raise UserError(f"{data.file} is not the data that the costs were measured on")
-        drawn = read_windows(checkpoint, data.file, seq_len=data.seq_len, samples=None, seed=data.seed)
+        drawn = read_windows(checkpoint, data.file, seq_len=data.seq_len, seed=data.seed)
         choose, rest = drawn[: data.samples], drawn[data.samples :]
         self.aligner = None
         if costs.aligned is not None:
-            windows = windows_to_align_on(checkpoint, rest, costs.aligned.samples, costs.aligned.heldout)
+            windows = split_windows(rest, costs.aligned.samples, costs.aligned.heldout, None)
             if windows is None:
                 raise UserError(_too_few(len(rest), data, "to align on and confirm a layout on"))
             self.aligner = AlignedLayouts(self.blocks, windows)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladderize.boundary import DEBUG, is_lost_rank, unplanned
+from ladderize.boundary import DEBUG, handled, is_lost_rank, unplanned
 from ladderize.errors import LadderizeError, UsageError, UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.environment import ALONE, Place, launched, started_rank_variables
@@ -222,9 +222,6 @@ def passing_on_signals(processes: Sequence[BaseProcess]) -> Iterator[None]:
 
     A second signal kills them. Raises UserError where they ended before they could save.
     """
-    if threading.current_thread() is not threading.main_thread():  # its owner handles signals
-        yield
-        return
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -232,18 +229,15 @@ def passing_on_signals(processes: Sequence[BaseProcess]) -> Iterator[None]:
         for process in processes:
             process.terminate() if len(received) == 1 else process.kill()
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        with handled(pass_on, signal.SIGTERM, signal.SIGINT):
+            yield
     except UserError:
         if received and any(process.exitcode in (-signal.SIGTERM, -signal.SIGKILL) for process in processes):
             raise UserError(
                 "stopped by a signal; run the same command again to resume from the last saved state"
             ) from None
         raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---- in the new process ----

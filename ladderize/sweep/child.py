@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from ladderize.commands.builder import run_words
-from ladderize.console import sentence
+from ladderize.console import say, sentence
 from ladderize.errors import LadderizeError
 from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place, environment_with
 from ladderize.ranks.server import start_context
@@ -77,8 +77,8 @@ def _work(stage: Stage, root: Path, environment: Mapping[str, str], pipe: Connec
     except KeyboardInterrupt:
         error = "interrupted"
     except (LadderizeError, OSError) as caught:
-        traceback.print_exc()  # to the log
         error = sentence(caught)[:4000]  # a pipe holds it until the sweep reads
+        say(f"Error: {error}")  # in the log, as a terminal would have it
     except BaseException as caught:
         traceback.print_exc()
         kind = type(caught).__name__

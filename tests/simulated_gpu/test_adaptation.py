@@ -10,8 +10,7 @@ from ladderize.adapt.data.packing import IGNORED_TARGET
 from ladderize.adapt.layers import align_layer
 from ladderize.adapt.layers.align import LayerReport, align
 from ladderize.adapt.layers.assign import assign_layers
-from ladderize.adapt.layers.block_trainer import BlockReport
-from ladderize.adapt.layers.distill import distill
+from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.adapt.layers.sensitivity import measure_sensitivity

@@ -130,10 +130,7 @@ def _with_eos(tokenizer: Any, ids: list[int]) -> np.ndarray:
 
 
 def _scored(ids: list[int], offsets: list[tuple[int, int]], spans: list[Span]) -> Scored:
-    """Score every token that begins in one of the ``spans``.
-
-    offsets: the characters of each token.
-    """
+    """Score every token that begins, by its ``offsets`` in characters, in one of the ``spans``."""
     # transformers' ``return_assistant_tokens_mask`` scores nothing, or all the rest, where a turn begins or ends with a
     # space that the tokenizer's offsets leave out (Llama 3's do).
     begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ladderize.adapt.data_files import HUB, data_files, hub_dataset, split_weight
+from ladderize.console import sentence
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
 from ladderize.files.id_arrays import open_ids, read_id_rows
@@ -46,7 +47,7 @@ def open_rows(name: str, option: str = "--data") -> Any:
     except Exception as error:  # of datasets, pyarrow, pandas or the network, nested
         for file in data_files(name, option) if len(files) > 1 else ():
             open_rows(file, option)  # raises the error of the broken file by its name
-        problem = " ".join(str(error.__cause__ or error).split())[:200] or type(error).__name__
+        problem = sentence(error.__cause__ or error)[:200]
         raise UserError(f"{option} {name} cannot be read ({problem}); is it there, and complete?") from None
     if not columns:
         raise UserError(f"{option} {name} holds no rows")

@@ -95,14 +95,13 @@ def align(job: LayerJob, seed: int = 0, ridges: Sequence[float] = RIDGES) -> Non
     warn_of_few(tokens, teacher.config, console)
     layers = aligned_layers(teacher, job.converted, job.dense_weights, student, streams, ridges, done=done, files=files)
     with console.progress("aligning", len(student.layers), done=len(done)) as advance:
-        for layer in layers:
-            if layer.reports and ranks.is_main:
-                files.save(layer.index, layer.weights, LayerReport(layer.index, layer.reports, layer.seconds))
-            advance(1 if layer.reports else 0)
+        for weights, report in layers:
+            if report.projections and ranks.is_main:
+                files.save(report.layer, weights, report)
+            advance(1 if report.projections else 0)
 
 
 def warn_of_few(tokens: int, config: Mapping[str, Any], console: Console) -> None:
-    """Warn where there are fewer tokens than a projection has inputs."""
     if tokens < widest_input(config):
         console.warn(
             f"{tokens:,} tokens are fewer than the {widest_input(config):,} inputs of the widest projection: where"
@@ -125,20 +124,6 @@ def with_random(windows: Windows, config: Mapping[str, Any], seed: int = 0) -> W
     return Windows(*parts)
 
 
-@dataclass(frozen=True)
-class AlignedLayer:
-    """One layer of the aligned model.
-
-    weights: as they will be stored.
-    reports: empty where nothing was solved.
-    """
-
-    index: int
-    weights: dict[str, Tensor]
-    reports: list[ProjectionReport]
-    seconds: float
-
-
 def aligned_layers(
     teacher: Blocks,
     converted: Blocks,
@@ -149,8 +134,9 @@ def aligned_layers(
     *,
     done: Collection[int] = (),
     files: LayerFiles | None = None,
-) -> Iterator[AlignedLayer]:
-    """Yield the student's layers in order, up to the last of ``student.layers``, which are solved anew.
+) -> Iterator[tuple[dict[str, Tensor], LayerReport]]:
+    """Yield the student's layers in order, up to the last of ``student.layers``, which are solved anew: the weights as
+    they will be stored, and a report, which names no projections where nothing was solved.
 
     converted: the student's embedding.
     dense_weights: returns the dense model's stored weights of a layer, in the student's order.
@@ -175,7 +161,7 @@ def aligned_layers(
             name: current[name].to(tensor.dtype) if name.rpartition(".")[0] in solved else tensor
             for name, tensor in weights.items()
         }
-        yield AlignedLayer(index, made, reports, time.perf_counter() - begin)
+        yield made, LayerReport(index, reports, time.perf_counter() - begin)
 
 
 def computed(weights: Mapping[str, Tensor], blocks: Blocks) -> dict[str, Tensor]:

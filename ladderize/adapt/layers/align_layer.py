@@ -108,7 +108,6 @@ class Streams:
 
 
 def visible_name(reader: int) -> str:
-    """Return the name of the stream that a virtual rank's attention reads."""
     return f"visible {reader}"
 
 
@@ -138,7 +137,6 @@ def place_of_states(needed: int, ranks: Ranks) -> torch.device:
 
 
 def located(place: torch.device) -> str:
-    """Return where states lie, in words."""
     return "in memory" if place.type == "cpu" else "on the GPU"
 
 
@@ -174,15 +172,13 @@ class Side:
         return modes == {BLOCKING} and all(torch.equal(weight, others[name]) for name, weight in own.items())
 
     def projection(self, name: str) -> nn.Linear:
-        """Return a projection by its name within the layer, such as ``self_attn.q_proj``."""
         linear = self.layer.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         return linear
 
     def attention_input(self, streams: Tensor) -> Tensor:
         """Return the streams that attention reads, normed: [..., hidden]."""
-        normed: Tensor = self.layer.get_submodule("input_layernorm")(streams)
-        return normed
+        return self.layer.get_submodule("input_layernorm")(streams)
 
     def heads(self, streams: Tensor) -> Tensor:
         """Return the inputs of o_proj [batch, tokens, heads * head_dim] from the stream that each virtual rank reads:
@@ -191,8 +187,7 @@ class Side:
         with self._narrow():
             rope, mask = self.blocks.position_embeddings(tokens), self.blocks.mask(self.index, tokens)
             inputs = inputs if self.attention_ranks > 1 else inputs[0]
-            heads: Tensor = self.layer.get_submodule("self_attn")(inputs, rope, mask)[0]
-        return heads
+            return self.layer.get_submodule("self_attn")(inputs, rope, mask)[0]
 
     def after_attention(self, complete: Tensor, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return three streams from the complete stream before attention and o_proj's inputs.
@@ -228,16 +223,14 @@ class Side:
 
     def mlp_input(self, streams: Tensor) -> Tensor:
         """Return the streams that the MLP reads, normed: [..., hidden]."""
-        normed: Tensor = self.layer.get_submodule("post_attention_layernorm")(streams)
-        return normed
+        return self.layer.get_submodule("post_attention_layernorm")(streams)
 
     def inner(self, streams: Tensor) -> Tensor:
         """Return down_proj's inputs [batch, tokens, intermediate] from the streams that each virtual rank reads."""
         inputs, ranks = self.mlp_input(streams), self.mlp_ranks
         with self._narrow():
             gate, up = (column_parallel(self.projection(name), inputs, ranks) for name in READS_MLP)
-            inner: Tensor = self.layer.get_submodule("mlp.act_fn")(gate) * up
-        return inner
+            return self.layer.get_submodule("mlp.act_fn")(gate) * up
 
     def _narrow(self) -> torch.autocast:
         dtype = self.blocks.dtype

@@ -5,17 +5,22 @@ so it decides what is lost. Relatives: head grouping of Sync-Point Drop (arXiv 2
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ladderize.adapt.data.sources import row_of_ids
-from ladderize.adapt.layers.assign_labels import better_labels
 from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, Members, cheapest_ranks, descend
+from ladderize.adapt.layers.layer_files import assigned_weights
+from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.options import HEADS, NEURONS, AssignOptions, assign_tokens
 from ladderize.adapt.layers.windows import Windows, read_rows, split_windows
-from ladderize.blocks import Blocks, check_finite, compute_dtype, open_checkpoint
+from ladderize.blocks import Blocks, State, check_finite, compute_dtype, open_checkpoint
 from ladderize.checkpoint.config import kv_head_count, most_positions, stored_dtype
 from ladderize.checkpoint.opening import read_config
 from ladderize.checkpoint.quantised import QUANTISE_LAST, quantisation_of
@@ -29,6 +34,7 @@ from ladderize.data import draw_windows
 from ladderize.errors import UserError
 from ladderize.layout import APART, DELAYED, Layout
 from ladderize.ranks.device import default_device
+from ladderize.ranks.group import Ranks
 
 WINDOW_TOKENS = 512  # of windows, unless the data are rows of ids
 # what the heads are chosen on; neurons and what is kept have all
@@ -39,9 +45,8 @@ WINDOWS_AT_ONCE_TOKENS = 4096
 def assign_ranks(
     model: str | Path, recipe: Recipe, options: AssignOptions, *, revision: str | None = None, console: Console = SILENT
 ) -> RankAssignment:
-    """Return the assignment for what ``recipe`` makes of a dense model, computed on data.
-
-    One layer is in memory at a time.
+    """Return the assignment for what ``recipe`` makes of a dense model, computed on data. One layer is in memory at a
+    time.
 
     model: a folder or hub id.
     Raises UserError where the model, the layout or the data leave nothing to assign.
@@ -53,7 +58,7 @@ def assign_ranks(
         length = row_of_ids([data]) or min(WINDOW_TOKENS, positions)
         if (count := sum(map(len, rows)) // length) < 2:
             raise UserError(f"{data} gives {count} windows of {length} tokens, and one is held out; give more data")
-        drawn = draw_windows(rows, spec=data, positions=positions, seq_len=length, samples=None, seed=0)
+        drawn = draw_windows(rows, spec=data, positions=positions, seq_len=length, seed=0)
     windows = split_windows(drawn, None, None, wanted)
     assert windows is not None  # there are two
     device = torch.device(options.device or default_device())
@@ -144,24 +149,18 @@ def assign_layers(
     return found
 
 
-def block_tokens(blocks: Blocks, layer: torch.nn.Module, states: Sequence[torch.Tensor]) -> BlockTokens:
+def block_tokens(blocks: Blocks, layer: Any, states: Sequence[Tensor]) -> BlockTokens:
     """Return what the MLP of a layer with a dropped sum is computed from.
 
     states: that enter it, [windows, tokens, hidden] each.
     Raises UserError for NaN or infinite ones.
     """
-    attention, norm = layer.get_submodule("self_attn"), layer.get_submodule("input_layernorm")
-    bias = layer.get_submodule("self_attn.o_proj").bias
-    residual, heads = [], []
-    for state in states:
-        tokens = state.shape[1]
-        mask = blocks.mask(attention.layer_idx, tokens)  # type: ignore[arg-type]
-        output, _ = attention(norm(state), blocks.position_embeddings(tokens), mask)
-        residual.append((state if bias is None else state + layer.scaled(bias)).flatten(0, 1))  # type: ignore[operator]
-        heads.append(output.flatten(0, 1))
-    found = BlockTokens(torch.cat(residual), torch.cat(heads))
+    bias = layer.self_attn.o_proj.bias
+    residual = [state if bias is None else state + layer.scaled(bias) for state in states]
+    heads = [blocks.heads(layer, state) for state in states]
+    found = BlockTokens(*(torch.cat(parts).flatten(0, 1) for parts in (residual, heads)))
     total = found.residual.double().sum() + found.heads.double().sum()
-    check_finite(float(total), f"the dense model's stream in layer {attention.layer_idx}")
+    check_finite(float(total), f"the dense model's stream in layer {layer.self_attn.layer_idx}")
     return found
 
 
@@ -208,3 +207,94 @@ def choose_heads(block: ApartBlock, fit: BlockTokens, *, neurons: bool, seed: in
         return float(costs[np.arange(count), ranks].sum())
 
     return descend(block.members, cost, seed)
+
+
+# ---- ranks of neighbouring layers ----
+
+
+def better_labels(
+    blocks: Blocks, layout: Layout, found: RankAssignment, fit: Tensor, heldout: Tensor
+) -> RankAssignment:
+    """Return the assignment with its ranks renamed layer by layer, or as it is, whichever brings the converted model
+    nearer to the dense one.
+
+    For a layer alone the ranks are interchangeable. But where it reads the delayed sum of an MLP, rank r reads its own
+    part of the sum before, so the set of heads and neurons that misses least of the others' parts should lie there.
+
+    fit, heldout: ids [windows, tokens], to rename by and to compare on.
+    """
+    renamed = matched_labels(blocks, layout, found, fit)
+    if renamed == found:
+        return found
+    contenders = {"dense": Contender(blocks, Layout.dense(layout.num_layers), blocks.weights)}
+    for name, own in (("found", found), ("renamed", renamed)):
+        contenders[name] = Contender(blocks, layout, partial(assigned_weights, blocks, own))
+    _, divergence = heldout_measures(contenders, heldout, Ranks(0, 1, blocks.device))
+    return renamed if divergence["renamed"] < divergence["found"] else found
+
+
+@torch.no_grad()
+def matched_labels(blocks: Blocks, layout: Layout, found: RankAssignment, ids: Tensor) -> RankAssignment:
+    """Return the assignment with the ranks of each layer matched to those of the delayed MLP before it.
+
+    ids: [windows, tokens].
+    """
+    dense = Layout.dense(layout.num_layers)
+    states: list[State] = [blocks.embed(rows) for rows in ids.split(max(1, WINDOWS_AT_ONCE_TOKENS // ids.shape[1]))]
+    handed: list[State] = []  # what the layer before, as it is converted, hands on
+    for index in range(max(found.heads, default=-1) + 1):
+        weights = blocks.weights(index)
+        if layout.entering(index) == DELAYED and index in found.heads and index in found.neurons:
+            own = found.permuted(index, weights, blocks.config)
+            found = relabelled(found, index, cheapest_labels(blocks, layout, index, own, states, handed))
+        if layout.mlp_sync[index] == DELAYED:
+            own = found.permuted(index, weights, blocks.config)
+            layer = blocks.layer(index, layout, own)
+            handed = [blocks.run(layer, state) for state in states]
+        plain = blocks.layer(index, dense, weights)
+        states = [blocks.run(plain, state) for state in states]
+    return found
+
+
+def cheapest_labels(
+    blocks: Blocks,
+    layout: Layout,
+    index: int,
+    weights: dict[str, Tensor],
+    states: Sequence[State],
+    handed: Sequence[State],
+) -> list[int]:
+    """Return the rank that each set of a layer's heads should lie on.
+
+    weights: of the layer, as assigned.
+    states: that enter it in the dense model.
+    handed: (complete, visible) that enter it in the converted model.
+    """
+    from scipy.optimize import linear_sum_assignment  # imported here, so that the rest runs without scipy
+
+    ranks = layout.sync_tp_size or 1
+    every = range(layout.num_layers)
+    layer: Any = blocks.layer(index, Layout.from_layers(layout.num_layers, spd=every, sync_tp_size=ranks), weights)
+    block, cost = ApartBlock(layer, ranks, ranks), np.zeros((ranks, ranks))
+
+    def partials(stream: Tensor) -> Tensor:
+        return block.partials(blocks.heads(layer, stream).flatten(0, 1)).float()
+
+    for state, (_, visible) in zip(states, handed, strict=True):
+        assert isinstance(state, Tensor)
+        whole, weight = partials(state), 1 / state.float().square().mean(-1).flatten()
+        for rank in range(ranks):
+            lost = (partials(visible[rank]) - whole).square().mean(-1) * weight  # as large as a norm would see it
+            cost[:, rank] += lost.double().sum(1).cpu().numpy()
+    return linear_sum_assignment(cost)[1].tolist()
+
+
+def relabelled(found: RankAssignment, layer: int, labels: Sequence[int]) -> RankAssignment:
+    """Return the assignment with what rank k has in a layer on rank ``labels[k]``."""
+    heads = np.array(found.heads[layer]).reshape(found.sync_tp_size, -1)[np.argsort(labels)].flatten()
+    neurons = np.array(labels)[list(found.neurons[layer])]
+    return replace(
+        found,
+        heads={**found.heads, layer: tuple(heads.tolist())},
+        neurons={**found.neurons, layer: tuple(neurons.tolist())},
+    )

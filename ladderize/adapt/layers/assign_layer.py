@@ -12,7 +12,7 @@ ranks are exchanged while the cheapest assignment gets cheaper.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ladderize.blocks import check_finite
 
 MIN_GAIN = 1e-9  # relative; less is rounding
 BLOCK_TOKENS = 2048
+ALL = slice(None)  # neurons
 Members = tuple[tuple[int, ...], ...]  # the head units of each rank, ascending
 
 
@@ -69,24 +70,24 @@ class ApartBlock:
     def partials(self, heads: Tensor) -> Tensor:
         """Return what each unit adds through o_proj: [units, tokens, hidden]."""
         columns = self.layer.self_attn.o_proj.weight.unflatten(1, (self.units, -1))
-        return cast(
-            Tensor, self.layer.scaled(torch.einsum("tud,hud->uth", heads.unflatten(1, (self.units, -1)), columns))
-        )
+        return self.layer.scaled(torch.einsum("tud,hud->uth", heads.unflatten(1, (self.units, -1)), columns))
 
-    def inner(self, stream: Tensor, neurons: Tensor | None = None) -> Tensor:
+    def inner(self, stream: Tensor, neurons: Tensor | slice = ALL) -> Tensor:
         """Return the inputs of down_proj [tokens, neurons] from the stream that the MLP reads, of some neurons or of
         all."""
         mlp, x = self.layer.mlp, self.layer.post_attention_layernorm(stream)
-        gate, up = (_rows(projection, neurons, x) for projection in (mlp.gate_proj, mlp.up_proj))
-        return cast(Tensor, mlp.act_fn(gate) * up)
+        gate, up = (
+            linear(x, projection.weight[neurons], projection.bias[neurons] if projection.bias is not None else None)
+            for projection in (mlp.gate_proj, mlp.up_proj)
+        )
+        return mlp.act_fn(gate) * up
 
-    def costs(self, tokens: BlockTokens, sets: Sequence[tuple[int, ...]], neurons: Tensor | None = None) -> np.ndarray:
+    def costs(self, tokens: BlockTokens, sets: Sequence[tuple[int, ...]], neurons: Tensor | slice = ALL) -> np.ndarray:
         """Return what each neuron costs where it sees a set of units instead of all: float64 [neurons, sets].
 
         Raises UserError for NaN or infinite activations.
         """
-        down = self.layer.mlp.down_proj.weight
-        down = self.layer.scaled(down if neurons is None else down[:, neurons]).float()
+        down = self.layer.scaled(self.layer.mlp.down_proj.weight[:, neurons]).float()
         total = torch.zeros(len(sets), down.shape[1], device=down.device, dtype=torch.float64)
         for residual, heads in tokens.batches():
             partials = self.partials(heads)
@@ -114,12 +115,6 @@ class ApartBlock:
                 difference += self.layer.scaled(lost.float())
             total += float(difference.double().square().sum())
         return total / tokens.residual.numel()
-
-
-def _rows(projection: torch.nn.Linear, rows: Tensor | None, x: Tensor) -> Tensor:
-    if rows is None:
-        return linear(x, projection.weight, projection.bias)
-    return linear(x, projection.weight[rows], projection.bias[rows] if projection.bias is not None else None)
 
 
 # ---- neurons ----

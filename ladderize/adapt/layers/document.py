@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ladderize.adapt.layers.align import ERRORS, LayerReport
-from ladderize.adapt.layers.block_trainer import BLOCK_ERROR, BlockReport
+from ladderize.adapt.layers.distill import BLOCK_ERROR, BlockReport
 from ladderize.adapt.methods import ALIGN, BLOCKS
 from ladderize.adapt.teacher import target_text
 from ladderize.console import code_span
@@ -14,7 +14,7 @@ from ladderize.files.records import Record
 from ladderize.layout import format_ranges
 
 FILES = {ALIGN: ALIGNMENT, BLOCKS: DISTILLATION}  # of the documents
-MEANINGS = {ALIGN: ERRORS, BLOCKS: BLOCK_ERROR}  # of the errors in ``LayersDocument.rows``
+MEANINGS = {ALIGN: ERRORS, BLOCKS: BLOCK_ERROR}  # of the errors in reports of layers
 DONE = {
     ALIGN: "**Alignment.** The projections of layers {} were solved anew by least squares, towards {} (`align`).",
     BLOCKS: "**Retraining.** Layers {} were distilled block by block from {} (`blocks`).",
@@ -23,12 +23,7 @@ DONE = {
 
 @dataclass(frozen=True)
 class WindowData(Record):
-    """The data and its windows.
-
-    samples: windows to learn from.
-    heldout: windows held out.
-    seq_len: tokens of each.
-    """
+    """The data, and the numbers of windows to learn from and held out."""
 
     file: str
     sha256: str
@@ -74,12 +69,7 @@ class LayersDocument(Record):
     layers: list[LayerReport] | list[BlockReport]
     spd: list[SpdBlock] | None = None
 
-    def rows(self) -> list[dict[str, str]]:
-        """Return a table of layers for people."""
-        return [report.row() for report in self.layers]
-
     def measured_rows(self) -> list[dict[str, str]]:
-        """Return a table of the held-out measures for people."""
         return [
             {
                 "held out": name,

@@ -54,7 +54,6 @@ class LayerFiles:
         return self.folder / f"layer-{layer:05d}.safetensors"
 
     def has(self, layer: int) -> bool:
-        """Return whether this layer was finished."""
         return self.path(layer).is_file()
 
     def save(self, layer: int, weights: Mapping[str, Tensor], report: Record) -> None:
@@ -73,13 +72,11 @@ class LayerFiles:
         temporary.rename(self.path(layer))
 
     def report(self, kind: type[OwnRecord], layer: int) -> OwnRecord:
-        """Return the report that this layer was saved with."""
         path = self.path(layer)
         with safe_open(path, framework="pt") as file:
             return kind.from_dict(parse_json(file.metadata()["report"].encode()), f"the report in {path}")
 
     def weights(self, layer: int) -> dict[str, Tensor]:
-        """Return a layer's weights by their names within it."""
         prefix = f"model.layers.{layer}."
         infos = read_header(self.folder, self.path(layer).name)
         return {name.removeprefix(prefix): read_tensor(self.folder, info) for name, info in infos.items()}

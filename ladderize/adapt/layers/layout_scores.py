@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.layers.align import (
-    AlignedLayer,
+    LayerReport,
     aligned_layers,
     computed,
     warn_of_few,
@@ -22,13 +22,11 @@ from ladderize.adapt.layers.align import (
 )
 from ladderize.adapt.layers.align_layer import Streams, located, place_of_states, readers_of, states_bytes
 from ladderize.adapt.layers.layer_files import StudentBlocks
-from ladderize.adapt.layers.options import layers_to_align, short_tokens
-from ladderize.adapt.layers.windows import Windows, split_windows
+from ladderize.adapt.layers.options import layers_to_align
+from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, State, check_finite, complete, window_nlls
 from ladderize.checkpoint.config import parameter_count, stored_dtype
-from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, human_bytes
-from ladderize.convert.sensitivity_file import AlignmentWindows
 from ladderize.layout import BLOCKING, Layout
 from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
@@ -37,7 +35,7 @@ TOKENS_PER_PASS = 4096
 
 
 def usual_batch(windows: np.ndarray) -> int:
-    """Return the number of windows per forward pass: 4096 tokens' worth, and no more than there are."""
+    """Return the number of windows per forward pass."""
     return min(max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
 
 
@@ -71,19 +69,16 @@ class ConvertedLayouts:
         for index in range(self.blocks.num_layers + 1):
             for number, layout in enumerate(self.layouts):
                 if first_changed(layout) == index:
-                    nlls[number] = self.blocks.nll(complete(self._finish(state, index, layout)), ids)
+                    branch = state
+                    for later in range(index, self.blocks.num_layers):
+                        branch = self.blocks.run(self._layer(later, layout), branch)
+                    nlls[number] = self.blocks.nll(complete(branch), ids)
                     advance((self.blocks.num_layers - index) * len(ids))
             if index < self.blocks.num_layers:
                 state = self.blocks.run(self._layer(index, self.dense), state)
                 advance(len(ids))
         # Copied to the host once, at the end: each copy waits for all the device's work before it.
         return torch.stack(nlls, 1).cpu().numpy()
-
-    def _finish(self, state: State, first: int, layout: Layout) -> State:
-        """Run the layers of a layout from ``first`` on."""
-        for index in range(first, self.blocks.num_layers):
-            state = self.blocks.run(self._layer(index, layout), state)
-        return state
 
     def _layer(self, index: int, layout: Layout) -> torch.nn.Module:
         key = index, layout.entering(index), layout.attention_sync[index], layout.mlp_sync[index], layout.sync_tp_size
@@ -137,22 +132,6 @@ def score_layouts(
 # ---- after alignment ----
 
 
-def windows_to_align_on(
-    checkpoint: Checkpoint, others: np.ndarray, samples: int | None = None, heldout: int | None = None
-) -> Windows | None:
-    """Return the first of ``others`` to align on; None where they are too few.
-
-    others: ids [windows, tokens] that are not scored.
-    samples, heldout: numbers of windows; None: as ``adapt --align`` chooses for such data.
-    """
-    return split_windows(others, samples, heldout, short_tokens(checkpoint.config))
-
-
-def describe_alignment(windows: Windows) -> AlignmentWindows:
-    """Return the record of these windows for documents."""
-    return AlignmentWindows(len(windows.train), len(windows.heldout), windows.train.shape[1])
-
-
 class AlignedLayouts:
     """Scores layouts of the dense model of ``blocks`` after alignment on ``windows``. A dense layout is scored as it
     is."""
@@ -175,7 +154,7 @@ class AlignedLayouts:
         advance: is called for each aligned layer.
         Raises UserError for a result that is NaN or infinite.
         """
-        made: Iterator[AlignedLayer] | None = None
+        made: Iterator[tuple[dict[str, Tensor], LayerReport]] | None = None
         if not layout.is_dense:
             streams = Streams(self.teacher, self.all_windows, self.ranks, readers_of(layout))
             student = StudentBlocks(layout, layers_to_align(layout), self.weights)
@@ -184,9 +163,8 @@ class AlignedLayouts:
         def layer_at(index: int) -> torch.nn.Module:
             weights: Mapping[str, Tensor] = self.weights(index)
             if made is not None:
-                layer = next(made)
-                weights = layer.weights
-                advance(1 if layer.reports else 0)
+                weights, report = next(made)
+                advance(1 if report.projections else 0)
             return self.blocks.layer(index, layout, computed(weights, self.blocks))
 
         nll = window_nlls(self.blocks, layer_at, scored, batch_size=usual_batch(scored.numpy()))
@@ -195,7 +173,6 @@ class AlignedLayouts:
 
 
 def layers_of(layouts: Sequence[Layout]) -> int:
-    """Return the number of aligned layers in all layouts."""
     return sum(len(layers_to_align(layout)) for layout in layouts if not layout.is_dense)
 
 

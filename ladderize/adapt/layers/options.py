@@ -58,10 +58,6 @@ class WindowOptions:
         check_options(self)
         check_training(self.dtype, None)
 
-    def tokens_wanted(self, config: Mapping[str, Any]) -> int | None:
-        """Return the number of tokens to learn from where ``samples`` is None; None: as many as the data give."""
-        return None
-
 
 @dataclass(frozen=True)
 class AlignOptions(WindowOptions):
@@ -76,9 +72,6 @@ class AlignOptions(WindowOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "tokens")
-
-    def tokens_wanted(self, config: Mapping[str, Any]) -> int:
-        return self.tokens or default_tokens(config)
 
 
 def default_tokens(config: Mapping[str, Any]) -> int:
@@ -97,7 +90,6 @@ def assign_tokens(config: Mapping[str, Any]) -> int:
 
 
 def widest_input(config: Mapping[str, Any]) -> int:
-    """Return the number of inputs of the widest projection."""
     return max(int(config["hidden_size"]), int(config["intermediate_size"]))
 
 

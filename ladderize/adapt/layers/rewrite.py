@@ -12,8 +12,7 @@ import torch
 from ladderize.adapt.data.sources import source_sha256
 from ladderize.adapt.data_files import data_files
 from ladderize.adapt.layers.align import LayerReport, align
-from ladderize.adapt.layers.block_trainer import BlockReport
-from ladderize.adapt.layers.distill import distill
+from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.document import FILES, LayersDocument, SpdBlock, WindowData
 from ladderize.adapt.layers.layer_files import LayerFolder, LayerJob, StudentBlocks, assigned_weights
 from ladderize.adapt.layers.measures import Contender, heldout_measures
@@ -70,7 +69,6 @@ class LayerTask:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the computation."""
         return compute_dtype(self.options.dtype, stored_dtype(self.dense))
 
     def about(self) -> dict[str, Any]:
@@ -154,7 +152,6 @@ def adapt_layers(
     rank 0 writes. A killed run resumes.
 
     options: AlignOptions solve projections by least squares, BlockwiseOptions distil each block.
-    Raises UserError.
     """
     layout = Layout.from_config(open_checkpoint(str(model), revision).config)
     if layout.is_dense:
@@ -191,7 +188,6 @@ def rewrite_layers(
     identity: that the work was opened with.
     assignment: of heads and neurons to ranks, which they are moved to; None: they stay.
     blocks, extra_files: for the document and for OUT.
-    Raises UserError.
     """
     options, ranks, console = task.options, task.ranks, task.console
     teacher, converted = (Blocks(each, task.dtype, ranks.device) for each in (task.dense, task.source))

@@ -74,11 +74,7 @@ class RankRows:
         self.cross = torch.zeros(len(prior) if readout is None else readout.shape[1], width, device=device)
 
     def add(self, inputs: Tensor, values: Tensor) -> None:
-        """Add the products of tokens.
-
-        inputs: x, [tokens, width], float32.
-        values: y of each token, float32.
-        """
+        """Add the products of tokens: inputs x, [tokens, width], and values y of each, float32."""
         self.gram.addmm_(inputs.T, inputs)
         self.cross.addmm_(values.T, inputs)
 
@@ -122,11 +118,7 @@ class HeldoutErrors:
         self.before, self.power = torch.zeros(2, len(sizes), dtype=torch.float64, device=device)
 
     def add(self, inputs: Tensor, targets: Tensor) -> None:
-        """Add tokens.
-
-        inputs: x, [tokens, width], float32.
-        targets: y, [tokens, outputs], float32.
-        """
+        """Add tokens: inputs x, [tokens, width], and targets y, [tokens, outputs], float32."""
         errors = linear(inputs, self.prior) - targets
         self.gram.addmm_(inputs.T, inputs)
         self.slope.addmm_(errors.T, inputs)
@@ -134,7 +126,6 @@ class HeldoutErrors:
         self.power += self._squares(targets.T)
 
     def sum(self, ranks: Ranks) -> None:
-        """Add up the tokens of all ranks."""
         for sums in (self.gram, self.slope, self.before, self.power):
             ranks.sum(sums)
 

@@ -10,16 +10,17 @@ import torch
 from ladderize import data
 from ladderize.adapt.layers.layout_scores import (
     AlignedLayouts,
-    describe_alignment,
     score_aligned,
     score_layouts,
-    windows_to_align_on,
 )
+from ladderize.adapt.layers.options import short_tokens
+from ladderize.adapt.layers.windows import split_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.checkpoint.config import stored_dtype
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import (
+    AlignmentWindows,
     CalibrationData,
     SensitivityDocument,
     layer_changes,
@@ -90,24 +91,27 @@ def measure_sensitivity(
         layout.check_model(checkpoint.config)
     if drawn is None:
         file = options.data
-        windows = read_windows(checkpoint, file, seq_len=options.seq_len, samples=None, seed=options.seed)
+        windows = read_windows(checkpoint, file, seq_len=options.seq_len, seed=options.seed)
         drawn = windows, data.file_sha256(file)
     windows, sha256 = drawn
     scored = windows[: options.samples]
     if len(scored) < options.samples:
         console.note(f"{options.data} gives {len(scored)} windows, fewer than --samples {options.samples}")
-    to_align = windows_to_align_on(checkpoint, windows[options.samples :]) if options.align else None
+    to_align = None
+    if options.align:
+        to_align = split_windows(windows[options.samples :], None, None, short_tokens(checkpoint.config))
     if options.align and to_align is None:
         raise UserError(
             f"{options.data} gives {len(windows)} windows of {windows.shape[1]} tokens, too few for {options.samples}"
             " to score and others to align on; give more data, or lower --samples or --seq-len"
         )
+    aligned_on = to_align and AlignmentWindows(len(to_align.train), len(to_align.heldout), windows.shape[1])
     dtype = stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype
     about: dict[str, Any] = {
         "fingerprint": fingerprint(checkpoint),
         "dtype": dtype,
         "data": CalibrationData(options.data, sha256, len(scored), scored.shape[1], options.seed),
-        "aligned": describe_alignment(to_align) if to_align is not None else None,
+        "aligned": aligned_on,
     }
     blocks = Blocks(checkpoint, getattr(torch, dtype), ranks.device)
     if to_align is None:

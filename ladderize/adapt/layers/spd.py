@@ -7,7 +7,6 @@ ones; by default by alignment (least squares) instead of distillation; and neuro
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import cast
 
 from torch import Tensor
 
@@ -26,7 +25,6 @@ from ladderize.adapt.layers.rewrite import LayerTask, open_layer_task, rewrite_l
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
-from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console
 from ladderize.convert.assignment import ASSIGNMENT, RankAssignment, read_assignment
 from ladderize.convert.sensitivity_file import LayerCost, ascending, read_sensitivity
@@ -112,7 +110,7 @@ def measure(task: LayerTask, options: SpdOptions, calibration: Tensor, work: Lay
         sync_tp_size=options.sync_tp_size,
         samples=len(calibration),
         seed=options.seed,
-        dtype=cast(Dtype, task.about()["dtype"]),
+        dtype=task.about()["dtype"],
         device=str(ranks.device),
         revision=options.revision,
     )

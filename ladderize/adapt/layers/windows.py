@@ -15,7 +15,13 @@ from torch import Tensor
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.sources import open_rows, row_of_ids
 from ladderize.adapt.data.training_data import ROWS_AT_ONCE
-from ladderize.adapt.layers.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, WindowOptions
+from ladderize.adapt.layers.options import (
+    DEFAULT_HELDOUT,
+    DEFAULT_SAMPLES,
+    AlignOptions,
+    WindowOptions,
+    default_tokens,
+)
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.data import draw_windows, needs_tokenizer
@@ -27,11 +33,7 @@ LEAST_WINDOWS_HELDOUT = 8
 
 @dataclass(frozen=True)
 class Windows:
-    """Token ids [windows, tokens].
-
-    train: to learn from.
-    heldout: for the held-out loss and the perplexities.
-    """
+    """Token ids [windows, tokens]: to learn from, and held out for the loss and the perplexities."""
 
     train: Tensor
     heldout: Tensor
@@ -44,11 +46,11 @@ class Windows:
 def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
     """Return full windows for training and others that are held out, drawn with ``options.seed``.
 
-    Where ``options`` want a number of tokens, no more rows are read than that needs.
+    To align, no more rows are read than its tokens need.
     Raises UserError where the data give too few.
     """
-    tokens, positions = options.tokens_wanted(checkpoint.config), most_positions(checkpoint.config)
-    both = options.samples is not None and options.heldout is not None
+    config, positions = checkpoint.config, most_positions(checkpoint.config)
+    tokens = (options.tokens or default_tokens(config)) if isinstance(options, AlignOptions) else None
     enough = None
     if tokens is not None:
         seq_len = options.seq_len or min(row_of_ids([options.data]) or 2048, positions)
@@ -59,7 +61,6 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
         spec=options.data,
         positions=positions,
         seq_len=options.seq_len,
-        samples=(options.samples or 0) + (options.heldout or 0) if both else None,
         seed=options.seed,
     )
     windows = split_windows(drawn, options.samples, options.heldout, tokens)

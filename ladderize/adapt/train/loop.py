@@ -29,6 +29,7 @@ from ladderize.adapt.data.packing import IGNORED_TARGET, collate
 from ladderize.adapt.train.options import TrainOptions
 from ladderize.adapt.train.states import Progress, Scores, TrainingFolder
 from ladderize.adapt.train.training_model import TrainingModel
+from ladderize.boundary import handled
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.memory import peak_bytes
@@ -60,18 +61,9 @@ def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
         if announce and len(received) == 1:
             os.write(2, HEARD)  # a handler may have interrupted a print, so it must not print itself
 
-    try:
-        left = multiprocessing.parent_process() is not None and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        heard = (signal.SIGTERM,) if left else (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, note) for number in heard}
-    except ValueError:  # not the main thread: its owner handles signals
-        yield lambda: False
-        return
-    try:
+    left = multiprocessing.parent_process() is not None and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    with handled(note, signal.SIGTERM, *([] if left else [signal.SIGINT])):
         yield lambda: bool(received)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Order(Sampler[int]):
@@ -145,9 +137,13 @@ class Loop:
                 before = progress.tokens
                 metrics = self.step(batches, spent, stopped)
                 self.write(metrics)
-                if progress.step == begun + 1:
-                    self.warn_of_few(progress)
-                detail = self.bar_detail(metrics)
+                if progress.step == begun + 1 and progress.scored < FEW_SCORED * progress.tokens:
+                    self.console.warn(
+                        f"only {progress.scored:,} of the {progress.tokens:,} tokens so far count in the loss; is the"
+                        " loss_mask or the chat template right?"
+                    )
+                loss = f"loss ({options.objective.label}) {metrics['loss']:.4f}"
+                detail = f"step {progress.step}, {loss}, {metrics['tokens_per_s']:,.0f} tokens/s"
                 advance(1 if options.max_steps else progress.tokens - before, detail=detail)
                 is_last = options.share(progress.step, progress.tokens) == 1
                 asked_to_stop = self.asked_to_stop and not is_last
@@ -325,25 +321,10 @@ class Loop:
                 file.write(json.dumps(line) + "\n")
         self.accelerator.log({key: value for key, value in values.items() if key != "step"}, step=int(values["step"]))
 
-    def warn_of_few(self, progress: Progress) -> None:
-        """Warn where hardly any token of the first step is scored: the mask, or the chat template, may be wrong."""
-        if progress.scored < FEW_SCORED * progress.tokens:
-            self.console.warn(
-                f"only {progress.scored:,} of the {progress.tokens:,} tokens so far count in the loss; is the loss_mask"
-                " or the chat template right?"
-            )
-
-    def bar_detail(self, metrics: Mapping[str, float]) -> str:
-        """Return the changing part of the progress."""
-        loss = f"loss ({self.options.objective.label}) {metrics['loss']:.4f}"
-        return f"step {self.progress.step}, {loss}, {metrics['tokens_per_s']:,.0f} tokens/s"
-
 
 def explosion_bound(recent: Sequence[float]) -> float:
-    """Return the loss above which a step is far from ``recent`` ones; infinite where they are too few.
-
-    It is three times their median, and at least 4 nats above it.
-    """
+    """Return the loss above which a step is far from ``recent`` ones: three times their median, and at least 4 nats
+    above it; infinite where they are too few."""
     if len(recent) < 10:
         return math.inf
     median = statistics.median(recent)

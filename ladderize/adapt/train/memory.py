@@ -98,7 +98,7 @@ def estimate_training(model: str, options: RetrainOptions) -> tuple[dict[str, An
     Raises UserError, UsageError or LayoutError for models and options that do not go together.
     """
     options.check()
-    launch = Launch(options.device, max(launched().size, options.tp_size), sharded=sharding_asked())
+    launch = Launch(max(launched().size, options.tp_size), sharded=sharding_asked())
     task = open_task(model, options, launch)
     document = estimate(task)
     parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in document["memory_parts"].items() if value)

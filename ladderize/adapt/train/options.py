@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ladderize.adapt.data_files import check_sources, data_files, hub_dataset, split_weight
@@ -70,10 +70,6 @@ class Objective:
         """The loss without the hidden error, in nats per token. On held-out rows it decides which weights are best."""
         return replace(self, hidden_weight=0.0)
 
-    @property
-    def has_teacher(self) -> bool:
-        return bool(self.distill_weight or self.hidden_weight)
-
     def total(self, cross_entropy: Any, divergence: Any, hidden: Any) -> Any:
         """Return the loss from three means, which are numbers or tensors."""
         loss = cross_entropy
@@ -82,13 +78,13 @@ class Objective:
         return loss + self.hidden_weight * hidden if self.hidden_weight else loss
 
 
-def parse_count(text: str, *, option: str = "--max-tokens") -> int:
+def parse_count(text: str) -> int:
     """Return the number in ``3B``, ``20M``, ``500k`` or a plain number; raises UsageError for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)", text.strip())
     value = float(match[1]) * COUNTS[match[2].upper()] if match else 0.0
     if not 1 <= round(min(value, MOST_TOKENS)) < MOST_TOKENS:
         shown = text if len(text) <= 40 else text[:40] + "..."
-        raise UsageError(f"{option}: {shown!r} is not a number of tokens below 10^18; write for example 20M or 3B")
+        raise UsageError(f"--max-tokens: {shown!r} is not a number of tokens below 10^18; write for example 20M or 3B")
     return round(value)
 
 
@@ -233,7 +229,7 @@ class RetrainOptions(Record):
             raise UsageError(f"--lora-targets must name some of {', '.join(LORA_TARGETS)}")
         check_sources(self.data)
         check_training(self.dtype, self.lr)
-        if (self.distill_from is not None) != self.objective.has_teacher:
+        if (self.distill_from is not None) != bool(self.objective.distill_weight or self.hidden_weight):
             raise UsageError(
                 "--distill-from, and a --distill-weight or --hidden-weight above 0, have no effect without each other"
             )
@@ -307,31 +303,22 @@ class RetrainOptions(Record):
             # a divergence grows with the square of the distance to go, and Adam's rate is the length of its steps
             peak *= min(1.0, max(LEAST_PEAK, math.sqrt(left_by_alignment / WHOLE_PEAK_FROM)))
             warmup = max(warmup, min(ALIGNED_WARMUP, int(steps * ALIGNED_SHARE)))
-        return TrainOptions(
-            **{
-                field.name: getattr(self, field.name)
-                for field in fields(self)
-                if field.name not in TrainOptions.__annotations__
-            },
-            seq_len=seq_len,
-            batch_size=batch_size,
-            micro_batch_size=micro,
-            lora_rank=self.lora_rank or LORA_RANK,
-            lora_targets=self.lora_targets or LORA_TARGETS,
-            lr=self.lr if self.lr is not None else peak,
-            warmup_steps=self.warmup_steps if self.warmup_steps is not None else warmup,
-            eval_every=self.eval_every or max(1, min(500, steps // 10)),
-        )
+        resolved = {
+            "seq_len": seq_len,
+            "batch_size": batch_size,
+            "micro_batch_size": micro,
+            "lora_rank": self.lora_rank or LORA_RANK,
+            "lora_targets": self.lora_targets or LORA_TARGETS,
+            "lr": self.lr if self.lr is not None else peak,
+            "warmup_steps": self.warmup_steps if self.warmup_steps is not None else warmup,
+            "eval_every": self.eval_every or max(1, min(500, steps // 10)),
+        }
+        return TrainOptions(**{**vars(self), **resolved})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RetrainOptions):
-    """The options of a training, with every default resolved.
-
-    seq_len: tokens of a row.
-    batch_size: rows of a step, over all processes.
-    micro_batch_size: rows of a step at once on one device.
-    """
+    """The options of a training, with every default resolved."""
 
     seq_len: int
     batch_size: int
@@ -362,7 +349,3 @@ class TrainOptions(RetrainOptions):
     def share(self, step: int, tokens: int) -> float:
         """Return the share of the training that is done, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
         return min(1.0, step / self.max_steps if self.max_steps else tokens / (self.max_tokens or 1))
-
-    def fixed(self) -> dict[str, Any]:
-        """Return the options that must not change when a run resumes."""
-        return {name: value for name, value in self.to_dict().items() if name in FIXED}

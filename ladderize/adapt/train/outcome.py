@@ -76,7 +76,6 @@ class Adaptation(Record):
         return lines
 
     def card_note(self) -> str:
-        """Return a paragraph for the model card that says how the weights were made."""
         taught = f", taught by {code_span(self.distill_from)}" if self.distill_from else ""
         return (
             f"**Retraining.** Layers {format_ranges(self.layers)} were retrained (`{self.method}`) on"
@@ -93,7 +92,6 @@ def check_out(job: RetrainJob, sources: Iterable[Checkpoint]) -> None:
 
 
 def result_digest(task: Task, identity: Mapping[str, Any]) -> str:
-    """Return a digest of everything that decides the result."""
     return run_digest({"identity": identity, "options": task.options.to_dict()})
 
 
@@ -108,51 +106,6 @@ def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
         advice = "delete it and train with a lower --lr or on other data"
         check_improved(objective.criterion.label, before, last, work=work.folder, advice=advice)
     return progress.kept_step or progress.step
-
-
-def describe(
-    task: Task,
-    job: RetrainJob,
-    progress: Progress,
-    losses: list[float],
-    chosen: int,
-    counts: dict[str, int],
-    identity: Mapping[str, Any],
-) -> Adaptation:
-    """Return the document of a training that has ended.
-
-    losses: of all steps.
-    """
-    heldout, criterion, options = None, None, task.options
-    before, after = progress.before, progress.best if chosen == progress.kept_step else progress.last
-    if before is not None and after is not None:
-        heldout = {"before": before.perplexity, "after": after.perplexity, "tokens": before.tokens}
-        if progress.dense_perplexity is not None:
-            heldout["dense"] = progress.dense_perplexity
-        scores = {"before": before.criterion(options.objective), "after": after.criterion(options.objective)}
-        criterion = {"name": options.objective.criterion.label, **scores}
-    return Adaptation(
-        model=task.model,
-        out=job.out,
-        method=options.method,
-        layout=str(task.layout),
-        layers=list(task.layers),
-        distill_from=options.distill_from,
-        data=list(options.data),
-        steps=progress.step,
-        tokens=progress.tokens,
-        scored_tokens=progress.scored,
-        written_step=chosen,
-        training_seconds=progress.seconds,
-        loss={"first": losses[0], "last": losses[-1]},
-        heldout_perplexity=heldout,
-        data_counts=counts,
-        options=options,
-        dtype=identity["dtype"],
-        fingerprints={name: identity[name] for name in ("model", "teacher")},
-        criterion=criterion,
-        base=adapter_base(task.checkpoint, task.model) if task.is_lora else None,
-    )
 
 
 def write_outcome(
@@ -175,12 +128,41 @@ def write_outcome(
             f"{task.model} has changed since the training began, and {work.folder} holds its retrained weights; restore"
             " the model"
         )
-    adaptation = describe(task, job, progress, read_metrics(work.metrics, "loss"), chosen, counts, identity)
+    losses = read_metrics(work.metrics, "loss")
+    heldout, criterion, options = None, None, task.options
+    before, after = progress.before, progress.best if chosen == progress.kept_step else progress.last
+    if before is not None and after is not None:
+        heldout = {"before": before.perplexity, "after": after.perplexity, "tokens": before.tokens}
+        if progress.dense_perplexity is not None:
+            heldout["dense"] = progress.dense_perplexity
+        scores = {"before": before.criterion(options.objective), "after": after.criterion(options.objective)}
+        criterion = {"name": options.objective.criterion.label, **scores}
+    adaptation = Adaptation(
+        model=task.model,
+        out=job.out,
+        method=options.method,
+        layout=str(task.layout),
+        layers=list(task.layers),
+        distill_from=options.distill_from,
+        data=list(options.data),
+        steps=progress.step,
+        tokens=progress.tokens,
+        scored_tokens=progress.scored,
+        written_step=chosen,
+        training_seconds=progress.seconds,
+        loss={"first": losses[0], "last": losses[-1]},
+        heldout_perplexity=heldout,
+        data_counts=counts,
+        options=options,
+        dtype=identity["dtype"],
+        fingerprints={name: identity[name] for name in ("model", "teacher")},
+        criterion=criterion,
+        base=adapter_base(task.checkpoint, task.model) if task.is_lora else None,
+    )
     weights, content = work.weights(chosen), {**adaptation.to_dict(), RUN: result_digest(task, identity)}
     files = {ADAPTATION: to_json(content) + "\n", METRICS: work.metrics.read_text()}
     if adaptation.base is not None:
-        how = {"overwrite": job.overwrite}
-        write_adapter(Path(job.out), task.lora, load_file(weights), adaptation.base, files, **how)
+        write_adapter(Path(job.out), task.lora, load_file(weights), adaptation.base, files, overwrite=job.overwrite)
         return adaptation
     convert_checkpoint(
         task.model,

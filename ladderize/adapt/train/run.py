@@ -62,15 +62,16 @@ def adapt_checkpoint(
     job = RetrainJob(str(model), str(out), options, overwrite, verify)
     options.check()
     check_trackers(options.log_with)
+    starts_ranks = options.tp_size > 1 and not already_started()
+    if starts_ranks:
+        check_group_size(options.tp_size, options.device)
+    if options.align or starts_ranks:  # faults are told before an alignment takes minutes, and ranks are started
+        open_task(job.model, options, Launch(max(launched().size, options.tp_size)))
     if options.align:
-        # faults of the training are told before the alignment takes minutes
-        open_task(job.model, options, Launch(options.device, max(launched().size, options.tp_size)))
         job = start_aligned(job, console)
-    if options.tp_size == 1 or already_started():
+    if not starts_ranks:
         return retrain(join_ranks(options.device), job, console)
-    check_group_size(options.tp_size, options.device)
-    open_task(job.model, options, Launch(options.device, options.tp_size))  # its errors come before ranks are started
-    document: Adaptation | None = run(
+    return run(
         retrain,
         job,
         console,
@@ -79,7 +80,6 @@ def adapt_checkpoint(
         timeout=TRAINING_TIMEOUT,
         stoppable=True,
     )
-    return document
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -143,7 +143,7 @@ def open_accelerator(
     """Return an Accelerator as the launcher's environment configures it.
 
     precision: the mixed precision where the launcher was given none.
-    log_with, logs: its trackers, and their folder.
+    logs: the folder of its trackers.
     """
     avoid_cudnn_attention()
     accelerator = Accelerator(
@@ -164,14 +164,13 @@ def reset_accelerate() -> None:
 
 
 def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
-    """Do one rank's part of the job; returns the document on the main rank, None on the others."""
+    """Do one rank's part of the job, with Accelerate's state made for it; returns as ``train`` does."""
     device = job.options.device
     trackers: dict[str, Any] = {"log_with": job.options.log_with, "logs": Path(f"{resolved(job.out)}-logs")}
     reset_accelerate()
     try:
         accelerator = open_accelerator(device, **trackers)
         launch = Launch(
-            ranks.device.type,
             accelerator.num_processes,
             accelerator.mixed_precision,
             asked_accumulation(accelerator),
@@ -196,7 +195,6 @@ def asked_accumulation(accelerator: Accelerator) -> int:
 
 
 def start_trackers(accelerator: Accelerator, options: TrainOptions) -> None:
-    """Start Accelerate's trackers, if there are any, with the resolved options."""
     if accelerator.log_with:
         folder = Path(accelerator.project_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -205,10 +203,7 @@ def start_trackers(accelerator: Accelerator, options: TrainOptions) -> None:
 
 
 def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
-    """Train and write OUT, unless this run wrote it before; returns the document, None on other ranks than 0.
-
-    Raises UserError.
-    """
+    """Train and write OUT, unless this run wrote it before; returns the document, None on other ranks than 0."""
     options = task.options
     folder = work_folder(job.out)
     if ranks.is_main:
@@ -288,7 +283,6 @@ def make_loop(
 
 
 def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) -> TrainingModel:
-    """Return the model in training: its weights, its teacher, and the optimizer."""
     options, is_sharded = task.options, task.launch.sharded
     rows_of_rank = options.batch_size // (task.launch.processes // options.tp_size)
     accelerator.gradient_accumulation_steps = rows_of_rank // options.micro_batch_size
@@ -320,7 +314,6 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
 
 
 def announce(task: Task, model: TrainingModel, console: Console) -> None:
-    """Say which parameters are trained, on how many processes, for how long."""
     options, processes = task.options, task.launch.processes
     numbers = sum(math.prod(shape) for shape in model.shapes.values())
     shared = f", {options.tp_size} for each copy of the model, schedule {options.schedule}"

@@ -45,7 +45,7 @@ class Scores(Record):
     def criterion(self, objective: Objective) -> float:
         """Return the value by which the best weights are chosen: the lower the better, infinite where it is not a
         number."""
-        value: float = objective.criterion.total(self.cross_entropy, self.divergence, 0.0)
+        value = objective.criterion.total(self.cross_entropy, self.divergence, 0.0)
         return value if math.isfinite(value) else math.inf
 
     def text(self, objective: Objective) -> str:
@@ -97,7 +97,6 @@ class TrainingFolder(WorkFolder):
         return self.folder / f"step-{step:08d}"
 
     def weights(self, step: int) -> Path:
-        """Return the path of a step's trained tensors, stored as in OUT."""
         return self.folder / f"weights-{step:08d}.safetensors"
 
     def latest(self) -> int | None:
@@ -186,6 +185,5 @@ class TrainingFolder(WorkFolder):
 
 
 def read_metrics(path: Path, key: str) -> list[float]:
-    """Return the values of one metric, in order."""
     lines = map(json.loads, path.read_text().splitlines())
     return [line[key] for line in lines if line.get(key) is not None]

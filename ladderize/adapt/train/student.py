@@ -23,7 +23,7 @@ from ladderize.layout import APART, Layout
 from ladderize.modeling import ladderized_class
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.batch import Batch
-from ladderize.runtime.training.outputs import SubModuleOutputs, pass_losses
+from ladderize.runtime.training.outputs import LossModule, SubModuleOutputs
 
 # transformers' sdpa under a name for which it makes no mask, and so never waits for the device to see if texts are
 # packed.
@@ -34,24 +34,19 @@ class ScoredLogits(nn.Module):
     """A causal language model that computes logits only where a target is scored.
 
     Accelerate wraps this module (DDP, FSDP2, DeepSpeed, autocast), so everything that reads parameters is within its
-    ``forward``. It has the methods that Accelerate asks of a transformers model in order to shard it.
+    ``forward``.
     """
 
     def __init__(self, model: Any, compute: torch.dtype) -> None:
         super().__init__()
         self.model, self.compute = model, compute
         self.config = model.config
+        self.vocabulary = Collectives(), 0, int(model.config.vocab_size)
         self.scale = decoder_of(model.config.to_dict()).logits_scale
+        # what Accelerate asks of a transformers model in order to shard it
         self._no_split_modules = [type(model.model.layers[0]).__name__]
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.model.get_output_embeddings()
-
-    def tie_weights(self) -> None:
-        self.model.tie_weights()
+        self.get_input_embeddings, self.get_output_embeddings = model.get_input_embeddings, model.get_output_embeddings
+        self.tie_weights = model.tie_weights
 
     def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
         """Return the logits [scored tokens, vocab].
@@ -66,31 +61,16 @@ class ScoredLogits(nn.Module):
             rows["attention_mask"] = batch.additive_mask(self.compute)
         more = {} if outputs is None else {"sub_module_outputs": outputs}
         hidden = self.model.model(**rows, use_cache=False, **more).last_hidden_state
-        logits: Tensor = self.model.lm_head(batch.scored_states(hidden))
+        logits = self.model.lm_head(batch.scored_states(hidden))
         return logits if self.scale == 1 else logits * self.scale
 
     def forward(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
         return self.scored_logits(batch, outputs)
 
 
-class Student(ScoredLogits):
+class Student(LossModule, ScoredLogits):  # type: ignore[misc]
     """The model in training with its losses. It is wrapped as a whole, so that gradients and parameters are in one
     place."""
-
-    def forward(  # type: ignore[override]
-        self,
-        batch: Batch,
-        teacher_logits: Tensor | None = None,
-        teacher_outputs: SubModuleOutputs | None = None,
-    ) -> Tensor:
-        """Return the losses of a pass (``pass_losses``).
-
-        teacher_logits: [scored tokens, vocab].
-        """
-        outputs = None if teacher_outputs is None else teacher_outputs.again()
-        logits = self.scored_logits(batch, outputs)
-        vocabulary = Collectives(), 0, logits.shape[1]
-        return pass_losses(logits, batch, teacher_logits, outputs, teacher_outputs, *vocabulary)
 
 
 # ---- the models ----

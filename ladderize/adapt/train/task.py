@@ -10,7 +10,7 @@ from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.lora import lora_config
 from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.teacher import check_pair
-from ladderize.adapt.train.options import RetrainOptions, TrainOptions
+from ladderize.adapt.train.options import FIXED, RetrainOptions, TrainOptions
 from ladderize.adapt.train.student import trained_tensors
 from ladderize.blocks import compute_dtype, open_checkpoint
 from ladderize.checkpoint.config import stored_dtype
@@ -39,14 +39,11 @@ class RetrainJob:
 class Launch:
     """The launcher's decisions.
 
-    device: its type.
-    processes: the number of all of them.
     precision: Accelerate's mixed precision.
     accumulation: its steps of gradient accumulation; 1: none were asked for.
     sharded: by FSDP or DeepSpeed.
     """
 
-    device: str
     processes: int = 1
     precision: str = "no"
     accumulation: int = 1
@@ -54,7 +51,6 @@ class Launch:
 
 
 def sharding_asked() -> bool:
-    """Return True if ``accelerate launch`` was told to shard the model, by FSDP or DeepSpeed."""
     return any(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")))
 
 
@@ -78,8 +74,7 @@ class Task:
     @property
     def stored(self) -> torch.dtype:
         """The dtype in which OUT holds trained weights; float32 for an adapter."""
-        dtype: torch.dtype = torch.float32 if self.is_lora else getattr(torch, stored_dtype(self.checkpoint))
-        return dtype
+        return torch.float32 if self.is_lora else getattr(torch, stored_dtype(self.checkpoint))
 
     @property
     def sources(self) -> list[Checkpoint]:
@@ -97,7 +92,6 @@ class Task:
 
     @property
     def trained(self) -> frozenset[str]:
-        """The tensors that full retraining changes."""
         return frozenset() if self.is_lora else trained_tensors(self.checkpoint.tensors, self.layers, self.everything)
 
     @property
@@ -114,7 +108,9 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
     """Return the task of these options; raises UserError or LayoutError where models and options do not go together."""
     checkpoint, teacher, tp_size = open_checkpoint(model), None, options.tp_size
     layout = Layout.from_config(checkpoint.config)
-    if layout.is_dense and options.train == CONVERTED:
+    if options.train != CONVERTED:
+        layers = parse_ranges(options.train, layout.num_layers, option="--train")
+    elif not (layers := layout.converted_layers):
         raise UserError(
             f"{model} is dense and has no converted layers to train; convert it first, or, to train the dense model"
             " itself as a control, name layers with --train, such as all"
@@ -143,7 +139,7 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
         checkpoint=checkpoint,
         teacher=teacher,
         layout=layout,
-        layers=layers_to_train(layout, options.train),
+        layers=tuple(layers),
         options=options.resolve(
             checkpoint.config,
             launch.processes // tp_size,
@@ -155,15 +151,9 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
     )
 
 
-def layers_to_train(layout: Layout, train: str) -> tuple[int, ...]:
-    """Return the layers that ``--train`` names."""
-    if train == CONVERTED:
-        return tuple(layout.converted_layers)
-    return tuple(parse_ranges(train, layout.num_layers, option="--train"))
-
-
 def run_identity(task: Task) -> dict[str, Any]:
     """Return everything that a run must have in common with the one it resumes."""
+    options = task.options.to_dict()
     return {
         "model": fingerprint(task.checkpoint),
         "layout": task.layout.to_config(),
@@ -173,5 +163,5 @@ def run_identity(task: Task) -> dict[str, Any]:
         "dtype": str(task.compute).removeprefix("torch."),
         "processes": task.launch.processes,
         "tp_size": task.options.tp_size,
-        **task.options.fixed(),
+        **{name: options[name] for name in FIXED},
     }

@@ -47,7 +47,7 @@ class TensorParallelTraining(TrainingModel):
         weight_decay: float = 0.0,
     ) -> None:
         self.weights, self.shape, self.collectives, self.tensor = student.weights, student.shape, collectives, tensor
-        self.vocabulary = collectives, self.shape.vocab_start, self.shape.vocab
+        self.vocabulary = student.vocabulary
         self.pieces = student.weights.pieces()
         self.shapes = {name: tuple(piece.shape) for name, piece in self.pieces.items()}
         wrapped: Any = student
@@ -124,7 +124,7 @@ def build_tensor_parallel(
         teacher = None
         if task.teacher is not None:
             dense = Layout.dense(task.layout.num_layers)
-            teacher = _model(task, task.teacher, dense, tensor, collectives, student.weights, frozen=True).eval()
+            teacher = _model(task, task.teacher, dense, tensor, collectives, student.weights).eval()
     return TensorParallelTraining(
         accelerator,
         student.train(),
@@ -155,12 +155,10 @@ def _model(
     tensor: Ranks,
     collectives: Collectives,
     shared: TrainedWeights | None = None,
-    *,
-    frozen: bool = False,
 ) -> TPTraining:
-    """Return the student, or with ``frozen`` its teacher.
+    """Return the student, or its teacher, which shares the student's frozen tensors where they are equal.
 
-    shared: the student's weights, whose frozen tensors the teacher shares where they are equal.
+    shared: the student's weights; None: they are to be made.
     """
     shape = Shape.from_config(checkpoint.config, tp_size=tensor.size, rank=tensor.rank)
     weights = build_weights(
@@ -168,7 +166,7 @@ def _model(
         checkpoint.config,
         shape,
         layout,
-        trained=frozenset() if frozen else task.trained,
+        trained=task.trained if shared is None else frozenset(),
         compute=task.compute,
         shared=shared,
     )
@@ -178,5 +176,5 @@ def _model(
         layout,
         collectives,
         schedule=Schedule(task.options.schedule),
-        gradient_checkpointing=task.options.gradient_checkpointing and not frozen,
+        gradient_checkpointing=task.options.gradient_checkpointing and shared is None,
     )

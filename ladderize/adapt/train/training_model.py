@@ -73,8 +73,7 @@ class TrainingModel(ABC):
         if self.teacher is not None:
             with torch.no_grad():
                 scores = self.teacher(batch, outputs=outputs)
-        sums: Tensor = self.student(batch, teacher_logits=scores, teacher_outputs=outputs)
-        return sums
+        return self.student(batch, teacher_logits=scores, teacher_outputs=outputs)
 
     @torch.no_grad()
     def teacher_entropy(self, batch: Batch) -> Tensor:
@@ -84,8 +83,7 @@ class TrainingModel(ABC):
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over the ranks of different rows, on every rank."""
-        total: Tensor = self.accelerator.reduce(values, "sum")
-        return total / self.tp_size
+        return self.accelerator.reduce(values, "sum") / self.tp_size
 
     @contextlib.contextmanager
     def evaluating(self, stored: torch.dtype) -> Iterator[None]:
@@ -96,7 +94,8 @@ class TrainingModel(ABC):
         """
         # ZeRO 3 holds no weights between passes; in mixed precision those it gathers are bfloat16 already.
         present = [parameter for parameter in self.parameters if not hasattr(parameter, "ds_id")]
-        rounded = [local_part(parameter) for parameter in present] if stored != torch.float32 else []
+        parts = [one.to_local() if isinstance(one, DTensor) else one for one in present]
+        rounded = parts if stored != torch.float32 else []
         with torch.no_grad():
             kept = [part.clone() for part in rounded]
             for part in rounded:
@@ -129,7 +128,7 @@ class TrainingModel(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Load the state that ``save`` wrote."""
+        """Load what ``save`` wrote."""
 
     def close(self) -> None:  # noqa: B027 - where Accelerate communicates nothing is to be closed
         """End all communication. All ranks call it after the last use, but not after an error, when others may be
@@ -141,11 +140,6 @@ def make_optimizer(parameters: Sequence[nn.Parameter], weight_decay: float, *, f
     matrices, others = ([one for one in parameters if (one.ndim > 1) == wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class HFTraining(TrainingModel):
@@ -165,10 +159,10 @@ class HFTraining(TrainingModel):
         micro_batch_size: int = 1,
         max_grad_norm: float = 1.0,
     ) -> None:
-        self.vocabulary = Collectives(), 0, int(student.config.vocab_size)
+        self.vocabulary = student.vocabulary
         own = [parameter for parameter in student.parameters() if parameter.requires_grad]
-        optimizer = make_optimizer(own, weight_decay, fused=accelerator.distributed_type != DistributedType.DEEPSPEED)
-        plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == "DEEPSPEED" else None
+        plugin = accelerator.state.deepspeed_plugin  # None unless it was asked for
+        optimizer = make_optimizer(own, weight_decay, fused=plugin is None)
         if plugin is not None:
             plugin.deepspeed_config.update(
                 train_micro_batch_size_per_gpu=micro_batch_size,
@@ -240,7 +234,6 @@ def place_teacher(teacher: ScoredLogits, accelerator: Accelerator) -> Callable[.
 
     def scored(*arguments: Any, **named: Any) -> Tensor:
         with accelerator.autocast():
-            logits: Tensor = teacher(*arguments, **named)
-            return logits
+            return teacher(*arguments, **named)
 
     return scored

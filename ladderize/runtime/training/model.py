@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ladderize.checkpoint.config import most_positions
@@ -20,7 +20,7 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import check_activation
 from ladderize.runtime.step import Step
 from ladderize.runtime.training.batch import Batch
-from ladderize.runtime.training.outputs import LayerOutputs, SubModuleOutputs, pass_losses
+from ladderize.runtime.training.outputs import LayerOutputs, LossModule, SubModuleOutputs
 from ladderize.runtime.training.weights import TrainedWeights, UsedWeights
 
 
@@ -36,7 +36,7 @@ def check_trainable(config: Mapping[str, Any]) -> None:
         )
 
 
-class TPTraining(nn.Module):
+class TPTraining(LossModule):
     """One rank of a model in training (or of a frozen teacher).
 
     config: of the checkpoint.
@@ -59,22 +59,8 @@ class TPTraining(nn.Module):
         self.weights, self.layout, self.collectives = weights, layout, collectives
         self.schedule, self.recompute = schedule, gradient_checkpointing
         self.shape = weights.shape
+        self.vocabulary = collectives, self.shape.vocab_start, self.shape.vocab
         self.rope = GrowingRope(dict(config), most_positions(config), weights.norm.device)
-
-    def forward(
-        self,
-        batch: Batch,
-        teacher_logits: Tensor | None = None,
-        teacher_outputs: SubModuleOutputs | None = None,
-    ) -> Tensor:
-        """Return the losses of a pass (``pass_losses``).
-
-        teacher_logits: [tokens that count, own vocab].
-        """
-        outputs = None if teacher_outputs is None else teacher_outputs.again()
-        logits = self.scored_logits(batch, outputs)
-        vocabulary = self.collectives, self.shape.vocab_start, self.shape.vocab
-        return pass_losses(logits, batch, teacher_logits, outputs, teacher_outputs, *vocabulary)
 
     def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
         """Return this rank's columns of the logits where a target counts: [tokens that count, own vocab].

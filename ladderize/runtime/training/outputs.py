@@ -4,11 +4,10 @@ An output is what a sub-module adds to the residual stream: its product summed o
 tensors belong to the graph of the pass, and all ranks have them alike, so that an error of them counts once.
 """
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ladderize.runtime.collectives.base import Collectives
@@ -78,25 +77,33 @@ class LayerOutputs:
         self.bias = None if bias is None else ShareOfGradient.apply(bias, 1 / collectives.ranks)
 
 
-def pass_losses(
-    logits: Tensor,
-    batch: Batch,
-    teacher_logits: Tensor | None,
-    outputs: SubModuleOutputs | None,
-    teacher_outputs: SubModuleOutputs | None,
-    *vocabulary: Any,
-) -> Tensor:
-    """Return the sums of cross-entropy, divergence and hidden error of a pass: [3], fp32, equal on all ranks.
+class LossModule(nn.Module):
+    """A model in training, whose pass returns its losses.
 
-    logits, teacher_logits: where a target counts.
-    outputs, teacher_outputs: of the sub-modules, or None.
     vocabulary: the ranks that share it, and this one's part, as ``vocab_parallel_losses`` takes them.
+    scored_logits: returns a batch's logits [tokens that count, own vocab]; ``outputs`` receive what sub-modules add.
     """
-    sums = vocab_parallel_losses(logits, batch.scored_targets, teacher_logits, *vocabulary)
-    apart = sums[0].new_zeros(())
-    if outputs is not None and teacher_outputs is not None:
-        apart = hidden_error(outputs, teacher_outputs)
-    return torch.stack((*sums, apart))
+
+    vocabulary: tuple[Collectives, int, int]
+    scored_logits: Callable[..., Tensor]
+
+    def forward(
+        self,
+        batch: Batch,
+        teacher_logits: Tensor | None = None,
+        teacher_outputs: SubModuleOutputs | None = None,
+    ) -> Tensor:
+        """Return the sums of cross-entropy, divergence and hidden error of a pass: [3], fp32, equal on all ranks.
+
+        teacher_logits: [tokens that count, own vocab].
+        """
+        outputs = None if teacher_outputs is None else teacher_outputs.again()
+        logits = self.scored_logits(batch, outputs)
+        sums = vocab_parallel_losses(logits, batch.scored_targets, teacher_logits, *self.vocabulary)
+        apart = sums[0].new_zeros(())
+        if outputs is not None and teacher_outputs is not None:
+            apart = hidden_error(outputs, teacher_outputs)
+        return torch.stack((*sums, apart))
 
 
 def hidden_error(student: SubModuleOutputs, teacher: SubModuleOutputs) -> Tensor:
