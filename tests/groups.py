@@ -19,7 +19,7 @@ from ladderize.runtime.collectives import shm
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.gloo import MOST_SIZES, Gloo
-from ladderize.runtime.collectives.observed import Observed, Traced
+from ladderize.runtime.collectives.observed import Observed, Recording
 from ladderize.runtime.collectives.shm import MOST_VIEWS, SharedMemory
 from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
@@ -229,7 +229,7 @@ def cores_of_all(group):
 def traced_swaps(group, folder, times):
     """Trace all-reduces over gloo again and again; each trace's events are gone before the next messages come."""
     collectives, _ = choose("gloo", group, max_bytes=MAX_BYTES)
-    traced = Traced(collectives)
+    traced = Recording(collectives)
 
     def run():
         handles = [traced.all_reduce_async(torch.ones(size)) for size in (8, 64, 512) for _ in range(20)]

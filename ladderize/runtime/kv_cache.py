@@ -59,10 +59,6 @@ class KVCache:
     def columns(self) -> int:
         return self.keys.shape[3]
 
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [batch, heads, tokens, head_dim] from column ``columns`` on.
 

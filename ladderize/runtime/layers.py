@@ -38,19 +38,12 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
-        """Yield the product in ``columns`` parts of its output, one after the other. Raises ValueError if it is
-        packed."""
+        """Yield the product in ``columns`` parts of its output, one after the other. A packed weight cannot be cut."""
         if columns == 1:
             yield self(x)
             return
-        if self.packed:
-            raise ValueError("a packed weight cannot be cut: load it with as many columns as it is used with")
         for weight in self.weight.chunk(columns):
             yield F.linear(x, weight)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.numel() * self.weight.element_size() + (0 if self.bias is None else self.bias.nbytes)
 
 
 class JoinedLinears(list[Linear]):
@@ -165,10 +158,6 @@ class AttentionWeights:
     o_bias: Tensor | None
     head_norms: HeadNorms | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return _bytes(self.norm, [*self.qkv, *self.o], self.o_bias)
-
 
 @dataclass
 class MlpWeights:
@@ -179,14 +168,6 @@ class MlpWeights:
     gate_up: list[Linear]
     down: list[Linear]
     down_bias: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        return _bytes(self.norm, [*self.gate_up, *self.down], self.down_bias)
-
-
-def _bytes(norm: RMSNorm, linears: list[Linear], bias: Tensor | None) -> int:
-    return norm.weight.nbytes + sum(linear.nbytes for linear in linears) + (0 if bias is None else bias.nbytes)
 
 
 @dataclass
@@ -214,15 +195,3 @@ class Weights:
 
     def take_head(self) -> Linear:
         return self.head
-
-    @property
-    def resident_bytes(self) -> int:
-        """The bytes that this rank holds."""
-        shared = not self.head.packed and self.head.weight.data_ptr() == self.embed.data_ptr()
-        return self.nbytes + (0 if shared else self.embed.nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of distinct tensors that decoding one token reads. The embedding counts only where it is tied."""
-        layers = sum(sub_module.nbytes for layer in self.layers for sub_module in layer)
-        return self.norm.weight.nbytes + self.head.nbytes + layers

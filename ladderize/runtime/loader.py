@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ladderize.checkpoint.reading import Checkpoint
@@ -47,7 +48,7 @@ class CheckpointSource:
             dtype=self.dtype,
             device=self.device,
         )
-        return loaded if part.rows in (None, loaded.shape[0]) else _padded(loaded, part.rows)
+        return _padded(loaded, part.rows)
 
 
 class RandomSource:
@@ -69,7 +70,7 @@ class RandomSource:
             generator = torch.Generator(self.device).manual_seed(zlib.crc32(part.name.encode()))
             tensor = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
             tensor.mul_(self.shapes[part.name][1] ** -0.5)
-        return tensor if part.rows in (None, shape[0]) else _padded(tensor, part.rows)
+        return _padded(tensor, part.rows)
 
 
 def load_weights(
@@ -78,13 +79,11 @@ def load_weights(
     layout: Layout,
     *,
     pack: bool,
-    columns: int = 1,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Weights:
     """Return one rank's weights for ``layout``.
 
     pack: store weights as inference multiplies them fastest; see Linear and JoinedLinears.
-    columns: parts of the products that are sent; see Schedule.
     advance: called with 1 after each layer.
     """
 
@@ -95,19 +94,16 @@ def load_weights(
     layers = []
     for index in range(shape.layers):
         virtual = virtual_ranks(layout, index, shape.tp_size)
-        layers.append(_layer(read, f"model.layers.{index}.", shape, virtual, pack, pack_sent=pack and columns == 1))
+        layers.append(_layer(read, f"model.layers.{index}.", shape, virtual, pack))
         advance(1)
     head = embed if shape.tied else source.read(shape.vocab_slice("lm_head.weight"))
     return Weights(embed, layers, RMSNorm(read("model.norm.weight"), shape.eps), Linear(head, pack=pack))
 
 
 def _layer(
-    read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: VirtualRanks, pack: bool, *, pack_sent: bool
+    read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: VirtualRanks, pack: bool
 ) -> tuple[AttentionWeights, MlpWeights]:
-    """Return one layer's weights.
-
-    pack_sent: pack the weights whose products are sent.
-    """
+    """Return one layer's weights."""
 
     def rows(name: str, bounds: tuple[int, int], biased: bool) -> tuple[Tensor, Tensor | None]:
         weight = read(f"{prefix}{name}.weight", 0, *bounds)
@@ -150,16 +146,14 @@ def _layer(
         first = rank_shape(shape, virtual.qkv)
         head_norms = HeadNorms(query, key, first.own_heads, first.own_kv_heads, shape.eps)
     o = all_of(
-        Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *rank.query_rows()), pack=pack_sent)
-        for rank in ranks(virtual.o)
+        Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *rank.query_rows()), pack=pack) for rank in ranks(virtual.o)
     )
     gate_up = all_of(
         fused([rows(f"mlp.{name}_proj", rank.inner_rows(), own.mlp_bias) for name in ("gate", "up")])
         for rank in ranks(virtual.gate_up)
     )
     down = all_of(
-        Linear(read(f"{prefix}mlp.down_proj.weight", 1, *rank.inner_rows()), pack=pack_sent)
-        for rank in ranks(virtual.down)
+        Linear(read(f"{prefix}mlp.down_proj.weight", 1, *rank.inner_rows()), pack=pack) for rank in ranks(virtual.down)
     )
     attention = AttentionWeights(
         norm=RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
@@ -199,6 +193,4 @@ def files_identity(checkpoint: Checkpoint) -> tuple[tuple[int, int], ...]:
 
 
 def _padded(tensor: Tensor, rows: int | None) -> Tensor:
-    padded = tensor.new_zeros(rows or 0, *tensor.shape[1:])
-    padded[: tensor.shape[0]] = tensor
-    return padded
+    return tensor if rows in (None, len(tensor)) else F.pad(tensor, (0, 0, 0, rows - len(tensor)))

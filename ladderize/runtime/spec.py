@@ -123,9 +123,8 @@ def eos_ids(spec: ModelSpec) -> tuple[int, ...]:
 class WeightCache:
     """Weights of one rank, loaded once for all models that share them."""
 
-    def __init__(self, device: torch.device, *, pack: bool, replicate_vocab: bool = False, columns: int = 1) -> None:
-        """columns: see ``load_weights``."""
-        self.device, self.pack, self.replicate_vocab, self.columns = device, pack, replicate_vocab, columns
+    def __init__(self, device: torch.device, *, pack: bool, replicate_vocab: bool = False) -> None:
+        self.device, self.pack, self.replicate_vocab = device, pack, replicate_vocab
         self.loaded: dict[Any, Weights] = {}
 
     def get(
@@ -135,9 +134,7 @@ class WeightCache:
         key = spec.weights_key(shape)
         if key not in self.loaded:
             source = spec.source(spec.torch_dtype, self.device)
-            self.loaded[key] = load_weights(
-                source, shape, spec.layout, pack=self.pack, columns=self.columns, advance=advance
-            )
+            self.loaded[key] = load_weights(source, shape, spec.layout, pack=self.pack, advance=advance)
         return shape, self.loaded[key]
 
 

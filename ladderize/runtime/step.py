@@ -21,8 +21,6 @@ class Step:
     length: the columns of the cache that attention sees; 0: a prompt, which sees itself alone.
     mask: bool [batch or 1, 1, tokens, columns in view], True where a token may look; None: everything, or with
     ``causal`` everything up to itself.
-    depths: [batch, tokens], the positions of a prompt's tokens in their texts, if their columns do not give their
-    distances.
     near: the masks of layers with sliding windows, by window; see ``with_windows``.
     """
 
@@ -31,7 +29,6 @@ class Step:
     length: int
     mask: Tensor | None = None
     causal: bool = False
-    depths: Tensor | None = None
     near: Mapping[int, Tensor] = field(default_factory=dict)
 
     def with_windows(self, windows: Iterable[int], tokens: int) -> "Step":
@@ -44,11 +41,10 @@ class Step:
         own = [window for window in windows if window < view]
         if not own:
             return self
-        keys = torch.arange(view, device=device) if self.depths is None else self.depths
-        queries: Tensor | int = self.columns if self.depths is None else self.depths
-        if isinstance(queries, int):
-            queries = torch.arange(queries, queries + tokens, device=device)
-        distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
+        columns = self.columns
+        if isinstance(columns, int):
+            columns = torch.arange(columns, columns + tokens, device=device)
+        distance = columns.unsqueeze(-1) - torch.arange(view, device=device)
         distance = distance[None, None] if distance.ndim == 2 else distance[:, None]
         seen = self.mask
         if seen is None and self.causal:

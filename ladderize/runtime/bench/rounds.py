@@ -230,12 +230,12 @@ def record_messages(timed: Timed, name: str, expected: Mapping[str, ExpectedMess
     name: for the message of the error.
     """
     messages = {}
-    with sending_over(timed.model, Recording(timed.model.collectives, time.perf_counter)) as recording:
+    with sending_over(timed.model, Recording(timed.model.collectives)) as recording:
         for part, _ in zip(timed.parts, timed.run(1, eager=True), strict=True):
             sums, gathered, due = [*recording.all_reduces], [*recording.gathered], expected[part]
             recording.all_reduces.clear()
             recording.gathered.clear()
-            completed = [one.bytes for one in sums if one.end > 0]
+            completed = [one.bytes for one in sums if one.completed]
             if (len(completed), sum(completed)) != (due.all_reduces, due.bytes):
                 raise UserError(
                     f"{name}: its {part} completed {len(completed)} all-reduces of {sum(completed)} bytes, where the"

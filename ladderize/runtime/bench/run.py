@@ -31,7 +31,7 @@ from ladderize.runtime.bench.rounds import Variant, sending_over, synchronize, t
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.links import Link
-from ladderize.runtime.collectives.observed import Traced
+from ladderize.runtime.collectives.observed import Recording
 from ladderize.runtime.graphs import capture
 
 TRACED_PASSES = 4
@@ -203,7 +203,7 @@ class BenchRun(ABC):
         """Write the trace of a variant; return the overlap of each part, with ``proven`` where there should be some."""
         timed, collectives, dtype = variant.timed, variant.timed.model.collectives, variant.spec.torch_dtype
         due = sum(map(len, variant.messages.values())) if collectives.ranks > 1 else 0
-        with sending_over(timed.model, Traced(collectives)) as traced:
+        with sending_over(timed.model, Recording(collectives)) as traced:
             overlap = trace(
                 lambda: timed.run_marked(TRACED_PASSES),
                 timed.parts,

@@ -288,14 +288,6 @@ class UsedWeights:
             self._small(own.down_bias),
         )
 
-    @property
-    def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.weights.parameters())
-
-    @property
-    def resident_bytes(self) -> int:
-        return self.nbytes
-
     def _linear(self, linear: Any) -> LaterLinear:
         return self._later(linear.weight, self._small(linear.bias))
 
