@@ -174,13 +174,12 @@ class MarkedLlama(TPLlama):
     def __init__(self, shape: Shape, layout: Layout, weights: MarkedWeights, products: Products, parts: int) -> None:
         super().__init__(shape, layout, weights, RecordedLink(products.timeline))
         weights.mark = self.mark
-        self.products = products
+        self.marks = products
         self.names = iter("abcdefgh") if parts > 1 else iter(("",))
         self.part = ""
-        self.layer: dict[str, int] = {}  # that a part is at
 
     def mark(self, label: str, kind: str = INPUT) -> None:
-        self.products.at(label + self.part, kind)
+        self.marks.at(label + self.part, kind)
 
     def walk(self, *arguments: Any) -> Generator[None, None, Tensor]:
         own = next(self.names)
@@ -193,12 +192,8 @@ class MarkedLlama(TPLlama):
                 return end.value  # type: ignore[no-any-return]
             yield
 
-    def attention_products(self, index: int, *arguments: Any) -> Iterator[Tensor]:
-        self.layer[self.part] = index
-        return self.marked(f"A{index}", super().attention_products(index, *arguments))
-
-    def mlp_products(self, *arguments: Any) -> Iterator[Tensor]:
-        return self.marked(f"M{self.layer[self.part]}", super().mlp_products(*arguments))
+    def products(self, place: int, *arguments: Any) -> Iterator[Tensor]:
+        return self.marked(f"{'AM'[place % 2]}{place // 2}", super().products(place, *arguments))
 
     def marked(self, label: str, products: Iterator[Tensor]) -> Iterator[Tensor]:
         while True:

@@ -149,25 +149,29 @@ class AttentionWeights:
     """One rank's part of a layer's attention. ``qkv`` and ``o`` have one entry for each virtual rank that is computed
     apart.
 
+    bias: of o_proj.
     head_norms: for the heads of one entry of ``qkv``.
     """
 
     norm: RMSNorm
     qkv: list[Linear]
     o: list[Linear]
-    o_bias: Tensor | None
+    bias: Tensor | None
     head_norms: HeadNorms | None = None
 
 
 @dataclass
 class MlpWeights:
     """One rank's part of a layer's MLP. ``gate_up`` and ``down`` have one entry for each virtual rank that is computed
-    apart."""
+    apart.
+
+    bias: of down_proj.
+    """
 
     norm: RMSNorm
     gate_up: list[Linear]
     down: list[Linear]
-    down_bias: Tensor | None
+    bias: Tensor | None
 
 
 @dataclass

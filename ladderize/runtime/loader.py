@@ -159,14 +159,14 @@ def _layer(
         norm=RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
         qkv=qkv,
         o=o,
-        o_bias=read(f"{prefix}self_attn.o_proj.bias") if own.o_bias else None,
+        bias=read(f"{prefix}self_attn.o_proj.bias") if own.o_bias else None,
         head_norms=head_norms,
     )
     mlp = MlpWeights(
         norm=RMSNorm(read(f"{prefix}post_attention_layernorm.weight"), shape.eps),
         gate_up=gate_up,
         down=down,
-        down_bias=read(f"{prefix}mlp.down_proj.bias") if own.mlp_bias else None,
+        bias=read(f"{prefix}mlp.down_proj.bias") if own.mlp_bias else None,
     )
     return attention, mlp
 

@@ -7,12 +7,12 @@ or left out until the next sync point (dropped, SPD, arXiv 2502.20727).
 """
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ladderize.layout import APART, DELAYED, DROPPED, HIDING, Layout
+from ladderize.layout import APART, DROPPED, HIDING, Layout
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
 from ladderize.runtime.collectives.stream import Stream, whole
@@ -64,6 +64,7 @@ class TPLlama:
     ) -> None:
         self.shape, self.layout, self.weights, self.collectives = shape, layout, weights, collectives
         self.operations = operations or Operations()
+        self.modes = layout.modes
         self.head = weights.take_head()
         self.windows = sorted({window for window in shape.decoder.windows if window is not None})
         virtual = hosted_ranks(layout.sync_tp_size, shape.tp_size)
@@ -97,58 +98,39 @@ class TPLlama:
         A sub-module's weights are taken before the sum that it reads is waited for. In training that puts the products
         of its weights' gradients behind the start of its input's gradient (see training/linear.py).
         """
-        collectives, layout, weights, scaled = self.collectives, self.layout, self.weights, self.scaled
         sent: PendingSum | None = self.embed(ids)
-        attention, mlp = self.upcoming(0)
+        taken = self.upcoming(0)
         yield
         assert sent is not None
         residual, x = self.arrived(sent)
         sent = None
         apart: list[Tensor] | None = None  # what each virtual rank reads beside x: its partial of the sub-module before
-        for index in range(self.shape.layers):
-            attention_mode, mlp_mode = layout.attention_sync[index], layout.mlp_sync[index]
-            outputs = self.outputs_of(index)
-            products = self.attention_products(index, attention, x, apart, step, cache, columns)
+        dropped: tuple[list[Tensor], Tensor | None] | None = None  # the partials and the bias of a sum left out
+        for place, mode in enumerate(self.modes):
+            index, is_mlp = divmod(place, 2)
+            weights, outputs = taken.pop(0), self.outputs_of(index)
+            products = self.products(place, weights, x, apart, step, cache, columns)
             if sent is not None:
                 products = iter(list(products))  # computed before the wait: that is the overlap
                 residual, x = self.arrived(sent)
                 sent = None
-            take = None if outputs is None else outputs.attention
-            bias, apart = scaled(attention.o_bias), None
-            if attention_mode in APART:
+            take = None if outputs is None else outputs.mlp if is_mlp else outputs.attention
+            apart, bias = None, self.scaled(weights.bias)
+            if mode in APART:
                 apart = self.sum_in_group(list(products))
                 residual, x = self.add_bias(residual, x, bias)
-            if apart is not None and attention_mode == DELAYED:
-                sent = self.send_apart(residual, apart, columns, bias, take)
-            elif attention_mode != DROPPED:
-                sent = PendingSum(collectives, residual, bias, products, take)
-            if sent is not None:
-                mlp = weights.mlp(index)
-                yield
-                if attention_mode not in HIDING:
-                    residual, x = self.arrived(sent)
-                    sent = None
-            assert mlp is not None
-            products = self.mlp_products(index, mlp, x, apart, columns)
-            if sent is not None:
-                products = iter(list(products))
-                residual, x = self.arrived(sent)
-            take = None if outputs is None else outputs.mlp
-            carry, bias, apart = apart, scaled(mlp.down_bias), None
-            if mlp_mode == DELAYED:
-                apart = self.sum_in_group(list(products))
-                residual, x = self.add_bias(residual, x, bias)
+                if mode == DROPPED:
+                    dropped = apart, weights.bias
+                    continue
                 sent = self.send_apart(residual, apart, columns, bias, take)
             else:
-                sent = PendingSum(collectives, residual, bias, products, take)
-            if outputs is not None and carry is not None and attention_mode == DROPPED:
-                outputs.send_dropped(collectives, carry, scaled(attention.o_bias))
-            if index + 1 < self.shape.layers:
-                attention, mlp = self.upcoming(index + 1)
-            else:
-                self.head = weights.take_head()  # like a sub-module's: before the last sum is waited for
+                sent = PendingSum(self.collectives, residual, bias, products, take)
+            if outputs is not None and dropped is not None:
+                outputs.send_dropped(self.collectives, dropped[0], self.scaled(dropped[1]))
+            dropped = None
+            taken = self.upcoming(place + 1)
             yield
-            if mlp_mode not in HIDING:
+            if mode not in HIDING:
                 residual, x = self.arrived(sent)
                 sent = None
         return self.end(x)  # the last MLP sync is blocking: nothing is on its way
@@ -172,11 +154,17 @@ class TPLlama:
         """Return the receiver of what this layer's sub-modules add. There is one in training alone."""
         return None
 
-    def upcoming(self, index: int) -> tuple[AttentionWeights, MlpWeights | None]:
-        """Return the weights up to the next sum: those of attention, and where its sum is dropped also those of the
-        MLP."""
-        dropped = self.layout.attention_sync[index] == DROPPED
-        return self.weights.attention(index), self.weights.mlp(index) if dropped else None
+    def upcoming(self, place: int) -> list[Any]:
+        """Return the weights of the sub-modules from ``place`` on up to the next sum; behind the last take the
+        head's."""
+        index, is_mlp = divmod(place, 2)
+        if place == len(self.modes):
+            self.head = self.weights.take_head()  # like a sub-module's: before the last sum is waited for
+            return []
+        if is_mlp:
+            return [self.weights.mlp(index)]
+        attention = self.weights.attention(index)
+        return [attention, self.weights.mlp(index)] if self.modes[place] == DROPPED else [attention]
 
     def add_bias(self, residual: Stream, x: Stream, bias: Tensor | None) -> tuple[Stream, Stream]:
         """Return the stream and x with the bias of a dropped sum. All ranks add it to the stream alike, so its gradient
@@ -220,62 +208,35 @@ class TPLlama:
         collectives = self.collectives if size == 1 else self.collectives.split(size).across
         return PendingSum(collectives, residual, None, messages, taken)
 
-    def attention_products(
-        self,
-        index: int,
-        weights: AttentionWeights,
-        x: Stream,
-        apart: list[Tensor] | None,
-        step: Step,
-        cache: KVCache,
-        columns: int,
+    def products(
+        self, place: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache, columns: int
     ) -> Iterator[Tensor]:
-        """Yield this rank's part of attention's sum, without o_proj's bias.
+        """Yield this rank's part of the sum of the sub-module at ``place``, without the bias of its last projection.
 
-        It comes in ``columns`` parts, or, where it is read before it is summed, whole for each virtual rank.
-
-        apart: after a delayed MLP, what virtual rank k of this process reads beside x.
-        """
-        heads = self.heads(index, weights, x, apart, step, cache)
-        if self.layout.attention_sync[index] not in APART:
-            yield from map(self.scaled, weights.o[0].products(heads, columns))
-        else:
-            yield from map(self.scaled, self.operations.products_apart(weights.o, heads))
-
-    def heads(
-        self,
-        index: int,
-        weights: AttentionWeights,
-        x: Stream,
-        apart: list[Tensor] | None,
-        step: Step,
-        cache: KVCache,
-    ) -> Tensor:
-        """Return o_proj's input [batch, tokens, own heads * head_dim], of the virtual ranks side by side."""
-        if apart is None:
-            own = cache.kv_heads(0, self.shape.own_kv_heads) if self.more_cached else cache
-            return self.operations.attention(weights, x, step, own, index, self.shape, 0)
-        return self.operations.attention_apart(weights, x, apart, step, cache, index, self.rank_shapes)
-
-    def mlp_products(
-        self, index: int, weights: MlpWeights, x: Stream, apart: list[Tensor] | None, columns: int
-    ) -> Iterator[Tensor]:
-        """Yield this rank's part of the MLP's sum, without down_proj's bias.
-
-        It comes in ``columns`` parts, or, where it is delayed, whole for each virtual rank. After a dropped attention
-        its partials are added: they are the P of SPD section 4.1: X' = X + AR(Z + P).
+        It comes in ``columns`` parts, or, where it is read before it is summed, whole for each virtual rank. After a
+        dropped attention its partials are added to the MLP's: they are the P of SPD section 4.1: X' = X + AR(Z + P).
 
         apart: what virtual rank k of this process reads beside x; None: nothing.
         """
-        is_dropped = self.layout.attention_sync[index] == DROPPED
-        carry = apart if apart is not None and is_dropped and self.carries else None
-        inner = self.operations.mlp(weights, x, apart)
-        if self.layout.mlp_sync[index] == DELAYED:
-            products = map(self.scaled, self.operations.products_apart(weights.down, inner))
+        operations, (index, is_mlp) = self.operations, divmod(place, 2)
+        carry = None
+        if is_mlp:
+            inner, linears = operations.mlp(weights, x, apart), weights.down
+            if self.modes[place - 1] == DROPPED and self.carries:
+                carry = apart
+        else:
+            linears = weights.o
+            if apart is None:
+                own = cache.kv_heads(0, self.shape.own_kv_heads) if self.more_cached else cache
+                inner = operations.attention(weights, x, step, own, index, self.shape, 0)
+            else:
+                inner = operations.attention_apart(weights, x, apart, step, cache, index, self.rank_shapes)
+        if self.modes[place] in APART:
+            products = map(self.scaled, operations.products_apart(linears, inner))
             yield from products if carry is None else map(torch.add, products, carry)
             return
         parts = None if carry is None else sum_of(carry).chunk(columns, -1)
-        for number, product in enumerate(map(self.scaled, weights.down[0].products(inner, columns))):
+        for number, product in enumerate(map(self.scaled, linears[0].products(inner, columns))):
             yield product if parts is None else product + parts[number]
 
     def embed(self, ids: Tensor) -> PendingSum:

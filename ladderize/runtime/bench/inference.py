@@ -181,9 +181,9 @@ class ParallelLlama(TPLlama):
         residual, x = pending.wait()
         for index in range(self.shape.layers):
             attention, mlp = self.weights.attention(index), self.weights.mlp(index)
-            (partial,) = self.attention_products(index, attention, x, None, step, cache, 1)
-            (partial_mlp,) = self.mlp_products(index, mlp, x, None, 1)
-            for bias in (self.scaled(attention.o_bias), self.scaled(mlp.down_bias)):
+            (partial,) = self.products(2 * index, attention, x, None, step, cache, 1)
+            (partial_mlp,) = self.products(2 * index + 1, mlp, x, None, step, cache, 1)
+            for bias in (self.scaled(attention.bias), self.scaled(mlp.bias)):
                 residual = residual if bias is None else residual + bias
             pending = PendingSum(self.collectives, residual, None, [partial + partial_mlp])
             yield

@@ -176,7 +176,7 @@ class ExpectedMessages:
 
 def sent_sums(layout: Layout) -> int:
     """Return the number of sync points at which something is sent."""
-    return sum(mode != DROPPED for mode in (*layout.attention_sync, *layout.mlp_sync))
+    return sum(mode != DROPPED for mode in layout.modes)
 
 
 def read_sums(layout: Layout) -> int:
@@ -185,15 +185,14 @@ def read_sums(layout: Layout) -> int:
     An overlapped or delayed sum is there when the next sub-module has computed; if that one's own sum then blocks, the
     sub-module after it reads the stream with both.
     """
-    modes = [mode for modes in zip(layout.attention_sync, layout.mlp_sync, strict=True) for mode in modes]
-    return sent_sums(layout) - sum(one in HIDING and after == BLOCKING for one, after in pairwise(modes))
+    return sent_sums(layout) - sum(one in HIDING and after == BLOCKING for one, after in pairwise(layout.modes))
 
 
 def sums_in_groups(layout: Layout, ranks: int) -> int:
     """Return the number of sync points at which the processes of a virtual rank sum among themselves first."""
     if group_size(layout.sync_tp_size, ranks) == 1:
         return 0
-    return sum(mode in APART for mode in (*layout.attention_sync, *layout.mlp_sync))
+    return sum(mode in APART for mode in layout.modes)
 
 
 def expected_messages(

@@ -81,7 +81,7 @@ class TrainedLinear(nn.Module):
 class TrainedAttention(nn.Module):
     def __init__(self, weights: AttentionWeights) -> None:
         super().__init__()
-        self.norm, self.o_bias = _parameter(weights.norm.weight), _parameter(weights.o_bias)
+        self.norm, self.o_bias = _parameter(weights.norm.weight), _parameter(weights.bias)
         self.qkv = nn.ModuleList(map(TrainedLinear, weights.qkv))
         self.o = nn.ModuleList(map(TrainedLinear, weights.o))
         norms = weights.head_norms
@@ -92,7 +92,7 @@ class TrainedAttention(nn.Module):
 class TrainedMlp(nn.Module):
     def __init__(self, weights: MlpWeights) -> None:
         super().__init__()
-        self.norm, self.down_bias = _parameter(weights.norm.weight), _parameter(weights.down_bias)
+        self.norm, self.down_bias = _parameter(weights.norm.weight), _parameter(weights.bias)
         self.gate_up = nn.ModuleList(map(TrainedLinear, weights.gate_up))
         self.down = nn.ModuleList(map(TrainedLinear, weights.down))
 
