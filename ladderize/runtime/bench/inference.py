@@ -30,7 +30,6 @@ from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, needed_b
 from ladderize.runtime.bench.reference_check import check_models, checked_specs
 from ladderize.runtime.bench.report import run_and_show
 from ladderize.runtime.bench.rounds import (
-    Message,
     Timed,
     Variant,
     expected_messages,
@@ -45,6 +44,7 @@ from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.differentiable import PendingSum
 from ladderize.runtime.collectives.emulated import emulate
+from ladderize.runtime.collectives.observed import Message
 from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
@@ -155,11 +155,9 @@ class InferenceRun(BenchRun):
                 if model_class is ParallelLlama:
                     variants.append(Variant(PARALLEL, spec, loud, silent, BASELINE_ROW))
                     continue
-                overlapping = set(PHASES) if spec.layout.hides else set()
-                overlapping |= {"prefill"} if schedule.is_domino else set()
                 name = variant_name(spec.name, schedule.name, options)
                 kind = MODEL_ROW if name == spec.name else BASELINE_ROW
-                variants.append(Variant(name, spec, loud, silent, kind, schedule.name, overlapping))
+                variants.append(Variant(name, spec, loud, silent, kind, schedule.name))
         for variant in variants:
             variant.messages = _messages(variant)
         return variants

@@ -23,10 +23,10 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.layout import APART, BLOCKING, DROPPED, HIDING, Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import MODEL_ROW, Overlap
+from ladderize.runtime.bench.document import MODEL_ROW, Overlap, may_overlap
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.observed import Recording
+from ladderize.runtime.collectives.observed import Message, Recording
 from ladderize.runtime.schedule import Schedule, ScheduleName
 from ladderize.runtime.shards import Shape, group_size
 from ladderize.runtime.spec import ModelSpec
@@ -99,8 +99,7 @@ class Variant:
     """A model, or a baseline, at one batch size, by one schedule.
 
     silent: the same without communication; the difference in time is what ``timed`` waits for.
-    overlapping: the parts in which the layout or the schedule lets a message run under compute.
-    messages: the messages of each part.
+    messages: the messages of each part; empty in vLLM, whose are not seen.
     """
 
     name: str
@@ -109,10 +108,14 @@ class Variant:
     silent: Any = None
     kind: str = MODEL_ROW
     schedule: ScheduleName = "sequential"
-    overlapping: set[str] = field(default_factory=set)
-    messages: dict[str, list[Any]] = field(default_factory=dict)
+    messages: dict[str, list[Message]] = field(default_factory=dict)
     overlap: dict[str, Overlap] | None = None
     architecture: str | None = None
+
+    @property
+    def overlapping(self) -> set[str]:
+        """The parts in which the layout or the schedule lets a message run under compute."""
+        return {part for part in self.messages if may_overlap(self.spec.layout.modes, self.schedule, part)}
 
     def trace_path(self, folder: Path, number: int, batch: int, rank: int) -> Path:
         """Return the file of a rank's trace.
@@ -145,21 +148,6 @@ def time_rounds(group: Ranks, variants: Sequence[Variant], options: BenchOptions
 
 
 # ---- the messages of a pass, against those that its layout asks for ----
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message of a pass.
-
-    collective: all_reduce, or all_gather of ``bytes`` from each rank.
-    over: the collectives that carry it.
-    vocabulary: True for the embedding's or the LM head's, which every layout waits for.
-    """
-
-    collective: str
-    bytes: int
-    over: Collectives
-    vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,18 +219,16 @@ def record_messages(timed: Timed, name: str, expected: Mapping[str, ExpectedMess
     messages = {}
     with sending_over(timed.model, Recording(timed.model.collectives)) as recording:
         for part, _ in zip(timed.parts, timed.run(1, eager=True), strict=True):
-            sums, gathered, due = [*recording.all_reduces], [*recording.gathered], expected[part]
-            recording.all_reduces.clear()
-            recording.gathered.clear()
-            completed = [one.bytes for one in sums if one.completed]
+            messages[part], due = [*recording.messages], expected[part]
+            recording.messages.clear()
+            sums = [message for message in messages[part] if message.collective == "all_reduce"]
+            completed = [message.bytes for message in sums if message.completed]
             if (len(completed), sum(completed)) != (due.all_reduces, due.bytes):
                 raise UserError(
                     f"{name}: its {part} completed {len(completed)} all-reduces of {sum(completed)} bytes, where the"
                     f" layout asks for {due.all_reduces} of {due.bytes}: this is not the model that was asked for, so"
                     " nothing was timed"
                 )
-            messages[part] = [
-                Message("all_reduce", one.bytes, one.over, k < due.vocabulary) for k, one in enumerate(sums)
-            ]
-            messages[part] += [Message("all_gather", size, recording.inner, True) for size in gathered]
+            for message in sums[: due.vocabulary]:
+                message.vocabulary = True
     return messages

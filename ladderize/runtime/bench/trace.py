@@ -57,11 +57,11 @@ def trace(
     due: the messages that a GPU's trace must show. ``traced`` does not see those that CUDA graphs send.
     """
     events = traced_events(run, path, device, traced)
-    flights = (
-        gpu_flights(events)
-        if device.type == "cuda"
-        else cpu_flights(events, [1e6 * alone(sent.over, sent.bytes) for sent in traced.all_reduces])
-    )
+    if device.type == "cuda":
+        flights = gpu_flights(events)
+    else:
+        sums = [message for message in traced.messages if message.collective == "all_reduce"]
+        flights = cpu_flights(events, [1e6 * alone(one.over, one.bytes) for one in sums])
     if due and not flights:
         raise UserError(
             f"--profile: {due} messages were sent, but none of the kernels in {path} is known to be"
@@ -75,7 +75,7 @@ def traced_events(run: Callable[[], None], path: Path, device: torch.device, tra
     on_gpu = device.type == "cuda"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
     run()  # warm-up, not traced
-    traced.all_reduces.clear()
+    traced.messages.clear()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         run()
         # Gloo notes the end of each send and receive in the profiler that was active at its start. A receive that is

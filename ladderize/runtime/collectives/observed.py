@@ -34,47 +34,50 @@ class Observed(Collectives):
 
 
 @dataclass
-class RecordedSum:
-    """The collectives that carry an all-reduce, its bytes, and whether it was waited for."""
+class Message:
+    """A message of a pass.
 
+    collective: all_reduce, or all_gather of ``bytes`` from each rank.
+    over: the collectives that carry it.
+    completed: True once the sum has been waited for.
+    vocabulary: True for the embedding's or the LM head's, which every layout waits for.
+    """
+
+    collective: str
     over: Collectives
     bytes: int
     completed: bool = False
+    vocabulary: bool = False
 
 
 class Recording(Observed):
-    """A backend that records every message, and shows starts and waits in torch's profiler.
-
-    all_reduces: in their order.
-    gathered: bytes of the all-gathers, in their order.
-    """
+    """A backend that records its messages in their order, and shows starts and waits in torch's profiler."""
 
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner)
-        self.all_reduces: list[RecordedSum] = []
-        self.gathered: list[int] = []
+        self.messages: list[Message] = []
 
     def split(self, size: int) -> Split:
         parts = [Recording(part) for part in self.inner.split(size)]
         for part in parts:
-            part.all_reduces, part.gathered = self.all_reduces, self.gathered
+            part.messages = self.messages
         return Split(*parts)
 
     def all_reduce_async(self, x: Tensor) -> Handle:
-        recorded = RecordedSum(self.inner, x.nbytes)
-        self.all_reduces.append(recorded)
+        message = Message("all_reduce", self.inner, x.nbytes)
+        self.messages.append(message)
         with record_function(TRACED_START):
             handle = self.inner.all_reduce_async(x)
 
         def finish() -> Tensor:
             with record_function(TRACED_WAIT):
                 total = handle.wait()
-            recorded.completed = True
+            message.completed = True
             return total
 
         return Handle(finish)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self.gathered.append(x.nbytes)
+        self.messages.append(Message("all_gather", self.inner, x.nbytes, completed=True, vocabulary=True))
         with record_function("all-gather"):
             return self.inner.all_gather(x)
