@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ladderize.runtime.choose_operations import choose_operations
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm
 from ladderize.runtime.native.library import TYPES, kernels
 from ladderize.runtime.operations import Operations
+from ladderize.runtime.spec import choose_operations
 from ladderize.runtime.step import Step
 from tests.groups import ALONE, make_generator
 from tests.helpers import FAMILIES, ROOT, make_model, random_ids

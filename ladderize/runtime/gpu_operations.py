@@ -27,11 +27,6 @@ class GpuOperations(Operations):
         super().__init__()
         self.programs = programs
 
-    @classmethod
-    def for_device(cls, device: torch.device) -> "GpuOperations":
-        """Return the operations for a GPU, with two programs for each of its multiprocessors."""
-        return cls(2 * torch.cuda.get_device_properties(device).multi_processor_count)
-
     def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
         if isinstance(x, Unadded) and x.parts is not None:
             return x.add_by(lambda stream, added: triton_kernels.add_rms_norm(stream, added, norm.weight, norm.eps))

@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -104,68 +104,51 @@ def _layer(
     read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: VirtualRanks, pack: bool
 ) -> tuple[AttentionWeights, MlpWeights]:
     """Return one layer's weights."""
+    own, dim = shape.decoder, shape.head_dim
 
-    def rows(name: str, bounds: tuple[int, int], biased: bool) -> tuple[Tensor, Tensor | None]:
-        weight = read(f"{prefix}{name}.weight", 0, *bounds)
-        return weight, read(f"{prefix}{name}.bias", 0, *bounds) if biased else None
+    def rows(name: str, bounds: tuple[int, int], biased: bool, *, paired: bool = False) -> list[Tensor]:
+        """Return rows of a projection's weight, and of its bias if it has one."""
+        found = [read(f"{prefix}{name}.{kind}", 0, *bounds) for kind in ("weight", "bias")[: 1 + biased]]
+        return [pair_rope_rows(one, dim) for one in found] if paired else found
 
-    def fused(parts: list[tuple[Tensor, Tensor | None]]) -> Linear:
-        biases = [bias for _, bias in parts if bias is not None]
-        return Linear(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None, pack=pack)
+    def fused(*parts: list[Tensor]) -> Linear:
+        return Linear(*map(torch.cat, zip(*parts, strict=True)), pack=pack)
 
-    def ranks(count: int) -> list[Shape]:
-        """Return the shapes of the virtual ranks that this process computes apart."""
-        return [rank_shape(shape, count, k) for k in range(count)]
+    def sent(name: str, bounds: tuple[int, int]) -> Linear:
+        return Linear(read(f"{prefix}{name}.weight", 1, *bounds), pack=pack)
 
-    def paired(part: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        return pair_rope_rows(part[0], shape.head_dim), None if part[1] is None else pair_rope_rows(
-            part[1], shape.head_dim
-        )
+    def of_ranks(count: int, make: Callable[[Shape], Linear]) -> list[Linear]:
+        """Return the linear layers of the virtual ranks that this process computes apart, on a GPU joined: small
+        kernels mostly wait."""
+        made = [make(rank_shape(shape, count, k)) for k in range(count)]
+        return JoinedLinears(made) if pack and count > 1 and made[0].weight.device.type != "cpu" else made
 
-    def all_of(linears: Iterable[Linear]) -> list[Linear]:
-        """Return the linear layers of virtual ranks, on a GPU joined: small kernels mostly wait."""
-        made = list(linears)
-        return JoinedLinears(made) if pack and len(made) > 1 and made[0].weight.device.type != "cpu" else made
-
-    own = shape.decoder
-    qkv = all_of(
-        fused(
-            [
-                paired(rows("self_attn.q_proj", rank.query_rows(), own.qkv_bias)),
-                paired(rows("self_attn.k_proj", rank.kv_rows(), own.qkv_bias)),
-                rows("self_attn.v_proj", rank.kv_rows(), own.qkv_bias),
-            ]
-        )
-        for rank in ranks(virtual.qkv)
-    )
     head_norms = None
     if own.head_norms:
-        query, key = (
-            pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), shape.head_dim) for name in ("q", "k")
-        )
+        query, key = (pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), dim) for name in ("q", "k"))
         first = rank_shape(shape, virtual.qkv)
         head_norms = HeadNorms(query, key, first.own_heads, first.own_kv_heads, shape.eps)
-    o = all_of(
-        Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *rank.query_rows()), pack=pack) for rank in ranks(virtual.o)
-    )
-    gate_up = all_of(
-        fused([rows(f"mlp.{name}_proj", rank.inner_rows(), own.mlp_bias) for name in ("gate", "up")])
-        for rank in ranks(virtual.gate_up)
-    )
-    down = all_of(
-        Linear(read(f"{prefix}mlp.down_proj.weight", 1, *rank.inner_rows()), pack=pack) for rank in ranks(virtual.down)
-    )
     attention = AttentionWeights(
         norm=RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
-        qkv=qkv,
-        o=o,
+        qkv=of_ranks(
+            virtual.qkv,
+            lambda rank: fused(
+                rows("self_attn.q_proj", rank.query_rows(), own.qkv_bias, paired=True),
+                rows("self_attn.k_proj", rank.kv_rows(), own.qkv_bias, paired=True),
+                rows("self_attn.v_proj", rank.kv_rows(), own.qkv_bias),
+            ),
+        ),
+        o=of_ranks(virtual.o, lambda rank: sent("self_attn.o_proj", rank.query_rows())),
         bias=read(f"{prefix}self_attn.o_proj.bias") if own.o_bias else None,
         head_norms=head_norms,
     )
     mlp = MlpWeights(
         norm=RMSNorm(read(f"{prefix}post_attention_layernorm.weight"), shape.eps),
-        gate_up=gate_up,
-        down=down,
+        gate_up=of_ranks(
+            virtual.gate_up,
+            lambda rank: fused(*(rows(f"mlp.{name}_proj", rank.inner_rows(), own.mlp_bias) for name in ("gate", "up"))),
+        ),
+        down=of_ranks(virtual.down, lambda rank: sent("mlp.down_proj", rank.inner_rows())),
         bias=read(f"{prefix}mlp.down_proj.bias") if own.mlp_bias else None,
     )
     return attention, mlp

@@ -16,13 +16,15 @@ from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.choose_operations import choose_operations
 from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.decode import Generator, rope_table
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import Weights
 from ladderize.runtime.loader import CheckpointSource, RandomSource, Source, files_identity, load_weights
 from ladderize.runtime.model import TPLlama
+from ladderize.runtime.native.library import TYPES, agreed_kernels, why_no_triton
+from ladderize.runtime.operations import Operations
 from ladderize.runtime.shards import Shape, cached_heads, check_activation, check_runnable, virtual_ranks
 
 RUN_DTYPES = ("float32", "bfloat16", "float16")
@@ -136,6 +138,25 @@ class WeightCache:
             source = spec.source(spec.torch_dtype, self.device)
             self.loaded[key] = load_weights(source, shape, spec.layout, pack=self.pack, advance=advance)
         return shape, self.loaded[key]
+
+
+def choose_operations(group: Ranks, dtype: torch.dtype) -> Operations:
+    """Return the operations of a rank: by our own kernels where all ranks have them, else by PyTorch, with a note.
+
+    All ranks call it.
+    """
+    if group.device.type == "cuda":
+        problem = next(filter(None, group.gather(why_no_triton())), None)
+        if problem is not None:
+            return Operations(f"slower than it could be: {problem}")
+        from ladderize.runtime.gpu_operations import GpuOperations
+
+        # two programs for each multiprocessor
+        return GpuOperations(2 * torch.cuda.get_device_properties(group.device).multi_processor_count)
+    if group.device.type != "cpu" or dtype not in TYPES:
+        return Operations()
+    kernels = agreed_kernels(group)
+    return Operations(f"slower than it could be: {kernels}") if isinstance(kernels, str) else CpuOperations(kernels)
 
 
 def open_generator(

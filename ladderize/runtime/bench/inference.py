@@ -39,7 +39,6 @@ from ladderize.runtime.bench.rounds import (
 )
 from ladderize.runtime.bench.run import BenchRun
 from ladderize.runtime.bench.training import TrainingRun
-from ladderize.runtime.choose_operations import choose_operations
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.differentiable import PendingSum
@@ -49,7 +48,7 @@ from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL
-from ladderize.runtime.spec import WeightCache, open_generator
+from ladderize.runtime.spec import WeightCache, choose_operations, open_generator
 from ladderize.runtime.step import Step
 
 
