@@ -69,7 +69,7 @@ def outcome(device: torch.device, layout: Layout, schedule: Schedule, dtype: str
     shape = Shape.from_config(SMALL, tp_size=2, rank=0)
     tensors = expected_tensors(SMALL)
     weights = build_weights(
-        lambda kind: OnDevice(RandomSource(tensors, kind, torch.device("cpu")), device),
+        lambda kind: OnDevice(RandomSource(tensors, kind, torch.device("cpu")), device).read,
         SMALL,
         shape,
         layout,

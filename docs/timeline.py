@@ -211,7 +211,7 @@ def record(layout: Layout, schedule: Schedule, *, backward: bool) -> Timeline:
     shape = Shape.from_config(config, tp_size=RANKS, rank=0, replicate_vocab=True)
     device = torch.device("cpu")
     weights = build_weights(
-        lambda dtype: RandomSource(names, dtype, device),
+        lambda dtype: RandomSource(names, dtype, device).read,
         config,
         shape,
         layout,

@@ -133,7 +133,7 @@ def build(case, group, collectives):
     layout = Layout.from_config(checkpoint.config)
     shape = Shape.from_config(checkpoint.config, tp_size=group.size, rank=group.rank)
     weights = build_weights(
-        lambda dtype: CheckpointSource(checkpoint, dtype, CPU),
+        lambda dtype: CheckpointSource(checkpoint, dtype, CPU).read,
         checkpoint.config,
         shape,
         layout,

@@ -2,8 +2,7 @@
 
 Column-parallel layers (q, k, v; gate, up) compute a slice of their outputs; row-parallel ones (o, down) read a slice of
 their inputs and return a *partial sum*. The caller decides when to reduce it, so the bias belongs to no rank and is
-kept apart. Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where
-there are more ranks than KV heads (docs/design.md; Megatron-LM, arXiv 1909.08053).
+kept apart. ``shards`` says which part a rank has.
 """
 
 import functools
@@ -28,7 +27,7 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = False) -> None:
         self.out_features = weight.shape[0]
-        self.packed = pack and can_pack(weight)
+        self.packed = pack and weight.device.type == "cpu" and weight.dtype in _packable()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.packed else weight
         self.bias = bias
 
@@ -127,10 +126,6 @@ class HeadNorms:
             return self.weight
         query, key = self.weight.split((self.heads, self.weight.shape[0] - self.heads))
         return torch.cat((query.repeat(ranks, 1), key.repeat(ranks, 1)))
-
-
-def can_pack(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in _packable()
 
 
 @functools.cache

@@ -1,10 +1,7 @@
 """The loading of weights: each rank reads its own slices from the safetensors files, one tensor at a time."""
 
-import os
 import zlib
 from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +21,7 @@ from ladderize.runtime.layers import (
 )
 from ladderize.runtime.shards import Shape, Slice, VirtualRanks, rank_shape, virtual_ranks
 
-
-class Source(Protocol):
-    """A source of slices: a checkpoint, or a generator of random numbers."""
-
-    def read(self, part: Slice) -> Tensor: ...
+Read = Callable[[Slice], Tensor]
 
 
 class CheckpointSource:
@@ -74,7 +67,7 @@ class RandomSource:
 
 
 def load_weights(
-    source: Source,
+    read_slice: Read,
     shape: Shape,
     layout: Layout,
     *,
@@ -88,15 +81,15 @@ def load_weights(
     """
 
     def read(name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
-        return source.read(Slice(name, dim, start, stop))
+        return read_slice(Slice(name, dim, start, stop))
 
-    embed = source.read(shape.vocab_slice("model.embed_tokens.weight"))
+    embed = read_slice(shape.vocab_slice("model.embed_tokens.weight"))
     layers = []
     for index in range(shape.layers):
         virtual = virtual_ranks(layout, index, shape.tp_size)
         layers.append(_layer(read, f"model.layers.{index}.", shape, virtual, pack))
         advance(1)
-    head = embed if shape.tied else source.read(shape.vocab_slice("lm_head.weight"))
+    head = embed if shape.tied else read_slice(shape.vocab_slice("lm_head.weight"))
     return Weights(embed, layers, RMSNorm(read("model.norm.weight"), shape.eps), Linear(head, pack=pack))
 
 
@@ -166,13 +159,6 @@ def pair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
 def unpair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
     """Undo ``pair_rope_rows``: return the rows as a checkpoint orders them."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(rows.shape)
-
-
-def files_identity(checkpoint: Checkpoint) -> tuple[tuple[int, int], ...]:
-    """Return a key that two checkpoints share exactly if their weights are the same files (``convert`` hard-links
-    them)."""
-    stats = [os.stat(Path(checkpoint.folder) / name) for name in checkpoint.weight_files]
-    return tuple((stat.st_dev, stat.st_ino) for stat in stats)
 
 
 def _padded(tensor: Tensor, rows: int | None) -> Tensor:

@@ -7,7 +7,7 @@ or left out until the next sync point (dropped, SPD, arXiv 2502.20727).
 """
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
 from ladderize.runtime.collectives.stream import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
 from ladderize.runtime.shards import Shape, cached_heads, group_size, hosted_ranks, rank_shape
@@ -26,31 +25,10 @@ from ladderize.runtime.step import Step, join_parts, split_parts, with_additive_
 OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
 
 
-class OwnWeights(Protocol):
-    """The interface of one rank's weights; see ``layers.Weights``.
-
-    The model takes a sub-module's weights before it waits for the sum that the sub-module reads.
-    """
-
-    @property
-    def norm(self) -> RMSNorm: ...
-    def take_head(self) -> Callable[[Tensor], Tensor]: ...
-    def rows(self, ids: Tensor) -> Tensor: ...
-    def attention(self, layer: int) -> AttentionWeights: ...
-    def mlp(self, layer: int) -> MlpWeights: ...
-
-
-class TakesOutputs(Protocol):
-    """The receiver of what the sub-modules of a layer add to the stream; see training/outputs.py."""
-
-    def attention(self, output: Tensor) -> None: ...
-    def mlp(self, output: Tensor) -> None: ...
-    def send_dropped(self, collectives: Collectives, partials: list[Tensor], bias: Tensor | None) -> None: ...
-
-
 class TPLlama:
     """One rank of a decoder with a layout, for inference and for training; the sums go through ``collectives``.
 
+    weights: ``layers.Weights``, or in training ``UsedWeights``.
     operations: the computation between the products; None: by PyTorch.
     """
 
@@ -58,7 +36,7 @@ class TPLlama:
         self,
         shape: Shape,
         layout: Layout,
-        weights: OwnWeights,
+        weights: Any,
         collectives: Collectives,
         operations: Operations | None = None,
     ) -> None:
@@ -150,8 +128,9 @@ class TPLlama:
         scale = self.shape.decoder.residual_scale
         return added if added is None or scale == 1 else added * scale
 
-    def outputs_of(self, index: int) -> TakesOutputs | None:
-        """Return the receiver of what this layer's sub-modules add. There is one in training alone."""
+    def outputs_of(self, index: int) -> Any:
+        """Return the receiver of what this layer's sub-modules add to the stream, which may be there in training
+        (``LayerOutputs``)."""
         return None
 
     def upcoming(self, place: int) -> list[Any]:

@@ -21,7 +21,7 @@ from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.decode import Generator, rope_table
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import Weights
-from ladderize.runtime.loader import CheckpointSource, RandomSource, Source, files_identity, load_weights
+from ladderize.runtime.loader import CheckpointSource, RandomSource, Read, load_weights
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.native.library import TYPES, agreed_kernels, why_no_triton
 from ladderize.runtime.operations import Operations
@@ -60,14 +60,17 @@ class ModelSpec:
         They have the same files (or random numbers), cut into the same pieces, and the same dtype.
         """
         apart = tuple(virtual_ranks(self.layout, layer, shape.tp_size) for layer in range(shape.layers))
-        files = None if self.folder is None else files_identity(read_checkpoint(self.folder))
-        return files, shape, apart, self.dtype
+        files: list[tuple[int, int]] = []  # those that ``convert`` hard-links are the same
+        if self.folder is not None:
+            stats = [(self.folder / name).stat() for name in read_checkpoint(self.folder).weight_files]
+            files = [(stat.st_dev, stat.st_ino) for stat in stats]
+        return tuple(files), shape, apart, self.dtype
 
-    def source(self, dtype: torch.dtype, device: torch.device) -> Source:
-        """Return the source of its weights."""
+    def reader(self, dtype: torch.dtype, device: torch.device) -> Read:
+        """Return the function that reads slices of its weights."""
         if self.folder is None:
-            return RandomSource(expected_tensors(self.config), dtype, device)
-        return CheckpointSource(read_checkpoint(self.folder), dtype, device)
+            return RandomSource(expected_tensors(self.config), dtype, device).read
+        return CheckpointSource(read_checkpoint(self.folder), dtype, device).read
 
 
 def checkpoint_spec(
@@ -135,8 +138,8 @@ class WeightCache:
         shape = Shape.from_config(spec.config, tp_size=tp_size, rank=rank, replicate_vocab=self.replicate_vocab)
         key = spec.weights_key(shape)
         if key not in self.loaded:
-            source = spec.source(spec.torch_dtype, self.device)
-            self.loaded[key] = load_weights(source, shape, spec.layout, pack=self.pack, advance=advance)
+            read = spec.reader(spec.torch_dtype, self.device)
+            self.loaded[key] = load_weights(read, shape, spec.layout, pack=self.pack, advance=advance)
         return shape, self.loaded[key]
 
 

@@ -164,7 +164,7 @@ def _model(
     """
     shape = Shape.from_config(checkpoint.config, tp_size=tensor.size, rank=tensor.rank)
     weights = build_weights(
-        lambda dtype: CheckpointSource(checkpoint, dtype, tensor.device),
+        lambda dtype: CheckpointSource(checkpoint, dtype, tensor.device).read,
         checkpoint.config,
         shape,
         layout,

@@ -85,10 +85,11 @@ def measure_models(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocu
             console.warn(operations.note)
     collectives, backend = _collectives(group, plan)
     run_class = TrainingRun if options.train else InferenceRun
-    one = run_class(group, plan, console, collectives)
-    one.backend = backend
-    one.environment = environment(group, operations=operations and operations.name)
-    document = one.measure()
+    with torch.inference_mode(not options.train):
+        one = run_class(group, plan, console, collectives)
+        one.backend = backend
+        one.environment = environment(group, operations=operations and operations.name)
+        document = one.measure()
     collectives.close()
     return document
 
@@ -109,7 +110,6 @@ class InferenceRun(BenchRun):
     specs: the models that are timed.
     """
 
-    @torch.inference_mode()
     def __init__(self, group: Ranks, plan: BenchPlan, console: Console, collectives: Collectives) -> None:
         """Compare checkpoints with transformers, and leave those that fail out. All ranks call it."""
         super().__init__(group, plan.options, console, plan.link)
@@ -123,10 +123,6 @@ class InferenceRun(BenchRun):
         if plan.specs[0].name in self.failed:  # they are of the first model that was named
             self.baselines = ()
         self.specs = [spec for spec in plan.specs if spec.name not in self.failed]
-
-    @torch.inference_mode()
-    def measure(self) -> BenchDocument:
-        return super().measure()
 
     def open_variants(self, batch: int) -> list[Variant]:
         """Open the models, then the baseline of the first.

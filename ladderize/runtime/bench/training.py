@@ -171,7 +171,7 @@ def step_opener(group: Ranks, ranks: int) -> OpenStep:
         key = weights_key(spec, shape, train=True)
         if key not in loaded:
             loaded[key] = build_weights(
-                functools.partial(spec.source, device=group.device),
+                functools.partial(spec.reader, device=group.device),
                 spec.config,
                 shape,
                 spec.layout,

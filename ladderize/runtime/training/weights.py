@@ -16,7 +16,7 @@ from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors
 from ladderize.layout import APART, DELAYED, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
-from ladderize.runtime.loader import Source, load_weights, unpair_rope_rows
+from ladderize.runtime.loader import Read, load_weights, unpair_rope_rows
 from ladderize.runtime.shards import Shape, Slice, rank_shape
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
 
@@ -311,18 +311,8 @@ class UsedWeights:
         return self._values[key]
 
 
-class _Reading:
-    """A source of slices that reads trained tensors as fp32."""
-
-    def __init__(self, wide: Source, narrow: Source, trained: frozenset[str]) -> None:
-        self.wide, self.narrow, self.trained = wide, narrow, trained
-
-    def read(self, part: Slice) -> Tensor:
-        return (self.wide if part.name in self.trained else self.narrow).read(part)
-
-
 def build_weights(
-    source: Callable[[torch.dtype], Source],
+    source: Callable[[torch.dtype], Read],
     config: Mapping[str, Any],
     shape: Shape,
     layout: Layout,
@@ -333,18 +323,17 @@ def build_weights(
 ) -> TrainedWeights:
     """Read this rank's part. Raises ValueError for a name in ``trained`` that the model does not have.
 
-    source: opens the tensors as a dtype.
+    source: returns the function that reads slices as a dtype.
     trained: names of the tensors that change; of a layer all or none.
     shared: weights whose frozen parameters are used again where they are equal (a teacher and its student).
     """
-    reading = _Reading(source(torch.float32), source(compute), trained)
-    weights = TrainedWeights(
-        load_weights(reading, shape, layout, pack=False),
-        shape,
-        layout,
-        compute,
-        config.get("pad_token_id"),
-    )
+    wide, narrow = source(torch.float32), source(compute)
+
+    def read(part: Slice) -> Tensor:
+        return wide(part) if part.name in trained else narrow(part)
+
+    own = load_weights(read, shape, layout, pack=False)
+    weights = TrainedWeights(own, shape, layout, compute, config.get("pad_token_id"))
     unknown = trained - expected_tensors(dict(config)).keys()
     if unknown:
         raise ValueError(f"the model has no {sorted(unknown)[0]}")
