@@ -33,14 +33,18 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         kv_heads: int | None = None,
+        again: "KVCache | None" = None,
     ) -> "KVCache":
         """Return an empty cache. Raises UserError where there is not enough memory.
 
         dtype: of the model's weights.
         kv_heads: of ``shards.cached_heads``; None: the rank's own.
+        again: is returned instead if it has the same size.
         """
-        dtype = _dtype(dtype, device)
-        size = _size(shape, batch, columns, kv_heads)
+        dtype = torch.float32 if device.type == "cpu" else dtype
+        size = shape.layers, batch, kv_heads or shape.own_kv_heads, columns, shape.head_dim
+        if again is not None and again.keys.shape == size and again.keys.dtype == dtype:
+            return again
         check_room(
             2 * math.prod(size) * dtype.itemsize,
             device,
@@ -49,11 +53,6 @@ class KVCache:
         )
         # zeros, not empty: a masked column of garbage could hold NaN, and 0 * NaN is NaN
         return cls(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
-
-    def fits(self, shape: Shape, batch: int, columns: int, dtype: torch.dtype, kv_heads: int | None = None) -> bool:
-        """Return True if ``allocate`` would make the same cache."""
-        size, expected = _size(shape, batch, columns, kv_heads), _dtype(dtype, self.keys.device)
-        return tuple(self.keys.shape) == size and self.keys.dtype == expected
 
     @property
     def columns(self) -> int:
@@ -149,11 +148,3 @@ class PartsCache(NoCache):
         own = [part for first, part in sorted(self.parts[layer].items(), key=lambda item: item[0]) if first < length]
         keys, values = zip(*own, strict=True)
         return torch.cat(keys, 2), torch.cat(values, 2)
-
-
-def _dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else dtype
-
-
-def _size(shape: Shape, batch: int, columns: int, kv_heads: int | None) -> tuple[int, ...]:
-    return shape.layers, batch, kv_heads or shape.own_kv_heads, columns, shape.head_dim

@@ -183,6 +183,5 @@ def open_generator(
     operations = choose_operations(group, spec.torch_dtype)
     model = model_class(shape, spec.layout, own, collectives, operations)
     kv_heads = cached_heads(shape, spec.layout)
-    if cache is None or not cache.fits(shape, batch, columns, spec.torch_dtype, kv_heads):
-        cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device, kv_heads)
+    cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device, kv_heads, cache)
     return Generator(model, rope_table(spec.config, columns, group.device), cache, graphs=group.device.type == "cuda")
