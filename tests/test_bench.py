@@ -353,9 +353,9 @@ def two_models(checked_model, tmp_path, monkeypatch):
     load = spec.load_weights
 
     def spoil(*wrong):
-        def off(source, *arguments, **more):
-            weights = load(source, *arguments, **more)
-            if source.checkpoint.folder.name in wrong:
+        def off(read, *arguments, **more):
+            weights = load(read, *arguments, **more)
+            if read.__self__.checkpoint.folder.name in wrong:
                 weights.attention(1).norm.weight[3] += 0.5
             return weights
 
