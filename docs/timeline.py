@@ -6,7 +6,7 @@ has bytes, and the link carries one at a time. One rank of two is computed; embe
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -192,16 +192,9 @@ class MarkedLlama(TPLlama):
                 return end.value  # type: ignore[no-any-return]
             yield
 
-    def products(self, place: int, *arguments: Any) -> Iterator[Tensor]:
-        return self.marked(f"{'AM'[place % 2]}{place // 2}", super().products(place, *arguments))
-
-    def marked(self, label: str, products: Iterator[Tensor]) -> Iterator[Tensor]:
-        while True:
-            self.mark(label)
-            product = next(products, None)
-            if product is None:
-                return
-            yield product
+    def partials(self, place: int, *arguments: Any) -> list[Tensor]:
+        self.mark(f"{'AM'[place % 2]}{place // 2}")
+        return super().partials(place, *arguments)
 
 
 def record(layout: Layout, schedule: Schedule, *, backward: bool) -> Timeline:

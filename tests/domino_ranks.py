@@ -118,7 +118,7 @@ def noted_products(events):
         return backward(ctx, *grads)
 
     def noted_weights(self, parts, parameter):
-        events.append(("weight", parts[0][2].shape[:-1].numel() if parts else 0, None))
+        events.append(("weight", parts[0][1].shape[:-1].numel() if parts else 0, None))
         return weights(self, parts, parameter)
 
     linear._Product.forward, linear._Product.backward = staticmethod(noted_forward), staticmethod(noted_backward)

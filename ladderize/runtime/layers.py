@@ -6,7 +6,7 @@ kept apart. ``shards`` says which part a rank has.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,14 +35,6 @@ class Linear:
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
-
-    def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
-        """Yield the product in ``columns`` parts of its output, one after the other. A packed weight cannot be cut."""
-        if columns == 1:
-            yield self(x)
-            return
-        for weight in self.weight.chunk(columns):
-            yield F.linear(x, weight)
 
 
 class JoinedLinears(list[Linear]):

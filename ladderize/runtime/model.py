@@ -6,7 +6,7 @@ next sub-module (overlapped, Ladder Residual, arXiv 2501.06589, or delayed: that
 or left out until the next sync point (dropped, SPD, arXiv 2502.20727).
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import torch
@@ -63,15 +63,13 @@ class TPLlama:
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
         parts = split_parts(ids, with_additive_masks(step, cache.keys.dtype), cache, schedule)
-        walks = [self.walk(part.ids, part.step, part.cache, schedule.columns) for part in parts]
+        walks = [self.walk(part.ids, part.step, part.cache) for part in parts]
         return join_parts(run_walks(walks), ids.shape[0])
 
-    def walk(self, ids: Tensor, step: Step, cache: KVCache, columns: int = 1) -> Generator[None, None, Tensor]:
+    def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Generator[None, None, Tensor]:
         """Run the forward pass as a generator, which returns the result of ``forward``.
 
         It yields after each sum that it has sent, so that other walks may compute meanwhile.
-
-        columns: parts in which sums are sent.
 
         A sub-module's weights are taken before the sum that it reads is waited for. In training that puts the products
         of its weights' gradients behind the start of its input's gradient (see training/linear.py).
@@ -87,22 +85,21 @@ class TPLlama:
         for place, mode in enumerate(self.modes):
             index, is_mlp = divmod(place, 2)
             weights, outputs = taken.pop(0), self.outputs_of(index)
-            products = self.products(place, weights, x, apart, step, cache, columns)
-            if sent is not None:
-                products = iter(list(products))  # computed before the wait: that is the overlap
+            partials = self.partials(place, weights, x, apart, step, cache)
+            if sent is not None:  # waited for behind the compute: that is the overlap
                 residual, x = self.arrived(sent)
                 sent = None
             take = None if outputs is None else outputs.mlp if is_mlp else outputs.attention
             apart, bias = None, self.scaled(weights.bias)
             if mode in APART:
-                apart = self.sum_in_group(list(products))
+                apart = self.sum_in_group(partials)
                 residual, x = self.add_bias(residual, x, bias)
                 if mode == DROPPED:
                     dropped = apart, weights.bias
                     continue
-                sent = self.send_apart(residual, apart, columns, bias, take)
+                sent = self.send_apart(residual, apart, bias, take)
             else:
-                sent = PendingSum(self.collectives, residual, bias, products, take)
+                sent = PendingSum(self.collectives, residual, bias, partials.pop(), take)
             if outputs is not None and dropped is not None:
                 outputs.send_dropped(self.collectives, dropped[0], self.scaled(dropped[1]))
             dropped = None
@@ -166,7 +163,6 @@ class TPLlama:
         self,
         residual: Stream,
         partials: list[Tensor],
-        columns: int,
         bias: Tensor | None,
         take: Callable[[Tensor], None] | None,
     ) -> PendingSum:
@@ -176,24 +172,21 @@ class TPLlama:
         take: see PendingSum; receives the sum with the bias.
         """
         total = partials[0].clone() if len(partials) == 1 else sum_of(partials)
-        messages = [total]
-        if columns > 1:
-            messages = [part.clone(memory_format=torch.contiguous_format) for part in total.chunk(columns, -1)]
         taken = take
         if take is not None and bias is not None:
             share, give = ShareOfGradient.apply(bias, 1 / self.collectives.ranks), take
             taken = lambda total: give(total + share)  # noqa: E731
         size = self.group_size
         collectives = self.collectives if size == 1 else self.collectives.split(size).across
-        return PendingSum(collectives, residual, None, messages, taken)
+        return PendingSum(collectives, residual, None, total, taken)
 
-    def products(
-        self, place: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache, columns: int
-    ) -> Iterator[Tensor]:
-        """Yield this rank's part of the sum of the sub-module at ``place``, without the bias of its last projection.
+    def partials(
+        self, place: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache
+    ) -> list[Tensor]:
+        """Return this rank's part of the sum of the sub-module at ``place``, without the bias of its last projection.
 
-        It comes in ``columns`` parts, or, where it is read before it is summed, whole for each virtual rank. After a
-        dropped attention its partials are added to the MLP's: they are the P of SPD section 4.1: X' = X + AR(Z + P).
+        Where it is read before it is summed, it comes for each virtual rank. After a dropped attention its partials are
+        added to the MLP's: they are the P of SPD section 4.1: X' = X + AR(Z + P).
 
         apart: what virtual rank k of this process reads beside x; None: nothing.
         """
@@ -211,12 +204,10 @@ class TPLlama:
             else:
                 inner = operations.attention_apart(weights, x, apart, step, cache, index, self.rank_shapes)
         if self.modes[place] in APART:
-            products = map(self.scaled, operations.products_apart(linears, inner))
-            yield from products if carry is None else map(torch.add, products, carry)
-            return
-        parts = None if carry is None else sum_of(carry).chunk(columns, -1)
-        for number, product in enumerate(map(self.scaled, linears[0].products(inner, columns))):
-            yield product if parts is None else product + parts[number]
+            products = [*map(self.scaled, operations.products_apart(linears, inner))]
+            return products if carry is None else [*map(torch.add, products, carry)]
+        product = self.scaled(linears[0](inner))
+        return [product if carry is None else product + sum_of(carry)]
 
     def embed(self, ids: Tensor) -> PendingSum:
         """Return the embedding of ids [batch, tokens] as a sum [batch, tokens, hidden]. Each rank looks up its own part
@@ -224,12 +215,12 @@ class TPLlama:
         scale = self.shape.decoder.embedding_scale
         if self.shape.replicate_vocab:
             rows = self.weights.rows(ids)
-            return PendingSum(Collectives(), None, None, [rows if scale == 1 else rows * scale])
+            return PendingSum(Collectives(), None, None, rows if scale == 1 else rows * scale)
         own = ids - self.shape.vocab_start
         inside = (own >= 0) & (own < self.shape.own_vocab)
         rows = self.weights.rows(own.clamp(0, self.shape.own_vocab - 1))
         rows = rows if scale == 1 else rows * scale
-        return PendingSum(self.collectives, None, None, [rows * inside.unsqueeze(-1)])
+        return PendingSum(self.collectives, None, None, rows * inside.unsqueeze(-1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab] of hidden states [..., hidden], equal on all ranks."""

@@ -168,17 +168,17 @@ class ParallelLlama(TPLlama):
     For timing only: with a Llama's weights its output means nothing.
     """
 
-    def walk(self, ids: Tensor, step: Step, cache: KVCache, columns: int = 1) -> Walk[None, None, Tensor]:
+    def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Walk[None, None, Tensor]:
         pending = self.embed(ids)
         yield
         residual, x = pending.wait()
         for index in range(self.shape.layers):
             attention, mlp = self.weights.attention(index), self.weights.mlp(index)
-            (partial,) = self.products(2 * index, attention, x, None, step, cache, 1)
-            (partial_mlp,) = self.products(2 * index + 1, mlp, x, None, step, cache, 1)
+            (partial,) = self.partials(2 * index, attention, x, None, step, cache)
+            (partial_mlp,) = self.partials(2 * index + 1, mlp, x, None, step, cache)
             for bias in (self.scaled(attention.bias), self.scaled(mlp.bias)):
                 residual = residual if bias is None else residual + bias
-            pending = PendingSum(self.collectives, residual, None, [partial + partial_mlp])
+            pending = PendingSum(self.collectives, residual, None, partial + partial_mlp)
             yield
             residual, x = pending.wait()
         return self.end(x)

@@ -188,16 +188,15 @@ def expected_messages(
 ) -> ExpectedMessages:
     """Return the messages of one forward pass over ``rows`` x ``tokens``.
 
-    The embedding's are among them where ranks share it. Each part of the schedule sends its own, a layer's in column
-    parts.
+    The embedding's are among them where ranks share it. Each part of the schedule sends its own.
 
     sums: the number of sums of the layers.
-    in_groups: the number of sums within groups, which are never in parts.
+    in_groups: the number of sums within groups.
     itemsize: bytes of a number of the stream.
     """
     shared, parts = int(not shape.replicate_vocab), schedule.parts(rows, tokens)
     whole = rows * tokens * shape.hidden * itemsize
-    return ExpectedMessages(parts * (schedule.columns * sums + in_groups + shared), (sums + in_groups + shared) * whole)
+    return ExpectedMessages(parts * (sums + in_groups + shared), (sums + in_groups + shared) * whole)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A Llama in training on the runtime's one forward: packed texts, losses over a vocabulary that the ranks share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -99,14 +99,14 @@ class _TrainedLlama(TPLlama):
     def outputs_of(self, index: int) -> LayerOutputs | None:
         return None if self.outputs is None else self.outputs.of(index)
 
-    def products(
-        self, place: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache, columns: int
-    ) -> Iterator[Tensor]:
-        compute = super().products
+    def partials(
+        self, place: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache
+    ) -> list[Tensor]:
+        compute = super().partials
         if not self.recompute:
-            return compute(place, weights, x, apart, step, cache, columns)
+            return compute(place, weights, x, apart, step, cache)
 
         def again(x: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
-            return tuple(compute(place, weights, x, list(own) or None, step, cache, columns))
+            return tuple(compute(place, weights, x, list(own) or None, step, cache))
 
-        return iter(checkpoint(again, whole(x), *apart or (), use_reentrant=False))
+        return list(checkpoint(again, whole(x), *apart or (), use_reentrant=False))
