@@ -174,12 +174,12 @@ class MarkedLlama(TPLlama):
     def __init__(self, shape: Shape, layout: Layout, weights: MarkedWeights, products: Products, parts: int) -> None:
         super().__init__(shape, layout, weights, RecordedLink(products.timeline))
         weights.mark = self.mark
-        self.marks = products
+        self.products = products
         self.names = iter("abcdefgh") if parts > 1 else iter(("",))
         self.part = ""
 
     def mark(self, label: str, kind: str = INPUT) -> None:
-        self.marks.at(label + self.part, kind)
+        self.products.at(label + self.part, kind)
 
     def walk(self, *arguments: Any) -> Generator[None, None, Tensor]:
         own = next(self.names)
