@@ -49,7 +49,7 @@ class GpuOperations(Operations):
         shape: Shape,
         virtual: int = 0,
     ) -> Tensor:
-        if cache.memory() is None:
+        if not cache.is_static:
             return super().attention(weights, x, step, cache, index, shape, virtual)
         qkv = weights.qkv[virtual](self.norm(weights.norm, x))
         return self.attend_projected(weights.head_norms, qkv, step, cache, index, shape, 1)
@@ -64,7 +64,7 @@ class GpuOperations(Operations):
         index: int,
         shapes: Sequence[Shape],
     ) -> Tensor:
-        if cache.memory() is None:
+        if not cache.is_static:
             return super().attention_apart(weights, x, apart, step, cache, index, shapes)
         shape, ranks = shapes[0], len(apart)
         qkv = together(weights.qkv, self.norms_apart(weights.norm, x, apart))

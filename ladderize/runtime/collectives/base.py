@@ -106,7 +106,7 @@ class Collectives:
 
     @property
     def parts(self) -> "list[Collectives]":
-        """The collectives that were made by ``split``."""
+        """The collectives that end with these, such as those that were made by ``split``."""
         return [part for split in self.splits.values() for part in split]
 
 
@@ -138,11 +138,9 @@ class AcrossGroups(Collectives):
         handle = self.peers.all_reduce_async(x.chunk(self.within.ranks, -1)[self.place].contiguous())
         return Handle(lambda: self.within.all_gather(handle.wait()))
 
-    def tidy(self) -> None:
-        self.peers.tidy()
-
-    def settle(self) -> None:
-        self.peers.settle()
+    @property
+    def parts(self) -> list[Collectives]:
+        return [self.peers]
 
 
 def side_by_side(x: Tensor, ranks: int) -> Tensor:

@@ -26,11 +26,9 @@ class Observed(Collectives):
     def all_gather(self, x: Tensor) -> Tensor:
         return self.inner.all_gather(x)
 
-    def tidy(self) -> None:
-        self.inner.tidy()
-
-    def settle(self) -> None:
-        self.inner.settle()
+    @property
+    def parts(self) -> list[Collectives]:
+        return [self.inner]
 
 
 @dataclass

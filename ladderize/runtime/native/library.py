@@ -32,8 +32,7 @@ class Cache(Structure):
 
     _fields_ = (
         *(("keys", c_void_p), ("values", c_void_p), ("row", c_int64), ("head", c_int64)),
-        *(("columns", c_void_p), ("column", c_int64)),
-        *(("all_rows", c_int64), ("all_columns", c_int64)),
+        *(("column", c_int64), ("all_rows", c_int64), ("all_columns", c_int64)),
     )
 
 
