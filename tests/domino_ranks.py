@@ -207,7 +207,7 @@ def gradients(group, folder, jobs, in_flight):
             assert all(torch.equal(other, result["losses"]) for other in group.gather(result["losses"]))
             result["events"] = watched.events
             result["open"] = sum(watched.open.values())
-        collectives.close()
+        collectives.settle()
     gc.enable()
     if group.is_main:
         torch.save(found, folder / f"{group.size}.pt")

@@ -96,7 +96,6 @@ def load_weights(
 def _layer(
     read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: VirtualRanks, pack: bool
 ) -> tuple[AttentionWeights, MlpWeights]:
-    """Return one layer's weights."""
     own, dim = shape.decoder, shape.head_dim
 
     def rows(name: str, bounds: tuple[int, int], biased: bool, *, paired: bool = False) -> list[Tensor]:

@@ -110,7 +110,7 @@ class TensorParallelTraining(TrainingModel):
         return folder / f"rank-{self.accelerator.process_index}.pt"
 
     def close(self) -> None:
-        self.collectives.close()
+        self.collectives.settle()
 
 
 def build_tensor_parallel(

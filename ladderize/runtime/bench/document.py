@@ -179,7 +179,6 @@ class BenchRow(Record):
 
     @property
     def is_model(self) -> bool:
-        """True for a model, False for a baseline."""
         return self.kind == MODEL_ROW
 
     @property
@@ -188,7 +187,6 @@ class BenchRow(Record):
         return self.weights == "random"
 
     def overlaps(self, part: str) -> bool:
-        """Return True if the layout or the schedule lets a sum run under compute."""
         return may_overlap((*self.attention_sync, *self.mlp_sync), self.schedule, part)
 
 

@@ -90,7 +90,7 @@ def measure_models(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocu
         one.backend = backend
         one.environment = environment(group, operations=operations and operations.name)
         document = one.measure()
-    collectives.close()
+    collectives.settle()
     return document
 
 

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -116,14 +115,6 @@ class Variant:
     def overlapping(self) -> set[str]:
         """The parts in which the layout or the schedule lets a message run under compute."""
         return {part for part in self.messages if may_overlap(self.spec.layout.modes, self.schedule, part)}
-
-    def trace_path(self, folder: Path, number: int, batch: int, rank: int) -> Path:
-        """Return the file of a rank's trace.
-
-        number: of the variant.
-        """
-        stem = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(self.name).name)
-        return folder / f"{number}-{stem}-batch{batch}-rank{rank}.json"
 
 
 def time_rounds(group: Ranks, variants: Sequence[Variant], options: BenchOptions, console: Console, title: str) -> None:

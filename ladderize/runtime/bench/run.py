@@ -86,7 +86,8 @@ class BenchRun(ABC):
                 with self.console.stage(f"profiling, traces in {options.profile}"):
                     for number, variant in enumerate(variants):
                         group.barrier()
-                        path = variant.trace_path(options.profile, number, batch, group.rank)
+                        stem = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(variant.name).name)
+                        path = options.profile / f"{number}-{stem}-batch{batch}-rank{group.rank}.json"
                         variant.overlap = self.traced(variant, path)
                 self.rows[done:] = self.rows_of(variants, batch)
                 group.report(self.document(complete=False))

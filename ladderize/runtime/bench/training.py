@@ -45,8 +45,6 @@ SMALL_TENSOR = 1e-3
 
 
 class TrainingRun(BenchRun):
-    """A run of training steps."""
-
     def __init__(self, group: Ranks, plan: BenchPlan, console: Console, collectives: Collectives) -> None:
         super().__init__(group, plan.options, console, plan.link)
         self.specs, self.collectives, self.silence = plan.specs, collectives, NoCommunication(collectives.ranks)

@@ -95,14 +95,10 @@ class Collectives:
     def settle(self) -> None:
         """Finish all communication of this backend, also receives that were posted ahead of their message.
 
-        All ranks call it, with no handle left to wait for. The backend can be used on.
+        All ranks call it, at the end, and where the next messages are of another kind, with no handle left to wait for.
         """
         for part in self.parts:
             part.settle()
-
-    def close(self) -> None:
-        """Settle, and free the backend's resources."""
-        self.settle()
 
     @property
     def parts(self) -> "list[Collectives]":
