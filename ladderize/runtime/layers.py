@@ -23,10 +23,9 @@ class Linear:
     a packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both).
     """
 
-    __slots__ = ("bias", "out_features", "packed", "weight")
+    __slots__ = ("bias", "packed", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = False) -> None:
-        self.out_features = weight.shape[0]
         self.packed = pack and weight.device.type == "cpu" and weight.dtype in _packable()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.packed else weight
         self.bias = bias

@@ -10,14 +10,13 @@ from typing import Any, Literal, TypeVar
 
 from ladderize.choices import check_at_least, check_choices
 from ladderize.errors import UsageError, UserError
-from ladderize.files.records import Record
 
 ScheduleName = Literal["sequential", "domino"]
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Schedule(Record):
+class Schedule:
     """A schedule. Raises UsageError for numbers that do not fit its name.
 
     chunks: parts that domino cuts the batch into.
