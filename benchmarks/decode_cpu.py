@@ -61,6 +61,7 @@ def runtime(folder: str, rank: int, store: str, backend: str):
     from ladderize.ranks.group import Ranks
     from ladderize.runtime.collectives.choose import choose
     from ladderize.runtime.decode import Sampling, sample
+    from ladderize.runtime.shards import weight_bytes
     from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 
     group = Ranks(rank, 2, torch.device("cpu"))
@@ -68,6 +69,9 @@ def runtime(folder: str, rank: int, store: str, backend: str):
     collectives, _ = choose(backend, group, max_bytes=4 * PROMPT * 8192)
     generator = open_generator(spec, collectives, WeightCache(group.device, pack=True), group, 1, PROMPT + NEW)
     draws = torch.zeros(1, NEW - 1)
+    shape, width = generator.model.shape, spec.torch_dtype.itemsize
+    # of the embedding a token reads a row
+    read = weight_bytes(shape, width, packed=True) - shape.own_vocab * shape.hidden * width
 
     def step() -> dict:
         with torch.inference_mode():
@@ -78,7 +82,7 @@ def runtime(folder: str, rank: int, store: str, backend: str):
         return {
             "ms": seconds / (NEW - 1) * 1e3,
             "ids": [int(tokens), *made[0].tolist()],
-            "bytes": generator.model.weights.nbytes,
+            "bytes": read,
         }
 
     return step

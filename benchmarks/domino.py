@@ -82,7 +82,7 @@ def measure_ddp(group: Ranks, layers: int, rows: int, tokens: int, dtype: str, r
             took = max(group.gather(time.perf_counter() - begin))
             if round_ >= 2:
                 seconds[name].append(took)
-    collectives.close()
+    collectives.settle()
     return {"rows": rows, "tokens": tokens, "layers": layers, "dtype": dtype, "rounds": rounds, "seconds": seconds}
 
 

@@ -79,7 +79,7 @@ def profiled(rank: int, store: str, folder: str, batch: int, rounds: int, result
             for phase, samples in found.items()
         }
         Path(results).write_text(json.dumps(medians))
-    collectives.close()
+    collectives.settle()
 
 
 def main() -> None:

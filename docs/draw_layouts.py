@@ -54,10 +54,7 @@ def layout(*names: str) -> Layout:
     return Layout.from_layers(LAYERS, **dict.fromkeys(names, range(LAYERS)), sync_tp_size=ranks)
 
 
-def domino(columns: int = 1) -> Schedule:
-    return Schedule("domino", columns=columns)
-
-
+DOMINO_SCHEDULE = Schedule("domino")
 LAYOUTS = Picture(
     "layouts",
     (
@@ -90,15 +87,14 @@ DOMINO = Picture(
     "domino",
     (
         Row("sequential", "forward waits for every all-reduce; backward hides them under weight gradients", layout()),
-        Row("domino, 2 chunks", "the all-reduce of one half runs under the compute of the other", layout(), domino()),
         Row(
-            "domino, 2 chunks, 2 columns",
-            "each all-reduce goes in two parts, the first while the product's second part is computed",
+            "domino, 2 chunks",
+            "the all-reduce of one half runs under the compute of the other",
             layout(),
-            domino(columns=2),
+            DOMINO_SCHEDULE,
         ),
-        Row("ladder + domino", "the next sub-module hides it, and the other half", layout("ladder"), domino()),
-        Row("spd + domino", "half as many all-reduces, each with a layer to hide it", layout("spd"), domino()),
+        Row("ladder + domino", "the next sub-module hides it, and the other half", layout("ladder"), DOMINO_SCHEDULE),
+        Row("spd + domino", "half as many all-reduces, each with a layer to hide it", layout("spd"), DOMINO_SCHEDULE),
     ),
     backward=True,
     width=15,

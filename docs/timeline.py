@@ -6,7 +6,7 @@ has bytes, and the link carries one at a time. One rank of two is computed; embe
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -177,7 +177,6 @@ class MarkedLlama(TPLlama):
         self.products = products
         self.names = iter("abcdefgh") if parts > 1 else iter(("",))
         self.part = ""
-        self.layer: dict[str, int] = {}  # that a part is at
 
     def mark(self, label: str, kind: str = INPUT) -> None:
         self.products.at(label + self.part, kind)
@@ -193,20 +192,9 @@ class MarkedLlama(TPLlama):
                 return end.value  # type: ignore[no-any-return]
             yield
 
-    def attention_products(self, index: int, *arguments: Any) -> Iterator[Tensor]:
-        self.layer[self.part] = index
-        return self.marked(f"A{index}", super().attention_products(index, *arguments))
-
-    def mlp_products(self, *arguments: Any) -> Iterator[Tensor]:
-        return self.marked(f"M{self.layer[self.part]}", super().mlp_products(*arguments))
-
-    def marked(self, label: str, products: Iterator[Tensor]) -> Iterator[Tensor]:
-        while True:
-            self.mark(label)
-            product = next(products, None)
-            if product is None:
-                return
-            yield product
+    def partials(self, place: int, *arguments: Any) -> list[Tensor]:
+        self.mark(f"{'AM'[place % 2]}{place // 2}")
+        return super().partials(place, *arguments)
 
 
 def record(layout: Layout, schedule: Schedule, *, backward: bool) -> Timeline:
@@ -216,7 +204,7 @@ def record(layout: Layout, schedule: Schedule, *, backward: bool) -> Timeline:
     shape = Shape.from_config(config, tp_size=RANKS, rank=0, replicate_vocab=True)
     device = torch.device("cpu")
     weights = build_weights(
-        lambda dtype: RandomSource(names, dtype, device),
+        lambda dtype: RandomSource(names, dtype, device).read,
         config,
         shape,
         layout,

@@ -196,9 +196,14 @@ class Layout:
         return [i for i in range(self.num_layers) if kind in self.layer_name(i).split("+")]
 
     @property
+    def modes(self) -> list[str]:
+        """The modes of all sync points, in the order in which a pass comes to them."""
+        return [mode for layer in zip(self.attention_sync, self.mlp_sync, strict=True) for mode in layer]
+
+    @property
     def hides(self) -> bool:
         """True if a sub-module computes while an all-reduce runs."""
-        return any(mode in HIDING for mode in self.attention_sync + self.mlp_sync)
+        return any(mode in HIDING for mode in self.modes)
 
     @property
     def is_dense(self) -> bool:

@@ -118,7 +118,7 @@ def noted_products(events):
         return backward(ctx, *grads)
 
     def noted_weights(self, parts, parameter):
-        events.append(("weight", parts[0][2].shape[:-1].numel() if parts else 0, None))
+        events.append(("weight", parts[0][1].shape[:-1].numel() if parts else 0, None))
         return weights(self, parts, parameter)
 
     linear._Product.forward, linear._Product.backward = staticmethod(noted_forward), staticmethod(noted_backward)
@@ -133,7 +133,7 @@ def build(case, group, collectives):
     layout = Layout.from_config(checkpoint.config)
     shape = Shape.from_config(checkpoint.config, tp_size=group.size, rank=group.rank)
     weights = build_weights(
-        lambda dtype: CheckpointSource(checkpoint, dtype, CPU),
+        lambda dtype: CheckpointSource(checkpoint, dtype, CPU).read,
         checkpoint.config,
         shape,
         layout,
@@ -207,7 +207,7 @@ def gradients(group, folder, jobs, in_flight):
             assert all(torch.equal(other, result["losses"]) for other in group.gather(result["losses"]))
             result["events"] = watched.events
             result["open"] = sum(watched.open.values())
-        collectives.close()
+        collectives.settle()
     gc.enable()
     if group.is_main:
         torch.save(found, folder / f"{group.size}.pt")

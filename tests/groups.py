@@ -19,7 +19,7 @@ from ladderize.runtime.collectives import shm
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.gloo import MOST_SIZES, Gloo
-from ladderize.runtime.collectives.observed import Observed, Traced
+from ladderize.runtime.collectives.observed import Observed, Recording
 from ladderize.runtime.collectives.shm import MOST_VIEWS, SharedMemory
 from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
@@ -94,7 +94,7 @@ def run_models(group, items, backend, replicate_vocab=False):
             }
             same = group.gather(rows)
             assert all(other == rows for other in same), "ranks chose different tokens"
-    collectives.close()
+    collectives.settle()
     return results
 
 
@@ -107,7 +107,7 @@ def sampled(group, folder, prompts, sampling, steps, backend="auto"):
     collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
     with torch.inference_mode():
         rows = generated(make_generator(folder, len(prompts), 96, group, collectives), prompts, steps, sampling)
-    collectives.close()
+    collectives.settle()
     return rows
 
 
@@ -136,7 +136,7 @@ def reduce_randomly(group, backend, rounds, seed):
         own = torch.full((2, 3), float(group.rank))
         gathered = collectives.all_gather(own)
         assert torch.equal(gathered[0], torch.arange(group.size).repeat_interleave(3).float())
-    collectives.close()
+    collectives.settle()
     return worst
 
 
@@ -149,7 +149,7 @@ def reduce_long(group, size):
             time.sleep(0.1)
         handle = collectives.all_reduce_async(torch.full((size,), float(group.rank + 1 + round_)))
         wrong += int((handle.wait() != 3.0 + 2 * round_).sum())
-    collectives.close()
+    collectives.settle()
     return sum(group.gather(wrong))
 
 
@@ -163,7 +163,7 @@ def wait_twice(group, backend):
         return str(error)
     finally:
         group.barrier()
-        collectives.close()
+        collectives.settle()
     return "no error"
 
 
@@ -229,7 +229,7 @@ def cores_of_all(group):
 def traced_swaps(group, folder, times):
     """Trace all-reduces over gloo again and again; each trace's events are gone before the next messages come."""
     collectives, _ = choose("gloo", group, max_bytes=MAX_BYTES)
-    traced = Traced(collectives)
+    traced = Recording(collectives)
 
     def run():
         handles = [traced.all_reduce_async(torch.ones(size)) for size in (8, 64, 512) for _ in range(20)]
@@ -240,7 +240,7 @@ def traced_swaps(group, folder, times):
         trace(run, (), folder / f"{number}-{group.rank}.json", group.device, traced, lambda over, size: 0.0)
         for _ in range(50):
             collectives.all_reduce(torch.ones(64))
-    collectives.close()
+    collectives.settle()
     return times
 
 
@@ -284,8 +284,8 @@ def split_sums(group, backend, seed):
         assert torch.allclose(across.wait(), inputs[column::2].sum(0))
         assert torch.allclose(whole, inputs.sum(0), atol=1e-5)
         assert torch.equal(in_row.all_gather(torch.tensor([group.rank])), torch.tensor([2 * row, 2 * row + 1]))
-    in_row.close()
-    in_column.close()
+    in_row.settle()
+    in_column.settle()
     return group.gather((tensor.gather(group.rank), data.gather(group.rank)))
 
 
@@ -298,7 +298,7 @@ def many_in_flight(group, slots, messages):
             time.sleep(0.01)
         handles = [collectives.all_reduce_async(torch.full((4,), float(n + round_))) for n in range(messages)]
         wrong += sum(int((handle.wait() != 2.0 * (n + round_)).sum()) for n, handle in enumerate(handles))
-    collectives.close()
+    collectives.settle()
     return sum(group.gather(wrong))
 
 

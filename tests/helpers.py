@@ -187,6 +187,25 @@ def changed_tensors(one: Path, other: Path) -> set[str]:
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
+def held_bytes(weights: object) -> int:
+    """The bytes of the distinct tensors that an object holds, and all that it holds; a norm's second copy is left
+    out."""
+    tensors: dict[int, torch.Tensor] = {}
+
+    def collect(found: object) -> None:
+        if isinstance(found, torch.Tensor):
+            tensors[id(found)] = found
+        elif isinstance(found, list | tuple):
+            for each in found:
+                collect(each)
+        else:
+            for name in {*getattr(found, "__dict__", ()), *getattr(found, "__slots__", ())} - {"doubled"}:
+                collect(getattr(found, name))
+
+    collect(weights)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # also of packed ones
+
+
 def fresh_rng() -> np.random.Generator:
     """A generator of numpy with another seed in every test; torch's has the test's own (conftest.py)."""
     return np.random.default_rng(int(torch.randint(1 << 30, ())))

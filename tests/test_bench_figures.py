@@ -76,10 +76,10 @@ def test_emulated_messages_take_turns(monkeypatch):
 def test_expected_messages_of_uneven_parts():
     shape = Shape.from_config({**SHAPE, "hidden_size": 8}, tp_size=2, rank=1)
     whole = Shape.from_config({**SHAPE, "hidden_size": 8}, tp_size=2, rank=1, replicate_vocab=True)
-    # 5 rows of 10 tokens in parts of 2, 2 and 1: 3 sums of 4 column parts, and the embedding's
-    domino = Schedule("domino", 3, 4)
-    assert expected_messages(shape, 3, 4, domino, 5, 10) == ExpectedMessages(3 * (3 * 4 + 1), 4 * 5 * 10 * 8 * 4)
-    assert expected_messages(shape, 3, 4, domino, 1, 2) == ExpectedMessages(2 * (3 * 4 + 1), 4 * 2 * 8 * 4)
+    # 5 rows of 10 tokens in parts of 2, 2 and 1: 3 sums, and the embedding's
+    domino = Schedule("domino", 3)
+    assert expected_messages(shape, 3, 4, domino, 5, 10) == ExpectedMessages(3 * (3 + 1), 4 * 5 * 10 * 8 * 4)
+    assert expected_messages(shape, 3, 4, domino, 1, 2) == ExpectedMessages(2 * (3 + 1), 4 * 2 * 8 * 4)
     assert expected_messages(whole, 3, 2, SEQUENTIAL, 5, 10) == ExpectedMessages(3, 3 * 5 * 10 * 8 * 2)
 
 

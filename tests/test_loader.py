@@ -86,7 +86,9 @@ mapped = resident("RssFile")
 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
 before = resident("VmRSS")
 _, weights = WeightCache(torch.device("cpu"), pack=len(sys.argv) > 4).get(spec, tp_size, rank)
-print(json.dumps([resident("VmHWM") - before, weights.nbytes, resident("RssFile") - mapped]))
+rise, mapped = resident("VmHWM") - before, resident("RssFile") - mapped
+from tests.helpers import held_bytes
+print(json.dumps([rise, held_bytes(weights), mapped]))
 """
 
 

@@ -30,6 +30,7 @@ from ladderize.runtime.collectives.links import (
 )
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.shards import Shape, cache_bytes
+from tests.helpers import held_bytes
 
 # an engine that does nothing but its products
 NOTHING = {field.name: 0 for field in dataclasses.fields(EngineFacts) if field.name != "cache_bytes"}
@@ -173,7 +174,7 @@ def test_windows_count_where_the_engine_heeds_them():
     # and its cache holds the whole text of every layer
     shape = Shape.from_config({**config, **sliding}, tp_size=2, rank=0)
     dense = Layout.dense(shape.layers)
-    kept = KVCache.allocate(shape, 3, end, torch.float32, torch.device("cpu")).nbytes
+    kept = held_bytes(KVCache.allocate(shape, 3, end, torch.float32, torch.device("cpu")))
     assert kept == cache_bytes(shape, dense, 3, end, 4) == len(kinds) * 2 * 3 * max(1, kv_heads // 2) * end * width * 4
 
 

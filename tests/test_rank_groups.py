@@ -42,7 +42,7 @@ def sums_of_random_parts(group, seed):
         handles = [split.across.all_reduce_async(own.clone()) for _ in range(2)]  # as in Domino's parts
         worst = max(worst, *(float((handle.wait() - parts.sum(0)).abs().max()) for handle in handles))
     assert collectives.split(2) is split
-    collectives.close()
+    collectives.settle()
     return worst
 
 

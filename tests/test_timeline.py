@@ -68,12 +68,12 @@ def test_nothing_happens_twice_at_a_time(timelines):
 
 
 def test_every_sum_is_sent(drawing, timelines):
-    """Forward one message for each sync point that is not dropped, for each part and each column part."""
+    """Forward one message for each sync point that is not dropped, for each part."""
     for picture in (drawing.LAYOUTS, drawing.DOMINO):
         for row in picture.rows:
             messages = timelines[picture.name, row.title].messages
             sums = 2 * row.layout.num_layers - row.layout.count("dropped")
-            parts = (row.schedule.chunks if row.schedule.is_domino else 1) * row.schedule.columns
+            parts = row.schedule.chunks if row.schedule.is_domino else 1
             assert sum(not message.backward for message in messages) == sums * parts
             assert sum(message.backward for message in messages) <= sums * parts
             assert any(message.backward for message in messages) == picture.backward
@@ -85,13 +85,11 @@ def waited(timeline, *, backward: bool) -> float:
 
 
 def test_domino_hides_what_sequential_waits_for(timelines):
-    """In both passes; and columns hide more."""
-    sequential, domino, columns = (
-        timelines["domino", title] for title in ("sequential", "domino, 2 chunks", "domino, 2 chunks, 2 columns")
-    )
+    """In both passes."""
+    sequential, domino = (timelines["domino", title] for title in ("sequential", "domino, 2 chunks"))
     for backward in (False, True):
         assert waited(domino, backward=backward) < waited(sequential, backward=backward) / 2
-    assert columns.now < domino.now < sequential.now
+    assert domino.now < sequential.now
 
 
 def test_weight_gradients_run_under_messages(drawing, timelines):

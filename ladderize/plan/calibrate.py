@@ -176,7 +176,7 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, consol
         if group.device.type == "cuda":
             small, weight = (torch.ones(rows, 64, dtype=kind, device="cuda") for rows in (1, 64))
             launch = timer(partial(_multiply, [Linear(weight)], small, STARTS), STARTS, graph=False)
-    collectives.close()
+    collectives.settle()
     contention = min(0.9, max(0.0, statistics.fmean(slowed))) if slowed else 0.0
     return TimedGroup(group.size, chosen, environment(group), products, messages, contention, 1e6 * launch)
 

@@ -82,19 +82,14 @@ def started_rank_variables(place: Place, environment: Mapping[str, str]) -> dict
 
 
 @contextlib.contextmanager
-def environment_with(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables for the block and for processes that are started in it. None removes a variable."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set_variables(variables)
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the block and for processes that are started in it."""
+    before = {name: os.environ.pop(name, None) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        _set_variables(before)
-
-
-def _set_variables(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
+        for name, value in before.items():
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+            if value is not None:
+                os.environ[name] = value

@@ -136,9 +136,10 @@ class Ranks:
         hosts = self.gather(host_id())
 
         def subgroup(lines: list[list[int]]) -> Ranks:
-            members = [[_global(self.group, rank) for rank in line] for line in lines]
-            groups = [dist.new_group(line, timeout=timeout) for line in members]
-            own, line = next((group, line) for group, line in zip(groups, lines, strict=True) if self.rank in line)
+            world: Any = dist.group.WORLD
+            members = [[dist.get_global_rank(self.group or world, rank) for rank in line] for line in lines]
+            own, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+            line = next(line for line in lines if self.rank in line)
             _limit_nccl(own, self.device)
             here = sum(hosts[rank] == hosts[self.rank] for rank in line)
             others = self.others + self.local_size - here
@@ -152,10 +153,6 @@ def _limit_nccl(group: Any, device: torch.device) -> None:
     backends."""
     if device.type == "cuda":
         group._get_backend(device)._set_default_timeout(SAME_WORK_TIMEOUT)
-
-
-def _global(group: Any, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def rank_device(kind: str, local_rank: int) -> torch.device:

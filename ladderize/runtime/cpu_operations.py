@@ -71,10 +71,12 @@ class CpuOperations(Operations):
             raise ValueError(f"rope factors {tuple(rope.shape)} of {batch} x {tokens} tokens with heads of {dim}")
         rope_row = 0 if rope is None or rope.shape[0] == 1 else tokens * dim
         query = torch.empty(batch, tokens, heads, dim)
-        place, kept = _layer_of(cache, index, step.columns), True
-        if place is None:
+        kept = cache.is_static and cache.keys.dtype == torch.float32 and isinstance(step.columns, int)
+        if kept:
+            place = _layer(cache.keys[index], cache.values[index], int(step.columns))
+        else:
             keys, values = (torch.empty(batch, kv_heads, tokens, dim) for _ in range(2))
-            place, kept = _layer(keys, values), False
+            place = _layer(keys, values)
         kind, size = TYPES[x.dtype], byref(Heads(batch, tokens, heads, kv_heads, dim))
         failed = self._rotate(
             *(kind, size, qkv.data_ptr()),
@@ -108,29 +110,13 @@ class CpuOperations(Operations):
         return out
 
 
-def _layer(keys: Tensor, values: Tensor) -> Cache:
+def _layer(keys: Tensor, values: Tensor, column: int = 0) -> Cache:
     """Return keys and values for the kernels.
 
     keys, values: [batch, heads, columns, head_dim]; a head's columns lie side by side.
+    column: the first one of a pass's tokens.
     """
-    return Cache(keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], None, 0, keys.shape[0], keys.shape[2])
-
-
-def _layer_of(cache: KVCache, layer: int, columns: int | Tensor) -> Cache | None:
-    """Return the place of layer ``layer`` in a cache and of the columns of a pass, for the kernels; None where they
-    cannot access it."""
-    memory = cache.memory()
-    if memory is None or memory[0].dtype != torch.float32:
-        return None
-    keys, values = memory
-    place = _layer(keys[layer], values[layer])
-    if isinstance(columns, int):
-        place.column = columns
-    elif columns.dtype == torch.long and columns.ndim == 2 and columns.shape[1] == 1 and columns.is_contiguous():
-        place.columns = columns.data_ptr()
-    else:
-        return None
-    return place
+    return Cache(keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], column, keys.shape[0], keys.shape[2])
 
 
 def _seen(mask: Tensor | None, causal: bool, size: tuple[int, int, int]) -> Seen:

@@ -4,7 +4,7 @@ Prompts of different lengths share a batch padded on the left. Attention never s
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +45,7 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     best = logits.amax(-1, keepdim=True)  # subtracted first: a tiny temperature must not make ties of infinities
     # no temperature that is 0, or whose reciprocal is infinite, in float32: 0 / 0 is no number
     scaled = (logits - best) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
-    if (
-        not sampling.top_k and sampling.top_p >= 1
-    ):  # every token is kept: no need to sort a whole vocabulary for each of them
+    if not sampling.top_k and sampling.top_p >= 1:  # every token is kept: no need to sort a whole vocabulary
         # in float64: a GPU's running sum of a long row differs from rank to rank, but so little that no draw tells
         cumulative = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
         place = torch.searchsorted(cumulative, draw.double().unsqueeze(-1) * cumulative[:, -1:], right=True)
@@ -90,16 +88,6 @@ def view_length(columns: int, cache: KVCache) -> int:
 def are_sound(logits: Tensor) -> Tensor:
     """Return a bool []: the largest logit of every row is a finite number. A NaN anywhere makes it NaN."""
     return logits.amax(-1).isfinite().all()
-
-
-def unsound_logits(done: str) -> UserError:
-    """Return the error for logits that are NaN or infinite.
-
-    done: the verb for the step that they prevented.
-    """
-    return UserError(
-        f"the model's logits are NaN or infinite, so nothing was {done} them; check its weights, or compute in float32"
-    )
 
 
 def rope_table(config: dict[str, object], positions: int, device: torch.device) -> Tensor:
@@ -296,7 +284,10 @@ class CapturedStep(FixedStep):
 
     def __init__(self, generator: Generator, length: int, pool: Any) -> None:
         super().__init__(generator, length)
-        self.graph, self.logits = captured_step(self.run, self.cache, pool)
+        cache = self.cache
+        kept = cache.keys[..., :1, :].clone(), cache.values[..., :1, :].clone()  # a step that is captured writes there
+        self.graph, self.logits = capture(self.run, generator.device, pool=pool)
+        cache.keys[..., :1, :], cache.values[..., :1, :] = kept
 
     def replay(self, tokens: Tensor, position: int, padding: Tensor | None) -> Tensor:
         self.set(tokens, position, padding)
@@ -325,14 +316,6 @@ class CapturedPrefill:
             self.padding.copy_(padding)
         self.graph.replay()
         return self.logits
-
-
-def captured_step(run: Callable[[], Tensor], cache: KVCache, pool: Any) -> tuple[Any, Tensor]:
-    """Return the graph of a step and its output. The step writes column 0 of the cache, which is restored."""
-    kept = cache.keys[..., :1, :].clone(), cache.values[..., :1, :].clone()
-    made = capture(run, cache.keys.device, pool=pool)
-    cache.keys[..., :1, :], cache.values[..., :1, :] = kept
-    return made
 
 
 def prompt_step(rope: Tensor, tokens: int, padding: Tensor | None) -> Step:
@@ -382,7 +365,10 @@ def generate_tokens(
     done = 1
     while True:
         if not sound:
-            raise unsound_logits("generated from")
+            raise UserError(
+                "the model's logits are NaN or infinite, so nothing was generated from them; check its weights, or"
+                " compute in float32"
+            )
         rows = []
         for row, ids in enumerate(new.tolist()):
             kept: list[int] = []

@@ -44,7 +44,6 @@ class GenerateTask:
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest prompt."""
         return max(map(len, self.prompts))
 
     def parts(self, done: int, size: int) -> Iterator[range]:
@@ -231,7 +230,7 @@ def _answer_on_rank(group: Ranks, task: GenerateTask, done: int, console: Consol
             group.report((numbers[0], new))
     if live is not None:
         live.end()
-    generator.model.collectives.close()
+    generator.model.collectives.settle()
 
 
 class _Live(TextStreamer):

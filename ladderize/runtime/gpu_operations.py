@@ -27,11 +27,6 @@ class GpuOperations(Operations):
         super().__init__()
         self.programs = programs
 
-    @classmethod
-    def for_device(cls, device: torch.device) -> "GpuOperations":
-        """Return the operations for a GPU, with two programs for each of its multiprocessors."""
-        return cls(2 * torch.cuda.get_device_properties(device).multi_processor_count)
-
     def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
         if isinstance(x, Unadded) and x.parts is not None:
             return x.add_by(lambda stream, added: triton_kernels.add_rms_norm(stream, added, norm.weight, norm.eps))
@@ -54,7 +49,7 @@ class GpuOperations(Operations):
         shape: Shape,
         virtual: int = 0,
     ) -> Tensor:
-        if cache.memory() is None:
+        if not cache.is_static:
             return super().attention(weights, x, step, cache, index, shape, virtual)
         qkv = weights.qkv[virtual](self.norm(weights.norm, x))
         return self.attend_projected(weights.head_norms, qkv, step, cache, index, shape, 1)
@@ -69,7 +64,7 @@ class GpuOperations(Operations):
         index: int,
         shapes: Sequence[Shape],
     ) -> Tensor:
-        if cache.memory() is None:
+        if not cache.is_static:
             return super().attention_apart(weights, x, apart, step, cache, index, shapes)
         shape, ranks = shapes[0], len(apart)
         qkv = together(weights.qkv, self.norms_apart(weights.norm, x, apart))

@@ -6,6 +6,7 @@ times as long there (torch converts them again for each step), and the cache is 
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +20,12 @@ class KVCache:
     """Keys and values of all layers. A column is one position of every row of the batch.
 
     keys, values: [layers, batch, own KV heads, columns, head_dim].
+    is_static: True where all lie in this memory, to be read and written by address.
     """
 
     keys: Tensor
     values: Tensor
+    is_static: ClassVar[bool] = True
 
     @classmethod
     def allocate(
@@ -33,14 +36,18 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         kv_heads: int | None = None,
+        again: "KVCache | None" = None,
     ) -> "KVCache":
         """Return an empty cache. Raises UserError where there is not enough memory.
 
         dtype: of the model's weights.
         kv_heads: of ``shards.cached_heads``; None: the rank's own.
+        again: is returned instead if it has the same size.
         """
-        dtype = _dtype(dtype, device)
-        size = _size(shape, batch, columns, kv_heads)
+        dtype = torch.float32 if device.type == "cpu" else dtype
+        size = shape.layers, batch, kv_heads or shape.own_kv_heads, columns, shape.head_dim
+        if again is not None and again.keys.shape == size and again.keys.dtype == dtype:
+            return again
         check_room(
             2 * math.prod(size) * dtype.itemsize,
             device,
@@ -50,46 +57,24 @@ class KVCache:
         # zeros, not empty: a masked column of garbage could hold NaN, and 0 * NaN is NaN
         return cls(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
 
-    def fits(self, shape: Shape, batch: int, columns: int, dtype: torch.dtype, kv_heads: int | None = None) -> bool:
-        """Return True if ``allocate`` would make the same cache."""
-        size, expected = _size(shape, batch, columns, kv_heads), _dtype(dtype, self.keys.device)
-        return tuple(self.keys.shape) == size and self.keys.dtype == expected
-
     @property
     def columns(self) -> int:
         return self.keys.shape[3]
 
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [batch, heads, tokens, head_dim] from column ``columns`` on.
 
-        columns: the first of them, or a tensor of all: [tokens], or [batch, tokens] where rows differ (no host sync,
-        capturable in a CUDA graph).
+        columns: the first of them, or a tensor of all, [tokens] (no host sync, capturable in a CUDA graph).
         """
-        if not isinstance(columns, int) and columns.ndim == 2:
-            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
-            # indices on both sides of a slice put their dimensions first
-            self.keys[layer][rows, :, columns] = keys.transpose(1, 2).to(self.keys.dtype)
-            self.values[layer][rows, :, columns] = values.transpose(1, 2).to(self.values.dtype)
-        elif isinstance(columns, int):
-            stop = columns + keys.shape[2]
-            self.keys[layer, :, :, columns:stop] = keys
-            self.values[layer, :, :, columns:stop] = values
-        else:
-            self.keys[layer].index_copy_(2, columns, keys.to(self.keys.dtype))
-            self.values[layer].index_copy_(2, columns, values.to(self.values.dtype))
+        for kept, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            if isinstance(columns, int):
+                kept[:, :, columns : columns + new.shape[2]] = new
+            else:
+                kept.index_copy_(2, columns, new.to(kept.dtype))
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """Return the first ``length`` columns of keys and values."""
         return self.keys[layer, :, :, :length], self.values[layer, :, :, :length]
-
-    def memory(self) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values, to be read and written by address; None where they do not lie in memory as the class
-        says."""
-        return self.keys, self.values
 
     def batch_rows(self, begin: int, end: int) -> "KVCache":
         """Return a view of rows ``begin`` to ``end`` of the batch."""
@@ -108,15 +93,14 @@ class KVCache:
 class NoCache(KVCache):
     """A cache that keeps nothing, for texts that are read in one pass."""
 
+    is_static = False
+
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         nothing = torch.empty(0, 0, 0, 0, 0, dtype=dtype, device=device)
         super().__init__(nothing, nothing)
 
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
         """Do nothing."""
-
-    def memory(self) -> None:
-        return None
 
     def batch_rows(self, begin: int, end: int) -> KVCache:
         return self
@@ -153,11 +137,3 @@ class PartsCache(NoCache):
         own = [part for first, part in sorted(self.parts[layer].items(), key=lambda item: item[0]) if first < length]
         keys, values = zip(*own, strict=True)
         return torch.cat(keys, 2), torch.cat(values, 2)
-
-
-def _dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else dtype
-
-
-def _size(shape: Shape, batch: int, columns: int, kv_heads: int | None) -> tuple[int, ...]:
-    return shape.layers, batch, kv_heads or shape.own_kv_heads, columns, shape.head_dim

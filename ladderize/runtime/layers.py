@@ -2,12 +2,11 @@
 
 Column-parallel layers (q, k, v; gate, up) compute a slice of their outputs; row-parallel ones (o, down) read a slice of
 their inputs and return a *partial sum*. The caller decides when to reduce it, so the bias belongs to no rank and is
-kept apart. Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where
-there are more ranks than KV heads (docs/design.md; Megatron-LM, arXiv 1909.08053).
+kept apart. ``shards`` says which part a rank has.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +23,10 @@ class Linear:
     a packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both).
     """
 
-    __slots__ = ("bias", "out_features", "packed", "weight")
+    __slots__ = ("bias", "packed", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = False) -> None:
-        self.out_features = weight.shape[0]
-        self.packed = pack and can_pack(weight)
+        self.packed = pack and weight.device.type == "cpu" and weight.dtype in _packable()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.packed else weight
         self.bias = bias
 
@@ -36,21 +34,6 @@ class Linear:
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
-
-    def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
-        """Yield the product in ``columns`` parts of its output, one after the other. Raises ValueError if it is
-        packed."""
-        if columns == 1:
-            yield self(x)
-            return
-        if self.packed:
-            raise ValueError("a packed weight cannot be cut: load it with as many columns as it is used with")
-        for weight in self.weight.chunk(columns):
-            yield F.linear(x, weight)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.numel() * self.weight.element_size() + (0 if self.bias is None else self.bias.nbytes)
 
 
 class JoinedLinears(list[Linear]):
@@ -136,10 +119,6 @@ class HeadNorms:
         return torch.cat((query.repeat(ranks, 1), key.repeat(ranks, 1)))
 
 
-def can_pack(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in _packable()
-
-
 @functools.cache
 def _packable() -> tuple[torch.dtype, ...]:
     """Return the dtypes that oneDNN multiplies natively here: emulated, its packed products are slower than plain
@@ -156,37 +135,29 @@ class AttentionWeights:
     """One rank's part of a layer's attention. ``qkv`` and ``o`` have one entry for each virtual rank that is computed
     apart.
 
+    bias: of o_proj.
     head_norms: for the heads of one entry of ``qkv``.
     """
 
     norm: RMSNorm
     qkv: list[Linear]
     o: list[Linear]
-    o_bias: Tensor | None
+    bias: Tensor | None
     head_norms: HeadNorms | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return _bytes(self.norm, [*self.qkv, *self.o], self.o_bias)
 
 
 @dataclass
 class MlpWeights:
     """One rank's part of a layer's MLP. ``gate_up`` and ``down`` have one entry for each virtual rank that is computed
-    apart."""
+    apart.
+
+    bias: of down_proj.
+    """
 
     norm: RMSNorm
     gate_up: list[Linear]
     down: list[Linear]
-    down_bias: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        return _bytes(self.norm, [*self.gate_up, *self.down], self.down_bias)
-
-
-def _bytes(norm: RMSNorm, linears: list[Linear], bias: Tensor | None) -> int:
-    return norm.weight.nbytes + sum(linear.nbytes for linear in linears) + (0 if bias is None else bias.nbytes)
+    bias: Tensor | None
 
 
 @dataclass
@@ -214,15 +185,3 @@ class Weights:
 
     def take_head(self) -> Linear:
         return self.head
-
-    @property
-    def resident_bytes(self) -> int:
-        """The bytes that this rank holds."""
-        shared = not self.head.packed and self.head.weight.data_ptr() == self.embed.data_ptr()
-        return self.nbytes + (0 if shared else self.embed.nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of distinct tensors that decoding one token reads. The embedding counts only where it is tied."""
-        layers = sum(sub_module.nbytes for layer in self.layers for sub_module in layer)
-        return self.norm.weight.nbytes + self.head.nbytes + layers

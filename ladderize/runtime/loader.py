@@ -1,12 +1,10 @@
 """The loading of weights: each rank reads its own slices from the safetensors files, one tensor at a time."""
 
-import os
 import zlib
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ladderize.checkpoint.reading import Checkpoint
@@ -23,11 +21,7 @@ from ladderize.runtime.layers import (
 )
 from ladderize.runtime.shards import Shape, Slice, VirtualRanks, rank_shape, virtual_ranks
 
-
-class Source(Protocol):
-    """A source of slices: a checkpoint, or a generator of random numbers."""
-
-    def read(self, part: Slice) -> Tensor: ...
+Read = Callable[[Slice], Tensor]
 
 
 class CheckpointSource:
@@ -47,7 +41,7 @@ class CheckpointSource:
             dtype=self.dtype,
             device=self.device,
         )
-        return loaded if part.rows in (None, loaded.shape[0]) else _padded(loaded, part.rows)
+        return _padded(loaded, part.rows)
 
 
 class RandomSource:
@@ -69,110 +63,85 @@ class RandomSource:
             generator = torch.Generator(self.device).manual_seed(zlib.crc32(part.name.encode()))
             tensor = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
             tensor.mul_(self.shapes[part.name][1] ** -0.5)
-        return tensor if part.rows in (None, shape[0]) else _padded(tensor, part.rows)
+        return _padded(tensor, part.rows)
 
 
 def load_weights(
-    source: Source,
+    read_slice: Read,
     shape: Shape,
     layout: Layout,
     *,
     pack: bool,
-    columns: int = 1,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Weights:
     """Return one rank's weights for ``layout``.
 
     pack: store weights as inference multiplies them fastest; see Linear and JoinedLinears.
-    columns: parts of the products that are sent; see Schedule.
     advance: called with 1 after each layer.
     """
 
     def read(name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
-        return source.read(Slice(name, dim, start, stop))
+        return read_slice(Slice(name, dim, start, stop))
 
-    embed = source.read(shape.vocab_slice("model.embed_tokens.weight"))
+    embed = read_slice(shape.vocab_slice("model.embed_tokens.weight"))
     layers = []
     for index in range(shape.layers):
         virtual = virtual_ranks(layout, index, shape.tp_size)
-        layers.append(_layer(read, f"model.layers.{index}.", shape, virtual, pack, pack_sent=pack and columns == 1))
+        layers.append(_layer(read, f"model.layers.{index}.", shape, virtual, pack))
         advance(1)
-    head = embed if shape.tied else source.read(shape.vocab_slice("lm_head.weight"))
+    head = embed if shape.tied else read_slice(shape.vocab_slice("lm_head.weight"))
     return Weights(embed, layers, RMSNorm(read("model.norm.weight"), shape.eps), Linear(head, pack=pack))
 
 
 def _layer(
-    read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: VirtualRanks, pack: bool, *, pack_sent: bool
+    read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: VirtualRanks, pack: bool
 ) -> tuple[AttentionWeights, MlpWeights]:
-    """Return one layer's weights.
+    own, dim = shape.decoder, shape.head_dim
 
-    pack_sent: pack the weights whose products are sent.
-    """
+    def rows(name: str, bounds: tuple[int, int], biased: bool, *, paired: bool = False) -> list[Tensor]:
+        """Return rows of a projection's weight, and of its bias if it has one."""
+        found = [read(f"{prefix}{name}.{kind}", 0, *bounds) for kind in ("weight", "bias")[: 1 + biased]]
+        return [pair_rope_rows(one, dim) for one in found] if paired else found
 
-    def rows(name: str, bounds: tuple[int, int], biased: bool) -> tuple[Tensor, Tensor | None]:
-        weight = read(f"{prefix}{name}.weight", 0, *bounds)
-        return weight, read(f"{prefix}{name}.bias", 0, *bounds) if biased else None
+    def fused(*parts: list[Tensor]) -> Linear:
+        return Linear(*map(torch.cat, zip(*parts, strict=True)), pack=pack)
 
-    def fused(parts: list[tuple[Tensor, Tensor | None]]) -> Linear:
-        biases = [bias for _, bias in parts if bias is not None]
-        return Linear(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None, pack=pack)
+    def sent(name: str, bounds: tuple[int, int]) -> Linear:
+        return Linear(read(f"{prefix}{name}.weight", 1, *bounds), pack=pack)
 
-    def ranks(count: int) -> list[Shape]:
-        """Return the shapes of the virtual ranks that this process computes apart."""
-        return [rank_shape(shape, count, k) for k in range(count)]
+    def of_ranks(count: int, make: Callable[[Shape], Linear]) -> list[Linear]:
+        """Return the linear layers of the virtual ranks that this process computes apart, on a GPU joined: small
+        kernels mostly wait."""
+        made = [make(rank_shape(shape, count, k)) for k in range(count)]
+        return JoinedLinears(made) if pack and count > 1 and made[0].weight.device.type != "cpu" else made
 
-    def paired(part: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        return pair_rope_rows(part[0], shape.head_dim), None if part[1] is None else pair_rope_rows(
-            part[1], shape.head_dim
-        )
-
-    def all_of(linears: Iterable[Linear]) -> list[Linear]:
-        """Return the linear layers of virtual ranks, on a GPU joined: small kernels mostly wait."""
-        made = list(linears)
-        return JoinedLinears(made) if pack and len(made) > 1 and made[0].weight.device.type != "cpu" else made
-
-    own = shape.decoder
-    qkv = all_of(
-        fused(
-            [
-                paired(rows("self_attn.q_proj", rank.query_rows(), own.qkv_bias)),
-                paired(rows("self_attn.k_proj", rank.kv_rows(), own.qkv_bias)),
-                rows("self_attn.v_proj", rank.kv_rows(), own.qkv_bias),
-            ]
-        )
-        for rank in ranks(virtual.qkv)
-    )
     head_norms = None
     if own.head_norms:
-        query, key = (
-            pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), shape.head_dim) for name in ("q", "k")
-        )
+        query, key = (pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), dim) for name in ("q", "k"))
         first = rank_shape(shape, virtual.qkv)
         head_norms = HeadNorms(query, key, first.own_heads, first.own_kv_heads, shape.eps)
-    o = all_of(
-        Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *rank.query_rows()), pack=pack_sent)
-        for rank in ranks(virtual.o)
-    )
-    gate_up = all_of(
-        fused([rows(f"mlp.{name}_proj", rank.inner_rows(), own.mlp_bias) for name in ("gate", "up")])
-        for rank in ranks(virtual.gate_up)
-    )
-    down = all_of(
-        Linear(read(f"{prefix}mlp.down_proj.weight", 1, *rank.inner_rows()), pack=pack_sent)
-        for rank in ranks(virtual.down)
-    )
     attention = AttentionWeights(
         norm=RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
-        qkv=qkv,
-        o=o,
-        o_bias=read(f"{prefix}self_attn.o_proj.bias") if own.o_bias else None,
+        qkv=of_ranks(
+            virtual.qkv,
+            lambda rank: fused(
+                rows("self_attn.q_proj", rank.query_rows(), own.qkv_bias, paired=True),
+                rows("self_attn.k_proj", rank.kv_rows(), own.qkv_bias, paired=True),
+                rows("self_attn.v_proj", rank.kv_rows(), own.qkv_bias),
+            ),
+        ),
+        o=of_ranks(virtual.o, lambda rank: sent("self_attn.o_proj", rank.query_rows())),
+        bias=read(f"{prefix}self_attn.o_proj.bias") if own.o_bias else None,
         head_norms=head_norms,
     )
     mlp = MlpWeights(
         norm=RMSNorm(read(f"{prefix}post_attention_layernorm.weight"), shape.eps),
-        gate_up=gate_up,
-        down=down,
-        down_bias=read(f"{prefix}mlp.down_proj.bias") if own.mlp_bias else None,
+        gate_up=of_ranks(
+            virtual.gate_up,
+            lambda rank: fused(*(rows(f"mlp.{name}_proj", rank.inner_rows(), own.mlp_bias) for name in ("gate", "up"))),
+        ),
+        down=of_ranks(virtual.down, lambda rank: sent("mlp.down_proj", rank.inner_rows())),
+        bias=read(f"{prefix}mlp.down_proj.bias") if own.mlp_bias else None,
     )
     return attention, mlp
 
@@ -191,14 +160,5 @@ def unpair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(rows.shape)
 
 
-def files_identity(checkpoint: Checkpoint) -> tuple[tuple[int, int], ...]:
-    """Return a key that two checkpoints share exactly if their weights are the same files (``convert`` hard-links
-    them)."""
-    stats = [os.stat(Path(checkpoint.folder) / name) for name in checkpoint.weight_files]
-    return tuple((stat.st_dev, stat.st_ino) for stat in stats)
-
-
 def _padded(tensor: Tensor, rows: int | None) -> Tensor:
-    padded = tensor.new_zeros(rows or 0, *tensor.shape[1:])
-    padded[: tensor.shape[0]] = tensor
-    return padded
+    return tensor if rows in (None, len(tensor)) else F.pad(tensor, (0, 0, 0, rows - len(tensor)))

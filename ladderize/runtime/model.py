@@ -6,18 +6,17 @@ next sub-module (overlapped, Ladder Residual, arXiv 2501.06589, or delayed: that
 or left out until the next sync point (dropped, SPD, arXiv 2502.20727).
 """
 
-from collections.abc import Callable, Generator, Iterator
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ladderize.layout import APART, DELAYED, DROPPED, HIDING, Layout
+from ladderize.layout import APART, DROPPED, HIDING, Layout
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
 from ladderize.runtime.collectives.stream import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
 from ladderize.runtime.shards import Shape, cached_heads, group_size, hosted_ranks, rank_shape
@@ -26,35 +25,10 @@ from ladderize.runtime.step import Step, join_parts, split_parts, with_additive_
 OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
 
 
-class OwnWeights(Protocol):
-    """The interface of one rank's weights; see ``layers.Weights``.
-
-    The model takes a sub-module's weights before it waits for the sum that the sub-module reads.
-    """
-
-    @property
-    def norm(self) -> RMSNorm: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def resident_bytes(self) -> int: ...
-    def take_head(self) -> Callable[[Tensor], Tensor]: ...
-    def rows(self, ids: Tensor) -> Tensor: ...
-    def attention(self, layer: int) -> AttentionWeights: ...
-    def mlp(self, layer: int) -> MlpWeights: ...
-
-
-class TakesOutputs(Protocol):
-    """The receiver of what the sub-modules of a layer add to the stream; see training/outputs.py."""
-
-    def attention(self, output: Tensor) -> None: ...
-    def mlp(self, output: Tensor) -> None: ...
-    def send_dropped(self, collectives: Collectives, partials: list[Tensor], bias: Tensor | None) -> None: ...
-
-
 class TPLlama:
     """One rank of a decoder with a layout, for inference and for training; the sums go through ``collectives``.
 
+    weights: ``layers.Weights``, or in training ``UsedWeights``.
     operations: the computation between the products; None: by PyTorch.
     """
 
@@ -62,12 +36,13 @@ class TPLlama:
         self,
         shape: Shape,
         layout: Layout,
-        weights: OwnWeights,
+        weights: Any,
         collectives: Collectives,
         operations: Operations | None = None,
     ) -> None:
         self.shape, self.layout, self.weights, self.collectives = shape, layout, weights, collectives
         self.operations = operations or Operations()
+        self.modes = layout.modes
         self.head = weights.take_head()
         self.windows = sorted({window for window in shape.decoder.windows if window is not None})
         virtual = hosted_ranks(layout.sync_tp_size, shape.tp_size)
@@ -88,71 +63,49 @@ class TPLlama:
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
         parts = split_parts(ids, with_additive_masks(step, cache.keys.dtype), cache, schedule)
-        walks = [self.walk(part.ids, part.step, part.cache, schedule.columns) for part in parts]
+        walks = [self.walk(part.ids, part.step, part.cache) for part in parts]
         return join_parts(run_walks(walks), ids.shape[0])
 
-    def walk(self, ids: Tensor, step: Step, cache: KVCache, columns: int = 1) -> Generator[None, None, Tensor]:
+    def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Generator[None, None, Tensor]:
         """Run the forward pass as a generator, which returns the result of ``forward``.
 
         It yields after each sum that it has sent, so that other walks may compute meanwhile.
 
-        columns: parts in which sums are sent.
-
         A sub-module's weights are taken before the sum that it reads is waited for. In training that puts the products
         of its weights' gradients behind the start of its input's gradient (see training/linear.py).
         """
-        collectives, layout, weights, scaled = self.collectives, self.layout, self.weights, self.scaled
         sent: PendingSum | None = self.embed(ids)
-        attention, mlp = self.upcoming(0)
+        taken = self.upcoming(0)
         yield
         assert sent is not None
         residual, x = self.arrived(sent)
         sent = None
         apart: list[Tensor] | None = None  # what each virtual rank reads beside x: its partial of the sub-module before
-        for index in range(self.shape.layers):
-            attention_mode, mlp_mode = layout.attention_sync[index], layout.mlp_sync[index]
-            outputs = self.outputs_of(index)
-            products = self.attention_products(index, attention, x, apart, step, cache, columns)
-            if sent is not None:
-                products = iter(list(products))  # computed before the wait: that is the overlap
+        dropped: tuple[list[Tensor], Tensor | None] | None = None  # the partials and the bias of a sum left out
+        for place, mode in enumerate(self.modes):
+            index, is_mlp = divmod(place, 2)
+            weights, outputs = taken.pop(0), self.outputs_of(index)
+            partials = self.partials(place, weights, x, apart, step, cache)
+            if sent is not None:  # waited for behind the compute: that is the overlap
                 residual, x = self.arrived(sent)
                 sent = None
-            take = None if outputs is None else outputs.attention
-            bias, apart = scaled(attention.o_bias), None
-            if attention_mode in APART:
-                apart = self.sum_in_group(list(products))
+            take = None if outputs is None else outputs.mlp if is_mlp else outputs.attention
+            apart, bias = None, self.scaled(weights.bias)
+            if mode in APART:
+                apart = self.sum_in_group(partials)
                 residual, x = self.add_bias(residual, x, bias)
-            if apart is not None and attention_mode == DELAYED:
-                sent = self.send_apart(residual, apart, columns, bias, take)
-            elif attention_mode != DROPPED:
-                sent = PendingSum(collectives, residual, bias, products, take)
-            if sent is not None:
-                mlp = weights.mlp(index)
-                yield
-                if attention_mode not in HIDING:
-                    residual, x = self.arrived(sent)
-                    sent = None
-            assert mlp is not None
-            products = self.mlp_products(index, mlp, x, apart, columns)
-            if sent is not None:
-                products = iter(list(products))
-                residual, x = self.arrived(sent)
-            take = None if outputs is None else outputs.mlp
-            carry, bias, apart = apart, scaled(mlp.down_bias), None
-            if mlp_mode == DELAYED:
-                apart = self.sum_in_group(list(products))
-                residual, x = self.add_bias(residual, x, bias)
-                sent = self.send_apart(residual, apart, columns, bias, take)
+                if mode == DROPPED:
+                    dropped = apart, weights.bias
+                    continue
+                sent = self.send_apart(residual, apart, bias, take)
             else:
-                sent = PendingSum(collectives, residual, bias, products, take)
-            if outputs is not None and carry is not None and attention_mode == DROPPED:
-                outputs.send_dropped(collectives, carry, scaled(attention.o_bias))
-            if index + 1 < self.shape.layers:
-                attention, mlp = self.upcoming(index + 1)
-            else:
-                self.head = weights.take_head()  # like a sub-module's: before the last sum is waited for
+                sent = PendingSum(self.collectives, residual, bias, partials.pop(), take)
+            if outputs is not None and dropped is not None:
+                outputs.send_dropped(self.collectives, dropped[0], self.scaled(dropped[1]))
+            dropped = None
+            taken = self.upcoming(place + 1)
             yield
-            if mlp_mode not in HIDING:
+            if mode not in HIDING:
                 residual, x = self.arrived(sent)
                 sent = None
         return self.end(x)  # the last MLP sync is blocking: nothing is on its way
@@ -172,15 +125,22 @@ class TPLlama:
         scale = self.shape.decoder.residual_scale
         return added if added is None or scale == 1 else added * scale
 
-    def outputs_of(self, index: int) -> TakesOutputs | None:
-        """Return the receiver of what this layer's sub-modules add. There is one in training alone."""
+    def outputs_of(self, index: int) -> Any:
+        """Return the receiver of what this layer's sub-modules add to the stream, which may be there in training
+        (``LayerOutputs``)."""
         return None
 
-    def upcoming(self, index: int) -> tuple[AttentionWeights, MlpWeights | None]:
-        """Return the weights up to the next sum: those of attention, and where its sum is dropped also those of the
-        MLP."""
-        dropped = self.layout.attention_sync[index] == DROPPED
-        return self.weights.attention(index), self.weights.mlp(index) if dropped else None
+    def upcoming(self, place: int) -> list[Any]:
+        """Return the weights of the sub-modules from ``place`` on up to the next sum; behind the last take the
+        head's."""
+        index, is_mlp = divmod(place, 2)
+        if place == len(self.modes):
+            self.head = self.weights.take_head()  # like a sub-module's: before the last sum is waited for
+            return []
+        if is_mlp:
+            return [self.weights.mlp(index)]
+        attention = self.weights.attention(index)
+        return [attention, self.weights.mlp(index)] if self.modes[place] == DROPPED else [attention]
 
     def add_bias(self, residual: Stream, x: Stream, bias: Tensor | None) -> tuple[Stream, Stream]:
         """Return the stream and x with the bias of a dropped sum. All ranks add it to the stream alike, so its gradient
@@ -203,7 +163,6 @@ class TPLlama:
         self,
         residual: Stream,
         partials: list[Tensor],
-        columns: int,
         bias: Tensor | None,
         take: Callable[[Tensor], None] | None,
     ) -> PendingSum:
@@ -213,74 +172,42 @@ class TPLlama:
         take: see PendingSum; receives the sum with the bias.
         """
         total = partials[0].clone() if len(partials) == 1 else sum_of(partials)
-        messages = [total]
-        if columns > 1:
-            messages = [part.clone(memory_format=torch.contiguous_format) for part in total.chunk(columns, -1)]
         taken = take
         if take is not None and bias is not None:
             share, give = ShareOfGradient.apply(bias, 1 / self.collectives.ranks), take
             taken = lambda total: give(total + share)  # noqa: E731
         size = self.group_size
         collectives = self.collectives if size == 1 else self.collectives.split(size).across
-        return PendingSum(collectives, residual, None, messages, taken)
+        return PendingSum(collectives, residual, None, total, taken)
 
-    def attention_products(
-        self,
-        index: int,
-        weights: AttentionWeights,
-        x: Stream,
-        apart: list[Tensor] | None,
-        step: Step,
-        cache: KVCache,
-        columns: int,
-    ) -> Iterator[Tensor]:
-        """Yield this rank's part of attention's sum, without o_proj's bias.
+    def partials(
+        self, place: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache
+    ) -> list[Tensor]:
+        """Return this rank's part of the sum of the sub-module at ``place``, without the bias of its last projection.
 
-        It comes in ``columns`` parts, or, where it is read before it is summed, whole for each virtual rank.
-
-        apart: after a delayed MLP, what virtual rank k of this process reads beside x.
-        """
-        heads = self.heads(index, weights, x, apart, step, cache)
-        if self.layout.attention_sync[index] not in APART:
-            yield from map(self.scaled, weights.o[0].products(heads, columns))
-        else:
-            yield from map(self.scaled, self.operations.products_apart(weights.o, heads))
-
-    def heads(
-        self,
-        index: int,
-        weights: AttentionWeights,
-        x: Stream,
-        apart: list[Tensor] | None,
-        step: Step,
-        cache: KVCache,
-    ) -> Tensor:
-        """Return o_proj's input [batch, tokens, own heads * head_dim], of the virtual ranks side by side."""
-        if apart is None:
-            own = cache.kv_heads(0, self.shape.own_kv_heads) if self.more_cached else cache
-            return self.operations.attention(weights, x, step, own, index, self.shape, 0)
-        return self.operations.attention_apart(weights, x, apart, step, cache, index, self.rank_shapes)
-
-    def mlp_products(
-        self, index: int, weights: MlpWeights, x: Stream, apart: list[Tensor] | None, columns: int
-    ) -> Iterator[Tensor]:
-        """Yield this rank's part of the MLP's sum, without down_proj's bias.
-
-        It comes in ``columns`` parts, or, where it is delayed, whole for each virtual rank. After a dropped attention
-        its partials are added: they are the P of SPD section 4.1: X' = X + AR(Z + P).
+        Where it is read before it is summed, it comes for each virtual rank. After a dropped attention its partials are
+        added to the MLP's: they are the P of SPD section 4.1: X' = X + AR(Z + P).
 
         apart: what virtual rank k of this process reads beside x; None: nothing.
         """
-        is_dropped = self.layout.attention_sync[index] == DROPPED
-        carry = apart if apart is not None and is_dropped and self.carries else None
-        inner = self.operations.mlp(weights, x, apart)
-        if self.layout.mlp_sync[index] == DELAYED:
-            products = map(self.scaled, self.operations.products_apart(weights.down, inner))
-            yield from products if carry is None else map(torch.add, products, carry)
-            return
-        parts = None if carry is None else sum_of(carry).chunk(columns, -1)
-        for number, product in enumerate(map(self.scaled, weights.down[0].products(inner, columns))):
-            yield product if parts is None else product + parts[number]
+        operations, (index, is_mlp) = self.operations, divmod(place, 2)
+        carry = None
+        if is_mlp:
+            inner, linears = operations.mlp(weights, x, apart), weights.down
+            if self.modes[place - 1] == DROPPED and self.carries:
+                carry = apart
+        else:
+            linears = weights.o
+            if apart is None:
+                own = cache.kv_heads(0, self.shape.own_kv_heads) if self.more_cached else cache
+                inner = operations.attention(weights, x, step, own, index, self.shape, 0)
+            else:
+                inner = operations.attention_apart(weights, x, apart, step, cache, index, self.rank_shapes)
+        if self.modes[place] in APART:
+            products = [*map(self.scaled, operations.products_apart(linears, inner))]
+            return products if carry is None else [*map(torch.add, products, carry)]
+        product = self.scaled(linears[0](inner))
+        return [product if carry is None else product + sum_of(carry)]
 
     def embed(self, ids: Tensor) -> PendingSum:
         """Return the embedding of ids [batch, tokens] as a sum [batch, tokens, hidden]. Each rank looks up its own part
@@ -288,12 +215,12 @@ class TPLlama:
         scale = self.shape.decoder.embedding_scale
         if self.shape.replicate_vocab:
             rows = self.weights.rows(ids)
-            return PendingSum(Collectives(), None, None, [rows if scale == 1 else rows * scale])
+            return PendingSum(Collectives(), None, None, rows if scale == 1 else rows * scale)
         own = ids - self.shape.vocab_start
         inside = (own >= 0) & (own < self.shape.own_vocab)
         rows = self.weights.rows(own.clamp(0, self.shape.own_vocab - 1))
         rows = rows if scale == 1 else rows * scale
-        return PendingSum(self.collectives, None, None, [rows * inside.unsqueeze(-1)])
+        return PendingSum(self.collectives, None, None, rows * inside.unsqueeze(-1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab] of hidden states [..., hidden], equal on all ranks."""

@@ -31,24 +31,6 @@ class Operations:
         """Return x [..., width], normed."""
         return norm(whole(x))
 
-    @staticmethod
-    def project(
-        weights: AttentionWeights, x: Tensor, rope_factors: Tensor | None, shape: Shape, virtual: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [batch, own heads, tokens, head_dim], float32.
-
-        x: the residual stream [batch, tokens, hidden].
-        rope_factors: None in a layer without rope.
-        """
-        fused = weights.qkv[virtual](weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))
-        query_key, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
-        if weights.head_norms is not None:
-            query_key = weights.head_norms(query_key)
-        if rope_factors is not None:
-            query_key = rotate(query_key, rope_factors)
-        query, key = query_key.split((shape.own_heads, shape.own_kv_heads), 2)
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-
     def attention(
         self,
         weights: AttentionWeights,
@@ -65,9 +47,15 @@ class Operations:
         x: the residual stream [batch, tokens, hidden].
         shape, virtual: of the virtual rank that is computed, and its number among ``weights.qkv``.
         """
-        x, decoder = whole(x), shape.decoder
-        rope_factors = step.rope_factors if decoder.rope[index] else None
-        query, key, value = self.project(weights, x, rope_factors, shape, virtual)
+        x, decoder, heads, kv_heads = whole(x), shape.decoder, shape.own_heads, shape.own_kv_heads
+        fused = weights.qkv[virtual](weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))
+        query_key, value = fused.split((heads + kv_heads, kv_heads), 2)
+        if weights.head_norms is not None:
+            query_key = weights.head_norms(query_key)
+        if decoder.rope[index]:
+            query_key = rotate(query_key, step.rope_factors)
+        query, key = query_key.split((heads, kv_heads), 2)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         cache.write(index, step.columns, key, value)
         if step.length:
             key, value = cache.read(index, step.length)

@@ -10,31 +10,26 @@ from typing import Any, Literal, TypeVar
 
 from ladderize.choices import check_at_least, check_choices
 from ladderize.errors import UsageError, UserError
-from ladderize.files.records import Record
 
 ScheduleName = Literal["sequential", "domino"]
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Schedule(Record):
+class Schedule:
     """A schedule. Raises UsageError for numbers that do not fit its name.
 
     chunks: parts that domino cuts the batch into.
-    columns: parts of a sub-module's last product, by its output columns, each of which is sent as soon as it is
-    computed (the paper's column split).
     """
 
     name: ScheduleName = "sequential"
     chunks: int = 2
-    columns: int = 1
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_at_least(self, 2, "chunks")
-        check_at_least(self, 1, "columns")
-        if self.name == "sequential" and (self.chunks, self.columns) != (2, 1):
-            raise UsageError("chunks and columns have no effect without the schedule domino")
+        if self.name == "sequential" and self.chunks != 2:
+            raise UsageError("chunks have no effect without the schedule domino")
 
     @property
     def is_domino(self) -> bool:
@@ -43,25 +38,21 @@ class Schedule(Record):
     @property
     def in_flight(self) -> int:
         """The number of messages that a rank may have sent before it waits for the first of them."""
-        return (self.chunks if self.is_domino else 1) * self.columns + 1
+        return (self.chunks if self.is_domino else 1) + 1
 
     def parts(self, rows: int, tokens: int) -> int:
         """Return the number of parts of a batch of ``rows`` x ``tokens``: fewer than ``chunks`` where there is less to
         cut."""
         return min(self.chunks, rows if rows > 1 else tokens) if self.is_domino else 1
 
-    def check(self, rows: int, tokens: int, hidden: int, *, rows_name: str, tokens_name: str) -> None:
-        """Raise UserError unless a batch of ``rows`` x ``tokens`` and a stream of ``hidden`` numbers can be cut so.
+    def check(self, rows: int, tokens: int, *, rows_name: str, tokens_name: str) -> None:
+        """Raise UserError unless a batch of ``rows`` x ``tokens`` can be cut so.
 
         rows_name, tokens_name: the options that give these numbers, for the message.
         """
-        if not self.is_domino:
-            return
-        if self.parts(rows, tokens) < self.chunks:
+        if self.is_domino and self.parts(rows, tokens) < self.chunks:
             what = f"{rows} rows ({rows_name})" if rows > 1 else f"one row of {tokens} tokens ({tokens_name})"
             raise UserError(f"domino cuts a batch into {self.chunks} parts, and there is less to cut: {what}")
-        if hidden % self.columns:
-            raise UserError(f"domino's {self.columns} columns do not divide the hidden size {hidden}")
 
 
 SEQUENTIAL = Schedule()

@@ -16,13 +16,15 @@ from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.choose_operations import choose_operations
 from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.decode import Generator, rope_table
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import Weights
-from ladderize.runtime.loader import CheckpointSource, RandomSource, Source, files_identity, load_weights
+from ladderize.runtime.loader import CheckpointSource, RandomSource, Read, load_weights
 from ladderize.runtime.model import TPLlama
+from ladderize.runtime.native.library import TYPES, agreed_kernels, why_no_triton
+from ladderize.runtime.operations import Operations
 from ladderize.runtime.shards import Shape, cached_heads, check_activation, check_runnable, virtual_ranks
 
 RUN_DTYPES = ("float32", "bfloat16", "float16")
@@ -58,14 +60,17 @@ class ModelSpec:
         They have the same files (or random numbers), cut into the same pieces, and the same dtype.
         """
         apart = tuple(virtual_ranks(self.layout, layer, shape.tp_size) for layer in range(shape.layers))
-        files = None if self.folder is None else files_identity(read_checkpoint(self.folder))
-        return files, shape, apart, self.dtype
+        files: list[tuple[int, int]] = []  # those that ``convert`` hard-links are the same
+        if self.folder is not None:
+            stats = [(self.folder / name).stat() for name in read_checkpoint(self.folder).weight_files]
+            files = [(stat.st_dev, stat.st_ino) for stat in stats]
+        return tuple(files), shape, apart, self.dtype
 
-    def source(self, dtype: torch.dtype, device: torch.device) -> Source:
-        """Return the source of its weights."""
+    def reader(self, dtype: torch.dtype, device: torch.device) -> Read:
+        """Return the function that reads slices of its weights."""
         if self.folder is None:
-            return RandomSource(expected_tensors(self.config), dtype, device)
-        return CheckpointSource(read_checkpoint(self.folder), dtype, device)
+            return RandomSource(expected_tensors(self.config), dtype, device).read
+        return CheckpointSource(read_checkpoint(self.folder), dtype, device).read
 
 
 def checkpoint_spec(
@@ -123,9 +128,8 @@ def eos_ids(spec: ModelSpec) -> tuple[int, ...]:
 class WeightCache:
     """Weights of one rank, loaded once for all models that share them."""
 
-    def __init__(self, device: torch.device, *, pack: bool, replicate_vocab: bool = False, columns: int = 1) -> None:
-        """columns: see ``load_weights``."""
-        self.device, self.pack, self.replicate_vocab, self.columns = device, pack, replicate_vocab, columns
+    def __init__(self, device: torch.device, *, pack: bool, replicate_vocab: bool = False) -> None:
+        self.device, self.pack, self.replicate_vocab = device, pack, replicate_vocab
         self.loaded: dict[Any, Weights] = {}
 
     def get(
@@ -134,11 +138,28 @@ class WeightCache:
         shape = Shape.from_config(spec.config, tp_size=tp_size, rank=rank, replicate_vocab=self.replicate_vocab)
         key = spec.weights_key(shape)
         if key not in self.loaded:
-            source = spec.source(spec.torch_dtype, self.device)
-            self.loaded[key] = load_weights(
-                source, shape, spec.layout, pack=self.pack, columns=self.columns, advance=advance
-            )
+            read = spec.reader(spec.torch_dtype, self.device)
+            self.loaded[key] = load_weights(read, shape, spec.layout, pack=self.pack, advance=advance)
         return shape, self.loaded[key]
+
+
+def choose_operations(group: Ranks, dtype: torch.dtype) -> Operations:
+    """Return the operations of a rank: by our own kernels where all ranks have them, else by PyTorch, with a note.
+
+    All ranks call it.
+    """
+    if group.device.type == "cuda":
+        problem = next(filter(None, group.gather(why_no_triton())), None)
+        if problem is not None:
+            return Operations(f"slower than it could be: {problem}")
+        from ladderize.runtime.gpu_operations import GpuOperations
+
+        # two programs for each multiprocessor
+        return GpuOperations(2 * torch.cuda.get_device_properties(group.device).multi_processor_count)
+    if group.device.type != "cpu" or dtype not in TYPES:
+        return Operations()
+    kernels = agreed_kernels(group)
+    return Operations(f"slower than it could be: {kernels}") if isinstance(kernels, str) else CpuOperations(kernels)
 
 
 def open_generator(
@@ -162,6 +183,5 @@ def open_generator(
     operations = choose_operations(group, spec.torch_dtype)
     model = model_class(shape, spec.layout, own, collectives, operations)
     kv_heads = cached_heads(shape, spec.layout)
-    if cache is None or not cache.fits(shape, batch, columns, spec.torch_dtype, kv_heads):
-        cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device, kv_heads)
+    cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device, kv_heads, cache)
     return Generator(model, rope_table(spec.config, columns, group.device), cache, graphs=group.device.type == "cuda")

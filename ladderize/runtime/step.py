@@ -16,13 +16,10 @@ class Step:
     """The positions of one forward pass's tokens.
 
     rope_factors: complex [batch or 1, tokens, 1, head_dim / 2].
-    columns: the first cache column of the tokens, or a tensor of their columns: [tokens], or [batch, tokens] where rows
-    differ.
+    columns: the first cache column of the tokens, or a tensor of their columns, [tokens].
     length: the columns of the cache that attention sees; 0: a prompt, which sees itself alone.
     mask: bool [batch or 1, 1, tokens, columns in view], True where a token may look; None: everything, or with
     ``causal`` everything up to itself.
-    depths: [batch, tokens], the positions of a prompt's tokens in their texts, if their columns do not give their
-    distances.
     near: the masks of layers with sliding windows, by window; see ``with_windows``.
     """
 
@@ -31,7 +28,6 @@ class Step:
     length: int
     mask: Tensor | None = None
     causal: bool = False
-    depths: Tensor | None = None
     near: Mapping[int, Tensor] = field(default_factory=dict)
 
     def with_windows(self, windows: Iterable[int], tokens: int) -> "Step":
@@ -44,12 +40,10 @@ class Step:
         own = [window for window in windows if window < view]
         if not own:
             return self
-        keys = torch.arange(view, device=device) if self.depths is None else self.depths
-        queries: Tensor | int = self.columns if self.depths is None else self.depths
-        if isinstance(queries, int):
-            queries = torch.arange(queries, queries + tokens, device=device)
-        distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
-        distance = distance[None, None] if distance.ndim == 2 else distance[:, None]
+        columns = self.columns
+        if isinstance(columns, int):
+            columns = torch.arange(columns, columns + tokens, device=device)
+        distance = (columns[:, None] - torch.arange(view, device=device))[None, None]
         seen = self.mask
         if seen is None and self.causal:
             seen = distance >= 0
@@ -126,18 +120,15 @@ def _rows(step: Step, begin: int, end: int, rows: int) -> Step:
     def own(tensor: Tensor) -> Tensor:
         return tensor[begin:end] if tensor.shape[0] == rows else tensor
 
-    columns = step.columns
-    if not isinstance(columns, int) and columns.ndim == 2:
-        columns = columns[begin:end]
     mask = None if step.mask is None else own(step.mask)
     near = {window: own(of_window) for window, of_window in step.near.items()}
-    return replace(step, rope_factors=own(step.rope_factors), columns=columns, mask=mask, near=near)
+    return replace(step, rope_factors=own(step.rope_factors), mask=mask, near=near)
 
 
 def _tokens(step: Step, begin: int, end: int, tokens: int) -> Step:
     before = max(0, step.length - tokens)  # columns of the cache that are older than this pass
     length = before + end
-    columns = step.columns + begin if isinstance(step.columns, int) else step.columns[..., begin:end]
+    columns = step.columns + begin if isinstance(step.columns, int) else step.columns[begin:end]
     mask, causal = step.mask, step.causal
     if mask is not None:
         mask = mask[:, :, begin:end, :length]

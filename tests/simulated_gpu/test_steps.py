@@ -82,7 +82,7 @@ def tensor_parallel(folder, dense, device, gpu):
         layout = Layout.from_config(checkpoint.config)
         shape = Shape.from_config(checkpoint.config, tp_size=RANKS, rank=0)
         weights = build_weights(
-            lambda dtype: CheckpointSource(checkpoint, dtype, device),
+            lambda dtype: CheckpointSource(checkpoint, dtype, device).read,
             checkpoint.config,
             shape,
             layout,

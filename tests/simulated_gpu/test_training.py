@@ -21,7 +21,7 @@ def outcome(folder, device, schedule, backend):
     return outcome_of(step_opener(group, RANKS)(spec, schedule, backend, batch), group)
 
 
-@pytest.mark.parametrize("schedule", [SEQUENTIAL, Schedule("domino", 3, 2)], ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("schedule", [SEQUENTIAL, Schedule("domino", 3)], ids=lambda schedule: schedule.name)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients(folders, name, schedule):
     expected = outcome(folders[name], HOST, SEQUENTIAL, Alike(RANKS))

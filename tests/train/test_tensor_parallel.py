@@ -149,7 +149,7 @@ def test_a_teacher_takes_what_is_frozen_and_equal(tmp_path, tied):
 
     def build(layout, trained, shared=None):
         def source(dtype):
-            return CheckpointSource(dense, dtype, torch.device("cpu"))
+            return CheckpointSource(dense, dtype, torch.device("cpu")).read
 
         trained = frozenset(name for name in dense.tensors if name.startswith(trained))
         return build_weights(

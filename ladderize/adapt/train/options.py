@@ -293,9 +293,7 @@ class RetrainOptions(Record):
                 f"accelerate's {accumulation} steps of gradient accumulation and --batch-size {batch_size} do not leave"
                 f" --micro-batch-size {micro} rows at once; leave one of them out"
             )
-        Schedule(self.schedule).check(
-            micro, seq_len, config["hidden_size"], rows_name="--micro-batch-size", tokens_name="--seq-len"
-        )
+        Schedule(self.schedule).check(micro, seq_len, rows_name="--micro-batch-size", tokens_name="--seq-len")
         steps = self.max_steps or math.ceil((tokens or 1) / (batch_size * seq_len))
         peak = (LORA_LR if self.method == LORA else FULL_LR) * WIDTH / config["hidden_size"]
         warmup = min(MOST_WARMUP, int(steps * SHARE_OF_WARMUP))

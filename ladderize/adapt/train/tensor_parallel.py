@@ -110,7 +110,7 @@ class TensorParallelTraining(TrainingModel):
         return folder / f"rank-{self.accelerator.process_index}.pt"
 
     def close(self) -> None:
-        self.collectives.close()
+        self.collectives.settle()
 
 
 def build_tensor_parallel(
@@ -162,7 +162,7 @@ def _model(
     """
     shape = Shape.from_config(checkpoint.config, tp_size=tensor.size, rank=tensor.rank)
     weights = build_weights(
-        lambda dtype: CheckpointSource(checkpoint, dtype, tensor.device),
+        lambda dtype: CheckpointSource(checkpoint, dtype, tensor.device).read,
         checkpoint.config,
         shape,
         layout,

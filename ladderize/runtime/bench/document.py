@@ -179,7 +179,6 @@ class BenchRow(Record):
 
     @property
     def is_model(self) -> bool:
-        """True for a model, False for a baseline."""
         return self.kind == MODEL_ROW
 
     @property
@@ -188,12 +187,16 @@ class BenchRow(Record):
         return self.weights == "random"
 
     def overlaps(self, part: str) -> bool:
-        """Return True if the layout or the schedule lets a sum run under compute.
+        return may_overlap((*self.attention_sync, *self.mlp_sync), self.schedule, part)
 
-        In a backward pass one always may, under weights' gradients; decoding is never cut by a schedule.
-        """
-        is_cut = self.schedule == "domino" and part != "decode"
-        return part == "backward" or is_cut or any(m in HIDING for m in (*self.attention_sync, *self.mlp_sync))
+
+def may_overlap(modes: Sequence[str], schedule: str, part: str) -> bool:
+    """Return True if the modes of a layout, or the schedule, let a sum of ``part`` run under compute.
+
+    In a backward pass one always may, under weights' gradients; decoding is never cut by a schedule.
+    """
+    is_cut = schedule == "domino" and part != "decode"
+    return part == "backward" or is_cut or any(mode in HIDING for mode in modes)
 
 
 @dataclass(frozen=True)

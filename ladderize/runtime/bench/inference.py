@@ -30,7 +30,6 @@ from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, needed_b
 from ladderize.runtime.bench.reference_check import check_models, checked_specs
 from ladderize.runtime.bench.report import run_and_show
 from ladderize.runtime.bench.rounds import (
-    Message,
     Timed,
     Variant,
     expected_messages,
@@ -40,16 +39,16 @@ from ladderize.runtime.bench.rounds import (
 )
 from ladderize.runtime.bench.run import BenchRun
 from ladderize.runtime.bench.training import TrainingRun
-from ladderize.runtime.choose_operations import choose_operations
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.differentiable import PendingSum
 from ladderize.runtime.collectives.emulated import emulate
+from ladderize.runtime.collectives.observed import Message
 from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL
-from ladderize.runtime.spec import WeightCache, open_generator
+from ladderize.runtime.spec import WeightCache, choose_operations, open_generator
 from ladderize.runtime.step import Step
 
 
@@ -86,11 +85,12 @@ def measure_models(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocu
             console.warn(operations.note)
     collectives, backend = _collectives(group, plan)
     run_class = TrainingRun if options.train else InferenceRun
-    one = run_class(group, plan, console, collectives)
-    one.backend = backend
-    one.environment = environment(group, operations=operations and operations.name)
-    document = one.measure()
-    collectives.close()
+    with torch.inference_mode(not options.train):
+        one = run_class(group, plan, console, collectives)
+        one.backend = backend
+        one.environment = environment(group, operations=operations and operations.name)
+        document = one.measure()
+    collectives.settle()
     return document
 
 
@@ -110,7 +110,6 @@ class InferenceRun(BenchRun):
     specs: the models that are timed.
     """
 
-    @torch.inference_mode()
     def __init__(self, group: Ranks, plan: BenchPlan, console: Console, collectives: Collectives) -> None:
         """Compare checkpoints with transformers, and leave those that fail out. All ranks call it."""
         super().__init__(group, plan.options, console, plan.link)
@@ -124,10 +123,6 @@ class InferenceRun(BenchRun):
         if plan.specs[0].name in self.failed:  # they are of the first model that was named
             self.baselines = ()
         self.specs = [spec for spec in plan.specs if spec.name not in self.failed]
-
-    @torch.inference_mode()
-    def measure(self) -> BenchDocument:
-        return super().measure()
 
     def open_variants(self, batch: int) -> list[Variant]:
         """Open the models, then the baseline of the first.
@@ -155,11 +150,9 @@ class InferenceRun(BenchRun):
                 if model_class is ParallelLlama:
                     variants.append(Variant(PARALLEL, spec, loud, silent, BASELINE_ROW))
                     continue
-                overlapping = set(PHASES) if spec.layout.hides else set()
-                overlapping |= {"prefill"} if schedule.is_domino else set()
                 name = variant_name(spec.name, schedule.name, options)
                 kind = MODEL_ROW if name == spec.name else BASELINE_ROW
-                variants.append(Variant(name, spec, loud, silent, kind, schedule.name, overlapping))
+                variants.append(Variant(name, spec, loud, silent, kind, schedule.name))
         for variant in variants:
             variant.messages = _messages(variant)
         return variants
@@ -175,17 +168,17 @@ class ParallelLlama(TPLlama):
     For timing only: with a Llama's weights its output means nothing.
     """
 
-    def walk(self, ids: Tensor, step: Step, cache: KVCache, columns: int = 1) -> Walk[None, None, Tensor]:
+    def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Walk[None, None, Tensor]:
         pending = self.embed(ids)
         yield
         residual, x = pending.wait()
         for index in range(self.shape.layers):
             attention, mlp = self.weights.attention(index), self.weights.mlp(index)
-            (partial,) = self.attention_products(index, attention, x, None, step, cache, 1)
-            (partial_mlp,) = self.mlp_products(index, mlp, x, None, 1)
-            for bias in (self.scaled(attention.o_bias), self.scaled(mlp.down_bias)):
+            (partial,) = self.partials(2 * index, attention, x, None, step, cache)
+            (partial_mlp,) = self.partials(2 * index + 1, mlp, x, None, step, cache)
+            for bias in (self.scaled(attention.bias), self.scaled(mlp.bias)):
                 residual = residual if bias is None else residual + bias
-            pending = PendingSum(self.collectives, residual, None, [partial + partial_mlp])
+            pending = PendingSum(self.collectives, residual, None, partial + partial_mlp)
             yield
             residual, x = pending.wait()
         return self.end(x)

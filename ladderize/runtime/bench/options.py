@@ -125,6 +125,7 @@ class BenchOptions(Record):
     outer_link: str | None = option(
         "With --emulate-tp and several ranks for each virtual rank: the link between these groups; --link is within.",
         metavar="LINK",
+        needs="emulate_tp",
     )
     check: bool = option(
         "Skip comparing checkpoints with transformers in float32 before timing; with --train, gradients with those of"
@@ -194,8 +195,6 @@ def check_bench_usage(
             raise UsageError(f"--baselines {name} is not one of {', '.join(baselines)}")
     if (options.emulate_tp is None) != (link is None):
         raise UsageError("--emulate-tp and --link must be given together")
-    if options.outer_link is not None and options.emulate_tp is None:
-        raise UsageError("--outer-link is of an emulated group: give --emulate-tp and --link, too")
     if options.emulate_tp is not None and options.tp_size != 1:
         raise UsageError("--emulate-tp runs one process in place of a group; leave --tp-size out")
 

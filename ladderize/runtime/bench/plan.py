@@ -33,8 +33,7 @@ from ladderize.runtime.shards import (
     with_layers,
 )
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, shape_spec
-
-LOSS_STATISTICS = 8  # float32 numbers of a token that the ranks exchange for the losses, at most
+from ladderize.runtime.training.vocab_losses import STATISTICS_BYTES
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
     rows = max(options.batch_sizes)
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
     # the stream of all rows; the logits, or in training what the losses exchange for each token
-    numbers = max(hidden, LOSS_STATISTICS) if options.train else hidden
+    numbers = max(hidden, STATISTICS_BYTES // 4) if options.train else hidden
     longest = max(numbers * rows * options.prompt_len, 0 if options.train else vocab * rows)
     if interconnect is not None:
         interconnect.at(options.ranks).seconds(4 * longest)  # raises where the link's time is not known

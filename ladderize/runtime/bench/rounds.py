@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -23,10 +22,10 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.layout import APART, BLOCKING, DROPPED, HIDING, Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import MODEL_ROW, Overlap
+from ladderize.runtime.bench.document import MODEL_ROW, Overlap, may_overlap
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.observed import Recording
+from ladderize.runtime.collectives.observed import Message, Recording
 from ladderize.runtime.schedule import Schedule, ScheduleName
 from ladderize.runtime.shards import Shape, group_size
 from ladderize.runtime.spec import ModelSpec
@@ -99,8 +98,7 @@ class Variant:
     """A model, or a baseline, at one batch size, by one schedule.
 
     silent: the same without communication; the difference in time is what ``timed`` waits for.
-    overlapping: the parts in which the layout or the schedule lets a message run under compute.
-    messages: the messages of each part.
+    messages: the messages of each part; empty in vLLM, whose are not seen.
     """
 
     name: str
@@ -109,18 +107,14 @@ class Variant:
     silent: Any = None
     kind: str = MODEL_ROW
     schedule: ScheduleName = "sequential"
-    overlapping: set[str] = field(default_factory=set)
-    messages: dict[str, list[Any]] = field(default_factory=dict)
+    messages: dict[str, list[Message]] = field(default_factory=dict)
     overlap: dict[str, Overlap] | None = None
     architecture: str | None = None
 
-    def trace_path(self, folder: Path, number: int, batch: int, rank: int) -> Path:
-        """Return the file of a rank's trace.
-
-        number: of the variant.
-        """
-        stem = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(self.name).name)
-        return folder / f"{number}-{stem}-batch{batch}-rank{rank}.json"
+    @property
+    def overlapping(self) -> set[str]:
+        """The parts in which the layout or the schedule lets a message run under compute."""
+        return {part for part in self.messages if may_overlap(self.spec.layout.modes, self.schedule, part)}
 
 
 def time_rounds(group: Ranks, variants: Sequence[Variant], options: BenchOptions, console: Console, title: str) -> None:
@@ -148,21 +142,6 @@ def time_rounds(group: Ranks, variants: Sequence[Variant], options: BenchOptions
 
 
 @dataclass(frozen=True)
-class Message:
-    """A message of a pass.
-
-    collective: all_reduce, or all_gather of ``bytes`` from each rank.
-    over: the collectives that carry it.
-    vocabulary: True for the embedding's or the LM head's, which every layout waits for.
-    """
-
-    collective: str
-    bytes: int
-    over: Collectives
-    vocabulary: bool = False
-
-
-@dataclass(frozen=True)
 class ExpectedMessages:
     """The all-reduces that a pass must complete: their number, and their bytes together.
 
@@ -176,7 +155,7 @@ class ExpectedMessages:
 
 def sent_sums(layout: Layout) -> int:
     """Return the number of sync points at which something is sent."""
-    return sum(mode != DROPPED for mode in (*layout.attention_sync, *layout.mlp_sync))
+    return sum(mode != DROPPED for mode in layout.modes)
 
 
 def read_sums(layout: Layout) -> int:
@@ -185,15 +164,14 @@ def read_sums(layout: Layout) -> int:
     An overlapped or delayed sum is there when the next sub-module has computed; if that one's own sum then blocks, the
     sub-module after it reads the stream with both.
     """
-    modes = [mode for modes in zip(layout.attention_sync, layout.mlp_sync, strict=True) for mode in modes]
-    return sent_sums(layout) - sum(one in HIDING and after == BLOCKING for one, after in pairwise(modes))
+    return sent_sums(layout) - sum(one in HIDING and after == BLOCKING for one, after in pairwise(layout.modes))
 
 
 def sums_in_groups(layout: Layout, ranks: int) -> int:
     """Return the number of sync points at which the processes of a virtual rank sum among themselves first."""
     if group_size(layout.sync_tp_size, ranks) == 1:
         return 0
-    return sum(mode in APART for mode in (*layout.attention_sync, *layout.mlp_sync))
+    return sum(mode in APART for mode in layout.modes)
 
 
 def expected_messages(
@@ -201,16 +179,15 @@ def expected_messages(
 ) -> ExpectedMessages:
     """Return the messages of one forward pass over ``rows`` x ``tokens``.
 
-    The embedding's are among them where ranks share it. Each part of the schedule sends its own, a layer's in column
-    parts.
+    The embedding's are among them where ranks share it. Each part of the schedule sends its own.
 
     sums: the number of sums of the layers.
-    in_groups: the number of sums within groups, which are never in parts.
+    in_groups: the number of sums within groups.
     itemsize: bytes of a number of the stream.
     """
     shared, parts = int(not shape.replicate_vocab), schedule.parts(rows, tokens)
     whole = rows * tokens * shape.hidden * itemsize
-    return ExpectedMessages(parts * (schedule.columns * sums + in_groups + shared), (sums + in_groups + shared) * whole)
+    return ExpectedMessages(parts * (sums + in_groups + shared), (sums + in_groups + shared) * whole)
 
 
 @contextlib.contextmanager
@@ -230,20 +207,18 @@ def record_messages(timed: Timed, name: str, expected: Mapping[str, ExpectedMess
     name: for the message of the error.
     """
     messages = {}
-    with sending_over(timed.model, Recording(timed.model.collectives, time.perf_counter)) as recording:
+    with sending_over(timed.model, Recording(timed.model.collectives)) as recording:
         for part, _ in zip(timed.parts, timed.run(1, eager=True), strict=True):
-            sums, gathered, due = [*recording.all_reduces], [*recording.gathered], expected[part]
-            recording.all_reduces.clear()
-            recording.gathered.clear()
-            completed = [one.bytes for one in sums if one.end > 0]
+            messages[part], due = [*recording.messages], expected[part]
+            recording.messages.clear()
+            sums = [message for message in messages[part] if message.collective == "all_reduce"]
+            completed = [message.bytes for message in sums if message.completed]
             if (len(completed), sum(completed)) != (due.all_reduces, due.bytes):
                 raise UserError(
                     f"{name}: its {part} completed {len(completed)} all-reduces of {sum(completed)} bytes, where the"
                     f" layout asks for {due.all_reduces} of {due.bytes}: this is not the model that was asked for, so"
                     " nothing was timed"
                 )
-            messages[part] = [
-                Message("all_reduce", one.bytes, one.over, k < due.vocabulary) for k, one in enumerate(sums)
-            ]
-            messages[part] += [Message("all_gather", size, recording.inner, True) for size in gathered]
+            for message in sums[: due.vocabulary]:
+                message.vocabulary = True
     return messages

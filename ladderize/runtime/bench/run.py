@@ -23,15 +23,16 @@ from ladderize.runtime.bench.document import (
     Environment,
     Overlap,
     PhaseCommunication,
+    Seconds,
     difference_interval,
     timed_figures,
 )
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.bench.rounds import Variant, sending_over, synchronize, time_rounds
+from ladderize.runtime.bench.rounds import Timed, Variant, sending_over, synchronize, time_rounds
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.links import Link
-from ladderize.runtime.collectives.observed import Traced
+from ladderize.runtime.collectives.observed import Recording
 from ladderize.runtime.graphs import capture
 
 TRACED_PASSES = 4
@@ -85,7 +86,8 @@ class BenchRun(ABC):
                 with self.console.stage(f"profiling, traces in {options.profile}"):
                     for number, variant in enumerate(variants):
                         group.barrier()
-                        path = variant.trace_path(options.profile, number, batch, group.rank)
+                        stem = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(variant.name).name)
+                        path = options.profile / f"{number}-{stem}-batch{batch}-rank{group.rank}.json"
                         variant.overlap = self.traced(variant, path)
                 self.rows[done:] = self.rows_of(variants, batch)
                 group.report(self.document(complete=False))
@@ -115,7 +117,7 @@ class BenchRun(ABC):
         options, first = self.options, variants[0].timed.seconds
         for variant in variants:
             timed, silent = variant.timed, variant.silent
-            row = self._row(variant, variant.timed.seconds, first, batch)
+            row = self._row(variant, timed, first, batch)
             if silent is not None:
                 row = dataclasses.replace(
                     row,
@@ -130,14 +132,14 @@ class BenchRun(ABC):
             yield row
             if variant is variants[0] and "no-comm" in self.baselines:
                 named = dataclasses.replace(variant, name=NO_COMM, kind=BASELINE_ROW, overlap=None)
-                yield self._row(named, silent.seconds, first, batch)
+                yield self._row(named, silent, first, batch)
 
-    def _row(self, variant: Variant, seconds: Any, first: Any, batch: int) -> BenchRow:
-        """Return the row of a variant that took these seconds, without what is known of its messages."""
+    def _row(self, variant: Variant, timed: Timed, first: Seconds, batch: int) -> BenchRow:
+        """Return the row of a variant with the times of ``timed``, without what is known of its messages."""
         options, layout, folder = self.options, variant.spec.layout, variant.spec.folder
         total, steps = (WHOLE_STEP, 1) if options.train else (END_TO_END, options.decode_steps)
-        before, after = variant.timed.parts
-        figures = timed_figures(seconds, first, {before: 1, after: steps}, total)
+        before, after = timed.parts
+        figures = timed_figures(timed.seconds, first, {before: 1, after: steps}, total)
         tokens, whole = (batch * options.prompt_len, WHOLE_STEP) if options.train else (batch, after)
         return BenchRow(
             model=variant.name,
@@ -152,7 +154,7 @@ class BenchRun(ABC):
             tp_size=options.ranks,
             batch_size=batch,
             tokens_per_s=1e3 * tokens / figures["ms"][whole],
-            samples_ms={part: [1e3 * one for one in seconds[part]] for part in variant.timed.parts},
+            samples_ms=timed.samples_ms(),
             overlap=variant.overlap,
             architecture=variant.architecture,
             **figures,
@@ -203,7 +205,7 @@ class BenchRun(ABC):
         """Write the trace of a variant; return the overlap of each part, with ``proven`` where there should be some."""
         timed, collectives, dtype = variant.timed, variant.timed.model.collectives, variant.spec.torch_dtype
         due = sum(map(len, variant.messages.values())) if collectives.ranks > 1 else 0
-        with sending_over(timed.model, Traced(collectives)) as traced:
+        with sending_over(timed.model, Recording(collectives)) as traced:
             overlap = trace(
                 lambda: timed.run_marked(TRACED_PASSES),
                 timed.parts,

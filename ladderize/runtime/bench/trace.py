@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from ladderize.errors import UserError
 from ladderize.runtime.bench.document import Overlap
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Traced
+from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Recording
 
 # Kernels of NCCL; of torch's symmetric memory; of vLLM's custom all-reduce (cross_device_reduce) and quick reduce; of
 # FlashInfer, TensorRT-LLM and MSCCL++ (all of whose names hold allreduce). The spin_kernel of emulated.py stands for
@@ -45,7 +45,7 @@ def trace(
     parts: Sequence[str],
     path: Path,
     device: torch.device,
-    traced: Traced,
+    traced: Recording,
     alone: Callable[[Collectives, int], float],
     due: int = 0,
 ) -> dict[str, Overlap]:
@@ -57,11 +57,11 @@ def trace(
     due: the messages that a GPU's trace must show. ``traced`` does not see those that CUDA graphs send.
     """
     events = traced_events(run, path, device, traced)
-    flights = (
-        gpu_flights(events)
-        if device.type == "cuda"
-        else cpu_flights(events, [alone(*sent) * 1e6 for sent in traced.sent])
-    )
+    if device.type == "cuda":
+        flights = gpu_flights(events)
+    else:
+        sums = [message for message in traced.messages if message.collective == "all_reduce"]
+        flights = cpu_flights(events, [1e6 * alone(one.over, one.bytes) for one in sums])
     if due and not flights:
         raise UserError(
             f"--profile: {due} messages were sent, but none of the kernels in {path} is known to be"
@@ -70,12 +70,12 @@ def trace(
     return {part: overlap_of(flights_of(part, flights, events)) for part in parts}
 
 
-def traced_events(run: Callable[[], None], path: Path, device: torch.device, traced: Traced) -> list[dict[str, Any]]:
+def traced_events(run: Callable[[], None], path: Path, device: torch.device, traced: Recording) -> list[dict[str, Any]]:
     """Run twice, write the trace of the second run to ``path``, and return its events."""
     on_gpu = device.type == "cuda"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
     run()  # warm-up, not traced
-    traced.sent.clear()
+    traced.messages.clear()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         run()
         # Gloo notes the end of each send and receive in the profiler that was active at its start. A receive that is

@@ -9,7 +9,7 @@ that one with transformers. This check computes in float32, since bfloat16 alone
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,6 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, PASSES, variant_name
 from ladderize.runtime.bench.plan import BenchPlan, weights_key
 from ladderize.runtime.bench.rounds import (
-    Message,
     Timed,
     Variant,
     expected_messages,
@@ -32,7 +31,7 @@ from ladderize.runtime.bench.rounds import (
 )
 from ladderize.runtime.bench.run import BenchRun
 from ladderize.runtime.collectives.base import Collectives, Handle, NoCommunication
-from ladderize.runtime.collectives.observed import Observed
+from ladderize.runtime.collectives.observed import Message, Observed
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec
@@ -46,8 +45,6 @@ SMALL_TENSOR = 1e-3
 
 
 class TrainingRun(BenchRun):
-    """A run of training steps."""
-
     def __init__(self, group: Ranks, plan: BenchPlan, console: Console, collectives: Collectives) -> None:
         super().__init__(group, plan.options, console, plan.link)
         self.specs, self.collectives, self.silence = plan.specs, collectives, NoCommunication(collectives.ranks)
@@ -78,10 +75,8 @@ class TrainingRun(BenchRun):
                     self.failed[f"{name}, {rows} rows"] = f"{name}, {rows} rows: {agreement}"
                     continue
                 self.checks[f"{name}, {rows} rows"] = agreement
-            overlapping = {"backward"}  # always, under the products of weights' gradients
-            overlapping |= {"forward"} if schedule.is_domino or spec.layout.hides else set()
             kind = MODEL_ROW if name == spec.name else BASELINE_ROW
-            yield Variant(name, spec, timed, silent, kind, schedule.name, overlapping, messages)
+            yield Variant(name, spec, timed, silent, kind, schedule.name, messages)
 
 
 class ModelStep(Timed):
@@ -118,7 +113,7 @@ class ModelStep(Timed):
         yield 1
         self.backward(loss)
         yield 1
-        self.clear()
+        self.weights.zero_grad(set_to_none=True)
 
     @property
     def is_real(self) -> bool:
@@ -138,16 +133,6 @@ class ModelStep(Timed):
         elif self.model.collectives.ranks > 1:  # the same message, for its emulated delay
             self.model.collectives.all_reduce(loss.new_zeros(self.partial))
 
-    def gradients(self) -> Mapping[str, Tensor]:
-        """Return the gradient of this rank's part of each trained tensor, by name."""
-        return {
-            name: parameter.grad for name, parameter in self.weights.named_parameters() if parameter.grad is not None
-        }
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        self.weights.zero_grad(set_to_none=True)
-
     def recorded_messages(self, name: str) -> dict[str, list[Message]]:
         """Return the messages of each pass. Raises UserError for unexpected ones.
 
@@ -155,11 +140,8 @@ class ModelStep(Timed):
 
         name: the step, for the message of the error.
         """
-        itemsize, small = (
-            self.spec.torch_dtype.itemsize,
-            Message("all_reduce", 4 * self.partial, self.model.collectives),
-        )
-        sizes = (itemsize, self.schedule, *self.batch.input_ids.shape)
+        small = Message("all_reduce", self.model.collectives, 4 * self.partial)
+        sizes = (self.spec.torch_dtype.itemsize, self.schedule, *self.batch.input_ids.shape)
         expected = {
             part: expected_messages(self.weights.shape, count(self.spec.layout), *sizes)
             for part, count in zip(PASSES, (sent_sums, read_sums), strict=True)
@@ -187,7 +169,7 @@ def step_opener(group: Ranks, ranks: int) -> OpenStep:
         key = weights_key(spec, shape, train=True)
         if key not in loaded:
             loaded[key] = build_weights(
-                functools.partial(spec.source, device=group.device),
+                functools.partial(spec.reader, device=group.device),
                 spec.config,
                 shape,
                 spec.layout,
@@ -223,8 +205,9 @@ def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
     """Run ``step`` once and return its outcome. All ranks call it."""
     loss = step.forward()
     step.backward(loss)
-    gradients = {name: gradient.detach().clone() for name, gradient in step.gradients().items()}
-    step.clear()
+    parameters = step.weights.named_parameters()
+    gradients = {name: own.grad.detach().clone() for name, own in parameters if own.grad is not None}
+    step.weights.zero_grad(set_to_none=True)
     squares = group.gather(sum(_norm(gradient) ** 2 for gradient in gradients.values()))
     return Outcome(float(loss.detach()), gradients, sum(squares) ** 0.5)
 

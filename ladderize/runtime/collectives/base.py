@@ -95,18 +95,14 @@ class Collectives:
     def settle(self) -> None:
         """Finish all communication of this backend, also receives that were posted ahead of their message.
 
-        All ranks call it, with no handle left to wait for. The backend can be used on.
+        All ranks call it, at the end, and where the next messages are of another kind, with no handle left to wait for.
         """
         for part in self.parts:
             part.settle()
 
-    def close(self) -> None:
-        """Settle, and free the backend's resources."""
-        self.settle()
-
     @property
     def parts(self) -> "list[Collectives]":
-        """The collectives that were made by ``split``."""
+        """The collectives that end with these, such as those that were made by ``split``."""
         return [part for split in self.splits.values() for part in split]
 
 
@@ -138,11 +134,9 @@ class AcrossGroups(Collectives):
         handle = self.peers.all_reduce_async(x.chunk(self.within.ranks, -1)[self.place].contiguous())
         return Handle(lambda: self.within.all_gather(handle.wait()))
 
-    def tidy(self) -> None:
-        self.peers.tidy()
-
-    def settle(self) -> None:
-        self.peers.settle()
+    @property
+    def parts(self) -> list[Collectives]:
+        return [self.peers]
 
 
 def side_by_side(x: Tensor, ranks: int) -> Tensor:

@@ -12,7 +12,7 @@ taken before the sub-module's norm, whose backward is linear in the gradient: a 
 message.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,52 +24,48 @@ from ladderize.runtime.collectives.stream import Stream, Unadded, whole
 
 
 class PendingSum:
-    """The sum over the ranks of partial products [batch, tokens, columns], side by side as wide as the stream.
+    """The sum over the ranks of a partial product [batch, tokens, hidden].
 
-    Each product is sent as soon as it is there. The messages belong to this object, and with gradients to the nodes of
-    the graph; nothing else holds them.
+    The message belongs to this object, and with gradients to the nodes of the graph; nothing else holds it.
 
     residual: the sum is added to it; None: to nothing.
     bias: is added once.
     take: receives the sum with the bias as soon as it is there.
     """
 
-    __slots__ = ("bias", "handles", "link", "residual", "sent", "take")
+    __slots__ = ("bias", "handle", "link", "residual", "sent", "take")
 
     def __init__(
         self,
         collectives: Collectives,
         residual: Stream | None,
         bias: Tensor | None,
-        products: Iterable[Tensor],
+        product: Tensor,
         take: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.residual: Stream | None = residual
         self.bias, self.take = bias, take
         self.link: _Link | None = None
-        self.handles: list[Handle] = []
-        self.sent: list[Tensor] = []
-        if not torch.is_grad_enabled():
-            for product in products:
-                self.handles.append(collectives.all_reduce_async(product))
-            return
-        self.link = _Link(collectives)
-        if residual is not None:  # made first, so that its backward comes last
-            self.residual = _Hold.apply(self.link, residual, bias)
-        for number, product in enumerate(products):
-            self.sent.append(_Start.apply(self.link, number, product))
+        self.sent: Tensor | None = None
+        if torch.is_grad_enabled():
+            self.link = _Link(collectives)
+            if residual is not None:  # made before the start, so that its backward comes after
+                self.residual = _Hold.apply(self.link, residual, bias)
+            self.sent = _Start.apply(self.link, product)
+        else:
+            self.handle = collectives.all_reduce_async(product)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return the residual stream with the sum and the bias, [batch, tokens, hidden], and the same as x."""
         if self.link is not None:
-            after, x, *total = _Wait.apply(self.link, self.take is not None, self.bias, self.residual, *self.sent)
-            self.sent, self.residual = [], None
+            after, x, *total = _Wait.apply(self.link, self.take is not None, self.bias, self.residual, self.sent)
+            self.sent = self.residual = None
         else:
             residual = None if self.residual is None else whole(self.residual)
-            if len(self.handles) == 1 and self.take is None:  # nobody asks for the sum itself
-                after = x = _added(self.handles[0].wait_added(residual), None, self.bias)
+            if self.take is None:  # nobody asks for the sum itself
+                after = x = _added(self.handle.wait_added(residual), None, self.bias)
             else:
-                total = [_joined([handle.wait() for handle in self.handles])]
+                total = [self.handle.wait()]
                 after = x = _added(total[0], residual, self.bias)
         if self.take is not None:
             self.take(total[0] if self.bias is None else total[0] + self.bias)
@@ -77,28 +73,35 @@ class PendingSum:
 
     def wait_unadded(self) -> tuple[Stream, Stream]:
         """Return what ``wait`` does, but leave the sum to the stream's reader where nothing else is to be added."""
-        if self.residual is None or self.bias is not None or self.take is not None or len(self.handles) != 1:
+        if self.residual is None or self.bias is not None or self.take is not None or self.link is not None:
             return self.wait()
-        stream = Unadded(whole(self.residual), self.handles[0].wait())
+        stream = Unadded(whole(self.residual), self.handle.wait())
         return stream, stream
 
 
 class _Link:
-    """The messages of one sum, which its nodes share: first those of forward, then those of backward."""
+    """The messages of one sum, which its nodes share: first that of forward, then that of backward.
 
-    __slots__ = ("__weakref__", "apart", "collectives", "direct", "handles", "held", "totals")
+    held: True if a gradient of the stream before the sum is needed.
+    direct: the gradient of the stream, which all ranks have alike.
+    apart: the gradient of the sum that was taken: of the product, not of the stream.
+    total: the gradient of the stream before the sum.
+    """
+
+    __slots__ = ("__weakref__", "apart", "collectives", "direct", "handle", "held", "total")
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
-        self.held = False  # True if a gradient of the stream before the sum is needed
-        self.handles: dict[int, Handle] = {}
-        self.direct: dict[int, Tensor] = {}
-        self.apart: dict[int, Tensor] = {}  # gradients of the sum that was taken: of the products, not of the stream
-        self.totals: dict[int, Tensor] = {}
+        self.held = False
+        self.handle: Handle | None = None
+        self.direct: Tensor | None = None
+        self.apart: Tensor | None = None
+        self.total: Tensor | None = None
 
-    def total(self, number: int) -> Tensor | None:
-        """Return the gradient of product ``number``: the stream's, plus the ranks' sum, for which it waits."""
-        handle, direct = self.handles.pop(number, None), self.direct.pop(number, None)
+    def arrived(self) -> Tensor | None:
+        """Return the gradient of the sum: the stream's, plus the ranks' sum, for which it waits."""
+        handle, self.handle = self.handle, None
+        direct, self.direct = self.direct, None
         if handle is None:
             return direct
         summed = handle.wait()
@@ -106,7 +109,7 @@ class _Link:
 
 
 class _Hold(Function):
-    """The stream before a sum. Its backward runs after those of all starts, and so knows the whole gradient."""
+    """The stream before a sum. Its backward runs after that of the start, and so knows the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, link: _Link, residual: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,15 +121,10 @@ class _Hold(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         link: _Link = ctx.link
-        # of products without a gradient, which have no backward; in the order of sending: the last product's first
-        for number in sorted({*link.direct, *link.handles}, reverse=True):
-            total = link.total(number)
-            assert total is not None
-            link.totals[number] = total
-        parts = [link.totals.pop(number) for number in sorted(link.totals)]
-        if not parts:
+        # a product without a gradient has no backward
+        total, link.total = link.arrived() if link.total is None else link.total, None
+        if total is None:
             return None, None, None
-        total = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         bias = total.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return None, total if ctx.needs_input_grad[1] else None, bias
 
@@ -135,22 +133,22 @@ class _Start(Function):
     """The start of a product's message. Its output stands for the sum and must not be read."""
 
     @staticmethod
-    def forward(ctx: Any, link: _Link, number: int, product: Tensor) -> Tensor:
+    def forward(ctx: Any, link: _Link, product: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.link, ctx.number = link, number
-        link.handles[number] = link.collectives.all_reduce_async(product.detach())
+        ctx.link = link
+        link.handle = link.collectives.all_reduce_async(product.detach())
         return product.view_as(product)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         link: _Link = ctx.link
-        total = link.total(ctx.number)
-        if link.held and total is not None:
-            link.totals[ctx.number] = total
-        apart = link.apart.pop(ctx.number, None)
+        total = link.arrived()
+        if link.held:
+            link.total = total
+        apart, link.apart = link.apart, None
         if apart is not None:
             total = apart if total is None else total + apart
-        return None, None, total
+        return None, total
 
 
 class _Wait(Function):
@@ -162,12 +160,12 @@ class _Wait(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, link: _Link, taken: bool, bias: Tensor | None, residual: Tensor | None, *sent: Tensor
+        ctx: Any, link: _Link, taken: bool, bias: Tensor | None, residual: Tensor | None, sent: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.link = link
-        ctx.products = len(sent)
-        total = _joined([link.handles.pop(number).wait() for number in range(len(sent))])
+        assert link.handle is not None
+        total, link.handle = link.handle.wait(), None
         after = _added(total, residual, bias)
         # a tensor of its own also where nothing was added
         return (after, after.view_as(after), *([total.view_as(total)] if taken else []))
@@ -175,21 +173,11 @@ class _Wait(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         link, (direct, own, *apart) = ctx.link, gradients
-        if direct is not None:
-            link.direct = dict(enumerate(direct.chunk(ctx.products, -1)))
-        for total in apart:
-            if total is not None:
-                link.apart = dict(enumerate(total.chunk(ctx.products, -1)))
+        link.direct, link.apart = direct, apart[0] if apart else None
         if own is not None:
-            # the last product's backward comes first: ranks wait in the order in which they send
-            for number, part in reversed(list(enumerate(own.chunk(ctx.products, -1)))):
-                link.handles[number] = link.collectives.all_reduce_async(part.contiguous())
+            link.handle = link.collectives.all_reduce_async(own.contiguous())
         # the nodes before this one find their gradients in the link: autograd never touches a message on its way
-        return (None,) * (4 + ctx.products)
-
-
-def _joined(sums: list[Tensor]) -> Tensor:
-    return sums[0] if len(sums) == 1 else torch.cat(sums, -1)
+        return (None,) * 5
 
 
 def _added(total: Tensor, residual: Tensor | None, bias: Tensor | None) -> Tensor:

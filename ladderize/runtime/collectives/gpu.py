@@ -1,7 +1,5 @@
 """All-reduces between GPUs."""
 
-import contextlib
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -35,16 +33,12 @@ class OnStream(Collectives):
         super().__init__(ranks)
         self.stream = torch.cuda.Stream(device, priority=HIGH)
 
-    def place_of_sum(self, x: Tensor) -> Tensor:
-        """Return the tensor that the sum of ``x`` is written to: ``x`` itself, unless a subclass says otherwise."""
-        return x
-
     def reduce(self, x: Tensor, total: Tensor) -> None:
         """Write the sum of ``x`` into ``total``, on the current stream."""
         raise NotImplementedError
 
     def all_reduce_async(self, x: Tensor) -> Handle:
-        return self.send(x, self.place_of_sum(x))
+        return self.send(x, x)
 
     def send(self, x: Tensor, total: Tensor) -> Handle:
         """Start to write the sum of ``x`` over the ranks into ``total``, and return the handle of the sum."""
@@ -66,8 +60,6 @@ def _ready(message: Tensor, total: Tensor, through: torch.cuda.Event) -> Tensor:
 
 
 class Nccl(OnStream):
-    """Collectives by NCCL."""
-
     name = "nccl"
 
     def __init__(self, group: Ranks) -> None:
@@ -101,16 +93,22 @@ class SymmetricMemory(Nccl):
         own = group.group if group.group is not None else dist.group.WORLD
         assert own is not None
         self.group_name = own.group_name
-        with _limited(own, RENDEZVOUS_TIMEOUT):
+        # ranks meet over the group's store, whose usual limit is as long as a collective may take
+        store: Any = dist.distributed_c10d._get_process_group_store(own)
+        before = store.timeout
+        store.set_timeout(RENDEZVOUS_TIMEOUT)
+        try:
             self.buffer = symm_mem.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=group.device)
             handle = symm_mem.rendezvous(self.buffer, self.group_name)
+        finally:
+            store.set_timeout(before)
         self.multicast = bool(getattr(handle, "multicast_ptr", 0))
 
     def by_one_kernel(self, x: Tensor) -> bool:
         return x.nbytes <= ONE_SHOT_BYTES and x.nbytes % 16 == 0 and x.dtype in (torch.bfloat16, torch.float32)
 
-    def place_of_sum(self, x: Tensor) -> Tensor:
-        return torch.empty_like(x) if self.by_one_kernel(x) else x
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        return self.send(x, torch.empty_like(x) if self.by_one_kernel(x) else x)
 
     def reduce(self, x: Tensor, total: Tensor) -> None:
         if not self.by_one_kernel(x):
@@ -123,18 +121,3 @@ class SymmetricMemory(Nccl):
             operators.multimem_one_shot_all_reduce_out(message, "sum", self.group_name, total)
         else:
             operators.one_shot_all_reduce_copy_out(message, x, "sum", self.group_name, total)
-
-
-@contextlib.contextmanager
-def _limited(group: Any, timeout: timedelta) -> Iterator[None]:
-    """Limit the waits of the group's store, over which ranks meet, to ``timeout`` until the end of the block.
-
-    Its usual limit is as long as a collective may take.
-    """
-    store: Any = dist.distributed_c10d._get_process_group_store(group)
-    before = store.timeout
-    store.set_timeout(timeout)
-    try:
-        yield
-    finally:
-        store.set_timeout(before)

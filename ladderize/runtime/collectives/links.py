@@ -266,13 +266,8 @@ def read_interconnect(text: str, option: str = "--link") -> Interconnect:
     return Interconnect(link.name, [], ASSUMED_CONTENTION, ASSUMED_ERROR, False, link.source, link)
 
 
-# NVLink as the Ladder Residual authors' published speeds show it (benchmarks/planning.py fits these figures):
-# microseconds for 2 ranks, and for each one more; GB/s; contention
-NVLINK_ALPHA_US, NVLINK_ALPHA_PER_RANK_US, NVLINK_BUS_GB_S, NVLINK_CONTENTION = 12.8, 2.25, 398.0, 0.26
-NVLINK_DIRECTION_GB_S = 450.0  # of H100's data sheet: 900 in both directions
-NVLINK_BYTES = 0, 1 << 30  # shorter ones than the 16 KiB that were timed take the same latency
-# of a link whose contention and error are unknown
-ASSUMED_CONTENTION, ASSUMED_ERROR = NVLINK_CONTENTION, 0.15
+# of a link whose contention and error are unknown: the contention of NVLink, below
+ASSUMED_CONTENTION, ASSUMED_ERROR = 0.26, 0.15
 
 
 def known_interconnects() -> dict[str, Interconnect]:
@@ -283,19 +278,18 @@ def known_interconnects() -> dict[str, Interconnect]:
     for one in sorted(table, key=lambda one: int(one["ranks"])):
         by_path.setdefault(one["path"], []).append(one)
     interconnects = {name: _of_table(name, published) for name, published in by_path.items()}
-    rows = [
-        InterconnectRow(n, NVLINK_ALPHA_US + NVLINK_ALPHA_PER_RANK_US * (n - 2), NVLINK_BUS_GB_S, *NVLINK_BYTES)
-        for n in (2, 4, 8)
-    ]
-    source = "fitted to the speeds that the Ladder Residual authors published (H100)"
+    # NVLink as the Ladder Residual authors' published speeds show it (benchmarks/planning.py fits these figures):
+    # microseconds for 2 ranks, and for each one more; GB/s. Shorter messages than the 16 KiB that were timed take the
+    # same latency
+    rows = [InterconnectRow(n, 12.8 + 2.25 * (n - 2), 398.0, 0, 1 << 30) for n in (2, 4, 8)]
     interconnects["nvlink"] = Interconnect(
         "nvlink",
         rows,
-        NVLINK_CONTENTION,
-        0.05,
-        False,
-        source,
-        nvlink_gb_s=NVLINK_DIRECTION_GB_S,
+        contention=0.26,
+        relative_error=0.05,
+        calibrated=False,
+        source="fitted to the speeds that the Ladder Residual authors published (H100)",
+        nvlink_gb_s=450.0,  # of H100's data sheet: 900 in both directions
         medium=interconnects["nccl_nvlink_h100"].medium,
     )
     return interconnects

@@ -108,9 +108,8 @@ void sum(const char *messages, int64_t stride, int64_t ranks, const T *residual,
 // One layer of the KV cache, float: a column of a row's head is head_dim numbers.
 struct Cache {
     float *keys, *values;
-    int64_t row, head;      // strides, in numbers
-    const int64_t *columns; // [batch] the first column of a pass's tokens, or null: `column` for all rows
-    int64_t column;
+    int64_t row, head; // strides, in numbers
+    int64_t column; // the first one of a pass's tokens
     int64_t all_rows, all_columns; // that there are
 
     int64_t place(int64_t of_row, int64_t of_head) const { return of_row * row + of_head * head; }
@@ -122,12 +121,8 @@ struct Heads {
 
 // Whether a cache has the rows of a pass, the columns that it writes, and `length` columns to look at.
 inline bool has_room(const Cache &cache, const Heads &size, int64_t length) {
-    if (length > cache.all_columns || size.batch > cache.all_rows) return false;
-    for (int64_t row = 0; row < size.batch; ++row) {
-        const int64_t first = cache.columns ? cache.columns[row] : cache.column;
-        if (first < 0 || first + size.tokens > cache.all_columns) return false;
-    }
-    return true;
+    return length <= cache.all_columns && size.batch <= cache.all_rows && cache.column >= 0 &&
+           cache.column + size.tokens <= cache.all_columns;
 }
 
 // qkv: [batch, tokens, (heads + 2 kv_heads) * dim]. norms: [heads + kv_heads, dim], or null. rope: pairs (cos, sin)
@@ -141,7 +136,7 @@ void rotate(const Heads &size, const T *qkv, const float *norms, float eps, cons
         const int64_t row = place / tokens, token = place % tokens;
         const T *from = qkv + place * (heads + 2 * kv_heads) * dim;
         const float *turn = rope ? rope + row * rope_row + token * dim : nullptr;
-        const int64_t column = ((cache.columns ? cache.columns[row] : cache.column) + token) * dim;
+        const int64_t column = (cache.column + token) * dim;
         for (int64_t head = 0; head < heads + 2 * kv_heads; ++head, from += dim) {
             const int64_t own = head - heads, value = own - kv_heads;
             float *to = own < 0     ? query + (place * heads + head) * dim

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ladderize.console import sentence
+from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -31,8 +32,7 @@ class Cache(Structure):
 
     _fields_ = (
         *(("keys", c_void_p), ("values", c_void_p), ("row", c_int64), ("head", c_int64)),
-        *(("columns", c_void_p), ("column", c_int64)),
-        *(("all_rows", c_int64), ("all_columns", c_int64)),
+        *(("column", c_int64), ("all_rows", c_int64), ("all_columns", c_int64)),
     )
 
 
@@ -102,10 +102,6 @@ FLAGS = (
 SECONDS = 120
 
 
-class _NotCompiledError(Exception):
-    """The reason why the kernels were not compiled, in a few words."""
-
-
 @functools.cache
 def kernels() -> ctypes.CDLL | str:
     """Return the compiled kernels, or the reason why there are none. A failure is cached, too, since it may take long.
@@ -128,7 +124,7 @@ def kernels() -> ctypes.CDLL | str:
             except OSError:
                 pass  # damaged: it is made anew
         return _loaded(_compile(compiler, folder / name))
-    except _NotCompiledError as error:
+    except UserError as error:
         return str(error)
     except OSError as error:
         return f"the kernels for this CPU cannot be compiled: {error}"
@@ -145,7 +141,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 def _compile(compiler: str, path: Path) -> Path:
     """Compile the kernels to ``path``, whole or not at all, also where several ranks do it at once. Raises
-    _NotCompiledError."""
+    UserError."""
     descriptor, made = tempfile.mkstemp(prefix=".kernels-", suffix=".so", dir=path.parent)
     os.close(descriptor)
     try:
@@ -163,10 +159,10 @@ def _compile(compiler: str, path: Path) -> Path:
                 _, said = process.communicate(timeout=SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # a compiler is several processes
-                raise _NotCompiledError(f"{compiler} did not end within {SECONDS} s") from None
+                raise UserError(f"{compiler} did not end within {SECONDS} s") from None
         if process.returncode:
             first = next((line for line in said.splitlines() if "error" in line), f"exit code {process.returncode}")
-            raise _NotCompiledError(f"{compiler} cannot compile kernels.cpp: {first.strip()}")
+            raise UserError(f"{compiler} cannot compile kernels.cpp: {first.strip()}")
         os.replace(made, path)
     finally:
         Path(made).unlink(missing_ok=True)

@@ -88,7 +88,6 @@ def _rotate_and_store(
     tokens,
     first,
     rope_row,
-    columns_row,
     eps,
     cache_row,
     cache_head,
@@ -125,7 +124,7 @@ def _rotate_and_store(
         b = tl.where(of_query_or_key, a * sin + b * cos, b)
         a = c
     if INDEXED:
-        column = tl.load(columns + row * columns_row + token)
+        column = tl.load(columns + token)
     else:
         column = first + token
     a, b = a.to(qkv.dtype.element_ty), b.to(qkv.dtype.element_ty)
@@ -160,7 +159,7 @@ def rotate_and_store(
     rope: complex [batch or 1, tokens, 1, head_dim / 2]; None: not turned.
     norms: float32 [heads + KV heads, head_dim], the weights of head norms; None: not normed.
     keys, values: [batch, KV heads, columns, head_dim], a layer of the cache, of qkv's dtype.
-    columns: the first column of the tokens, or a tensor of all, [tokens] or [batch, tokens].
+    columns: the first column of the tokens, or a tensor of all, [tokens].
     """
     qkv = qkv.contiguous()
     (batch, tokens, _), (_, kv_heads, _, dim) = qkv.shape, keys.shape
@@ -179,7 +178,6 @@ def rotate_and_store(
         tokens,
         first,
         tokens * dim if turns is not None and turns.shape[0] > 1 else 0,
-        tokens if indices is not None and indices.ndim == 2 else 0,
         eps,
         *keys.stride()[:3],
         heads,

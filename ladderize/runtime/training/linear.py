@@ -6,7 +6,7 @@ Autograd runs nodes in the reverse of that order: first the gradients of the inp
 the gradients of the weights, and only then the wait (Domino, arXiv 2409.15241, section 3.3).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,19 +34,11 @@ class LaterLinear(Linear):
             self.weight = _Enter.apply(self.use, parameter, value.detach())
 
     def __call__(self, x: Tensor) -> Tensor:
-        (product,) = self.products(x, 1)
+        if self.use is None:
+            return F.linear(x, self.weight, self.bias)
+        self.use.count()
+        product: Tensor = _Product.apply(self.use, x, self.weight, self.bias)
         return product
-
-    def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
-        width = self.out_features // columns
-        for number in range(columns):
-            rows = slice(number * width, (number + 1) * width) if columns > 1 else slice(None)
-            bias = None if self.bias is None else self.bias[rows]
-            if self.use is None:
-                yield F.linear(x, self.weight[rows], bias)
-            else:
-                self.use.count()
-                yield _Product.apply(self.use, x, self.weight[rows], bias, rows)
 
 
 class WeightGradient:
@@ -59,22 +51,19 @@ class WeightGradient:
         self.uses = 0
         self.total: Tensor | None = None
 
-    def add(self, parts: Iterable[tuple[slice, Tensor, Tensor]], parameter: Tensor) -> Tensor | None:
+    def add(self, parts: Iterable[tuple[Tensor, Tensor]], parameter: Tensor) -> Tensor | None:
         """Add one use's products; return the sum with the last use, None before.
 
-        parts: rows of the weight, their output's gradient and their input.
+        parts: the gradient of a product and its input.
         """
-        for rows, gradient, x in parts:
+        for gradient, x in parts:
             left, right = gradient.flatten(0, -2).t(), x.flatten(0, -2)
-            if self.total is None and left.shape[0] == parameter.shape[0]:
-                self.total = (left @ right).to(parameter.dtype)
-                continue
             if self.total is None:
-                self.total = torch.zeros_like(parameter)
-            if left.dtype == parameter.dtype:
-                self.total[rows].addmm_(left, right)
+                self.total = (left @ right).to(parameter.dtype)
+            elif left.dtype == parameter.dtype:
+                self.total.addmm_(left, right)
             else:
-                self.total[rows] += left @ right
+                self.total += left @ right
         self.uses -= 1
         if self.uses:
             return None
@@ -85,14 +74,14 @@ class WeightGradient:
 class WeightUse:
     """One use's share of a weight's gradient, until it is added. A weight that is taken and not multiplied is not used.
 
-    parts: for each part of the output's columns, its rows of the weight, its gradient and the input.
+    parts: the gradient of the product, and its input.
     """
 
     __slots__ = ("__weakref__", "counted", "gradient", "parts")
 
     def __init__(self, gradient: WeightGradient) -> None:
         self.gradient, self.counted = gradient, False
-        self.parts: list[tuple[slice, Tensor, Tensor]] = []
+        self.parts: list[tuple[Tensor, Tensor]] = []
 
     def count(self) -> None:
         """Count this use before its product. A product computed again (activation checkpointing) does not count
@@ -119,8 +108,8 @@ class _Enter(Function):
 
 class _Product(Function):
     @staticmethod
-    def forward(ctx: Any, use: WeightUse, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-        ctx.use, ctx.rows = use, rows
+    def forward(ctx: Any, use: WeightUse, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.use = use
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -128,8 +117,8 @@ class _Product(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        ctx.use.parts.append((ctx.rows, gradient, x))
+        ctx.use.parts.append((gradient, x))
         own = gradient @ weight if ctx.needs_input_grad[1] else None
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         # autograd is told of the weight's part of the graph, not of its gradient
-        return None, own, None, bias, None
+        return None, own, None, bias

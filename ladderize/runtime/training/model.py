@@ -1,6 +1,6 @@
 """A Llama in training on the runtime's one forward: packed texts, losses over a vocabulary that the ranks share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.stream import Stream, whole
 from ladderize.runtime.decode import GrowingRope, rope_table
 from ladderize.runtime.kv_cache import KVCache, NoCache
-from ladderize.runtime.layers import AttentionWeights, MlpWeights
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import check_activation
@@ -86,38 +85,14 @@ class _TrainedLlama(TPLlama):
     def outputs_of(self, index: int) -> LayerOutputs | None:
         return None if self.outputs is None else self.outputs.of(index)
 
-    def attention_products(
-        self,
-        index: int,
-        weights: AttentionWeights,
-        x: Stream,
-        apart: list[Tensor] | None,
-        step: Step,
-        cache: KVCache,
-        columns: int,
-    ) -> Iterator[Tensor]:
-        compute = super().attention_products
+    def partials(
+        self, place: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache
+    ) -> list[Tensor]:
+        compute = super().partials
         if not self.recompute:
-            return compute(index, weights, x, apart, step, cache, columns)
+            return compute(place, weights, x, apart, step, cache)
 
         def again(x: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
-            return tuple(compute(index, weights, x, list(own) or None, step, cache, columns))
+            return tuple(compute(place, weights, x, list(own) or None, step, cache))
 
-        return iter(_recomputed(again, whole(x), *apart or ()))
-
-    def mlp_products(
-        self, index: int, weights: MlpWeights, x: Stream, apart: list[Tensor] | None, columns: int
-    ) -> Iterator[Tensor]:
-        compute = super().mlp_products
-        if not self.recompute:
-            return compute(index, weights, x, apart, columns)
-
-        def again(x: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
-            return tuple(compute(index, weights, x, list(own) or None, columns))
-
-        return iter(_recomputed(again, whole(x), *apart or ()))
-
-
-def _recomputed(function: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-    products: tuple[Tensor, ...] = checkpoint(function, *inputs, use_reentrant=False)
-    return products
+        return list(checkpoint(again, whole(x), *apart or (), use_reentrant=False))

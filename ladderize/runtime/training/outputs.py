@@ -73,7 +73,7 @@ class LayerOutputs:
         bias: o_proj's; each rank knows a part of its gradient.
         """
         own = torch.stack(partials).sum(0)  # new memory: a message belongs to the backend, and the MLP reads these
-        self.dropped = PendingSum(collectives, None, None, [own])
+        self.dropped = PendingSum(collectives, None, None, own)
         self.bias = None if bias is None else ShareOfGradient.apply(bias, 1 / collectives.ranks)
 
 

@@ -13,14 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors
-from ladderize.layout import APART, DELAYED, Layout
+from ladderize.layout import APART, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
-from ladderize.runtime.loader import Source, load_weights, unpair_rope_rows
+from ladderize.runtime.loader import Read, load_weights, unpair_rope_rows
 from ladderize.runtime.shards import Shape, Slice, rank_shape
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
-
-Pick = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,6 @@ class Piece:
     dim: the dimension that the ranks share; None: every rank holds all of the tensor in one parameter.
     copies: the number of neighbouring ranks that hold the same.
     head_dim: of rows that are paired up for rope, else 0.
-
-    Methods take ``of``, which picks a tensor of a parameter: itself, its gradient, or a moment of the optimizer.
     """
 
     shape: tuple[int, ...]
@@ -41,15 +37,14 @@ class Piece:
     copies: int = 1
     head_dim: int = 0
 
-    def local(self, of: Pick) -> Tensor:
-        """Return this rank's part, as the checkpoint orders it; of a padded vocabulary with the padding."""
-        found = [of(parameter)[rows] for parameter, rows in self.parts]
-        joined = found[0] if len(found) == 1 else torch.cat(found, self.dim or 0)
-        return unpair_rope_rows(joined, self.head_dim) if self.head_dim else joined
+    def whole(self, of: Callable[[Tensor], Tensor], tensor: Ranks) -> Tensor:
+        """Return the checkpoint's tensor, on every rank of ``tensor``. All of them call it.
 
-    def whole(self, of: Pick, tensor: Ranks) -> Tensor:
-        """Return the checkpoint's tensor, on every rank of ``tensor``. All of them call it."""
-        local = self.local(of).detach()
+        of: picks a tensor of a parameter: itself, its gradient, or a moment of the optimizer.
+        """
+        found = [of(parameter)[rows].detach() for parameter, rows in self.parts]
+        local = found[0] if len(found) == 1 else torch.cat(found, self.dim or 0)
+        local = unpair_rope_rows(local, self.head_dim) if self.head_dim else local
         if self.dim is None or tensor.size == 1:
             return local if self.dim is None else local.narrow(self.dim, 0, self.shape[self.dim])
         parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(tensor.size)]
@@ -81,7 +76,7 @@ class TrainedLinear(nn.Module):
 class TrainedAttention(nn.Module):
     def __init__(self, weights: AttentionWeights) -> None:
         super().__init__()
-        self.norm, self.o_bias = _parameter(weights.norm.weight), _parameter(weights.o_bias)
+        self.norm, self.bias = _parameter(weights.norm.weight), _parameter(weights.bias)
         self.qkv = nn.ModuleList(map(TrainedLinear, weights.qkv))
         self.o = nn.ModuleList(map(TrainedLinear, weights.o))
         norms = weights.head_norms
@@ -92,7 +87,7 @@ class TrainedAttention(nn.Module):
 class TrainedMlp(nn.Module):
     def __init__(self, weights: MlpWeights) -> None:
         super().__init__()
-        self.norm, self.down_bias = _parameter(weights.norm.weight), _parameter(weights.down_bias)
+        self.norm, self.bias = _parameter(weights.norm.weight), _parameter(weights.bias)
         self.gate_up = nn.ModuleList(map(TrainedLinear, weights.gate_up))
         self.down = nn.ModuleList(map(TrainedLinear, weights.down))
 
@@ -136,10 +131,10 @@ class TrainedWeights(nn.Module):
             for name, parameter, head_dim in (
                 ("input_layernorm.weight", attention.norm, 0),
                 ("post_attention_layernorm.weight", mlp.norm, 0),
-                ("self_attn.o_proj.bias", attention.o_bias, 0),
+                ("self_attn.o_proj.bias", attention.bias, 0),
                 ("self_attn.q_norm.weight", attention.q_norm, shape.head_dim),
                 ("self_attn.k_norm.weight", attention.k_norm, shape.head_dim),
-                ("mlp.down_proj.bias", mlp.down_bias, 0),
+                ("mlp.down_proj.bias", mlp.bias, 0),
             ):
                 if parameter is not None:
                     yield prefix + name, Piece(tuple(parameter.shape), _whole(parameter), head_dim=head_dim)
@@ -184,14 +179,13 @@ class TrainedWeights(nn.Module):
         They lie between a sum over the ranks and the products that are split among them.
         """
         found: list[Tensor] = [self.norm]
-        for index, (attention, mlp) in enumerate(self._layers()):
+        modes = zip(self.layout.attention_sync, self.layout.mlp_sync, strict=True)
+        for (attention, mlp), of_layer in zip(self._layers(), modes, strict=True):
             found += [attention.norm, mlp.norm]
             if attention.q_norm is not None:  # of this rank's heads alone
                 found += [attention.q_norm, attention.k_norm]
-            if attention.o_bias is not None and self.layout.attention_sync[index] in APART:
-                found.append(attention.o_bias)
-            if mlp.down_bias is not None and self.layout.mlp_sync[index] == DELAYED:
-                found.append(mlp.down_bias)
+            biases = zip((attention.bias, mlp.bias), of_layer, strict=True)
+            found += [bias for bias, mode in biases if bias is not None and mode in APART]
         return found
 
     def copied_rows(self) -> list[list[tuple[Tensor, slice, int]]]:
@@ -273,7 +267,7 @@ class UsedWeights:
             self._norm(own.norm),
             [self._linear(qkv) for qkv in own.qkv],
             [self._linear(o) for o in own.o],
-            self._small(own.o_bias),
+            self._small(own.bias),
             HeadNorms(own.q_norm, own.k_norm, shape.own_heads, shape.own_kv_heads, shape.eps)
             if own.q_norm is not None
             else None,
@@ -285,16 +279,8 @@ class UsedWeights:
             self._norm(own.norm),
             [self._linear(gate_up) for gate_up in own.gate_up],
             [self._linear(down) for down in own.down],
-            self._small(own.down_bias),
+            self._small(own.bias),
         )
-
-    @property
-    def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.weights.parameters())
-
-    @property
-    def resident_bytes(self) -> int:
-        return self.nbytes
 
     def _linear(self, linear: Any) -> LaterLinear:
         return self._later(linear.weight, self._small(linear.bias))
@@ -319,18 +305,8 @@ class UsedWeights:
         return self._values[key]
 
 
-class _Reading:
-    """A source of slices that reads trained tensors as fp32."""
-
-    def __init__(self, wide: Source, narrow: Source, trained: frozenset[str]) -> None:
-        self.wide, self.narrow, self.trained = wide, narrow, trained
-
-    def read(self, part: Slice) -> Tensor:
-        return (self.wide if part.name in self.trained else self.narrow).read(part)
-
-
 def build_weights(
-    source: Callable[[torch.dtype], Source],
+    source: Callable[[torch.dtype], Read],
     config: Mapping[str, Any],
     shape: Shape,
     layout: Layout,
@@ -341,18 +317,17 @@ def build_weights(
 ) -> TrainedWeights:
     """Read this rank's part. Raises ValueError for a name in ``trained`` that the model does not have.
 
-    source: opens the tensors as a dtype.
+    source: returns the function that reads slices as a dtype.
     trained: names of the tensors that change; of a layer all or none.
     shared: weights whose frozen parameters are used again where they are equal (a teacher and its student).
     """
-    reading = _Reading(source(torch.float32), source(compute), trained)
-    weights = TrainedWeights(
-        load_weights(reading, shape, layout, pack=False),
-        shape,
-        layout,
-        compute,
-        config.get("pad_token_id"),
-    )
+    wide, narrow = source(torch.float32), source(compute)
+
+    def read(part: Slice) -> Tensor:
+        return wide(part) if part.name in trained else narrow(part)
+
+    own = load_weights(read, shape, layout, pack=False)
+    weights = TrainedWeights(own, shape, layout, compute, config.get("pad_token_id"))
     unknown = trained - expected_tensors(dict(config)).keys()
     if unknown:
         raise ValueError(f"the model has no {sorted(unknown)[0]}")
