@@ -160,7 +160,7 @@ def _start(partial: Tensor, place: Tensor | None, reads: Tensor, messages: str) 
     collectives: Any = sender.collectives
     collectives.tidy()
     if place is not None:
-        sender.in_flight.append(collectives.send(partial, place))
+        sender.in_flight.append(collectives.all_reduce_async(partial, place))
         return
     own = partial.device.type == "cpu" and not collectives.copies
     sender.in_flight.append(collectives.all_reduce_async(partial.clone() if own else partial))
@@ -217,6 +217,9 @@ class VllmOnStream(OnStream):
             if (own := getattr(self.communicator, name)) is not None:
                 self.told.append(Told(own, argument))
                 setattr(self.communicator, name, self.told[-1])
+
+    def all_reduce_async(self, x: Tensor, total: Tensor | None = None) -> Handle:
+        return self.send(x, x if total is None else total)
 
     def reduce(self, x: Tensor, total: Tensor) -> None:
         for each in self.told:

@@ -20,8 +20,8 @@ class Observed(Collectives):
     def split(self, size: int) -> Split:
         return self.inner.split(size)
 
-    def all_reduce_async(self, x: Tensor) -> Handle:
-        return self.inner.all_reduce_async(x)
+    def all_reduce_async(self, x: Tensor, *into: Tensor) -> Handle:
+        return self.inner.all_reduce_async(x, *into)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self.inner.all_gather(x)
@@ -61,11 +61,11 @@ class Recording(Observed):
             part.messages = self.messages
         return Split(*parts)
 
-    def all_reduce_async(self, x: Tensor) -> Handle:
+    def all_reduce_async(self, x: Tensor, *into: Tensor) -> Handle:
         message = Message("all_reduce", self.inner, x.nbytes)
         self.messages.append(message)
         with record_function(TRACED_START):
-            handle = self.inner.all_reduce_async(x)
+            handle = self.inner.all_reduce_async(x, *into)
 
         def finish() -> Tensor:
             with record_function(TRACED_WAIT):
