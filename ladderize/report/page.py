@@ -141,7 +141,7 @@ def build_page(content: ReportContent) -> ReportPage:
     return ReportPage(
         title=f"Accuracy against speed{f': {reference.name}' if reference is not None else ''}",
         answer=answer,
-        models=models_table(content, answer.setting or next(iter(content.real_settings), None)),
+        models=models_table(content, answer.setting),
         sections={title: plots for title, plots in sections.items() if plots},
         setup=setup_facts(content.found),
         remarks=content.remarks,

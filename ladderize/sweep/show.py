@@ -150,11 +150,9 @@ def show_models(root: Path, console: Console) -> None:
 
     content = join_documents(find_documents([root]))
     answer = find_answer(content)
-    models = models_table(content, answer.setting or next(iter(content.real_settings), None))
-    rows = [dict(zip(models.columns, (cell.text for cell in row), strict=True)) for row in models.rows]
+    models = models_table(content, answer.setting)
     console.result("")
-    numbers = [name for name, is_number in zip(models.columns, models.numeric, strict=True) if is_number]
-    console.table(rows, right=numbers)
+    console.table(models.rows, right=models.numbers)
     if models.note:
         console.prose(models.note)
     console.result("")
