@@ -79,20 +79,21 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
         if main := main_of([one for one, _ in measured]):
             mains[task] = next((one, values) for one, values in measured if one is main)
         compared += [replace(one, main=one is main) for one, _ in measured]
-    has_texts = all(one.model.perplexity is not None for one in both)
-    if has_texts and not is_same_text(both):
-        left_out.append("perplexity: the windows differ (the file, --seq-len, --windows, or the tokenizer)")
-        has_texts = False
-    if not tasks and not has_texts:
+    perplexity = None
+    if all(one.model.perplexity is not None for one in both):
+        perplexity = compare_perplexity(both)
+        if perplexity is None:
+            left_out.append("perplexity: the windows differ (the file, --seq-len, --windows, or the tokenizer)")
+    if not tasks and perplexity is None:
         raise UserError(f"nothing was measured alike of both {reference.where} and {other.where}; {ADVICE}")
-    predictions = other.model.predictions if has_texts else None
+    predictions = other.model.predictions if perplexity is not None else None
     return ComparisonDocument(
         reference=reference.model.model,
         other=other.model.model,
         margin=margin,
         tasks=compared,
         overall=pool(both, mains, margin) if mains else None,
-        perplexity=compare_perplexity(both) if has_texts else None,
+        perplexity=perplexity,
         predictions=predictions if predictions and predictions.reference == reference.model.model else None,
         left_out=left_out,
         remarks=evaluation_remarks(both),
@@ -230,16 +231,6 @@ def pooled_units(group_subtasks: Mapping[str, list[str]], tasks: list[str]) -> l
 # ---- a text ----
 
 
-def is_same_text(both: Pair) -> bool:
-    """Return whether both perplexities are of the same windows.
-
-    Raises UserError for windows that are missing or impossible.
-    """
-    (_, tokens), (_, others) = map(_windows, both)
-    hashes = {one.model.perplexity and one.model.perplexity.ids_sha256 for one in both}
-    return len(hashes) == 1 and np.array_equal(tokens, others)
-
-
 def _windows(one: AnsweredModel) -> "tuple[Floats, Floats]":
     """Return the nats and the scored tokens of each window. Raises UserError where they are missing or impossible."""
     measured = one.model.perplexity
@@ -254,9 +245,15 @@ def _windows(one: AnsweredModel) -> "tuple[Floats, Floats]":
     return np.asarray(nll, dtype=float), np.asarray(tokens, dtype=float)
 
 
-def compare_perplexity(both: Pair) -> PerplexityComparison:
-    """Compare the perplexities of the same windows, window by window."""
-    (ours, tokens), (theirs, _) = map(_windows, both)
+def compare_perplexity(both: Pair) -> PerplexityComparison | None:
+    """Compare the perplexities window by window; return None where the windows differ.
+
+    Raises UserError for windows that are missing or impossible.
+    """
+    (ours, tokens), (theirs, others) = map(_windows, both)
+    hashes = {one.model.perplexity and one.model.perplexity.ids_sha256 for one in both}
+    if len(hashes) > 1 or not np.array_equal(tokens, others):
+        return None
 
     def difference(ours: Any, theirs: Any, tokens: Any, axis: int = -1) -> Any:
         total = tokens.sum(axis)

@@ -31,6 +31,7 @@ from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import Environment, environment
+from ladderize.runtime.bench.rounds import synchronize
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, ring_share
@@ -148,7 +149,7 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, consol
     kind: torch.dtype = getattr(torch, dtype)
     widest = sizes.rows[-1] * sizes.widths[-1] * kind.itemsize
     check_room(2 * sizes.pool_bytes + 3 * widest, group.device, "calibrate", "free some", processes=group.local_size)
-    timer = _Timer(group)
+    timer = partial(_seconds, group)
     collectives, chosen = choose(backend, group, max_bytes=max(MESSAGES))
     products, messages, slowed, launch = [], [], [], 0.0
     with torch.inference_mode():
@@ -181,33 +182,24 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, consol
     return TimedGroup(group.size, chosen, environment(group), products, messages, contention, 1e6 * launch)
 
 
-class _Timer:
-    """A timer of functions on all ranks at once: the median of some samples, each of the slowest rank."""
+def _seconds(group: Ranks, run: Callable[[], object], count: int, *, graph: bool = True) -> float:
+    """Time a function on all ranks at once; return the median of some samples, each of the slowest rank, for one of its
+    ``count`` parts.
 
-    def __init__(self, group: Ranks) -> None:
-        self.group = group
-
-    def __call__(self, run: Callable[[], object], count: int, *, graph: bool = True) -> float:
-        """Return the seconds of one of ``count`` parts.
-
-        graph: on a GPU, one graph starts them all.
-        """
-        if graph and self.group.device.type == "cuda":
-            run = capture(run, self.group.device, warm_ups=1)[0].replay
-        samples = []
-        for _ in range(REPEATS + 1):  # the first is not counted
-            self.group.barrier()
-            self._finish()
-            begin = time.perf_counter()
-            run()
-            if graph:
-                self._finish()
-            samples.append(max(self.group.gather(time.perf_counter() - begin)) / count)
-        return statistics.median(samples[1:])
-
-    def _finish(self) -> None:
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize()
+    graph: on a GPU, one graph starts them all.
+    """
+    if graph and group.device.type == "cuda":
+        run = capture(run, group.device, warm_ups=1)[0].replay
+    samples = []
+    for _ in range(REPEATS + 1):  # the first is not counted
+        group.barrier()
+        synchronize(group.device)
+        begin = time.perf_counter()
+        run()
+        if graph:
+            synchronize(group.device)
+        samples.append(max(group.gather(time.perf_counter() - begin)) / count)
+    return statistics.median(samples[1:])
 
 
 def _weights(width: int, pool_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Linear]:
