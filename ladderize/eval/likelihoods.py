@@ -68,15 +68,16 @@ def rows_of(requests: Sequence[Request], longest: int, *, share: bool) -> list[S
         groups.setdefault(tuple(context[-(longest + 1 - len(continuation)) :]), []).append(number)
     rows = []
     for kept, numbers in groups.items():
-        part: list[int] = []
-        size = len(kept)
+        parts: list[list[int]] = []
+        size = 0
         for number in numbers:
             more = len(requests[number][2]) - 1
-            if part and not (share and size + more <= min(MOST_SHARED, longest)):
-                rows.append(_row(requests, kept, part))
-                part, size = [], len(kept)
-            part, size = [*part, number], size + more
-        rows.append(_row(requests, kept, part))
+            if not parts or not share or size + more > min(MOST_SHARED, longest):
+                parts.append([])
+                size = len(kept)
+            parts[-1].append(number)
+            size += more
+        rows += [SharedRow(tuple(part), kept, tuple(tuple(requests[one][2]) for one in part)) for part in parts]
     return sorted(rows, key=lambda row: -row.starts[-1])
 
 
@@ -85,10 +86,6 @@ def batches_of(rows: Sequence[SharedRow], size: int) -> Iterator[Sequence[Shared
     longer = [row for row in rows if row.starts[-1] > MOST_SHARED]
     for part in (longer, rows[len(longer) :]):
         yield from (part[first : first + size] for first in range(0, len(part), size))
-
-
-def _row(requests: Sequence[Request], context: tuple[int, ...], numbers: Sequence[int]) -> SharedRow:
-    return SharedRow(tuple(numbers), context, tuple(tuple(requests[number][2]) for number in numbers))
 
 
 class LikelihoodLM(HFLM):

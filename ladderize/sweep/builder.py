@@ -237,7 +237,5 @@ class StageBuilder:
 
 def machine() -> dict[str, Any]:
     """Return the facts of the machine that times depend on."""
-    import torch
-
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {"processor": processor(), "cores": len(cores()), "gpus": gpus}

@@ -29,7 +29,6 @@ from ladderize.sweep.stages import (
     Stage,
     is_finished,
     make_folder,
-    mark_finished,
     parsed_options,
     remove_others,
     trained_folder,
@@ -39,7 +38,6 @@ from ladderize.sweep.sweep_file import SweepSpec, read_sweep
 from ladderize.sweep_document import AS_CONVERTED, THEN, StageState, Status, SweepDocument, SweepPoint
 
 SWEEP_JSON = "sweep.json"
-OVER = ("done", "not promoted")  # of stages
 
 
 def run_sweep(
@@ -57,8 +55,9 @@ def run_sweep(
     """
     if already_started():
         raise UserError("a sweep starts the processes of its stages itself; run it without torchrun or srun")
-    run, root = _new_run(file, out, console)
+    run = _new_run(file, out, console)
     run.plan()  # raises for data that are not there
+    root = run.planner.root
     root.mkdir(parents=True, exist_ok=True)
     try:
         lock = lock_folder(root)
@@ -84,8 +83,8 @@ def run_sweep(
 
 def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Console = SILENT) -> tuple[SweepPlan, Path]:
     """Return the plan of ``run_sweep``, and the sweep's folder. Nothing is written."""
-    run, root = _new_run(file, out, console)
-    return run.plan(), root
+    run = _new_run(file, out, console)
+    return run.plan(), run.planner.root
 
 
 def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepSpec, Path]:
@@ -103,8 +102,8 @@ def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepS
     return spec, root
 
 
-def _new_run(file: str | Path, out: str | Path | None, console: Console) -> tuple["SweepRun", Path]:
-    """Return a sweep about to begin, and its folder."""
+def _new_run(file: str | Path, out: str | Path | None, console: Console) -> "SweepRun":
+    """Return a sweep about to begin."""
     spec, root = find_folder(file, out)
     with console.stage("reading the model and the data"):
         planner = Planner.of(spec, StageBuilder.of(spec, Inputs()), root)
@@ -115,7 +114,7 @@ def _new_run(file: str | Path, out: str | Path | None, console: Console) -> tupl
         with console.stage("reading the tasks of lm-eval"), console.contained():
             if options.tasks:  # a misspelt one is told before hours of training
                 open_tasks(options)
-    return run, root
+    return run
 
 
 # ---- running ----
@@ -164,7 +163,18 @@ class SweepRun:
 
     def write(self, plan: SweepPlan) -> SweepDocument:
         """Write sweep.json with the state so far, and return the document."""
-        document = sweep_document(plan, self)
+        points = [_point(point, self) for point in plan.points]
+        benches = [self.state(stage) for stage in plan.benches]
+        every = [*benches, *(stage for point in points for stage in point.stages)]
+        document = SweepDocument(
+            model=self.planner.spec.model,
+            command=self.command,
+            complete=all(stage.status in ("done", "not promoted") for stage in every),
+            margin=self.planner.spec.margin,
+            points=points,
+            stages=benches,
+            benches=[stage.result for stage in plan.benches if self.status(stage) == "done"],
+        )
         write_json(self.planner.root / SWEEP_JSON, document.to_dict())
         return document
 
@@ -195,27 +205,9 @@ def _run_stage(stage: Stage, run: SweepRun) -> None:
     if failure is not None:
         run.failures[stage.key] = failure
     else:
-        mark_finished(stage, root, time.monotonic() - begin)
+        marker = {"title": stage.title, "command": stage.command, "seconds": time.monotonic() - begin}
+        write_json(root / stage.output / MARKER, marker)  # last of all
         run.new.add(stage.key)
-
-
-# ---- the document ----
-
-
-def sweep_document(plan: SweepPlan, run: SweepRun) -> SweepDocument:
-    """Return sweep.json."""
-    points = [_point(point, run) for point in plan.points]
-    benches = [run.state(stage) for stage in plan.benches]
-    every = [*benches, *(stage for point in points for stage in point.stages)]
-    return SweepDocument(
-        model=run.planner.spec.model,
-        command=run.command,
-        complete=all(stage.status in OVER for stage in every),
-        margin=run.planner.spec.margin,
-        points=points,
-        stages=benches,
-        benches=[stage.result for stage in plan.benches if run.status(stage) == "done"],
-    )
 
 
 def _point(point: Point, run: SweepRun) -> SweepPoint:

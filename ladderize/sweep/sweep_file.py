@@ -15,7 +15,7 @@ from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import asked_recipe
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from ladderize.eval.options import MARGIN, EvalOptions
+from ladderize.eval.options import MARGIN, EvalOptions, check_margin
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
@@ -143,8 +143,8 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
         raise UserError(f"{where}: layouts is missing; write for example '- ladder: all'")
     names = [choice.name for choice in layouts if choice.name is not None]
     margin = read_value(float, given.get("margin", MARGIN), f"{where}: margin")
-    if not 0 < margin <= 100:
-        raise UserError(f"{where}: margin is {margin:g}, but must be above 0 and at most 100 points of accuracy")
+    with errors_begin_with(where):
+        check_margin(margin)
     adapt = tuple(_ways(_entries(given, "adapt", where) or [AS_CONVERTED], where, data, names))
     if evaluation is None and any(stage.promote is not None for way in adapt for stage in way.stages):
         raise UserError(f"{where}: promote goes by what eval measures, but the file has no section eval")
