@@ -9,7 +9,6 @@ from ladderize.choices import AS_JSON, option
 from ladderize.commands.builder import OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING
 from ladderize.console import Console
-from ladderize.errors import UserError
 
 if TYPE_CHECKING:
     from ladderize.sweep_document import SweepDocument
@@ -33,7 +32,7 @@ def demo(given: GivenOptions) -> None:
         from ladderize.demo.inputs import MEASURED, as_typed, demo_folder, write_inputs
         from ladderize.report.page import check_libraries, write_report
         from ladderize.sweep.run import run_sweep
-        from ladderize.sweep.show import show_models
+        from ladderize.sweep.show import check_stages, show_models
     check_libraries()  # not after minutes of work
     folder = demo_folder(own.out)
     yaml = write_inputs(folder, quick=own.quick)
@@ -45,11 +44,7 @@ def demo(given: GivenOptions) -> None:
     summary = write_report([root], page, console=console)
     show_models(root, console)
     console.result(f"\nreport: {page}")
-    if document.failed:
-        raise UserError(
-            f"{len(document.failed)} stages of the demo failed, the first with: {document.failed[0].message}; the same"
-            " command tries again"
-        )
+    check_stages(document, root)
     console.document({"sweep": document.to_dict(), "report": summary.to_dict()})
 
 

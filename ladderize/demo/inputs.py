@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 MODEL, TASKS = HERE / "model", HERE / "tasks"
 DEMO_YAML, MEASURED = "sweep.yaml", "sweep"
 TRAIN_DOCUMENTS, HELDOUT_DOCUMENTS = 12_000, 200  # about 20 tokens each
-DEMO_MARK = "# ladderize demo"  # the begin of a sweep.yaml of the demo
+DEMO_MARK = b"# ladderize demo"  # the begin of a sweep.yaml of the demo
 
 
 def write_documents(
@@ -38,11 +38,8 @@ def demo_folder(path: Path) -> Path:
 
 
 def _is_demo(folder: Path) -> bool:
-    try:
-        with (folder / DEMO_YAML).open(encoding="utf-8") as file:
-            return file.readline().startswith(DEMO_MARK)
-    except (OSError, UnicodeDecodeError):
-        return False
+    yaml = folder / DEMO_YAML
+    return yaml.is_file() and yaml.read_bytes().startswith(DEMO_MARK)
 
 
 def as_typed(path: Path) -> str:

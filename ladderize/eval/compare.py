@@ -69,8 +69,9 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
     mains: dict[str, tuple[TaskComparison, Values]] = {}
     for task in tasks:
         check_same_questions(both, task)
+        samples = [(name, one) for name, each in reference.answers[task].items() for one in each.values()]
         measured = []
-        for metric, name in metrics_of(both, task):
+        for metric, name in dict.fromkeys((metric, name) for name, one in samples for metric in one.values):
             values = sample_values(both, task, metric, name)
             if values is None:
                 left_out.append(f"{task}: {metric_name(metric, name)} is no mean of numbers over the questions")
@@ -101,12 +102,6 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
 
 
 # ---- tasks ----
-
-
-def metrics_of(both: Pair, task: str) -> list[tuple[str, str]]:
-    """Return metric and filter of everything that the samples of a task name."""
-    samples = ((name, one) for name, each in both[0].answers[task].items() for one in each.values())
-    return list(dict.fromkeys((metric, name) for name, one in samples for metric in one.values))
 
 
 def sample_values(both: Pair, task: str, metric: str, name: str) -> "Values | None":

@@ -16,7 +16,6 @@ from ladderize.choices import (
     argument,
     check_options,
     option,
-    ppl_increase,
 )
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
@@ -137,8 +136,17 @@ class PlanGoal:
 
         dense_nll: of the dense model, in nats per token.
         """
-        dense = math.exp(dense_nll)
-        return math.log1p(ppl_increase(self.max_ppl_increase, dense) / dense)
+        text, dense = str(self.max_ppl_increase).strip(), math.exp(dense_nll)
+        try:
+            value = float(text.removesuffix("%"))
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise UsageError(
+                f"--max-ppl-increase {self.max_ppl_increase} is not an increase of the perplexity; write 2% (of the"
+                " dense one) or a number above 0 such as 0.1 (in perplexity)"
+            )
+        return math.log1p((value / 100 * dense if text.endswith("%") else value) / dense)
 
 
 @dataclass(frozen=True)

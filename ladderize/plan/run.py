@@ -25,7 +25,7 @@ from ladderize.files.regular import names_a_file, resolved
 from ladderize.files.temporaries import replacement
 from ladderize.layout import Layout
 from ladderize.plan.choice import LAYER_KINDS, LayerTables, PlanChoice, choose_layout, kind_seconds
-from ladderize.plan.hardware import SERVED, DeviceSpec, assumed_engine, known_engines, read_device
+from ladderize.plan.hardware import DeviceSpec, known_engines, read_device
 from ladderize.plan.options import BOUND_NAMES, PlanGoal, PlanModel, PlanOptions
 from ladderize.plan.passes import WIDTHS, Serving, pass_parts
 from ladderize.plan.rows import GIB, PlannedRow, memory_need, planned_rows
@@ -36,6 +36,7 @@ from ladderize.runtime.shards import check_runnable, dense_config, read_shape
 if TYPE_CHECKING:
     from ladderize.plan.measure import LayoutMeasurer
 
+SERVED = "vllm"  # the engine that people serve with
 CHECKPOINT_ROW, CHOSEN_ROW = "checkpoint", "chosen"  # the rows that are no names of --layout
 LONG_PROMPT = 4096  # tokens, from which attention that is not fused takes much of a prefill
 
@@ -171,7 +172,9 @@ def _serving(choice: PlanModel, options: PlanOptions) -> tuple[Serving, Layout]:
             f" ({quantisation.words}); plan the model that it was made of"
         )
     device, engines = read_device(options.hardware), known_engines()
-    name = options.engine or assumed_engine(device)
+    # that of published timings is nobody's to serve with
+    assumed = SERVED if device.engine == "published" and not device.calibrated else device.engine
+    name = options.engine or assumed
     if name not in engines:
         raise UsageError(f"--engine {name} is not one of {', '.join(engines)}")
     engine = engines[name]
@@ -340,6 +343,5 @@ def write_plan_recipe(path: Path, choice: PlanChoice) -> None:
     if choice.aligned is not None:
         origin.append("These costs are of aligned models: align what is made of this, `adapt --method align`.")
     comments = ["# " + "".join(c if c.isprintable() else "?" for c in line) for line in origin]
-    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in recipe.items()}
     with replacement(resolved(path, "--recipe-out ")) as file:
-        file.write("\n".join([*comments, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=100)]))
+        file.write("\n".join([*comments, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)]))

@@ -58,7 +58,13 @@ def task_plots(content: ReportContent) -> list[ReportPlot]:
         "Points from dense on the same questions; bars are 95 % intervals of paired differences. Left of 0 is worse."
         " The dashed line is the margin."
     )
-    panels = [_task_panel(task, [row for row in rows if row["task"] == task], content.margin) for task in tasks]
+    levels = [level("x", 0), level("x", -content.margin, dashed=True)]
+    panels = []
+    for task in tasks:
+        own = [row for row in rows if row["task"] == task]
+        title = f"points of {own[-1]['metric']} from dense"
+        x = quantitative("x", title, axis={"labelExpr": SIGNED_LABEL, "tickCount": 5})
+        panels.append(dots(task, own, x, levels))
     return [ReportPlot("tasks", "Differences task by task", caption, panels)]
 
 
@@ -75,12 +81,6 @@ def _task_row(one: ReportModel, task: TaskComparison) -> dict[str, Any]:
         **points.fields("x"),
         "words": f"{one.title}; {task.task}: {points_text(points)} points{flips}",
     }
-
-
-def _task_panel(task: str, rows: list[dict[str, Any]], margin: float) -> Spec:
-    title = f"points of {rows[-1]['metric']} from dense"
-    x = quantitative("x", title, axis={"labelExpr": SIGNED_LABEL, "tickCount": 5})
-    return dots(task, rows, x, [level("x", 0), level("x", -margin, dashed=True)])
 
 
 # ---- recovery: adapted models by their tokens, and retrainings by their validations ----

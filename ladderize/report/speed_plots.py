@@ -54,7 +54,6 @@ def _speed_panel(setting: Setting, timings: list[tuple[ReportModel, Timing]]) ->
             "name": one.name,
             "family": one.family,
             "kind": setting.kind,
-            "batch": setting.batch_size,
             **timing.whole.fields("x"),
             "words": f"{one.title}; {setting.words}; end to end {speedup_text(timing.whole)};"
             f" prefill {speedup_text(timing.speedup('prefill'))}, {timing.row.ms['prefill']:.3f} ms;"

@@ -263,7 +263,8 @@ def _layouts(spec: SweepSpec, builder: StageBuilder, config: Mapping[str, Any], 
         with errors_begin_with(choice.where):
             layout = choice.recipe.layout(dense)
             layout.check_model(config)
-        words = str(layout).partition(" layers: ")[2] + choice.words
+        assigned = f", {' and '.join(choice.assign)} assigned" if choice.assign else ""
+        words = str(layout).partition(" layers: ")[2] + assigned
         name = choice.name
         label = words if name is None else name if names.count(name) == 1 else f"{name}: {words}"
         yield SweepLayout(name, label, layout, builder.conversion(choice, layout, words))

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ladderize.console import Console, human_seconds, table
+from ladderize.errors import UserError
 from ladderize.sweep.plan import SweepPlan
-from ladderize.sweep.stages import MARKER, Stage, is_finished
-from ladderize.sweep_document import StageState
+from ladderize.sweep.stages import LOG, MARKER, Stage, is_finished
+from ladderize.sweep_document import StageState, SweepDocument
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -139,6 +140,16 @@ def _table_rows(plan: SweepPlan, states: Mapping[str, StageState]) -> list[dict[
 
 
 # ---- at the end ----
+
+
+def check_stages(document: SweepDocument, root: Path) -> None:
+    """Raise UserError where a stage has failed."""
+    if failed := document.failed:
+        log = f" (log {root / failed[0].output / LOG})" if failed[0].output else ""
+        raise UserError(
+            f"{len(failed)} stage{'s' if len(failed) > 1 else ''} failed, the first with: {failed[0].message}{log};"
+            " mend it and run the same command again"
+        )
 
 
 def show_models(root: Path, console: Console) -> None:

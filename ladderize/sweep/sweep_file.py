@@ -44,11 +44,6 @@ class LayoutChoice:
     recipe: Recipe
     assign: tuple[str, ...] = ()
 
-    @property
-    def words(self) -> str:
-        """The words on what is assigned, which follow those of the layout."""
-        return f", {' and '.join(self.assign)} assigned" if self.assign else ""
-
 
 @dataclass(frozen=True)
 class AdaptStage:
