@@ -132,33 +132,50 @@ def compare_metric(both: Pair, task: str, metric: str, name: str, values: "Value
     better = said if isinstance(said, bool) else None
     everything, difference = np.concatenate(values), values[1] - values[0]
     is_share = better is not None and bool(((everything >= 0) & (everything <= 1)).all())
-    estimate = estimate_mean([difference], bounded=is_share)
-    verdict = needed = None
     flips: dict[str, Any] = {}
-    if is_share and better is not None:
-        weights = [1 / len(difference)] * len(difference)
-        verdict, needed = verdict_of(estimate, weights, margin, higher_is_better=better)
-        if np.isin(everything, (0, 1)).all():
-            docs, gains = np.array(sorted(both[0].answers[task][name])), difference if better else -difference
-            lost, gained = docs[gains < 0].tolist(), docs[gains > 0].tolist()
-            p = mcnemar_p(len(lost), len(gained))
-            flips = {"mcnemar_p": p, "right_to_wrong": lost, "wrong_to_right": gained}
+    if is_share and np.isin(everything, (0, 1)).all():
+        docs, gains = np.array(sorted(both[0].answers[task][name])), difference if better else -difference
+        lost, gained = docs[gains < 0].tolist(), docs[gains > 0].tolist()
+        p = mcnemar_p(len(lost), len(gained))
+        flips = {"mcnemar_p": p, "right_to_wrong": lost, "wrong_to_right": gained}
     return TaskComparison(
         task=task,
         metric=metric,
         filter=name,
         main=False,
         higher_is_better=better,
-        samples=len(difference),
-        reference_value=float(values[0].mean()),
-        value=float(values[1].mean()),
-        difference=float(difference.mean()),
-        low=estimate.low,
-        high=estimate.high,
-        verdict=verdict,
-        samples_needed=needed,
+        **compare_means([values[0]], [values[1]], margin, better if is_share else None),
         **flips,
     )
+
+
+def compare_means(
+    ours: "Sequence[Floats]", theirs: "Sequence[Floats]", margin: float, better: bool | None = True
+) -> dict[str, Any]:
+    """Compare the means over strata of their means; return the fields of a ``MeanComparison``.
+
+    ours, theirs: the values of each stratum, of the reference and of the other model.
+    better: more is better; None where a margin in points has no meaning: not all values are between 0 and 1.
+    """
+    differences = [other - one for one, other in zip(ours, theirs, strict=True)]
+    estimate = estimate_mean(differences, bounded=better is not None)
+    weights = [1 / len(differences) / len(stratum) for stratum in differences for _ in stratum]
+    verdict = needed = None
+    if better is not None:
+        verdict, needed = verdict_of(estimate, weights, margin, higher_is_better=better)
+    before, after, difference = (
+        float(np.mean([stratum.mean() for stratum in strata])) for strata in (ours, theirs, differences)
+    )
+    return {
+        "samples": len(weights),
+        "reference_value": before,
+        "value": after,
+        "difference": difference,
+        "low": estimate.low,
+        "high": estimate.high,
+        "verdict": verdict,
+        "samples_needed": needed,
+    }
 
 
 def main_of(metrics: Sequence[TaskComparison]) -> TaskComparison | None:
@@ -185,25 +202,8 @@ def pool(both: Pair, mains: "Mapping[str, tuple[TaskComparison, Values]]", margi
     mains: of each task, its main metric with the samples' values.
     """
     units = pooled_units(both[0].harness.group_subtasks, list(mains))
-    values = [tuple(np.concatenate([mains[task][1][of] for task in unit]) for unit in units) for of in range(2)]
-    differences = [theirs - ours for ours, theirs in zip(*values, strict=True)]
-    weights = [1 / len(units) / len(stratum) for stratum in differences for _ in stratum]
-    estimate = estimate_mean(differences)
-    verdict, needed = verdict_of(estimate, weights, margin)
-    ours, theirs, difference = (
-        float(np.mean([stratum.mean() for stratum in strata])) for strata in (*values, differences)
-    )
-    return PooledComparison(
-        tasks=list(mains),
-        samples=len(weights),
-        reference_value=ours,
-        value=theirs,
-        difference=difference,
-        low=estimate.low,
-        high=estimate.high,
-        verdict=verdict,
-        samples_needed=needed,
-    )
+    ours, theirs = ([np.concatenate([mains[task][1][of] for task in unit]) for unit in units] for of in range(2))
+    return PooledComparison(tasks=list(mains), **compare_means(ours, theirs, margin))
 
 
 def pooled_units(group_subtasks: Mapping[str, list[str]], tasks: list[str]) -> list[list[str]]:
