@@ -9,7 +9,6 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,9 +133,8 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
 # ---- what is kept ----
 
 
-@dataclass
 class Output:
-    """The results so far.
+    """The results so far, with their samples. Raises UserError where they cannot be written.
 
     out: their file.
     names: of all models, in order.
@@ -144,11 +142,16 @@ class Output:
     models: the entries so far by name.
     """
 
-    options: EvalOptions
-    out: Path
-    names: list[str]
-    writes: bool
-    models: dict[str, ModelResult] = field(default_factory=dict)
+    def __init__(self, options: EvalOptions, out: Path, names: list[str], *, writes: bool) -> None:
+        self.options, self.names, self.writes = options, names, writes
+        self.models: dict[str, ModelResult] = {}
+        self.out = resolved(out, "--out ")
+        check_writable(self.out, inputs=[options.perplexity])
+        self.folder = self.out.with_name(f"{self.out.stem}.samples")
+        if self.out == self.folder or self.folder.is_file():
+            raise UserError(
+                f"--out {self.out}: its samples belong into {self.folder}; name a file whose samples can lie beside it"
+            )
 
     def earlier(self) -> dict[str, ModelResult]:
         """Return the entries that an earlier run with the same options left in ``out``, with all their samples."""
@@ -167,7 +170,7 @@ class Output:
 
     def add_task(self, name: str, result: dict[str, Any]) -> None:
         """Add the results of a task. Its samples are on disk before results.json names them."""
-        samples = write_samples(samples_folder(self.out), name, result.pop("samples"))
+        samples = write_samples(self.folder, name, result.pop("samples"))
         self.models[name] = self.models[name].with_task(result, samples)
         self.save()
 
@@ -178,26 +181,6 @@ class Output:
         if self.writes:
             write_json(self.out, results.to_dict())
         return results
-
-
-def open_output(options: EvalOptions, out: Path, names: list[str], *, writes: bool) -> Output:
-    """Return the output of a run, after checking that ``out`` can be written, with its samples.
-
-    names: of the models.
-    writes: True for the process that writes.
-    Raises UserError where it cannot be written.
-    """
-    out = resolved(out, "--out ")
-    check_writable(out, inputs=[options.perplexity])
-    folder = samples_folder(out)
-    if out == folder or folder.is_file():
-        raise UserError(f"--out {out}: its samples belong into {folder}; name a file whose samples can lie beside it")
-    return Output(options, out, names, writes)
-
-
-def samples_folder(out: Path) -> Path:
-    """Return the folder of samples: ``results.samples`` beside results.json."""
-    return out.with_name(f"{out.stem}.samples")
 
 
 def write_samples(folder: Path, model: str, samples: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, str]:

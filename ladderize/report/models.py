@@ -11,10 +11,6 @@ from ladderize.layout import DELAYED, DROPPED, OVERLAPPED
 from ladderize.runtime.bench.document import BenchRow
 from ladderize.sweep_document import AS_CONVERTED, SweepPoint
 
-# measured: real ranks; emulated: one real rank of a group that is not there
-TimingKind = Literal["measured", "emulated"]
-MINUS = "\u2212"
-
 
 def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
     """Return a number with a true minus sign.
@@ -24,7 +20,7 @@ def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
     text = f"{abs(value):,.{digits}f}"
     if not float(text.replace(",", "")):
         return text
-    return (MINUS if value < 0 else "+" if sign else "") + text
+    return ("\u2212" if value < 0 else "+" if sign else "") + text
 
 
 @dataclass(frozen=True)
@@ -67,12 +63,13 @@ def perplexity_text(perplexity: WithInterval) -> str:
 class Setting:
     """The setting in which a model was timed.
 
+    kind: measured: real ranks; emulated: one real rank of a group that is not there.
     medium: the backend of the ranks, or the emulated link.
     source: the number of the document.
     note: a remark at the end of the words, such as on random weights.
     """
 
-    kind: TimingKind
+    kind: Literal["measured", "emulated"]
     tp_size: int
     medium: str
     batch_size: int

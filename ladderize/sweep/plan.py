@@ -113,38 +113,31 @@ class SweepPlan:
 # ---- planning ----
 
 
-@dataclass(frozen=True)
 class Planner:
     """A maker of plans. The plan is made anew whenever something was measured.
 
     root: the sweep's folder.
+
+    Raises UserError for a model that is not sound or not dense, and for layouts that do not fit it or a benchmark.
     """
 
-    spec: SweepSpec
-    builder: StageBuilder
-    dense: SweepLayout
-    layouts: list[SweepLayout]
-    root: Path
-
-    @classmethod
-    def of(cls, spec: SweepSpec, builder: StageBuilder, root: Path) -> "Planner":
-        """Return a planner. Raises UserError for a model that is not dense, and for layouts that do not fit it or a
-        benchmark."""
+    def __init__(self, spec: SweepSpec, root: Path) -> None:
+        self.spec, self.builder, self.root = spec, StageBuilder(spec), root
         config = read_config(open_sound_checkpoint(spec.model).folder)
         dense = Layout.from_config(config)
         if not dense.is_dense:
             raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
-        layouts = list(_layouts(spec, builder, config, dense))
+        self.dense = SweepLayout(None, DENSE, dense)
+        self.layouts = list(_layouts(self.builder, config, dense))
         for setting in spec.bench:
             dtype, made = setting.given.get("dtype", "auto"), setting.options
             with errors_begin_with(setting.where):
                 plain = replace(made, outer_link=None)  # which the dense model alone has no groups for
                 plan_bench(ModelChoice(models=(spec.model,), dtype=dtype), plain, setting.link)
-            for one in layouts:
+            for one in self.layouts:
                 if setting.times(one.name):
                     with errors_begin_with(f"{setting.where} cannot time {one.label}"):
                         check_runnable(config, one.layout, made.ranks, name=made.ranks_option, in_groups=True)
-        return cls(spec, builder, SweepLayout(None, DENSE, dense), layouts, root)
 
     def plan(self, status: StatusOf) -> SweepPlan:
         """Return the plan as far as it is known by now.
@@ -255,11 +248,11 @@ class Planner:
         return Entrant(accuracy, next(speeds, 0.0))  # 0: it failed the benchmark's check
 
 
-def _layouts(spec: SweepSpec, builder: StageBuilder, config: Mapping[str, Any], dense: Layout) -> Iterator[SweepLayout]:
+def _layouts(builder: StageBuilder, config: Mapping[str, Any], dense: Layout) -> Iterator[SweepLayout]:
     """Yield the layouts of the file, with the stages that make them. Raises UserError, which names the entry, for one
     that the model cannot have."""
-    names = [choice.name for choice in spec.layouts]
-    for choice in spec.layouts:
+    names = [choice.name for choice in builder.spec.layouts]
+    for choice in builder.spec.layouts:
         with errors_begin_with(choice.where):
             layout = choice.recipe.layout(dense)
             layout.check_model(config)

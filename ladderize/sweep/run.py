@@ -18,7 +18,6 @@ from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.environment import already_started
-from ladderize.sweep.builder import Inputs, StageBuilder
 from ladderize.sweep.child import run_stage
 from ladderize.sweep.plan import LOST, Planner, Point, SweepPlan
 from ladderize.sweep.show import Board
@@ -106,7 +105,7 @@ def _new_run(file: str | Path, out: str | Path | None, console: Console) -> "Swe
     """Return a sweep about to begin."""
     spec, root = find_folder(file, out)
     with console.stage("reading the model and the data"):
-        planner = Planner.of(spec, StageBuilder.of(spec, Inputs()), root)
+        planner = Planner(spec, root)
     run = SweepRun(planner, command_line("sweep", file, *(["--out", out] if out is not None else [])))
     evaluating = run.plan().points[0].evaluating
     if spec.evaluation is not None and evaluating is not None and not is_finished(evaluating, root):
