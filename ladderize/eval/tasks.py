@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,9 +169,17 @@ class Output:
         return known
 
     def add_task(self, name: str, result: dict[str, Any]) -> None:
-        """Add the results of a task. Its samples are on disk before results.json names them."""
-        samples = write_samples(self.folder, name, result.pop("samples"))
-        self.models[name] = self.models[name].with_task(result, samples)
+        """Add the results of a task. Its samples are on disk, in whole files, before results.json names them."""
+        folder = self.folder / _as_name(name, Path(name).name)
+        folder.mkdir(parents=True, exist_ok=True)
+        written: dict[str, str] = {}
+        for task, samples in result.pop("samples").items():
+            path = folder / f"{_as_name(task, task)}.jsonl"
+            with replacement(path) as file:
+                for sample in samples:
+                    file.write(json.dumps(_as_logged(sample), ensure_ascii=False, allow_nan=False) + "\n")
+            written[task] = path.relative_to(self.out.parent).as_posix()
+        self.models[name] = self.models[name].with_task(result, written)
         self.save()
 
     def save(self, comparisons: Sequence[ComparisonDocument] = ()) -> EvalResults:
@@ -181,24 +189,6 @@ class Output:
         if self.writes:
             write_json(self.out, results.to_dict())
         return results
-
-
-def write_samples(folder: Path, model: str, samples: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, str]:
-    """Write a model's samples of each task under ``folder``; returns task -> path, relative to the folder's parent.
-
-    Each file appears whole or not at all.
-    Raises OSError, for example where the disk is full.
-    """
-    own_folder = folder / _as_name(model, Path(model).name)
-    own_folder.mkdir(parents=True, exist_ok=True)
-    written: dict[str, str] = {}
-    for task, logged in samples.items():
-        path = own_folder / f"{_as_name(task, task)}.jsonl"
-        with replacement(path) as file:
-            for sample in logged:
-                file.write(json.dumps(_as_logged(sample), ensure_ascii=False, allow_nan=False) + "\n")
-        written[task] = path.relative_to(folder.parent).as_posix()
-    return written
 
 
 def _as_logged(sample: Mapping[str, Any]) -> Any:

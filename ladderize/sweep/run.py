@@ -179,7 +179,11 @@ class SweepRun:
 
 
 def _run_all(run: SweepRun, board: Board) -> SweepDocument:
-    """Run every stage that can be run, one after another. Measurements may decide on further stages."""
+    """Run every stage that can be run, one after another. Measurements may decide on further stages.
+
+    Raises UserError for an input that changed meanwhile.
+    """
+    root = run.planner.root
     while True:
         plan = run.plan()
         ready = (stage for stage in plan.stages if run.status(stage) == "waiting")
@@ -189,24 +193,19 @@ def _run_all(run: SweepRun, board: Board) -> SweepDocument:
         board.show(plan, {one.key: run.state(one) for one in plan.stages})
         if stage is None:
             return document
-        _run_stage(stage, run)
-
-
-def _run_stage(stage: Stage, run: SweepRun) -> None:
-    """Run one stage. Raises UserError for an input that changed meanwhile."""
-    root, begin = run.planner.root, time.monotonic()
-    make_folder(stage, root)
-    try:
-        failure = run_stage(stage, root)
-    finally:
-        run.running = None
-    run.planner.builder.inputs.check_unchanged()
-    if failure is not None:
-        run.failures[stage.key] = failure
-    else:
-        marker = {"title": stage.title, "command": stage.command, "seconds": time.monotonic() - begin}
-        write_json(root / stage.output / MARKER, marker)  # last of all
-        run.new.add(stage.key)
+        begin = time.monotonic()
+        make_folder(stage, root)
+        try:
+            failure = run_stage(stage, root)
+        finally:
+            run.running = None
+        run.planner.builder.inputs.check_unchanged()
+        if failure is not None:
+            run.failures[stage.key] = failure
+        else:
+            marker = {"title": stage.title, "command": stage.command, "seconds": time.monotonic() - begin}
+            write_json(root / stage.output / MARKER, marker)  # last of all
+            run.new.add(stage.key)
 
 
 def _point(point: Point, run: SweepRun) -> SweepPoint:
