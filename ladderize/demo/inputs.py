@@ -31,15 +31,12 @@ def write_documents(
 def demo_folder(path: Path) -> Path:
     """Return ``path``, which is made if it is not there. Raises UserError if it holds anything but an earlier demo."""
     folder = resolved(path, "--out ")
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_demo(folder))):
+    yaml = folder / DEMO_YAML
+    is_demo = yaml.is_file() and yaml.read_bytes().startswith(DEMO_MARK)
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not is_demo)):
         raise UserError(f"--out {path} is not an empty folder, nor one of an earlier demo; choose another")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _is_demo(folder: Path) -> bool:
-    yaml = folder / DEMO_YAML
-    return yaml.is_file() and yaml.read_bytes().startswith(DEMO_MARK)
 
 
 def as_typed(path: Path) -> str:

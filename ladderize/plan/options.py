@@ -25,7 +25,6 @@ from ladderize.runtime.bench.options import (
     LAYOUT_NAMES,
     OUTPUT_LEN,
     PROMPT_LEN,
-    layout_names,
     parse_counts,
 )
 
@@ -59,11 +58,6 @@ class PlanModel(Record):
     @property
     def name(self) -> str:
         return str(self.model or self.shape)
-
-    @property
-    def rows(self) -> list[str]:
-        """The names that --layout lists, in order. Raises UsageError where it lists none, or one twice."""
-        return [*LAYOUT_NAMES, *BOUND_NAMES] if self.layout is None else layout_names(self.layout)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ladderize.plan.hardware import DeviceSpec, known_engines, read_device
 from ladderize.plan.options import BOUND_NAMES, PlanGoal, PlanModel, PlanOptions
 from ladderize.plan.passes import WIDTHS, Serving, pass_parts
 from ladderize.plan.rows import GIB, PlannedRow, memory_need, planned_rows
-from ladderize.runtime.bench.options import named_layout
+from ladderize.runtime.bench.options import layout_names, named_layout
 from ladderize.runtime.collectives.links import Interconnect, known_interconnects, read_interconnect
 from ladderize.runtime.shards import check_runnable, dense_config, read_shape
 
@@ -220,7 +220,7 @@ def _row_layouts(choice: PlanModel, layout: Layout, serving: Serving, ranks: int
     Raises UsageError for unknown names, UserError or LayoutError for layouts that ``ranks`` cannot run.
     """
     layouts = {} if layout.is_dense else {CHECKPOINT_ROW: layout}
-    for name in choice.rows:
+    for name in [*layout_names(choice.layout), *(BOUND_NAMES if choice.layout is None else ())]:
         named = "dense" if name in BOUND_NAMES else name
         layouts[name] = named_layout(named, layout.num_layers, choice.sync_tp_size or ranks, more=BOUND_NAMES)
     for one in (Layout.dense(layout.num_layers), *layouts.values()):
