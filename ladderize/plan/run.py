@@ -158,10 +158,8 @@ def _serving(choice: PlanModel, options: PlanOptions) -> tuple[Serving, Layout]:
             config = dense_config(config)
     quantisation, config = quantisation_of(config, folder), plain_config(config)
     check_config(config)
-    layout = Layout.dense(config["num_hidden_layers"])
-    if folder is not None:
-        layout = Layout.from_config(config)
-        layout.check_model(config)
+    layout = Layout.from_config(config)
+    layout.check_model(config)
     stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16") if folder is not None else "bfloat16"
     dtype = stored.removeprefix("torch.") if choice.dtype == "auto" else choice.dtype
     if dtype not in WIDTHS:
@@ -202,15 +200,15 @@ def _chosen_link(options: PlanOptions, groups: int | None) -> Interconnect | Non
     if max(options.tp_sizes) == 1:
         return None
     named = options.link or (options.hardware if names_a_file(options.hardware) else None)
-    if named is not None:
-        link = read_interconnect(named)
-        if options.outer_link is None or groups is None:
-            return link
-        return link.joined_by(read_interconnect(options.outer_link, "--outer-link"), options.tp_sizes[0] // groups)
-    raise UsageError(
-        f"{max(options.tp_sizes)} ranks send messages: give --link, a known one such as nvlink, ALPHA_US,BETA_GB_S, or"
-        " a file"
-    )
+    if named is None:
+        raise UsageError(
+            f"{max(options.tp_sizes)} ranks send messages: give --link, a known one such as nvlink,"
+            " ALPHA_US,BETA_GB_S, or a file"
+        )
+    link = read_interconnect(named)
+    if options.outer_link is None or groups is None:
+        return link
+    return link.joined_by(read_interconnect(options.outer_link, "--outer-link"), options.tp_sizes[0] // groups)
 
 
 def _row_layouts(choice: PlanModel, layout: Layout, serving: Serving, ranks: int) -> dict[str, Layout]:

@@ -21,9 +21,10 @@ from ladderize.runtime.shards import check_runnable
 from ladderize.sweep.builder import StageBuilder
 from ladderize.sweep.stages import Stage, errors_begin_with
 from ladderize.sweep.sweep_file import AdaptChoice, AdaptStage, SweepSpec
-from ladderize.sweep_document import THEN, Status
+from ladderize.sweep_document import THEN, StageState, Status
 
 DENSE = "dense"
+WAITING = StageState("adapt", "", "waiting")
 LOST: tuple[Status, ...] = ("failed", "skipped")
 StatusOf = Callable[[Stage], Status]
 
@@ -52,22 +53,12 @@ class SweepLayout:
 
 
 @dataclass(frozen=True)
-class Hold:
-    """The reason why a point gets no further stages: waiting for a decision, not promoted, or skipped."""
-
-    status: Status
-    message: str | None = None
-
-
-WAITING = Hold("waiting")
-
-
-@dataclass(frozen=True)
 class Point:
     """A layout, adapted in one way.
 
     asked: its stages of adaptation in the file.
     adapting: those of them that run, up to a ``hold``.
+    hold: stands for the others, which do not: waiting for a decision, not promoted, or skipped.
     """
 
     name: str
@@ -75,7 +66,7 @@ class Point:
     asked: tuple[AdaptStage, ...] = ()
     adapting: tuple[Stage, ...] = ()
     evaluating: Stage | None = None
-    hold: Hold | None = None
+    hold: StageState | None = None
 
     @property
     def stages(self) -> list[Stage]:
@@ -187,7 +178,7 @@ class Planner:
         asked: tuple[AdaptStage, ...],
         reference: Stage | None,
         count: int | None = None,
-        hold: Hold | None = None,
+        hold: StageState | None = None,
     ) -> Point:
         """Return a layout adapted in one way.
 
@@ -213,7 +204,7 @@ class Planner:
 
     def _holds(
         self, before: Sequence[Point], dense: Point, bench: Stage | None, count: int, status: StatusOf
-    ) -> list[Hold | None]:
+    ) -> list[StageState | None]:
         """Return None for each promoted layout, and the reason for each other one.
 
         before: the models before the stage.
@@ -225,7 +216,7 @@ class Planner:
             return [hold or WAITING for hold in holds]
         entrants = [self._entrant(point, bench) for point, hold in zip(before, holds, strict=True) if hold is None]
         goes_on = iter(promoted(entrants, self._entrant(dense, bench) if of_dense is None else None, count))
-        late = Hold("not promoted", f"it is not among the {count} best")
+        late = StageState("adapt", "", "not promoted", message=f"it is not among the {count} best")
         return [hold if hold is not None or next(goes_on) else late for hold in holds]
 
     def _entrant(self, point: Point, bench: Stage | None) -> "Entrant":
@@ -288,11 +279,11 @@ def _distinct(points: Sequence[Point]) -> list[Point]:
     return named
 
 
-def _undecided(stages: Sequence[Stage | None], status: StatusOf) -> Hold | None:
+def _undecided(stages: Sequence[Stage | None], status: StatusOf) -> StageState | None:
     """Return the reason why what these stages decide is not known yet, or never will be; None: all are done."""
     needed = [stage for stage in stages if stage is not None]
     if lost := [stage for stage in needed if status(stage) in LOST]:
-        return Hold("skipped", f"the stage {lost[0].kind} that decides it failed")
+        return StageState("adapt", "", "skipped", message=f"the stage {lost[0].kind} that decides it failed")
     return None if all(status(stage) == "done" for stage in needed) else WAITING
 
 

@@ -213,7 +213,7 @@ def _point(point: Point, run: SweepRun) -> SweepPoint:
     planned, made_by, evaluating = point.planned, point.made_by, point.evaluating
     stages = [run.state(stage) for stage in point.stages]
     if point.hold is not None:
-        stages.append(StageState("adapt", "", point.hold.status, message=point.hold.message))
+        stages.append(point.hold)
     is_made = made_by is not None and run.status(made_by) == "done"
     model = run.planner.spec.model if planned.converting is None else None
     adapted = list(zip((stage.method for stage in point.asked), point.adapting, strict=False)) if is_made else []
