@@ -132,25 +132,6 @@ def distinct_names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(split_names(text)))
 
 
-def ppl_increase(said: float | str, dense: float) -> float:
-    """Return the increase of perplexity that --max-ppl-increase allows. Raises UsageError for anything else.
-
-    said: ``2%`` of the dense perplexity, or a number.
-    dense: the dense model's perplexity.
-    """
-    text = str(said).strip()
-    try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise UsageError(
-            f"--max-ppl-increase {said} is not an increase of the perplexity; write 2% (of the dense one) or a number"
-            " above 0 such as 0.1 (in perplexity)"
-        )
-    return value / 100 * dense if text.endswith("%") else value
-
-
 AS_JSON = Option("Print one JSON document on stdout and nothing else.", flags="--json")
 REVISION = Option("Branch, tag or commit of a model from the hub.")
 DEVICE = Option("Where to compute.", kind=DeviceName, shown="cuda if there is one")

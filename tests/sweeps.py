@@ -7,7 +7,6 @@ from pathlib import Path
 
 import yaml
 
-from ladderize.sweep.builder import Inputs, StageBuilder
 from ladderize.sweep.plan import Planner
 from ladderize.sweep.sweep_file import read_sweep
 from tests import warm
@@ -79,7 +78,7 @@ def set_gpus(monkeypatch, *names: str) -> None:
 
 def planner(folder: Path, content) -> Planner:
     asked = read_sweep(write(folder / "s.yaml", content))
-    return Planner.of(asked, StageBuilder.of(asked, Inputs()), folder / "out")
+    return Planner(asked, folder / "out")
 
 
 def plan_of(folder: Path, content, status=lambda stage: "waiting"):

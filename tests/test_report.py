@@ -63,8 +63,7 @@ def rows_of(page, name):
 
 def models_of(page):
     """The table of all models: name -> column -> text."""
-    columns = page.models.columns
-    return {row[0].text: dict(zip(columns, (cell.text for cell in row), strict=True)) for row in page.models.rows}
+    return {row["model"]: row for row in page.models.rows}
 
 
 def refused(*arguments, out):

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ladderize.choices import AS_JSON, option
 from ladderize.commands.builder import OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING
 from ladderize.console import Console
-from ladderize.errors import UserError
 
 if TYPE_CHECKING:
     from ladderize.sweep_document import SweepDocument
@@ -29,24 +28,14 @@ def demo(given: GivenOptions) -> None:
     """Sweep layouts of the bundled tiny Llama, from conversion to speed, and write a report."""
     own = given.fill(DemoArguments)
     console = Console(own.as_json)
-    console.document(run_demo(own.out, quick=own.quick, console=console))
-
-
-def run_demo(out: Path, *, quick: bool, console: Console) -> dict[str, Any]:
-    """Measure the demo's layouts, write the report and print both; return the sweep's document and the report's.
-
-    out: the folder for everything; an earlier demo in it goes on.
-
-    Raises UserError if a stage of the sweep failed; the report is written before.
-    """
     with console.stage(LOADING):
         from ladderize.demo.inputs import MEASURED, as_typed, demo_folder, write_inputs
         from ladderize.report.page import check_libraries, write_report
         from ladderize.sweep.run import run_sweep
-        from ladderize.sweep.show import show_models
+        from ladderize.sweep.show import check_stages, show_models
     check_libraries()  # not after minutes of work
-    folder = demo_folder(out)
-    yaml = write_inputs(folder, quick=quick)
+    folder = demo_folder(own.out)
+    yaml = write_inputs(folder, quick=own.quick)
     root, page = folder / MEASURED, folder / "report.html"
     console.note(f"$ ladderize sweep {quote(as_typed(yaml))}")
     document = run_sweep(yaml, console=console)
@@ -55,12 +44,8 @@ def run_demo(out: Path, *, quick: bool, console: Console) -> dict[str, Any]:
     summary = write_report([root], page, console=console)
     show_models(root, console)
     console.result(f"\nreport: {page}")
-    if document.failed:
-        raise UserError(
-            f"{len(document.failed)} stages of the demo failed, the first with: {document.failed[0].message}; the same"
-            " command tries again"
-        )
-    return {"sweep": document.to_dict(), "report": summary.to_dict()}
+    check_stages(document, root)
+    console.document({"sweep": document.to_dict(), "report": summary.to_dict()})
 
 
 def _link_models(document: "SweepDocument", folder: Path) -> None:

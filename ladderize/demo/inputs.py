@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 MODEL, TASKS = HERE / "model", HERE / "tasks"
 DEMO_YAML, MEASURED = "sweep.yaml", "sweep"
 TRAIN_DOCUMENTS, HELDOUT_DOCUMENTS = 12_000, 200  # about 20 tokens each
-DEMO_MARK = "# ladderize demo"  # the begin of a sweep.yaml of the demo
+DEMO_MARK = b"# ladderize demo"  # the begin of a sweep.yaml of the demo
 
 
 def write_documents(
@@ -31,18 +31,12 @@ def write_documents(
 def demo_folder(path: Path) -> Path:
     """Return ``path``, which is made if it is not there. Raises UserError if it holds anything but an earlier demo."""
     folder = resolved(path, "--out ")
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_demo(folder))):
+    yaml = folder / DEMO_YAML
+    is_demo = yaml.is_file() and yaml.read_bytes().startswith(DEMO_MARK)
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not is_demo)):
         raise UserError(f"--out {path} is not an empty folder, nor one of an earlier demo; choose another")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _is_demo(folder: Path) -> bool:
-    try:
-        with (folder / DEMO_YAML).open(encoding="utf-8") as file:
-            return file.readline().startswith(DEMO_MARK)
-    except (OSError, UnicodeDecodeError):
-        return False
 
 
 def as_typed(path: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.errors import UserError
-from ladderize.eval.results import EvalResults, EvaluatedModel, HarnessResult, ModelResult
+from ladderize.eval.results import EvalResults, EvaluatedModel, HarnessResult
 from ladderize.files.documents import read_document
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import inside, read_lines, resolved
@@ -58,20 +58,17 @@ def read_models(path: Path, model: str | None = None) -> Iterator[AnsweredModel]
     path = resolved(path)
     results = EvalResults.from_dict(read_document(path, "results.json of ladderize eval"), path)
     for entry in results.models:
-        if model in (None, entry.model.model):
-            yield _read_model(path, entry)
-
-
-def _read_model(path: Path, entry: ModelResult) -> AnsweredModel:
-    name, harness, answers = entry.model.model, entry.parts(), {}
-    if missing := [task for task in harness.leaves if task not in entry.samples]:
-        raise UserError(f"{path} keeps no samples of {missing[0]} for {name}; evaluate the model again")
-    for task, file in entry.samples.items():  # the path may come from a stranger, so it must lie in the same folder
-        samples = inside(path.parent, file)
-        if samples is None:
-            raise UserError(f"{path} names samples of {task} outside of its folder ({file}); do not trust it")
-        answers[task] = read_answers(samples)
-    return AnsweredModel(f"{path} ({name})", entry.model, harness, answers)
+        name, harness, answers = entry.model.model, entry.parts(), {}
+        if model not in (None, name):
+            continue
+        if missing := [task for task in harness.leaves if task not in entry.samples]:
+            raise UserError(f"{path} keeps no samples of {missing[0]} for {name}; evaluate the model again")
+        for task, file in entry.samples.items():  # the path may come from a stranger, so it must lie in the same folder
+            samples = inside(path.parent, file)
+            if samples is None:
+                raise UserError(f"{path} names samples of {task} outside of its folder ({file}); do not trust it")
+            answers[task] = read_answers(samples)
+        yield AnsweredModel(f"{path} ({name})", entry.model, harness, answers)
 
 
 # ---- samples ----

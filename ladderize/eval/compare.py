@@ -69,8 +69,9 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
     mains: dict[str, tuple[TaskComparison, Values]] = {}
     for task in tasks:
         check_same_questions(both, task)
+        samples = [(name, one) for name, each in reference.answers[task].items() for one in each.values()]
         measured = []
-        for metric, name in metrics_of(both, task):
+        for metric, name in dict.fromkeys((metric, name) for name, one in samples for metric in one.values):
             values = sample_values(both, task, metric, name)
             if values is None:
                 left_out.append(f"{task}: {metric_name(metric, name)} is no mean of numbers over the questions")
@@ -79,20 +80,21 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
         if main := main_of([one for one, _ in measured]):
             mains[task] = next((one, values) for one, values in measured if one is main)
         compared += [replace(one, main=one is main) for one, _ in measured]
-    has_texts = all(one.model.perplexity is not None for one in both)
-    if has_texts and not is_same_text(both):
-        left_out.append("perplexity: the windows differ (the file, --seq-len, --windows, or the tokenizer)")
-        has_texts = False
-    if not tasks and not has_texts:
+    perplexity = None
+    if all(one.model.perplexity is not None for one in both):
+        perplexity = compare_perplexity(both)
+        if perplexity is None:
+            left_out.append("perplexity: the windows differ (the file, --seq-len, --windows, or the tokenizer)")
+    if not tasks and perplexity is None:
         raise UserError(f"nothing was measured alike of both {reference.where} and {other.where}; {ADVICE}")
-    predictions = other.model.predictions if has_texts else None
+    predictions = other.model.predictions if perplexity is not None else None
     return ComparisonDocument(
         reference=reference.model.model,
         other=other.model.model,
         margin=margin,
         tasks=compared,
         overall=pool(both, mains, margin) if mains else None,
-        perplexity=compare_perplexity(both) if has_texts else None,
+        perplexity=perplexity,
         predictions=predictions if predictions and predictions.reference == reference.model.model else None,
         left_out=left_out,
         remarks=evaluation_remarks(both),
@@ -100,12 +102,6 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
 
 
 # ---- tasks ----
-
-
-def metrics_of(both: Pair, task: str) -> list[tuple[str, str]]:
-    """Return metric and filter of everything that the samples of a task name."""
-    samples = ((name, one) for name, each in both[0].answers[task].items() for one in each.values())
-    return list(dict.fromkeys((metric, name) for name, one in samples for metric in one.values))
 
 
 def sample_values(both: Pair, task: str, metric: str, name: str) -> "Values | None":
@@ -136,33 +132,50 @@ def compare_metric(both: Pair, task: str, metric: str, name: str, values: "Value
     better = said if isinstance(said, bool) else None
     everything, difference = np.concatenate(values), values[1] - values[0]
     is_share = better is not None and bool(((everything >= 0) & (everything <= 1)).all())
-    estimate = estimate_mean([difference], bounded=is_share)
-    verdict = needed = None
     flips: dict[str, Any] = {}
-    if is_share and better is not None:
-        weights = [1 / len(difference)] * len(difference)
-        verdict, needed = verdict_of(estimate, weights, margin, higher_is_better=better)
-        if np.isin(everything, (0, 1)).all():
-            docs, gains = np.array(sorted(both[0].answers[task][name])), difference if better else -difference
-            lost, gained = docs[gains < 0].tolist(), docs[gains > 0].tolist()
-            p = mcnemar_p(len(lost), len(gained))
-            flips = {"mcnemar_p": p, "right_to_wrong": lost, "wrong_to_right": gained}
+    if is_share and np.isin(everything, (0, 1)).all():
+        docs, gains = np.array(sorted(both[0].answers[task][name])), difference if better else -difference
+        lost, gained = docs[gains < 0].tolist(), docs[gains > 0].tolist()
+        p = mcnemar_p(len(lost), len(gained))
+        flips = {"mcnemar_p": p, "right_to_wrong": lost, "wrong_to_right": gained}
     return TaskComparison(
         task=task,
         metric=metric,
         filter=name,
         main=False,
         higher_is_better=better,
-        samples=len(difference),
-        reference_value=float(values[0].mean()),
-        value=float(values[1].mean()),
-        difference=float(difference.mean()),
-        low=estimate.low,
-        high=estimate.high,
-        verdict=verdict,
-        samples_needed=needed,
+        **compare_means([values[0]], [values[1]], margin, better if is_share else None),
         **flips,
     )
+
+
+def compare_means(
+    ours: "Sequence[Floats]", theirs: "Sequence[Floats]", margin: float, better: bool | None = True
+) -> dict[str, Any]:
+    """Compare the means over strata of their means; return the fields of a ``MeanComparison``.
+
+    ours, theirs: the values of each stratum, of the reference and of the other model.
+    better: more is better; None where a margin in points has no meaning: not all values are between 0 and 1.
+    """
+    differences = [other - one for one, other in zip(ours, theirs, strict=True)]
+    estimate = estimate_mean(differences, bounded=better is not None)
+    weights = [1 / len(differences) / len(stratum) for stratum in differences for _ in stratum]
+    verdict = needed = None
+    if better is not None:
+        verdict, needed = verdict_of(estimate, weights, margin, higher_is_better=better)
+    before, after, difference = (
+        float(np.mean([stratum.mean() for stratum in strata])) for strata in (ours, theirs, differences)
+    )
+    return {
+        "samples": len(weights),
+        "reference_value": before,
+        "value": after,
+        "difference": difference,
+        "low": estimate.low,
+        "high": estimate.high,
+        "verdict": verdict,
+        "samples_needed": needed,
+    }
 
 
 def main_of(metrics: Sequence[TaskComparison]) -> TaskComparison | None:
@@ -189,25 +202,8 @@ def pool(both: Pair, mains: "Mapping[str, tuple[TaskComparison, Values]]", margi
     mains: of each task, its main metric with the samples' values.
     """
     units = pooled_units(both[0].harness.group_subtasks, list(mains))
-    values = [tuple(np.concatenate([mains[task][1][of] for task in unit]) for unit in units) for of in range(2)]
-    differences = [theirs - ours for ours, theirs in zip(*values, strict=True)]
-    weights = [1 / len(units) / len(stratum) for stratum in differences for _ in stratum]
-    estimate = estimate_mean(differences)
-    verdict, needed = verdict_of(estimate, weights, margin)
-    ours, theirs, difference = (
-        float(np.mean([stratum.mean() for stratum in strata])) for strata in (*values, differences)
-    )
-    return PooledComparison(
-        tasks=list(mains),
-        samples=len(weights),
-        reference_value=ours,
-        value=theirs,
-        difference=difference,
-        low=estimate.low,
-        high=estimate.high,
-        verdict=verdict,
-        samples_needed=needed,
-    )
+    ours, theirs = ([np.concatenate([mains[task][1][of] for task in unit]) for unit in units] for of in range(2))
+    return PooledComparison(tasks=list(mains), **compare_means(ours, theirs, margin))
 
 
 def pooled_units(group_subtasks: Mapping[str, list[str]], tasks: list[str]) -> list[list[str]]:
@@ -230,16 +226,6 @@ def pooled_units(group_subtasks: Mapping[str, list[str]], tasks: list[str]) -> l
 # ---- a text ----
 
 
-def is_same_text(both: Pair) -> bool:
-    """Return whether both perplexities are of the same windows.
-
-    Raises UserError for windows that are missing or impossible.
-    """
-    (_, tokens), (_, others) = map(_windows, both)
-    hashes = {one.model.perplexity and one.model.perplexity.ids_sha256 for one in both}
-    return len(hashes) == 1 and np.array_equal(tokens, others)
-
-
 def _windows(one: AnsweredModel) -> "tuple[Floats, Floats]":
     """Return the nats and the scored tokens of each window. Raises UserError where they are missing or impossible."""
     measured = one.model.perplexity
@@ -254,9 +240,15 @@ def _windows(one: AnsweredModel) -> "tuple[Floats, Floats]":
     return np.asarray(nll, dtype=float), np.asarray(tokens, dtype=float)
 
 
-def compare_perplexity(both: Pair) -> PerplexityComparison:
-    """Compare the perplexities of the same windows, window by window."""
-    (ours, tokens), (theirs, _) = map(_windows, both)
+def compare_perplexity(both: Pair) -> PerplexityComparison | None:
+    """Compare the perplexities window by window; return None where the windows differ.
+
+    Raises UserError for windows that are missing or impossible.
+    """
+    (ours, tokens), (theirs, others) = map(_windows, both)
+    hashes = {one.model.perplexity and one.model.perplexity.ids_sha256 for one in both}
+    if len(hashes) > 1 or not np.array_equal(tokens, others):
+        return None
 
     def difference(ours: Any, theirs: Any, tokens: Any, axis: int = -1) -> Any:
         total = tokens.sum(axis)

@@ -203,11 +203,9 @@ def estimate_mean(strata: Sequence["Floats"], *, bounded: bool = True) -> Estima
     """
     extremes = [-1.0, 1.0] if bounded else []
     columns = [np.concatenate([stratum, extremes]) for stratum in strata]
-
-    def mean_of_means(*parts: "Floats", axis: int = -1) -> Any:
-        return sum(part.mean(axis) for part in parts) / len(parts)
-
-    return bootstrapped(mean_of_means, *columns, paired=False)
+    return bootstrapped(
+        lambda *parts, axis=-1: sum(part.mean(axis) for part in parts) / len(parts), *columns, paired=False
+    )
 
 
 def mcnemar_p(lost: int, gained: int) -> float:

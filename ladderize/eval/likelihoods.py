@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from ladderize.errors import UserError
@@ -38,19 +39,11 @@ class SharedRow:
         return [*accumulate((len(one) - 1 for one in self.continuations), initial=len(self.context))]
 
     @property
-    def ids(self) -> list[int]:
-        return [*self.context, *(token for one in self.continuations for token in one[:-1])]
-
-    @property
-    def positions(self) -> list[int]:
-        """The position of each column in its text."""
-        first = len(self.context)
-        return [*range(first), *(first + i for one in self.continuations for i in range(len(one) - 1))]
-
-    @property
-    def texts(self) -> list[int]:
-        """For each column the continuation that it belongs to, -1 of the context."""
-        return [-1] * len(self.context) + [k for k, one in enumerate(self.continuations) for _ in one[:-1]]
+    def columns(self) -> list[tuple[int, int, int]]:
+        """The id of each column, its position in its text, and the number of its continuation, -1 in the context."""
+        context = [(token, place, -1) for place, token in enumerate(self.context)]
+        numbered = enumerate(self.continuations)
+        return context + [(t, i, k) for k, one in numbered for i, t in enumerate(one[:-1], len(context))]
 
     @property
     def scored(self) -> list[int]:
@@ -75,15 +68,16 @@ def rows_of(requests: Sequence[Request], longest: int, *, share: bool) -> list[S
         groups.setdefault(tuple(context[-(longest + 1 - len(continuation)) :]), []).append(number)
     rows = []
     for kept, numbers in groups.items():
-        part: list[int] = []
-        size = len(kept)
+        parts: list[list[int]] = []
+        size = 0
         for number in numbers:
             more = len(requests[number][2]) - 1
-            if part and not (share and size + more <= min(MOST_SHARED, longest)):
-                rows.append(_row(requests, kept, part))
-                part, size = [], len(kept)
-            part, size = [*part, number], size + more
-        rows.append(_row(requests, kept, part))
+            if not parts or not share or size + more > min(MOST_SHARED, longest):
+                parts.append([])
+                size = len(kept)
+            parts[-1].append(number)
+            size += more
+        rows += [SharedRow(tuple(part), kept, tuple(tuple(requests[one][2]) for one in part)) for part in parts]
     return sorted(rows, key=lambda row: -row.starts[-1])
 
 
@@ -92,10 +86,6 @@ def batches_of(rows: Sequence[SharedRow], size: int) -> Iterator[Sequence[Shared
     longer = [row for row in rows if row.starts[-1] > MOST_SHARED]
     for part in (longer, rows[len(longer) :]):
         yield from (part[first : first + size] for first in range(0, len(part), size))
-
-
-def _row(requests: Sequence[Request], context: tuple[int, ...], numbers: Sequence[int]) -> SharedRow:
-    return SharedRow(tuple(numbers), context, tuple(tuple(requests[number][2]) for number in numbers))
 
 
 class LikelihoodLM(HFLM):
@@ -121,12 +111,8 @@ class LikelihoodLM(HFLM):
     def _answers(self, rows: Sequence[SharedRow]) -> Iterator[tuple[int, tuple[float, bool]]]:
         """Yield the number and the answer of each request of a batch of rows."""
         device = self.device
-        ids, positions = (torch.zeros(len(rows), rows[0].starts[-1], dtype=torch.long) for _ in range(2))
-        texts = torch.full_like(ids, -1)  # behind a row's end nothing is scored
-        for i, row in enumerate(rows):
-            end = row.starts[-1]
-            for table, values in ((ids, row.ids), (positions, row.positions), (texts, row.texts)):
-                table[i, :end] = torch.tensor(values)
+        # behind a row's end nothing is scored, and nothing before it sees that
+        ids, positions, texts = pad_sequence([torch.tensor(row.columns) for row in rows], batch_first=True).unbind(-1)
         chosen = torch.tensor([[i, column] for i, row in enumerate(rows) for column in row.scored], device=device).T
         how: dict[str, Any] = {}
         if any(len(row.numbers) > 1 for row in rows):

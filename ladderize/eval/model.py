@@ -15,12 +15,12 @@ import torch
 import transformers
 
 from ladderize.data import needs_tokenizer
-from ladderize.errors import UserError
+from ladderize.errors import LadderizeError, UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvaluatedModel
 from ladderize.eval.text import WindowScore, score_windows
 from ladderize.families.registry import find_family
-from ladderize.layout import Layout, LayoutError
+from ladderize.layout import Layout
 from ladderize.modeling import load, load_tokenizer
 from ladderize.ranks.group import Ranks
 
@@ -95,7 +95,7 @@ class HFModel(EvalModel):
     def __init__(self, name: str, folder: Path, options: EvalOptions, ranks: Ranks) -> None:
         """Load a checked model and, if the options need one, its tokenizer.
 
-        Raises UserError or LayoutError; errors of transformers become one sentence.
+        Raises LadderizeError; errors of transformers become one sentence.
         """
         tokenizer = None
         if options.tasks or (options.perplexity is not None and needs_tokenizer(options.perplexity)):
@@ -104,7 +104,7 @@ class HFModel(EvalModel):
             raise UserError(f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text")
         try:
             model = load(folder, dtype=options.dtype, device=str(ranks.device))
-        except (UserError, LayoutError):
+        except LadderizeError:
             raise
         except Exception as error:  # whatever a config of another architecture makes transformers do
             raise UserError(f"{name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error

@@ -11,7 +11,6 @@ from ladderize.choices import (
     SEQ_LEN,
     TP_SIZE,
     Dtype,
-    check_choices,
     check_options,
     distinct_names,
     option,
@@ -27,8 +26,7 @@ EvalBackend = Literal["hf", "vllm"]  # what computes: transformers or vLLM
 
 @dataclass(frozen=True)
 class EvalOptions(Record):
-    """The options of ``ladderize eval`` that all models share; see its --help. Raises UsageError for an unknown
-    word."""
+    """The options of ``ladderize eval`` that all models share; see its --help."""
 
     tasks: tuple[str, ...] = option("lm-eval tasks or groups.", (), metavar="A,B", parse=distinct_names)
     include_path: str | None = option(
@@ -59,11 +57,8 @@ class EvalOptions(Record):
         shown="the model's positions",
     )
 
-    def __post_init__(self) -> None:
-        check_choices(self)
-
     def check(self) -> None:
-        """Raise UsageError for options that have no effect, or ask for nothing."""
+        """Raise UsageError for impossible values, options that have no effect, or where nothing is asked."""
         if not self.tasks and self.perplexity is None:
             raise UsageError("nothing to evaluate: name --tasks, or a file for --perplexity")
         check_options(self)
@@ -85,8 +80,7 @@ def check_margin(margin: float) -> None:
 
 @dataclass(frozen=True)
 class SensitivityOptions:
-    """The options of ``ladderize sensitivity``; see its --help. Raises UsageError for values that contradict each
-    other."""
+    """The options of ``ladderize sensitivity``; see its --help. Raises UsageError for impossible values."""
 
     data: str = option("Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).", ..., metavar="FILE")
     mode: Mode = option(

@@ -13,8 +13,6 @@ from ladderize.eval.comparison import ComparisonDocument, Predictions
 from ladderize.eval.options import EvalBackend, EvalOptions
 from ladderize.files.records import Record, read_value
 
-# The parts of lm-eval's result with one entry for each task.
-PER_TASK = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
 OWN_KEY, SAMPLES_KEY = "ladderize", "samples"  # our parts of a model's entry
 
 
@@ -135,7 +133,7 @@ class ModelResult(Record):
         """Return the entry with one task's result of lm-eval added, and the files of its samples."""
         joined = dict(self.harness)
         for key, value in result.items():
-            if key in PER_TASK and isinstance(value, dict):
+            if isinstance(value, dict):  # by task, but for the config, which is the same for all
                 joined[key] = {**joined.get(key, {}), **value}
             else:
                 joined.setdefault(key, value)

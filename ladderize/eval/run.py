@@ -18,7 +18,7 @@ from ladderize.eval.comparison import ComparisonDocument, Predictions
 from ladderize.eval.model import EvalModel, HFModel, OpenModel
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, ModelResult, Perplexity, perplexity_from_nlls
-from ladderize.eval.tasks import Output, open_output, open_tasks, run_tasks
+from ladderize.eval.tasks import Output, open_tasks, run_tasks
 from ladderize.eval.text import ABOUT_NAME, KeptPredictions, ids_sha256, predictions_of, prepare_folder, read_about
 from ladderize.files.documents import write_json
 from ladderize.files.regular import resolved
@@ -67,7 +67,7 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         if out is None:
             out = stack.enter_context(temporary_folder("eval")) / "results.json"
-        output = open_output(options, out, names, writes=ranks.is_main)
+        output = Output(options, out, names, writes=ranks.is_main)
         is_kept = len(names) > 1 and options.perplexity is not None and options.backend == "hf"
         baseline = stack.enter_context(open_baseline(is_kept, keep_predictions, reference, ranks))
         # errors that are certain are found before any model is loaded

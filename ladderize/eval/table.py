@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ladderize.console import Console
 from ladderize.eval.compare import MAIN_METRICS, metric_name
-from ladderize.eval.comparison import CONFIDENCE, POINT, ComparisonDocument, PooledComparison, TaskComparison
+from ladderize.eval.comparison import CONFIDENCE, POINT, ComparisonDocument, TaskComparison
 from ladderize.eval.results import EvalResults, ModelResult
 
 # ---- what was measured of each model ----
@@ -96,9 +96,15 @@ def _row(one: TaskComparison, margin: float) -> dict[str, str]:
 
 
 def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
-    """Yield the results of the whole comparison, then its limits."""
-    if document.overall is not None:
-        yield verdict_sentence(document.overall, document.margin)
+    """Yield the results of the whole comparison, which claim no more than the intervals show, then its limits."""
+    if (one := document.overall) is not None:
+        claim, shown = ("More than", "shown") if one.verdict == "worse" else ("At most", one.verdict)
+        tasks = "the task" if len(one.tasks) == 1 else f"all {len(one.tasks)} tasks"
+        needed = "" if one.samples_needed is None else f"; equally good models would need {one.samples_needed:,}"
+        yield (
+            f"{claim} {margin_text(document.margin)} worse over {tasks}: {shown} ({one.difference / POINT:+.2f} points,"
+            f" {interval_words(one.low, one.high, '+.2f', unit=POINT)}, {one.samples:,} samples{needed})."
+        )
     if (text := document.perplexity) is not None:
         yield (
             f"Perplexity {text.reference_value:.4f} to {text.value:.4f}, a difference of {text.difference:+.4f}"
@@ -112,18 +118,6 @@ def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
         )
     yield from (f"Left out: {sentence}." for sentence in document.left_out)
     yield from (f"Note: {sentence}." for sentence in document.remarks)
-
-
-def verdict_sentence(one: PooledComparison, margin: float) -> str:
-    """Return a sentence that says if the other model is at most the margin worse, and claims no more than the interval
-    shows."""
-    claim, shown = ("More than", "shown") if one.verdict == "worse" else ("At most", one.verdict)
-    tasks = "the task" if len(one.tasks) == 1 else f"all {len(one.tasks)} tasks"
-    needed = "" if one.samples_needed is None else f"; equally good models would need {one.samples_needed:,}"
-    return (
-        f"{claim} {margin_text(margin)} worse over {tasks}: {shown} ({one.difference / POINT:+.2f} points,"
-        f" {interval_words(one.low, one.high, '+.2f', unit=POINT)}, {one.samples:,} samples{needed})."
-    )
 
 
 def margin_text(margin: float) -> str:

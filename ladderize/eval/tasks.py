@@ -8,8 +8,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,9 +133,8 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
 # ---- what is kept ----
 
 
-@dataclass
 class Output:
-    """The results so far.
+    """The results so far, with their samples. Raises UserError where they cannot be written.
 
     out: their file.
     names: of all models, in order.
@@ -144,11 +142,16 @@ class Output:
     models: the entries so far by name.
     """
 
-    options: EvalOptions
-    out: Path
-    names: list[str]
-    writes: bool
-    models: dict[str, ModelResult] = field(default_factory=dict)
+    def __init__(self, options: EvalOptions, out: Path, names: list[str], *, writes: bool) -> None:
+        self.options, self.names, self.writes = options, names, writes
+        self.models: dict[str, ModelResult] = {}
+        self.out = resolved(out, "--out ")
+        check_writable(self.out, inputs=[options.perplexity])
+        self.folder = self.out.with_name(f"{self.out.stem}.samples")
+        if self.out == self.folder or self.folder.is_file():
+            raise UserError(
+                f"--out {self.out}: its samples belong into {self.folder}; name a file whose samples can lie beside it"
+            )
 
     def earlier(self) -> dict[str, ModelResult]:
         """Return the entries that an earlier run with the same options left in ``out``, with all their samples."""
@@ -166,9 +169,17 @@ class Output:
         return known
 
     def add_task(self, name: str, result: dict[str, Any]) -> None:
-        """Add the results of a task. Its samples are on disk before results.json names them."""
-        samples = write_samples(samples_folder(self.out), name, result.pop("samples"))
-        self.models[name] = self.models[name].with_task(result, samples)
+        """Add the results of a task. Its samples are on disk, in whole files, before results.json names them."""
+        folder = self.folder / _as_name(name, Path(name).name)
+        folder.mkdir(parents=True, exist_ok=True)
+        written: dict[str, str] = {}
+        for task, samples in result.pop("samples").items():
+            path = folder / f"{_as_name(task, task)}.jsonl"
+            with replacement(path) as file:
+                for sample in samples:
+                    file.write(json.dumps(_as_logged(sample), ensure_ascii=False, allow_nan=False) + "\n")
+            written[task] = path.relative_to(self.out.parent).as_posix()
+        self.models[name] = self.models[name].with_task(result, written)
         self.save()
 
     def save(self, comparisons: Sequence[ComparisonDocument] = ()) -> EvalResults:
@@ -178,44 +189,6 @@ class Output:
         if self.writes:
             write_json(self.out, results.to_dict())
         return results
-
-
-def open_output(options: EvalOptions, out: Path, names: list[str], *, writes: bool) -> Output:
-    """Return the output of a run, after checking that ``out`` can be written, with its samples.
-
-    names: of the models.
-    writes: True for the process that writes.
-    Raises UserError where it cannot be written.
-    """
-    out = resolved(out, "--out ")
-    check_writable(out, inputs=[options.perplexity])
-    folder = samples_folder(out)
-    if out == folder or folder.is_file():
-        raise UserError(f"--out {out}: its samples belong into {folder}; name a file whose samples can lie beside it")
-    return Output(options, out, names, writes)
-
-
-def samples_folder(out: Path) -> Path:
-    """Return the folder of samples: ``results.samples`` beside results.json."""
-    return out.with_name(f"{out.stem}.samples")
-
-
-def write_samples(folder: Path, model: str, samples: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, str]:
-    """Write a model's samples of each task under ``folder``; returns task -> path, relative to the folder's parent.
-
-    Each file appears whole or not at all.
-    Raises OSError, for example where the disk is full.
-    """
-    own_folder = folder / _as_name(model, Path(model).name)
-    own_folder.mkdir(parents=True, exist_ok=True)
-    written: dict[str, str] = {}
-    for task, logged in samples.items():
-        path = own_folder / f"{_as_name(task, task)}.jsonl"
-        with replacement(path) as file:
-            for sample in logged:
-                file.write(json.dumps(_as_logged(sample), ensure_ascii=False, allow_nan=False) + "\n")
-        written[task] = path.relative_to(folder.parent).as_posix()
-    return written
 
 
 def _as_logged(sample: Mapping[str, Any]) -> Any:

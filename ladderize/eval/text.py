@@ -59,29 +59,6 @@ class KeptPredictions(Record):
         return None
 
 
-class KeptReference:
-    """The predictions of another model. Raises UserError for files that cannot be read."""
-
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self.folder, self.device = folder, device
-        self.head = self._load(HEAD_NAME)
-
-    def states(self, window: int) -> Tensor:
-        """Return the states [scored tokens, hidden] of a window."""
-        return self._load(WINDOW_FILES.replace("*", str(window)))["states"]
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Return the logits [n, vocabulary] of states [n, hidden], in float32."""
-        return torch.nn.functional.linear(states, self.head["weight"], self.head.get("bias")).float()
-
-    def _load(self, name: str) -> dict[str, Tensor]:
-        path = self.folder / name
-        try:
-            return load_file(path, device=str(self.device))
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be read ({sentence(error)}); evaluate the reference again") from None
-
-
 def prepare_folder(folder: Path) -> None:
     """Make ``folder`` ready for predictions; earlier ones in it are removed. Raises UserError if it holds anything
     else."""
@@ -102,6 +79,14 @@ def read_about(folder: Path) -> KeptPredictions:
     if not path.is_file():
         raise UserError(f"{folder} holds no kept predictions (no {path.name}); keep the reference's first")
     return KeptPredictions.from_dict(read_document(path, "file of kept predictions"), path)
+
+
+def load_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
+    """Read a file of a folder of predictions. Raises UserError where that fails."""
+    try:
+        return load_file(path, device=str(device))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({sentence(error)}); evaluate the reference again") from None
 
 
 def save_tensors(path: Path, **tensors: Tensor | None) -> None:
@@ -170,30 +155,31 @@ def score_windows(
     chosen = range(len(windows)) if chosen is None else chosen
     if keep is not None and 0 in chosen:  # one of several ranks
         save_tensors(keep / HEAD_NAME, weight=layer.weight, bias=layer.bias)
-    kept = None if reference is None else KeptReference(reference, device)
+    head = None if reference is None else load_tensors(reference / HEAD_NAME, device)
     scores = []
     with torch.inference_mode():
         for batch in window_batches(windows, chosen, batch_size):
             ids = torch.from_numpy(np.stack([windows[index] for index in batch])).to(device)
             states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state * scale
             for row, index in enumerate(batch):
+                name = WINDOW_FILES.replace("*", str(index))
                 if keep is not None:
-                    save_tensors(keep / WINDOW_FILES.replace("*", str(index)), states=states[row, :-1])
-                theirs = None if kept is None else kept.states(index)
+                    save_tensors(keep / name, states=states[row, :-1])
+                theirs = None if reference is None else load_tensors(reference / name, device)["states"]
                 targets = ids[row, 1:].to(states.device)
-                scores.append(score_window(layer, states[row, :-1], targets, kept, theirs))
+                scores.append(score_window(layer, states[row, :-1], targets, head, theirs))
             advance(len(batch))
     return scores
 
 
 def score_window(
-    layer: torch.nn.Linear, states: Tensor, targets: Tensor, kept: KeptReference | None, theirs: Tensor | None
+    layer: torch.nn.Linear, states: Tensor, targets: Tensor, head: dict[str, Tensor] | None, theirs: Tensor | None
 ) -> WindowScore:
     """Score one window.
 
     layer: states [n, hidden] -> logits [n, vocabulary].
     targets: the tokens that follow the states [n].
-    kept, theirs: the reference, and its states [n, hidden].
+    head, theirs: the reference's output layer, and its states [n, hidden].
     """
     total, kl, same = 0.0, [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
     at_once = max(1, LOGITS_AT_A_TIME // layer.out_features)
@@ -202,8 +188,8 @@ def score_window(
         logits = layer(states[part]).float()
         log_q = logits.log_softmax(-1)
         total -= float(log_q.gather(-1, targets[part, None]).double().sum())
-        if kept is not None and theirs is not None:
-            other = kept.logits(theirs[part])
+        if head is not None and theirs is not None:
+            other = torch.nn.functional.linear(theirs[part], head["weight"], head.get("bias")).float()
             log_p = other.log_softmax(-1)
             kl.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0).cpu())
             same.append((other.argmax(-1) == logits.argmax(-1)).cpu())

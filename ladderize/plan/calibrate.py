@@ -10,8 +10,7 @@ for each other: over gloo it takes twice as long there as alone.
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,16 +30,16 @@ from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import Environment, environment
+from ladderize.runtime.bench.rounds import seconds_together
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, ring_share
-from ladderize.runtime.graphs import capture
 from ladderize.runtime.launch import check_group_size, run
 from ladderize.runtime.layers import Linear
 
 NAME = "this machine"  # of the device and the link
 IN_A_ROW = 12  # products or messages of one sample: after a barrier ranks do not start at once
-REPEATS = 7  # samples of a time
+ROUNDS = 8  # of a time; the first is not counted
 STARTS = 1000  # operations that the host starts, of one sample
 COVER = 1.5  # times as long as a message: the products that run beside it
 LEAST_SECONDS = 1e-7  # the least time of a message, where timings scatter by more than it takes
@@ -148,7 +147,7 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, consol
     kind: torch.dtype = getattr(torch, dtype)
     widest = sizes.rows[-1] * sizes.widths[-1] * kind.itemsize
     check_room(2 * sizes.pool_bytes + 3 * widest, group.device, "calibrate", "free some", processes=group.local_size)
-    timer = _Timer(group)
+    timer = partial(seconds_together, group, rounds=ROUNDS)
     collectives, chosen = choose(backend, group, max_bytes=max(MESSAGES))
     products, messages, slowed, launch = [], [], [], 0.0
     with torch.inference_mode():
@@ -179,35 +178,6 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, consol
     collectives.settle()
     contention = min(0.9, max(0.0, statistics.fmean(slowed))) if slowed else 0.0
     return TimedGroup(group.size, chosen, environment(group), products, messages, contention, 1e6 * launch)
-
-
-class _Timer:
-    """A timer of functions on all ranks at once: the median of some samples, each of the slowest rank."""
-
-    def __init__(self, group: Ranks) -> None:
-        self.group = group
-
-    def __call__(self, run: Callable[[], object], count: int, *, graph: bool = True) -> float:
-        """Return the seconds of one of ``count`` parts.
-
-        graph: on a GPU, one graph starts them all.
-        """
-        if graph and self.group.device.type == "cuda":
-            run = capture(run, self.group.device, warm_ups=1)[0].replay
-        samples = []
-        for _ in range(REPEATS + 1):  # the first is not counted
-            self.group.barrier()
-            self._finish()
-            begin = time.perf_counter()
-            run()
-            if graph:
-                self._finish()
-            samples.append(max(self.group.gather(time.perf_counter() - begin)) / count)
-        return statistics.median(samples[1:])
-
-    def _finish(self) -> None:
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def _weights(width: int, pool_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Linear]:

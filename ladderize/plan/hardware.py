@@ -15,7 +15,6 @@ from ladderize.files.regular import names_a_file
 
 DEVICE_TABLE = Path(__file__).parent / "devices.yaml"
 ENGINE_TABLE = Path(__file__).parent / "engines.yaml"
-PUBLISHED, SERVED = "published", "vllm"  # the engine of published timings, and the one that people serve with
 RATES = ("memory_bandwidth_gb_s", "matmul_tflop_s", "memory_gib", "bandwidth_share", "matmul_share")  # never 0
 SHARES = ("bandwidth_share", "matmul_share", "relative_error", "serial_share", "thin_share")
 # the figures that a device with ``like: h100-sxm`` need not give, since no data sheet has them
@@ -139,11 +138,6 @@ def _completed(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where:
     if name not in devices:
         raise UserError(f"{where}: like {name} is not one of {', '.join(devices)}; name one of them")
     return {**{key: getattr(devices[name], key) for key in LIKE_ANOTHER}, **row}
-
-
-def assumed_engine(device: DeviceSpec) -> str:
-    """Return the engine that is assumed where none is named: the device's; but nobody serves with the published one."""
-    return SERVED if device.engine == PUBLISHED and not device.calibrated else device.engine
 
 
 @functools.cache

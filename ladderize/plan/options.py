@@ -16,7 +16,6 @@ from ladderize.choices import (
     argument,
     check_options,
     option,
-    ppl_increase,
 )
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
@@ -26,7 +25,6 @@ from ladderize.runtime.bench.options import (
     LAYOUT_NAMES,
     OUTPUT_LEN,
     PROMPT_LEN,
-    layout_names,
     parse_counts,
 )
 
@@ -60,11 +58,6 @@ class PlanModel(Record):
     @property
     def name(self) -> str:
         return str(self.model or self.shape)
-
-    @property
-    def rows(self) -> list[str]:
-        """The names that --layout lists, in order. Raises UsageError where it lists none, or one twice."""
-        return [*LAYOUT_NAMES, *BOUND_NAMES] if self.layout is None else layout_names(self.layout)
 
 
 @dataclass(frozen=True)
@@ -137,8 +130,17 @@ class PlanGoal:
 
         dense_nll: of the dense model, in nats per token.
         """
-        dense = math.exp(dense_nll)
-        return math.log1p(ppl_increase(self.max_ppl_increase, dense) / dense)
+        text, dense = str(self.max_ppl_increase).strip(), math.exp(dense_nll)
+        try:
+            value = float(text.removesuffix("%"))
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise UsageError(
+                f"--max-ppl-increase {self.max_ppl_increase} is not an increase of the perplexity; write 2% (of the"
+                " dense one) or a number above 0 such as 0.1 (in perplexity)"
+            )
+        return math.log1p((value / 100 * dense if text.endswith("%") else value) / dense)
 
 
 @dataclass(frozen=True)

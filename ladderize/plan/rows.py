@@ -10,7 +10,7 @@ than a time's. Imports no torch.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -82,16 +82,16 @@ class _Variant(NamedTuple):
     """A row before its times are known.
 
     serving: the group and the batch, or those of the replica with the largest part, which ends last.
-    predict: the times of a pass.
-    is_fused: norms are fused into all-reduces where vLLM does so.
     """
 
     name: str
     kind: RowKind
     layout: Layout
     serving: Serving
-    predict: Callable[[PassParts], PassSeconds]
-    is_fused: bool = False
+
+    def predict(self, parts: PassParts) -> PassSeconds:
+        """Return the times of a pass."""
+        return BOUNDS[self.name](parts) if self.kind == "bound" else predict_pass(parts, self.layout)
 
 
 def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[PlannedRow]:
@@ -104,10 +104,10 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
     """
     dense = Layout.dense(serving.config["num_hidden_layers"])
     variants = [
-        _Variant(name, "bound" if name in BOUNDS else "layout", layout, serving, _prediction(name, layout))
+        _Variant(name, "bound" if name in BOUNDS else "layout", layout, serving)
         for name, layout in {"dense": dense, **layouts}.items()
     ]
-    basis, steps = _basis(serving), serving.passes["decode"]
+    steps = serving.passes["decode"]
     rows: list[PlannedRow] = []
     dense_whole: list[float] = []
     for one in (*variants, *_exact_variants(serving, dense)):
@@ -128,7 +128,7 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
                 layout=str(one.layout),
                 tp_size=serving.ranks,
                 batch_size=serving.batch_size,
-                basis=basis,
+                basis=_basis(serving),
                 prefill_ms=1e3 * prefill[0],
                 decode_ms_per_token=1e3 * decode[0],
                 tokens_per_s=serving.batch_size * serving.output_len / whole[0],
@@ -141,10 +141,6 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
             )
         )
     return rows
-
-
-def _prediction(name: str, layout: Layout) -> Callable[[PassParts], PassSeconds]:
-    return BOUNDS.get(name) or (lambda parts: predict_pass(parts, layout))
 
 
 def _basis(serving: Serving) -> Basis:
@@ -172,8 +168,7 @@ def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
             any(gain != NO_GAIN for gain in gains) if count == 1 else _fits(part.device, memory_need(part, dense))
         )
         if is_another is not False:
-            name = "fused" if count == 1 else f"{count} replicas"
-            yield _Variant(name, "exact", dense, part, _prediction(name, dense), is_fused=True)
+            yield _Variant("fused" if count == 1 else f"{count} replicas", "exact", dense, part)
 
 
 def fused_gain(serving: Serving, parts: PassParts) -> tuple[float, float]:
@@ -195,7 +190,7 @@ def fused_gain(serving: Serving, parts: PassParts) -> tuple[float, float]:
 
 def _seconds(variant: _Variant, cases: Sequence[PassParts]) -> list[float]:
     """Return the time of a phase in each case; the last two cases are of more and less gain by fused norms."""
-    low, high = fused_gain(variant.serving, cases[0]) if variant.is_fused else NO_GAIN
+    low, high = fused_gain(variant.serving, cases[0]) if variant.kind == "exact" else NO_GAIN
     gain, deviation = (low + high) / 2, (high - low) / 4  # the band is two deviations on both sides
     totals = [variant.predict(case).total for case in cases]
     gains = [gain] * len(totals) + [gain + deviation, gain - deviation]

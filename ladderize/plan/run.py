@@ -25,17 +25,18 @@ from ladderize.files.regular import names_a_file, resolved
 from ladderize.files.temporaries import replacement
 from ladderize.layout import Layout
 from ladderize.plan.choice import LAYER_KINDS, LayerTables, PlanChoice, choose_layout, kind_seconds
-from ladderize.plan.hardware import SERVED, DeviceSpec, assumed_engine, known_engines, read_device
+from ladderize.plan.hardware import DeviceSpec, known_engines, read_device
 from ladderize.plan.options import BOUND_NAMES, PlanGoal, PlanModel, PlanOptions
 from ladderize.plan.passes import WIDTHS, Serving, pass_parts
 from ladderize.plan.rows import GIB, PlannedRow, memory_need, planned_rows
-from ladderize.runtime.bench.options import named_layout
+from ladderize.runtime.bench.options import layout_names, named_layout
 from ladderize.runtime.collectives.links import Interconnect, known_interconnects, read_interconnect
 from ladderize.runtime.shards import check_runnable, dense_config, read_shape
 
 if TYPE_CHECKING:
     from ladderize.plan.measure import LayoutMeasurer
 
+SERVED = "vllm"  # the engine that people serve with
 CHECKPOINT_ROW, CHOSEN_ROW = "checkpoint", "chosen"  # the rows that are no names of --layout
 LONG_PROMPT = 4096  # tokens, from which attention that is not fused takes much of a prefill
 
@@ -157,10 +158,8 @@ def _serving(choice: PlanModel, options: PlanOptions) -> tuple[Serving, Layout]:
             config = dense_config(config)
     quantisation, config = quantisation_of(config, folder), plain_config(config)
     check_config(config)
-    layout = Layout.dense(config["num_hidden_layers"])
-    if folder is not None:
-        layout = Layout.from_config(config)
-        layout.check_model(config)
+    layout = Layout.from_config(config)
+    layout.check_model(config)
     stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16") if folder is not None else "bfloat16"
     dtype = stored.removeprefix("torch.") if choice.dtype == "auto" else choice.dtype
     if dtype not in WIDTHS:
@@ -171,7 +170,9 @@ def _serving(choice: PlanModel, options: PlanOptions) -> tuple[Serving, Layout]:
             f" ({quantisation.words}); plan the model that it was made of"
         )
     device, engines = read_device(options.hardware), known_engines()
-    name = options.engine or assumed_engine(device)
+    # that of published timings is nobody's to serve with
+    assumed = SERVED if device.engine == "published" and not device.calibrated else device.engine
+    name = options.engine or assumed
     if name not in engines:
         raise UsageError(f"--engine {name} is not one of {', '.join(engines)}")
     engine = engines[name]
@@ -199,15 +200,15 @@ def _chosen_link(options: PlanOptions, groups: int | None) -> Interconnect | Non
     if max(options.tp_sizes) == 1:
         return None
     named = options.link or (options.hardware if names_a_file(options.hardware) else None)
-    if named is not None:
-        link = read_interconnect(named)
-        if options.outer_link is None or groups is None:
-            return link
-        return link.joined_by(read_interconnect(options.outer_link, "--outer-link"), options.tp_sizes[0] // groups)
-    raise UsageError(
-        f"{max(options.tp_sizes)} ranks send messages: give --link, a known one such as nvlink, ALPHA_US,BETA_GB_S, or"
-        " a file"
-    )
+    if named is None:
+        raise UsageError(
+            f"{max(options.tp_sizes)} ranks send messages: give --link, a known one such as nvlink,"
+            " ALPHA_US,BETA_GB_S, or a file"
+        )
+    link = read_interconnect(named)
+    if options.outer_link is None or groups is None:
+        return link
+    return link.joined_by(read_interconnect(options.outer_link, "--outer-link"), options.tp_sizes[0] // groups)
 
 
 def _row_layouts(choice: PlanModel, layout: Layout, serving: Serving, ranks: int) -> dict[str, Layout]:
@@ -217,7 +218,7 @@ def _row_layouts(choice: PlanModel, layout: Layout, serving: Serving, ranks: int
     Raises UsageError for unknown names, UserError or LayoutError for layouts that ``ranks`` cannot run.
     """
     layouts = {} if layout.is_dense else {CHECKPOINT_ROW: layout}
-    for name in choice.rows:
+    for name in [*layout_names(choice.layout), *(BOUND_NAMES if choice.layout is None else ())]:
         named = "dense" if name in BOUND_NAMES else name
         layouts[name] = named_layout(named, layout.num_layers, choice.sync_tp_size or ranks, more=BOUND_NAMES)
     for one in (Layout.dense(layout.num_layers), *layouts.values()):
@@ -340,6 +341,5 @@ def write_plan_recipe(path: Path, choice: PlanChoice) -> None:
     if choice.aligned is not None:
         origin.append("These costs are of aligned models: align what is made of this, `adapt --method align`.")
     comments = ["# " + "".join(c if c.isprintable() else "?" for c in line) for line in origin]
-    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in recipe.items()}
     with replacement(resolved(path, "--recipe-out ")) as file:
-        file.write("\n".join([*comments, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=100)]))
+        file.write("\n".join([*comments, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)]))

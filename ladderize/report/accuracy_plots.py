@@ -58,7 +58,13 @@ def task_plots(content: ReportContent) -> list[ReportPlot]:
         "Points from dense on the same questions; bars are 95 % intervals of paired differences. Left of 0 is worse."
         " The dashed line is the margin."
     )
-    panels = [_task_panel(task, [row for row in rows if row["task"] == task], content.margin) for task in tasks]
+    levels = [level("x", 0), level("x", -content.margin, dashed=True)]
+    panels = []
+    for task in tasks:
+        own = [row for row in rows if row["task"] == task]
+        title = f"points of {own[-1]['metric']} from dense"
+        x = quantitative("x", title, axis={"labelExpr": SIGNED_LABEL, "tickCount": 5})
+        panels.append(dots(task, own, x, levels))
     return [ReportPlot("tasks", "Differences task by task", caption, panels)]
 
 
@@ -77,21 +83,11 @@ def _task_row(one: ReportModel, task: TaskComparison) -> dict[str, Any]:
     }
 
 
-def _task_panel(task: str, rows: list[dict[str, Any]], margin: float) -> Spec:
-    title = f"points of {rows[-1]['metric']} from dense"
-    x = quantitative("x", title, axis={"labelExpr": SIGNED_LABEL, "tickCount": 5})
-    return dots(task, rows, x, [level("x", 0), level("x", -margin, dashed=True)])
-
-
 # ---- recovery: adapted models by their tokens, and retrainings by their validations ----
 
 
 def recovery_plots(content: ReportContent) -> list[ReportPlot]:
-    """Return the plots of adapted models by tokens and of retrainings; none where no model was adapted."""
-    return [*_models_plot(content), *_retraining_plot(content.found.retrainings)]
-
-
-def _models_plot(content: ReportContent) -> list[ReportPlot]:
+    """Return one plot of adapted models by tokens; none where no model was adapted."""
     adapted = [one for one in content.models if one.adapted is not None]
     trained = {one.modes for one in adapted if one.tokens}
     same = sorted((one for one in adapted if one.modes in trained), key=lambda one: one.tokens or 0)
@@ -135,7 +131,7 @@ def _models_panel(rows: list[dict[str, Any]], measure: str, margin: float) -> Sp
     return make_spec("", 300, rows, [*levels, by_line, intervals("y", encoding), models])
 
 
-def _retraining_plot(found: Sequence[RetrainingRun]) -> list[ReportPlot]:
+def retraining_plots(found: Sequence[RetrainingRun]) -> list[ReportPlot]:
     """Return one plot of all runs that held text out: of the KL where all runs measured it, else of the perplexity."""
     runs = [run for run in found if run.validations]
     if len({run.name for run in runs}) < len(runs):

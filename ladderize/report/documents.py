@@ -20,8 +20,6 @@ SWEEP = "sweep.json"
 READABLE = "sweep.json, results.json, bench.json or sensitivity.json"
 # the files of a folder that are read; others, such as config.json, belong to something else
 PATTERNS = ("results*.json", "bench*.json", "sensitivity*.json")
-# a key that only one kind of document has
-OF_SWEEP, OF_RESULTS, OF_BENCH, OF_SENSITIVITY = "points", "models", "rows", "costs"
 
 
 @dataclass(frozen=True)
@@ -113,15 +111,15 @@ def _add_file(path: Path, found: FoundDocuments, *, is_named: bool = True) -> No
         return
     found.seen.add(path)
     content = read_document(path, READABLE)
-    if OF_SWEEP in content:
+    if "points" in content:  # a key that only one kind of document has
         sweep = SweepDocument.from_dict(content, path)
         found.sweeps.append((path, sweep))
         _add_stages(path, sweep, found)
-    elif OF_RESULTS in content:
+    elif "models" in content:
         found.results.append((path, EvalResults.from_dict(content, path)))
-    elif OF_SENSITIVITY in content:
+    elif "costs" in content:
         found.sensitivities.append(read_sensitivity(path))
-    elif OF_BENCH in content:
+    elif "rows" in content:
         bench = BenchDocument.from_dict(content, path)
         if bench.options.train and is_named:
             raise UserError(f"{path} is of bench --train, which has no place in a report; leave it out")

@@ -13,7 +13,7 @@ from ladderize.eval.options import MARGIN
 from ladderize.eval.results import EvalResults, EvaluatedModel
 from ladderize.eval.table import mean_accuracy, short_names
 from ladderize.report.documents import FoundDocuments
-from ladderize.report.models import ReportModel, Setting, Timing, WithInterval, model_key, new_model
+from ladderize.report.models import ReportModel, Setting, Timing, WithInterval, model_key
 from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow
 
 NORMAL_95 = 1.959964  # half the width of a 95 % interval of the normal distribution, in standard errors
@@ -63,7 +63,7 @@ def join_documents(found: FoundDocuments, margin: float | None = None) -> Report
         for point in sweep.points:  # of another sweep, too: paths hold a hash of all that decides a model
             key = f"{path}: {point.name}" if point.model is None else model_key(point.model)
             known = {name: getattr(point, name) for name in FROM_POINT}
-            models.setdefault(key, new_model(point, point.model or point.name, point.name, **known))
+            models.setdefault(key, ReportModel(point.name, point.model or point.name, point, **known))
     places = _add_results(models, found.results)
     remarks = _add_times(models, found.benches, is_evaluated=bool(places))
     _name([one for one in models.values() if one.is_model])
@@ -90,10 +90,10 @@ def _name(models: list[ReportModel]) -> None:
 
 def _check_layout(one: ReportModel, row: EvaluatedModel | BenchRow, path: Path) -> None:
     """Raise UserError where a document has a model in another layout than the documents before it."""
-    if (one.attention_sync, one.mlp_sync) != (row.attention_sync, row.mlp_sync):
+    if (one.row.attention_sync, one.row.mlp_sync) != (row.attention_sync, row.mlp_sync):
         raise UserError(
-            f"{path} has {one.model} in another layout than the other documents ({one.layout}): it was converted again"
-            " in between; evaluate and time it again"
+            f"{path} has {one.model} in another layout than the other documents ({one.row.layout}): it was converted"
+            " again in between; evaluate and time it again"
         )
 
 
@@ -114,7 +114,7 @@ def _add_results(models: Models, found: Sequence[tuple[Path, EvalResults]]) -> d
             if key in places:
                 raise UserError(f"{path} and {places[key][0]} both evaluate {row.model}; name one of the two")
             places[key] = (path, row.model)
-            one = models.setdefault(key, new_model(row, row.model))
+            one = models.setdefault(key, ReportModel("", row.model, row))
             _check_layout(one, row, path)
             one.accuracy = mean_accuracy(entry)
             if (text := row.perplexity) is not None:
@@ -129,7 +129,7 @@ def _compare(
     """Give every evaluated model its comparison with the reference; return remarks, each once.
 
     Models that were evaluated together are compared in results.json. Models that were evaluated apart, as in a sweep,
-    are compared here. Raises UserError for a comparison with a model that no document evaluates.
+    are compared here.
     """
     dense = next(iter(models), "")
     if dense not in places:
@@ -140,8 +140,6 @@ def _compare(
         for one in results.comparisons
         if model_key(one.reference) == dense
     }
-    if strangers := stored.keys() - places.keys():
-        raise UserError(f"a results.json compares {min(strangers)}, which none evaluates; evaluate again")
     answered = cache(lambda key: next(read_models(*places[key])))
     remarks: dict[str, None] = {}
     for key in places:
@@ -203,10 +201,10 @@ def _add_timing(models: Models, row: BenchRow, document: BenchDocument, source: 
         source=source,
         note="; random weights" if first.is_random else "",
     )
-    is_model = row.is_model and not row.is_random
-    key = model_key(row.model) if is_model else f"{path}: {row.model}"
-    new = new_model(row, row.model, "" if is_model else row.model, is_model=is_model, is_baseline=not row.is_model)
-    one = models.setdefault(key, new)
+    new = ReportModel("", row.model, row)
+    if not new.is_model:
+        new.name = row.model
+    one = models.setdefault(model_key(row.model) if new.is_model else f"{path}: {row.model}", new)
     _check_layout(one, row, path)
     if one.timing(setting) is not None:
         raise UserError(f"{path} has two rows of {row.model} at batch size {row.batch_size}")

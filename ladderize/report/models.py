@@ -2,18 +2,14 @@
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from ladderize.adapt.methods import ALIGN
 from ladderize.eval.comparison import ComparisonDocument
 from ladderize.eval.results import EvaluatedModel
-from ladderize.layout import BLOCKING, DELAYED, DROPPED, OVERLAPPED
+from ladderize.layout import DELAYED, DROPPED, OVERLAPPED
 from ladderize.runtime.bench.document import BenchRow
 from ladderize.sweep_document import AS_CONVERTED, SweepPoint
-
-# measured: real ranks; emulated: one real rank of a group that is not there
-TimingKind = Literal["measured", "emulated"]
-MINUS = "\u2212"
 
 
 def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
@@ -24,7 +20,7 @@ def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
     text = f"{abs(value):,.{digits}f}"
     if not float(text.replace(",", "")):
         return text
-    return (MINUS if value < 0 else "+" if sign else "") + text
+    return ("\u2212" if value < 0 else "+" if sign else "") + text
 
 
 @dataclass(frozen=True)
@@ -67,12 +63,13 @@ def perplexity_text(perplexity: WithInterval) -> str:
 class Setting:
     """The setting in which a model was timed.
 
+    kind: measured: real ranks; emulated: one real rank of a group that is not there.
     medium: the backend of the ranks, or the emulated link.
     source: the number of the document.
     note: a remark at the end of the words, such as on random weights.
     """
 
-    kind: TimingKind
+    kind: Literal["measured", "emulated"]
     tp_size: int
     medium: str
     batch_size: int
@@ -123,7 +120,7 @@ class Timing:
 class ReportModel:
     """A model, or a row that was only timed, with all that is known of it.
 
-    is_model: False for a baseline and for random weights.
+    row: that of the first document with it, which has its layout.
     accuracy: the mean over tasks, 0 to 1.
     difference: points of mean accuracy from the reference.
     divergence: the mean KL of its predictions from the reference's, in nats per token.
@@ -133,12 +130,7 @@ class ReportModel:
 
     name: str
     model: str
-    layout: str
-    attention_sync: list[str]
-    mlp_sync: list[str]
-    sync_tp_size: int | None
-    is_model: bool = True
-    is_baseline: bool = False
+    row: SweepPoint | EvaluatedModel | BenchRow
     adapted: str | None = None
     tokens: int | None = None
     failure: str | None = None
@@ -152,6 +144,11 @@ class ReportModel:
     timed_as: "ReportModel | None" = None
 
     @property
+    def is_model(self) -> bool:
+        """False for a baseline and for random weights."""
+        return not isinstance(self.row, BenchRow) or (self.row.is_model and not self.row.is_random)
+
+    @property
     def was_trained(self) -> bool:
         """True where its adaptation was more than an alignment."""
         return self.adapted not in (None, AS_CONVERTED, ALIGN)
@@ -159,14 +156,14 @@ class ReportModel:
     @property
     def modes(self) -> tuple[tuple[str, ...], tuple[str, ...], int | None]:
         """The layout as a value to compare."""
-        return tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size
+        return tuple(self.row.attention_sync), tuple(self.row.mlp_sync), self.row.sync_tp_size
 
     @property
     def family(self) -> str:
         """The kind of its layout, such as dense, ladder or spd + delayed; or baseline."""
-        if self.is_baseline:
+        if isinstance(self.row, BenchRow) and not self.row.is_model:
             return "baseline"
-        modes = {*self.attention_sync, *self.mlp_sync} - {BLOCKING}
+        modes = {*self.row.attention_sync, *self.row.mlp_sync}
         kinds = (DROPPED, "spd"), (OVERLAPPED, "ladder"), (DELAYED, "delayed")
         names = [name for mode, name in kinds if mode in modes]
         return "ladder and delayed" if {"ladder", "delayed"} <= {*names} else " + ".join(names) or "dense"
@@ -174,7 +171,7 @@ class ReportModel:
     @property
     def layout_words(self) -> str:
         """The layout without the number of layers, which all share."""
-        return self.layout.partition(": ")[2] or self.layout
+        return self.row.layout.partition(": ")[2] or self.row.layout
 
     @property
     def title(self) -> str:
@@ -210,11 +207,3 @@ class ReportModel:
 def model_key(model: str) -> str:
     """Return a model's path as one name: ``./a/`` and ``a`` are the same."""
     return os.path.normpath(model)
-
-
-def new_model(row: SweepPoint | EvaluatedModel | BenchRow, model: str, name: str = "", **more: Any) -> ReportModel:
-    """Return a model that has the layout of a document's row.
-
-    more: further fields.
-    """
-    return ReportModel(name, model, row.layout, row.attention_sync, row.mlp_sync, row.sync_tp_size, **more)

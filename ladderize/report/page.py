@@ -17,7 +17,7 @@ from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
-from ladderize.report.accuracy_plots import recovery_plots, sensitivity_plots, task_plots
+from ladderize.report.accuracy_plots import recovery_plots, retraining_plots, sensitivity_plots, task_plots
 from ladderize.report.answer import Answer, find_answer
 from ladderize.report.documents import find_documents
 from ladderize.report.join import ReportContent, join_documents
@@ -136,12 +136,12 @@ def build_page(content: ReportContent) -> ReportPage:
         "Speed": speed_plots(content),
         "Where the time goes": time_plots(content),
         "Sensitivity": sensitivity_plots(content.found),
-        "Recovery": recovery_plots(content),
+        "Recovery": [*recovery_plots(content), *retraining_plots(content.found.retrainings)],
     }
     return ReportPage(
         title=f"Accuracy against speed{f': {reference.name}' if reference is not None else ''}",
         answer=answer,
-        models=models_table(content, answer.setting or next(iter(content.real_settings), None)),
+        models=models_table(content, answer.setting),
         sections={title: plots for title, plots in sections.items() if plots},
         setup=setup_facts(content.found),
         remarks=content.remarks,

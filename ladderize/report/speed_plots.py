@@ -54,7 +54,6 @@ def _speed_panel(setting: Setting, timings: list[tuple[ReportModel, Timing]]) ->
             "name": one.name,
             "family": one.family,
             "kind": setting.kind,
-            "batch": setting.batch_size,
             **timing.whole.fields("x"),
             "words": f"{one.title}; {setting.words}; end to end {speedup_text(timing.whole)};"
             f" prefill {speedup_text(timing.speedup('prefill'))}, {timing.row.ms['prefill']:.3f} ms;"
@@ -88,22 +87,16 @@ def time_plots(content: ReportContent) -> list[ReportPlot]:
     ]
 
 
-def _time_parts(timing: Timing, phase: str) -> tuple[float, float, WithInterval]:
-    """Return the milliseconds of a pass: without communication, of communication under compute, and waited."""
-    part = (timing.row.communication or {})[phase]
-    # a difference of two medians: it may come out below 0, or above all communication, which no time can be
-    most = min(part.alone_ms, part.no_communication_ms)
-    hidden = min(max(0.0, part.alone_ms - part.exposed_ms), most) if timing.row.overlaps(phase) else 0.0
-    return part.no_communication_ms, hidden, WithInterval(part.exposed_ms, *part.exposed_interval_ms)
-
-
 def _time_panel(phase: str, setting: Setting, timings: list[tuple[ReportModel, Timing]]) -> Spec:
     rows: list[dict[str, Any]] = []
     for one, timing in timings:
-        if phase not in (timing.row.communication or {}):
+        if (sent := (timing.row.communication or {}).get(phase)) is None:
             continue
-        compute, hidden, waited = _time_parts(timing, phase)
-        values = (compute - hidden, hidden, max(0.0, waited.value))
+        # a difference of two medians: it may come out below 0, or above all communication, which no time can be
+        most = min(sent.alone_ms, sent.no_communication_ms)
+        hidden = min(max(0.0, sent.alone_ms - sent.exposed_ms), most) if timing.row.overlaps(phase) else 0.0
+        waited = WithInterval(sent.exposed_ms, *sent.exposed_interval_ms)
+        values = (sent.no_communication_ms - hidden, hidden, max(0.0, waited.value))
         for order, (part, value) in enumerate(zip(PARTS.values(), values, strict=True)):
             shown = waited.text(3) if order == 2 else f"{value:.3f}"
             words = f"{one.title}: {part} {shown} ms; {setting.words}"

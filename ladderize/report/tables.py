@@ -3,60 +3,39 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ladderize.eval.table import margin_text
 from ladderize.report.documents import FoundDocuments
 from ladderize.report.join import ReportContent
-from ladderize.report.models import ReportModel, Setting, WithInterval, perplexity_text, points_text, speedup_text
+from ladderize.report.models import ReportModel, Setting, perplexity_text, points_text, speedup_text
 
-
-@dataclass(frozen=True)
-class TableCell:
-    """The text of a cell; True for a number."""
-
-    text: str
-    is_number: bool = False
+WORDS = ("model", "layout", "adapted", "within", "not promoted", "failed")  # begins of columns that hold no numbers
+Known = TypeVar("Known")
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table. Each row has a cell for every column; the first cell of a row is its header.
+    """A table. Each row has a text for every column, the first of which is its header.
 
+    numbers: the columns that hold numbers.
     note: the text below it.
     """
 
     caption: str
-    columns: list[str]
-    rows: list[list[TableCell]]
-    note: str = ""
-
-    @property
-    def numeric(self) -> list[bool]:
-        """True for each column that holds numbers."""
-        return [any(row[place].is_number for row in self.rows) for place in range(len(self.columns))]
-
-
-def number_cell(value: float | None, text: Callable[[float], str]) -> TableCell:
-    """Return a cell with a number; it is empty where there is none."""
-    return TableCell("") if value is None else TableCell(text(value), True)
-
-
-def estimate_cell(estimate: WithInterval | None, text: Callable[[WithInterval], str]) -> TableCell:
-    """Return the text of a number with its interval."""
-    return TableCell("") if estimate is None else TableCell(text(estimate), True)
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    rows: list[dict[str, str]]
+    numbers: list[str]
+    note: str
 
 
 def models_table(content: ReportContent, setting: Setting | None) -> ReportTable:
     """Return the table with a row for each model, without empty columns.
 
-    setting: the setting of the times.
+    setting: the setting of the times; None: the first one that has any.
     """
+    setting = setting or next(iter(content.real_settings), None)
     rows = [_model_row(one, setting, content.margin) for one in content.models]
-    filled = [name for name in rows[0] if any(row[name].text for row in rows)] if rows else []
+    filled = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     shared: dict[str, list[str]] = {}
     for one in content.models:
         if one.timed_as is not None:
@@ -64,10 +43,11 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
     words = "; ".join(f"{', '.join(names)} those of {timed}" for timed, names in shared.items())
     note = f"* Times of another model with the same layout, on which alone speed depends: {words}." if words else ""
     caption = "All models" + (f". Times: {setting.words}" if setting is not None else "")
-    return ReportTable(caption, filled, [[row[name] for name in filled] for row in rows], note)
+    numbers = [name for name in filled if not name.startswith(WORDS)]
+    return ReportTable(caption, [{name: row[name] for name in filled} for row in rows], numbers, note)
 
 
-def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict[str, TableCell]:
+def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict[str, str]:
     timing = one.timing(setting) if setting is not None else None
     row = timing.row if timing is not None else None
     kind = setting.kind if setting is not None else ""
@@ -77,21 +57,26 @@ def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict
     speed = timing.whole if timing is not None else None
     same = predictions.same_top_share if predictions is not None else None
     return {
-        "model": TableCell(one.name),
-        "layout": TableCell(one.layout_words),
-        "adapted": TableCell(one.adaptation),
-        "points from dense (95 %)": estimate_cell(one.difference, points_text),
-        f"within {margin_text(margin)}": TableCell(verdict),
-        f"speed-up (95 %), {kind}": estimate_cell(speed, lambda value: speedup_text(value) + star),
-        "perplexity (95 %)": estimate_cell(one.perplexity, perplexity_text),
-        "accuracy": number_cell(one.accuracy, percent),
-        "KL to dense, nats": estimate_cell(one.divergence, lambda kl: f"{kl.value:.4f}"),
-        "same top token": number_cell(same, percent),
-        f"prefill ms, {kind}": number_cell(row.ms["prefill"] if row is not None else None, "{:.2f}".format),
-        f"decode ms, {kind}": number_cell(row.ms["decode"] if row is not None else None, "{:.2f}".format),
-        "not promoted": TableCell(one.not_promoted or ""),
-        "failed": TableCell(one.failure or ""),
+        "model": one.name,
+        "layout": one.layout_words,
+        "adapted": one.adaptation,
+        "points from dense (95 %)": _known(one.difference, points_text),
+        f"within {margin_text(margin)}": verdict,
+        f"speed-up (95 %), {kind}": _known(speed, lambda value: speedup_text(value) + star),
+        "perplexity (95 %)": _known(one.perplexity, perplexity_text),
+        "accuracy": _known(one.accuracy, lambda share: f"{100 * share:.1f} %"),
+        "KL to dense, nats": _known(one.divergence, lambda kl: f"{kl.value:.4f}"),
+        "same top token": _known(same, lambda share: f"{100 * share:.1f} %"),
+        f"prefill ms, {kind}": _known(row, lambda row: f"{row.ms['prefill']:.2f}"),
+        f"decode ms, {kind}": _known(row, lambda row: f"{row.ms['decode']:.2f}"),
+        "not promoted": one.not_promoted or "",
+        "failed": one.failure or "",
     }
+
+
+def _known(value: Known | None, text: Callable[[Known], str]) -> str:
+    """Return the text of a value; empty where there is none."""
+    return "" if value is None else text(value)
 
 
 def setup_facts(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:

@@ -42,8 +42,18 @@ def tradeoff_plots(content: ReportContent, first: Setting | None) -> list[Report
     for measure in MEASURES:
         rows = {setting: _rows(content, measure, setting) for setting in settings}
         panels = [_panel(content, measure, setting, placed) for setting, placed in rows.items() if len(placed) > 1]
+        is_accuracy = measure == "difference"
+        margin = f" The dashed line is the margin, {margin_text(content.margin)}." if is_accuracy else ""
+        caption = (
+            "From end to end. Up and to the right is better. Bars are 95 % intervals. Filled marks are on the Pareto"
+            f" front: no other model is both faster and better, intervals aside.{margin} Circles are measured; diamonds"
+            " are emulated. Small marks are models as converted, larger ones are aligned, the largest trained, with a"
+            " dot in them."
+        )
+        name = "tradeoff" if is_accuracy else "tradeoff-perplexity"
+        title = f"Speed-up against {'accuracy' if is_accuracy else 'perplexity'}"
         if panels:
-            plots.append(_plot(content, measure, panels))
+            plots.append(ReportPlot(name, title, caption, panels))
     return plots
 
 
@@ -126,20 +136,6 @@ def _shares(values: Sequence[WithInterval], scale: Callable[[float], float] = fl
     ends = [scale(end) for one in values for end in (one.value, one.low, one.high) if end is not None] or [0.0]
     margin = 0.1 * (max(ends) - min(ends)) or 0.5  # axes end at round numbers
     return [(scale(one.value) - min(ends) + margin) / (max(ends) - min(ends) + 2 * margin) for one in values]
-
-
-def _plot(content: ReportContent, measure: str, panels: list[Spec]) -> ReportPlot:
-    is_accuracy = measure == "difference"
-    margin = f" The dashed line is the margin, {margin_text(content.margin)}." if is_accuracy else ""
-    return ReportPlot(
-        name="tradeoff" if is_accuracy else "tradeoff-perplexity",
-        title=f"Speed-up against {'accuracy' if is_accuracy else 'perplexity'}",
-        caption="From end to end. Up and to the right is better. Bars are 95 % intervals. Filled marks are on the"
-        f" Pareto front: no other model is both faster and better, intervals aside.{margin} Circles are measured;"
-        " diamonds are emulated. Small marks are models as converted, larger ones are aligned, the largest trained,"
-        " with a dot in them.",
-        panels=panels,
-    )
 
 
 def _panel(content: ReportContent, measure: str, setting: Setting, rows: list[dict[str, Any]]) -> Spec:

@@ -106,23 +106,15 @@ def _signature(path: Path) -> list[int] | None:
     return [status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev]
 
 
-@dataclass(frozen=True)
 class StageBuilder:
-    """A builder of stages.
+    """A builder of stages. Raises UserError unless the dense model is sound.
 
-    digest: the hash of the dense model's content.
-    gpus: the number of GPUs.
+    digest: the hash of that model's content.
     """
 
-    spec: SweepSpec
-    inputs: Inputs
-    digest: str
-    gpus: int
-
-    @classmethod
-    def of(cls, spec: SweepSpec, inputs: Inputs) -> "StageBuilder":
-        """Return a builder for the dense model. Raises UserError unless the model is sound."""
-        return cls(spec, inputs, inputs.model(spec.model), torch.cuda.device_count())
+    def __init__(self, spec: SweepSpec) -> None:
+        self.spec, self.inputs, self.gpus = spec, Inputs(), torch.cuda.device_count()
+        self.digest = self.inputs.model(spec.model)
 
     def processes(self, options: Given, is_shared: bool = False) -> int:
         """Return the number of processes of a command: as many as there are GPUs and divide the batch. One group of
@@ -237,7 +229,5 @@ class StageBuilder:
 
 def machine() -> dict[str, Any]:
     """Return the facts of the machine that times depend on."""
-    import torch
-
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {"processor": processor(), "cores": len(cores()), "gpus": gpus}

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 
 from ladderize.commands.builder import run_words
 from ladderize.console import say, sentence
@@ -58,7 +57,7 @@ def _work(stage: Stage, root: Path, environment: Mapping[str, str], pipe: Connec
     environment: of the sweep. The server that forks may have another.
     """
     os.setsid()  # Ctrl-C goes to the sweep, which stops this process by SIGTERM
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     end_with_parent()
     os.environ.clear()
     os.environ.update(environment)
@@ -86,10 +85,6 @@ def _work(stage: Stage, root: Path, environment: Mapping[str, str], pipe: Connec
     sys.stdout.flush()
     with contextlib.suppress(OSError):
         pipe.send(error)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _run_command(stage: Stage, words: Words) -> None:

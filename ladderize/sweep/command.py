@@ -7,7 +7,7 @@ from ladderize.choices import AS_JSON, argument, option
 from ladderize.commands.builder import OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING
 from ladderize.console import Console
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UsageError
 
 EXAMPLE = Path(__file__).parent / "example.yaml"
 
@@ -42,8 +42,7 @@ def sweep_command(given: GivenOptions) -> None:
     read_yaml(file)  # raises for a file that is no YAML, before seconds of imports
     with console.stage(LOADING):
         from ladderize.sweep.run import SWEEP_JSON, find_folder, plan_sweep, run_sweep
-        from ladderize.sweep.show import plan_document, plan_script, show_models, show_stages
-        from ladderize.sweep.stages import LOG
+        from ladderize.sweep.show import check_stages, plan_document, plan_script, show_models, show_stages
     if arguments.dry_run or arguments.print_commands:
         plan, root = plan_sweep(file, out, console=console)
         document = plan_document(plan, root)
@@ -58,9 +57,4 @@ def sweep_command(given: GivenOptions) -> None:
     console.document(swept.to_dict())
     show_models(root, console)
     console.result(f"\nwrote {root / SWEEP_JSON}")
-    if failed := swept.failed:
-        log = f" (log {root / failed[0].output / LOG})" if failed[0].output else ""
-        raise UserError(
-            f"{len(failed)} stage{'s' if len(failed) > 1 else ''} failed, the first with: {failed[0].message}{log};"
-            " mend it and run the same command again"
-        )
+    check_stages(swept, root)

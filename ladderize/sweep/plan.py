@@ -21,9 +21,10 @@ from ladderize.runtime.shards import check_runnable
 from ladderize.sweep.builder import StageBuilder
 from ladderize.sweep.stages import Stage, errors_begin_with
 from ladderize.sweep.sweep_file import AdaptChoice, AdaptStage, SweepSpec
-from ladderize.sweep_document import THEN, Status
+from ladderize.sweep_document import THEN, StageState, Status
 
 DENSE = "dense"
+WAITING = StageState("adapt", "", "waiting")
 LOST: tuple[Status, ...] = ("failed", "skipped")
 StatusOf = Callable[[Stage], Status]
 
@@ -52,22 +53,12 @@ class SweepLayout:
 
 
 @dataclass(frozen=True)
-class Hold:
-    """The reason why a point gets no further stages: waiting for a decision, not promoted, or skipped."""
-
-    status: Status
-    message: str | None = None
-
-
-WAITING = Hold("waiting")
-
-
-@dataclass(frozen=True)
 class Point:
     """A layout, adapted in one way.
 
     asked: its stages of adaptation in the file.
     adapting: those of them that run, up to a ``hold``.
+    hold: stands for the others, which do not: waiting for a decision, not promoted, or skipped.
     """
 
     name: str
@@ -75,7 +66,7 @@ class Point:
     asked: tuple[AdaptStage, ...] = ()
     adapting: tuple[Stage, ...] = ()
     evaluating: Stage | None = None
-    hold: Hold | None = None
+    hold: StageState | None = None
 
     @property
     def stages(self) -> list[Stage]:
@@ -113,38 +104,31 @@ class SweepPlan:
 # ---- planning ----
 
 
-@dataclass(frozen=True)
 class Planner:
     """A maker of plans. The plan is made anew whenever something was measured.
 
     root: the sweep's folder.
+
+    Raises UserError for a model that is not sound or not dense, and for layouts that do not fit it or a benchmark.
     """
 
-    spec: SweepSpec
-    builder: StageBuilder
-    dense: SweepLayout
-    layouts: list[SweepLayout]
-    root: Path
-
-    @classmethod
-    def of(cls, spec: SweepSpec, builder: StageBuilder, root: Path) -> "Planner":
-        """Return a planner. Raises UserError for a model that is not dense, and for layouts that do not fit it or a
-        benchmark."""
+    def __init__(self, spec: SweepSpec, root: Path) -> None:
+        self.spec, self.builder, self.root = spec, StageBuilder(spec), root
         config = read_config(open_sound_checkpoint(spec.model).folder)
         dense = Layout.from_config(config)
         if not dense.is_dense:
             raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
-        layouts = list(_layouts(spec, builder, config, dense))
+        self.dense = SweepLayout(None, DENSE, dense)
+        self.layouts = list(_layouts(self.builder, config, dense))
         for setting in spec.bench:
             dtype, made = setting.given.get("dtype", "auto"), setting.options
             with errors_begin_with(setting.where):
                 plain = replace(made, outer_link=None)  # which the dense model alone has no groups for
                 plan_bench(ModelChoice(models=(spec.model,), dtype=dtype), plain, setting.link)
-            for one in layouts:
+            for one in self.layouts:
                 if setting.times(one.name):
                     with errors_begin_with(f"{setting.where} cannot time {one.label}"):
                         check_runnable(config, one.layout, made.ranks, name=made.ranks_option, in_groups=True)
-        return cls(spec, builder, SweepLayout(None, DENSE, dense), layouts, root)
 
     def plan(self, status: StatusOf) -> SweepPlan:
         """Return the plan as far as it is known by now.
@@ -194,7 +178,7 @@ class Planner:
         asked: tuple[AdaptStage, ...],
         reference: Stage | None,
         count: int | None = None,
-        hold: Hold | None = None,
+        hold: StageState | None = None,
     ) -> Point:
         """Return a layout adapted in one way.
 
@@ -220,7 +204,7 @@ class Planner:
 
     def _holds(
         self, before: Sequence[Point], dense: Point, bench: Stage | None, count: int, status: StatusOf
-    ) -> list[Hold | None]:
+    ) -> list[StageState | None]:
         """Return None for each promoted layout, and the reason for each other one.
 
         before: the models before the stage.
@@ -232,7 +216,7 @@ class Planner:
             return [hold or WAITING for hold in holds]
         entrants = [self._entrant(point, bench) for point, hold in zip(before, holds, strict=True) if hold is None]
         goes_on = iter(promoted(entrants, self._entrant(dense, bench) if of_dense is None else None, count))
-        late = Hold("not promoted", f"it is not among the {count} best")
+        late = StageState("adapt", "", "not promoted", message=f"it is not among the {count} best")
         return [hold if hold is not None or next(goes_on) else late for hold in holds]
 
     def _entrant(self, point: Point, bench: Stage | None) -> "Entrant":
@@ -255,15 +239,16 @@ class Planner:
         return Entrant(accuracy, next(speeds, 0.0))  # 0: it failed the benchmark's check
 
 
-def _layouts(spec: SweepSpec, builder: StageBuilder, config: Mapping[str, Any], dense: Layout) -> Iterator[SweepLayout]:
+def _layouts(builder: StageBuilder, config: Mapping[str, Any], dense: Layout) -> Iterator[SweepLayout]:
     """Yield the layouts of the file, with the stages that make them. Raises UserError, which names the entry, for one
     that the model cannot have."""
-    names = [choice.name for choice in spec.layouts]
-    for choice in spec.layouts:
+    names = [choice.name for choice in builder.spec.layouts]
+    for choice in builder.spec.layouts:
         with errors_begin_with(choice.where):
             layout = choice.recipe.layout(dense)
             layout.check_model(config)
-        words = str(layout).partition(" layers: ")[2] + choice.words
+        assigned = f", {' and '.join(choice.assign)} assigned" if choice.assign else ""
+        words = str(layout).partition(" layers: ")[2] + assigned
         name = choice.name
         label = words if name is None else name if names.count(name) == 1 else f"{name}: {words}"
         yield SweepLayout(name, label, layout, builder.conversion(choice, layout, words))
@@ -294,11 +279,11 @@ def _distinct(points: Sequence[Point]) -> list[Point]:
     return named
 
 
-def _undecided(stages: Sequence[Stage | None], status: StatusOf) -> Hold | None:
+def _undecided(stages: Sequence[Stage | None], status: StatusOf) -> StageState | None:
     """Return the reason why what these stages decide is not known yet, or never will be; None: all are done."""
     needed = [stage for stage in stages if stage is not None]
     if lost := [stage for stage in needed if status(stage) in LOST]:
-        return Hold("skipped", f"the stage {lost[0].kind} that decides it failed")
+        return StageState("adapt", "", "skipped", message=f"the stage {lost[0].kind} that decides it failed")
     return None if all(status(stage) == "done" for stage in needed) else WAITING
 
 

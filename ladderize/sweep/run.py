@@ -18,7 +18,6 @@ from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.environment import already_started
-from ladderize.sweep.builder import Inputs, StageBuilder
 from ladderize.sweep.child import run_stage
 from ladderize.sweep.plan import LOST, Planner, Point, SweepPlan
 from ladderize.sweep.show import Board
@@ -29,7 +28,6 @@ from ladderize.sweep.stages import (
     Stage,
     is_finished,
     make_folder,
-    mark_finished,
     parsed_options,
     remove_others,
     trained_folder,
@@ -39,7 +37,6 @@ from ladderize.sweep.sweep_file import SweepSpec, read_sweep
 from ladderize.sweep_document import AS_CONVERTED, THEN, StageState, Status, SweepDocument, SweepPoint
 
 SWEEP_JSON = "sweep.json"
-OVER = ("done", "not promoted")  # of stages
 
 
 def run_sweep(
@@ -57,8 +54,9 @@ def run_sweep(
     """
     if already_started():
         raise UserError("a sweep starts the processes of its stages itself; run it without torchrun or srun")
-    run, root = _new_run(file, out, console)
+    run = _new_run(file, out, console)
     run.plan()  # raises for data that are not there
+    root = run.planner.root
     root.mkdir(parents=True, exist_ok=True)
     try:
         lock = lock_folder(root)
@@ -84,8 +82,8 @@ def run_sweep(
 
 def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Console = SILENT) -> tuple[SweepPlan, Path]:
     """Return the plan of ``run_sweep``, and the sweep's folder. Nothing is written."""
-    run, root = _new_run(file, out, console)
-    return run.plan(), root
+    run = _new_run(file, out, console)
+    return run.plan(), run.planner.root
 
 
 def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepSpec, Path]:
@@ -103,11 +101,11 @@ def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepS
     return spec, root
 
 
-def _new_run(file: str | Path, out: str | Path | None, console: Console) -> tuple["SweepRun", Path]:
-    """Return a sweep about to begin, and its folder."""
+def _new_run(file: str | Path, out: str | Path | None, console: Console) -> "SweepRun":
+    """Return a sweep about to begin."""
     spec, root = find_folder(file, out)
     with console.stage("reading the model and the data"):
-        planner = Planner.of(spec, StageBuilder.of(spec, Inputs()), root)
+        planner = Planner(spec, root)
     run = SweepRun(planner, command_line("sweep", file, *(["--out", out] if out is not None else [])))
     evaluating = run.plan().points[0].evaluating
     if spec.evaluation is not None and evaluating is not None and not is_finished(evaluating, root):
@@ -115,7 +113,7 @@ def _new_run(file: str | Path, out: str | Path | None, console: Console) -> tupl
         with console.stage("reading the tasks of lm-eval"), console.contained():
             if options.tasks:  # a misspelt one is told before hours of training
                 open_tasks(options)
-    return run, root
+    return run
 
 
 # ---- running ----
@@ -164,13 +162,28 @@ class SweepRun:
 
     def write(self, plan: SweepPlan) -> SweepDocument:
         """Write sweep.json with the state so far, and return the document."""
-        document = sweep_document(plan, self)
+        points = [_point(point, self) for point in plan.points]
+        benches = [self.state(stage) for stage in plan.benches]
+        every = [*benches, *(stage for point in points for stage in point.stages)]
+        document = SweepDocument(
+            model=self.planner.spec.model,
+            command=self.command,
+            complete=all(stage.status in ("done", "not promoted") for stage in every),
+            margin=self.planner.spec.margin,
+            points=points,
+            stages=benches,
+            benches=[stage.result for stage in plan.benches if self.status(stage) == "done"],
+        )
         write_json(self.planner.root / SWEEP_JSON, document.to_dict())
         return document
 
 
 def _run_all(run: SweepRun, board: Board) -> SweepDocument:
-    """Run every stage that can be run, one after another. Measurements may decide on further stages."""
+    """Run every stage that can be run, one after another. Measurements may decide on further stages.
+
+    Raises UserError for an input that changed meanwhile.
+    """
+    root = run.planner.root
     while True:
         plan = run.plan()
         ready = (stage for stage in plan.stages if run.status(stage) == "waiting")
@@ -180,42 +193,19 @@ def _run_all(run: SweepRun, board: Board) -> SweepDocument:
         board.show(plan, {one.key: run.state(one) for one in plan.stages})
         if stage is None:
             return document
-        _run_stage(stage, run)
-
-
-def _run_stage(stage: Stage, run: SweepRun) -> None:
-    """Run one stage. Raises UserError for an input that changed meanwhile."""
-    root, begin = run.planner.root, time.monotonic()
-    make_folder(stage, root)
-    try:
-        failure = run_stage(stage, root)
-    finally:
-        run.running = None
-    run.planner.builder.inputs.check_unchanged()
-    if failure is not None:
-        run.failures[stage.key] = failure
-    else:
-        mark_finished(stage, root, time.monotonic() - begin)
-        run.new.add(stage.key)
-
-
-# ---- the document ----
-
-
-def sweep_document(plan: SweepPlan, run: SweepRun) -> SweepDocument:
-    """Return sweep.json."""
-    points = [_point(point, run) for point in plan.points]
-    benches = [run.state(stage) for stage in plan.benches]
-    every = [*benches, *(stage for point in points for stage in point.stages)]
-    return SweepDocument(
-        model=run.planner.spec.model,
-        command=run.command,
-        complete=all(stage.status in OVER for stage in every),
-        margin=run.planner.spec.margin,
-        points=points,
-        stages=benches,
-        benches=[stage.result for stage in plan.benches if run.status(stage) == "done"],
-    )
+        begin = time.monotonic()
+        make_folder(stage, root)
+        try:
+            failure = run_stage(stage, root)
+        finally:
+            run.running = None
+        run.planner.builder.inputs.check_unchanged()
+        if failure is not None:
+            run.failures[stage.key] = failure
+        else:
+            marker = {"title": stage.title, "command": stage.command, "seconds": time.monotonic() - begin}
+            write_json(root / stage.output / MARKER, marker)  # last of all
+            run.new.add(stage.key)
 
 
 def _point(point: Point, run: SweepRun) -> SweepPoint:
@@ -223,7 +213,7 @@ def _point(point: Point, run: SweepRun) -> SweepPoint:
     planned, made_by, evaluating = point.planned, point.made_by, point.evaluating
     stages = [run.state(stage) for stage in point.stages]
     if point.hold is not None:
-        stages.append(StageState("adapt", "", point.hold.status, message=point.hold.message))
+        stages.append(point.hold)
     is_made = made_by is not None and run.status(made_by) == "done"
     model = run.planner.spec.model if planned.converting is None else None
     adapted = list(zip((stage.method for stage in point.asked), point.adapting, strict=False)) if is_made else []

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ladderize.console import Console, human_seconds, table
+from ladderize.errors import UserError
 from ladderize.sweep.plan import SweepPlan
-from ladderize.sweep.stages import MARKER, Stage, is_finished
-from ladderize.sweep_document import StageState
+from ladderize.sweep.stages import LOG, MARKER, Stage, is_finished
+from ladderize.sweep_document import StageState, SweepDocument
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -141,6 +142,16 @@ def _table_rows(plan: SweepPlan, states: Mapping[str, StageState]) -> list[dict[
 # ---- at the end ----
 
 
+def check_stages(document: SweepDocument, root: Path) -> None:
+    """Raise UserError where a stage has failed."""
+    if failed := document.failed:
+        log = f" (log {root / failed[0].output / LOG})" if failed[0].output else ""
+        raise UserError(
+            f"{len(failed)} stage{'s' if len(failed) > 1 else ''} failed, the first with: {failed[0].message}{log};"
+            " mend it and run the same command again"
+        )
+
+
 def show_models(root: Path, console: Console) -> None:
     """Print the report's table of all models of a sweep, and its answer."""
     from ladderize.report.answer import find_answer
@@ -150,11 +161,9 @@ def show_models(root: Path, console: Console) -> None:
 
     content = join_documents(find_documents([root]))
     answer = find_answer(content)
-    models = models_table(content, answer.setting or next(iter(content.real_settings), None))
-    rows = [dict(zip(models.columns, (cell.text for cell in row), strict=True)) for row in models.rows]
+    models = models_table(content, answer.setting)
     console.result("")
-    numbers = [name for name, is_number in zip(models.columns, models.numeric, strict=True) if is_number]
-    console.table(rows, right=numbers)
+    console.table(models.rows, right=models.numbers)
     if models.note:
         console.prose(models.note)
     console.result("")

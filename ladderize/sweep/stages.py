@@ -18,7 +18,6 @@ from ladderize.commands.evaluate import evaluate
 from ladderize.commands.merge import merge
 from ladderize.commands.shared import command_line
 from ladderize.errors import LadderizeError, UserError
-from ladderize.files.documents import write_json
 from ladderize.files.work import run_digest
 
 Words = tuple[str, ...]  # of a command line, without the program
@@ -203,11 +202,6 @@ def make_stage(
 def is_finished(stage: Stage, root: Path) -> bool:
     """Return True if a stage's output is complete: its marker was written, and its result is there."""
     return (root / stage.output / MARKER).is_file() and (root / stage.result).is_file()
-
-
-def mark_finished(stage: Stage, root: Path, seconds: float) -> None:
-    """Write the marker, last of all."""
-    write_json(root / stage.output / MARKER, {"title": stage.title, "command": stage.command, "seconds": seconds})
 
 
 def make_folder(stage: Stage, root: Path) -> None:

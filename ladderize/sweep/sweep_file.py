@@ -15,7 +15,7 @@ from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import asked_recipe
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from ladderize.eval.options import MARGIN, EvalOptions
+from ladderize.eval.options import MARGIN, EvalOptions, check_margin
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
@@ -43,11 +43,6 @@ class LayoutChoice:
     options: Given
     recipe: Recipe
     assign: tuple[str, ...] = ()
-
-    @property
-    def words(self) -> str:
-        """The words on what is assigned, which follow those of the layout."""
-        return f", {' and '.join(self.assign)} assigned" if self.assign else ""
 
 
 @dataclass(frozen=True)
@@ -138,14 +133,14 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
         with errors_begin_with(at := f"{where}: eval"):
             evaluation = absolute(mapping(given["eval"], at))
             parsed_options(words_of("eval", ["MODEL"], {}, evaluation)).fill(EvalOptions).check()
-    layouts = tuple(_layouts(_entries(given, "layouts", where), where, data))
+    layouts = tuple(_layouts(_entries(given, "layouts", where), data))
     if not layouts:
         raise UserError(f"{where}: layouts is missing; write for example '- ladder: all'")
     names = [choice.name for choice in layouts if choice.name is not None]
     margin = read_value(float, given.get("margin", MARGIN), f"{where}: margin")
-    if not 0 < margin <= 100:
-        raise UserError(f"{where}: margin is {margin:g}, but must be above 0 and at most 100 points of accuracy")
-    adapt = tuple(_ways(_entries(given, "adapt", where) or [AS_CONVERTED], where, data, names))
+    with errors_begin_with(where):
+        check_margin(margin)
+    adapt = tuple(_ways(_entries(given, "adapt", where), data, names)) or (AdaptChoice(),)
     if evaluation is None and any(stage.promote is not None for way in adapt for stage in way.stages):
         raise UserError(f"{where}: promote goes by what eval measures, but the file has no section eval")
     model = read_value(str, given["model"], f"{where}: model")
@@ -155,7 +150,7 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
         layouts=layouts,
         adapt=adapt,
         evaluation=evaluation,
-        bench=tuple(_benches(_entries(given, "bench", where), where, names)),
+        bench=tuple(_benches(_entries(given, "bench", where), names)),
         margin=margin,
         verify=not read_value(bool, given.get("no_verify", False), f"{where}: no_verify"),
     )
@@ -192,13 +187,13 @@ def grid(options: Given, section: str = "") -> Iterator[dict[str, Any]]:
     return (dict(zip(options, values, strict=True)) for values in itertools.product(*axes))
 
 
-def _entries(given: Given, key: str, where: str) -> list[Any]:
+def _entries(given: Given, key: str, where: str) -> list[tuple[str, Any]]:
+    """Return the entries of a section, each behind its place in the file."""
     value = given.get(key, [])
-    if isinstance(value, Mapping | str):
-        return [value]
-    if not isinstance(value, list):
+    entries = [value] if isinstance(value, Mapping | str) else value
+    if not isinstance(entries, list):
         raise UserError(f"{where}: {key} is {value!r}, but must be a list of entries")
-    return value
+    return [(f"{where}: {key}[{number}]", entry) for number, entry in enumerate(entries)]
 
 
 def _take_layouts(options: dict[str, Any], where: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -215,13 +210,12 @@ def _take_layouts(options: dict[str, Any], where: str, names: Sequence[str]) -> 
 # ---- sections ----
 
 
-def _layouts(entries: list[Any], where: str, data: Given) -> Iterator[LayoutChoice]:
+def _layouts(entries: list[tuple[str, Any]], data: Given) -> Iterator[LayoutChoice]:
     """Yield a layout for each combination of the values that are lists.
 
     data: the data of entries that assign heads or neurons and name none.
     """
-    for number, entry in enumerate(entries):
-        at = f"{where}: layouts[{number}]"
+    for at, entry in entries:
         for options in grid(absolute(mapping(entry, at))):
             name = read_value(str | None, options.pop("name", None), f"{at}: name")
             if options.get("assign", "none") != "none":
@@ -236,7 +230,7 @@ def _layouts(entries: list[Any], where: str, data: Given) -> Iterator[LayoutChoi
             yield LayoutChoice(at, name, options, recipe, assign)
 
 
-def _ways(entries: list[Any], where: str, data: Given, names: Sequence[str]) -> Iterator[AdaptChoice]:
+def _ways(entries: list[tuple[str, Any]], data: Given, names: Sequence[str]) -> Iterator[AdaptChoice]:
     """Yield a way of adapting for each combination of the values that are lists.
 
     data: the data of stages that name none.
@@ -245,8 +239,7 @@ def _ways(entries: list[Any], where: str, data: Given, names: Sequence[str]) -> 
     An entry is ``none``; one stage, which is a method's name or a mapping with ``method`` and its options; or a chain,
     which is a list of stages or a mapping with ``stages``.
     """
-    for number, entry in enumerate(entries):
-        at = f"{where}: adapt[{number}]"
+    for at, entry in entries:
         given = mapping(entry, at) if isinstance(entry, Mapping) else {"stages": entry}
         layouts = _take_layouts(given, at, names)
         if "stages" in given and len(given) > 1:
@@ -280,9 +273,8 @@ def _stages(entry: Any, at: str, data: Given) -> Iterator[AdaptStage]:
         yield AdaptStage(cast(Method, method), options, promote)
 
 
-def _benches(entries: list[Any], where: str, names: Sequence[str]) -> Iterator[BenchChoice]:
-    for number, entry in enumerate(entries):
-        at = f"{where}: bench[{number}]"
+def _benches(entries: list[tuple[str, Any]], names: Sequence[str]) -> Iterator[BenchChoice]:
+    for at, entry in entries:
         given = mapping(entry, at)
         layouts = _take_layouts(given, at, names)
         for options in grid(given, "bench"):

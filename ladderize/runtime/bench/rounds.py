@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
@@ -26,6 +26,7 @@ from ladderize.runtime.bench.document import MODEL_ROW, Overlap, may_overlap
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import Message, Recording
+from ladderize.runtime.graphs import capture
 from ladderize.runtime.schedule import Schedule, ScheduleName
 from ladderize.runtime.shards import Shape, group_size
 from ladderize.runtime.spec import ModelSpec
@@ -37,6 +38,27 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done all its work; on a CPU do nothing."""
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def seconds_together(group: Ranks, run: Callable[[], object], count: int, rounds: int, *, graph: bool = True) -> float:
+    """Time a function on all ranks at once; return the seconds of one of its ``count`` parts.
+
+    They are the median of all rounds but the first, each of the slowest rank.
+
+    graph: on a GPU one graph starts all parts: launched one by one, small ones take as long as their launches.
+    """
+    if graph and group.device.type == "cuda":
+        run = capture(run, group.device, warm_ups=1)[0].replay
+    samples = []
+    for _ in range(rounds):
+        group.barrier()
+        synchronize(group.device)
+        begin = time.perf_counter()
+        run()
+        if graph:
+            synchronize(group.device)
+        samples.append(max(group.gather(time.perf_counter() - begin)) / count)
+    return statistics.median(samples[1:])
 
 
 class Timed(ABC):

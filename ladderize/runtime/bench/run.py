@@ -1,10 +1,8 @@
 """One rank's run of a benchmark: for each batch size the variants are opened, timed in rounds, and traced."""
 
 import dataclasses
-import statistics
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,11 @@ from ladderize.runtime.bench.document import (
     timed_figures,
 )
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.bench.rounds import Timed, Variant, sending_over, synchronize, time_rounds
+from ladderize.runtime.bench.rounds import Timed, Variant, seconds_together, sending_over, time_rounds
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.collectives.observed import Recording
-from ladderize.runtime.graphs import capture
 
 TRACED_PASSES = 4
 ALONE_ROUNDS, ALONE_REPEAT = 6, 10
@@ -245,15 +242,4 @@ def seconds_alone(group: Ranks, collectives: Collectives, dtype: torch.dtype, na
         for _ in range(ALONE_REPEAT):  # after a barrier ranks do not start at once
             communicate(message)
 
-    run: Callable[[], None] = back_to_back
-    if group.device.type == "cuda":  # launched one by one, small messages take as long as their launches
-        run = capture(back_to_back, group.device, warm_ups=1)[0].replay
-    samples = []
-    for _ in range(ALONE_ROUNDS):
-        group.barrier()
-        synchronize(group.device)
-        begin = time.perf_counter()
-        run()
-        synchronize(group.device)
-        samples.append(max(group.gather(time.perf_counter() - begin)) / ALONE_REPEAT)
-    return statistics.median(samples[1:])
+    return seconds_together(group, back_to_back, ALONE_REPEAT, ALONE_ROUNDS)
