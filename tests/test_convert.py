@@ -26,6 +26,8 @@ from tests.helpers import (
     edit_tensors,
     fresh_rng,
     invoke,
+    invoke_json,
+    invoke_well,
     listing,
     random_ids,
     save_llama,
@@ -52,11 +54,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
 def test_weights_are_linked_and_verified(tmp_path, shards):
     source = save_llama(tmp_path / "src", shards=shards)
     before = fingerprint(source)
-    outcome = invoke(
-        "convert", source, tmp_path / "out", "--ladder", "2:", "--spd", "1", "--sync-tp-size", "2", "--json"
-    )
-    assert outcome.code == 0, outcome.stderr
-    report = json.loads(outcome.stdout)
+    report = invoke_json("convert", source, tmp_path / "out", "--ladder", "2:", "--spd", "1", "--sync-tp-size", "2")
     assert report["verified"]["forward"] == "finite"
     assert report["verified"]["model_class"] == "LadderizedLlamaForCausalLM"
     assert len(report["weight_files"]) == shards
@@ -329,8 +327,7 @@ def test_the_record_is_a_recipe(llama, tmp_path):
     convert_checkpoint(
         llama, tmp_path / "a", Recipe(ladder="1:", spd="0", sync_tp_size=2, dtype="bfloat16"), verify=False
     )
-    outcome = invoke("convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
-    assert outcome.code == 0, outcome.stderr
+    invoke_well("convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
@@ -354,8 +351,7 @@ def test_recipes(tmp_path, text, recipe):
 
 
 def test_dry_run_writes_nothing(llama, tmp_path):
-    outcome = invoke("convert", llama, tmp_path / "deep" / "out", "--ladder", "2:", "--dry-run")
-    assert outcome.code == 0
+    outcome = invoke_well("convert", llama, tmp_path / "deep" / "out", "--ladder", "2:", "--dry-run")
     assert "overlapped" in outcome.stdout
     assert "would write" in outcome.stdout
     assert "model.safetensors" in outcome.stdout
@@ -402,8 +398,7 @@ def test_inspect(llama, tmp_path, recipe):
     if not recipe.spd:
         assert json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)["tp_size"] == 2
     edit_json(tmp_path / "out" / "config.json", intermediate_size=48)
-    text = invoke("inspect", tmp_path / "out", "--layers")
-    assert text.code == 0
+    text = invoke_well("inspect", tmp_path / "out", "--layers")
     assert str(report["layout"]) in text.stdout
 
 

@@ -29,7 +29,7 @@ from ladderize.eval.tasks import open_tasks
 from ladderize.eval.text import score_windows
 from ladderize.ranks.group import Ranks
 from ladderize.vllm import environment
-from tests.helpers import ROOT, STORIES, fresh_rng, invoke, listing, make_model, one_sentence, save_llama
+from tests.helpers import ROOT, STORIES, fresh_rng, invoke, invoke_well, listing, make_model, one_sentence, save_llama
 from tests.oracle import Oracle
 
 
@@ -123,8 +123,7 @@ def test_eval_of_two_models(pair, tmp_path):
     )
     text = ("--perplexity", tmp_path / "text.jsonl", "--seq-len", 64)
     how = ("--limit", 20, "--batch-size", 16, "--dtype", "float32", "--out", tmp_path / "r.json", "--json")
-    outcome = invoke("eval", *pair, *demo("agreement arithmetic"), *text, *how)
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well("eval", *pair, *demo("agreement arithmetic"), *text, *how)
     document = json.loads(outcome.stdout)
     assert json.loads((tmp_path / "r.json").read_text()) == document
     dense, ladder = document["models"]
@@ -221,8 +220,7 @@ def test_models_of_which_one_begins_with_bos_are_told(tmp_path):
     path = tmp_path / "without" / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
     for name, is_told in (("same", False), ("without", True)):
-        outcome = invoke("eval", MODEL, tmp_path / name, *demo("copying", "--limit", 2))
-        assert outcome.code == 0, outcome
+        outcome = invoke_well("eval", MODEL, tmp_path / name, *demo("copying", "--limit", 2))
         assert ("BOS" in outcome.stderr) == is_told
 
 

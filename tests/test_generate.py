@@ -28,9 +28,11 @@ from tests.helpers import (
     clearly_chosen,
     edit_json,
     invoke,
+    invoke_well,
     make_model,
     one_sentence,
     random_ids,
+    refusal,
 )
 
 GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
@@ -164,15 +166,13 @@ def test_logits_that_become_nan_later():
 
 
 def test_generate_streams_the_models_text(stories):
-    outcome = invoke("generate", stories, "--prompt", "", "--max-new-tokens", 40)
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well("generate", stories, "--prompt", "", "--max-new-tokens", 40)
     assert outcome.stdout.startswith(GREEDY)
 
 
 def test_two_ranks_and_a_batch_and_json(stories):
     command = ["generate", stories, "-p", "Once upon", "-p", "", "--max-new-tokens", 12, "--dtype", "float32", "--json"]
-    outcome = invoke(*command, "--tp-size", 2)
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well(*command, "--tp-size", 2)
     document = json.loads(outcome.stdout)
     assert document["tp_size"] == 2
     alone = json.loads(invoke(*command).stdout)
@@ -247,9 +247,7 @@ def test_ranks_end_when_their_parent_is_killed(two_ranks):
     ],
 )
 def test_bad_arguments(arguments, code, message):
-    outcome = invoke("generate", MODEL, "-p", "the cat", *arguments)
-    assert message in one_sentence(outcome)
-    assert outcome.code == code
+    assert message in refusal("generate", MODEL, "-p", "the cat", *arguments, code=code)
 
 
 def test_bad_checkpoints(tmp_path, llama, monkeypatch):

@@ -17,7 +17,7 @@ from ladderize.layout import Layout
 from ladderize.runtime.loader import CheckpointSource, RandomSource
 from ladderize.runtime.shards import Shape, Slice, known_shapes
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, shape_spec
-from tests.helpers import ROOT, SHAPE, invoke, make_model, save_llama
+from tests.helpers import ROOT, SHAPE, invoke_well, make_model, save_llama
 from tests.warm import PATIENCE
 
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def test_a_rank_never_holds_the_whole_model(tmp_path, rank, pack):
 
 def test_models_that_share_files_share_weights(tmp_path, llama):
     for name, arguments in (("ladder", ["--ladder", "all"]), ("spd", ["--spd", "all", "--sync-tp-size", 2])):
-        assert invoke("convert", llama, tmp_path / name, "--no-verify", *arguments).code == 0
+        invoke_well("convert", llama, tmp_path / name, "--no-verify", *arguments)
     cache = WeightCache(CPU, pack=True)
     dense, ladder, spd = (
         cache.get(checkpoint_spec(str(path), tp_size=2), 2, 0)[1]

@@ -73,8 +73,7 @@ def hardware(tmp_path):
 
 
 def planned(*arguments):
-    outcome = invoke("plan", *arguments, "--json")
-    assert outcome.code == 0, outcome
+    outcome = invoke_well("plan", *arguments, "--json")
     return PlanResult.from_dict(json.loads(outcome.stdout), "plan.json")
 
 
@@ -244,8 +243,7 @@ def test_a_first_answer_fits_a_terminal():
     rng = fresh_rng()
     served = ("--batch-size", rng.integers(1, 33), "--prompt-len", rng.integers(64, 2049))
     where = ("--shape", rng.choice(["3b", "8b", "70b", "qwen3-32b"]), *H100[:-1], rng.choice([4, 8]), *served)
-    outcome = invoke("plan", *where)
-    assert outcome.code == 0
+    outcome = invoke_well("plan", *where)
     lines = (outcome.stdout + outcome.stderr).splitlines()
     assert sum(max(1, -(-len(line) // 80)) for line in lines) <= 25, outcome
     (line,) = [line for line in lines if line.startswith("parallel (bound) ")]
@@ -289,7 +287,7 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
 
 
 def test_a_checkpoint_that_is_called_like_a_layout_is_a_row_of_its_own(dense, tmp_path, monkeypatch):
-    assert invoke("convert", dense, tmp_path / "ladder", "--ladder", "0:1", "--no-verify").code == 0
+    invoke_well("convert", dense, tmp_path / "ladder", "--ladder", "0:1", "--no-verify")
     monkeypatch.chdir(tmp_path)
     where = ("--hardware", "h100-sxm", "--link", "nccl_nvlink_h100", "--tp-size", "4", *TINY, "--layout", "ladder")
     lines = invoke("plan", "./ladder", *where).stdout.splitlines()
@@ -369,8 +367,7 @@ def costs(dense, tmp_path_factory):
     ids = torch.randint(3, SHAPE["vocab_size"], (12, 24)).numpy().astype(np.uint16)
     np.save(folder / "ids.npy", ids)
     how = ("--sync-tp-size", "4", "--samples", "4")
-    outcome = invoke("sensitivity", dense, "--data", folder / "ids.npy", *how, "--out", folder / "s.json")
-    assert outcome.code == 0, outcome
+    invoke_well("sensitivity", dense, "--data", folder / "ids.npy", *how, "--out", folder / "s.json")
     return folder / "s.json"
 
 
@@ -394,12 +391,11 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     assert f"speed {choice.chosen.speedup:.3f}x" in " ".join(outcome.stdout.partition("Measured")[2].split())
     assert f"convert {dense} dense-planned --recipe {recipe}" in outcome.stdout
     assert not list(tmp_path.glob("*-measured-*"))
-    assert invoke("convert", dense, out, "--recipe", recipe, "--no-verify").code == 0
+    invoke_well("convert", dense, out, "--recipe", recipe, "--no-verify")
     assert Layout.from_config(read_config(out)) == choice.chosen.as_layout
-    timed = invoke(
+    timed = invoke_well(
         "bench", dense, out, "--repeat", "1", "--warmup", "1", *TINY, "--baselines", "", "--json", "--dtype", "float32"
     )
-    assert timed.code == 0, timed
     assert json.loads(timed.stdout)["rows"][1]["attention_sync"] == choice.chosen.attention_sync
 
 
@@ -461,7 +457,7 @@ def test_choices_that_are_refused(dense, costs, tmp_path):
     both = ("--out", tmp_path / "a.yaml", "--recipe-out", tmp_path / "a.yaml")
     assert "are one file" in one_sentence(choice_of(dense, costs, *ANY, *both))
     shape = ("--shape", dense, *H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, *ANY)
-    assert invoke("plan", *shape).code == 0
+    invoke_well("plan", *shape)
     assert "--shape has no weights; name the checkpoint" in one_sentence(invoke("plan", *shape, "--verify", "3"))
 
 

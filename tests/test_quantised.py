@@ -17,7 +17,18 @@ from ladderize.convert.assignment import RankAssignment
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from tests.helpers import FAMILIES, edit_json, edit_tensors, invoke, listing, one_sentence, random_ids, save_llama
+from tests.helpers import (
+    FAMILIES,
+    edit_json,
+    edit_tensors,
+    invoke,
+    invoke_json,
+    invoke_well,
+    listing,
+    one_sentence,
+    random_ids,
+    save_llama,
+)
 from tests.oracle import Oracle
 from tests.quantised import FORMATS, SIZES, dequantised, save_quantised
 
@@ -43,10 +54,9 @@ def sources(tmp_path_factory):
 def test_there_and_back(sources, tmp_path, name):
     """Weights are linked, the config is kept word for word, and --dense gives the original."""
     source = sources(name)
-    outcome = invoke(
+    outcome = invoke_well(
         *("convert", source, tmp_path / "out", "--ladder", "1:", "--spd", "0:2", "--sync-tp-size", "2", "--json")
     )
-    assert outcome.code == 0, outcome.stderr
     report, body = json.loads(outcome.stdout), (tmp_path / "out" / "README.md").read_text()
     assert report["weights"] == {"linked": 1}
     runs = INSTALLED and name in (*RUNNABLE, "FP8 static")
@@ -97,9 +107,7 @@ def test_files_are_written_anew_byte_by_byte(sources, tmp_path, name):
     ],
 )
 def test_inspect_tells_the_format(sources, name, words):
-    outcome = invoke("inspect", sources(name), "--json")
-    assert outcome.code == 0, outcome.stderr
-    document = json.loads(outcome.stdout)
+    document = invoke_json("inspect", sources(name))
     assert document["quantisation"] == words
     assert document["parameters"] == 160_448
     assert "quantised" in invoke("inspect", sources(name)).stdout
@@ -111,8 +119,7 @@ def test_inspect_tells_what_a_conversion_would_refuse(sources, tmp_path, case):
     shutil.copytree(sources(name), tmp_path / "src")
     assert "refusal" not in json.loads(invoke("inspect", tmp_path / "src", "--json").stdout)
     change(tmp_path / "src")
-    outcome = invoke("inspect", tmp_path / "src", "--json")
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well("inspect", tmp_path / "src", "--json")
     refusal = json.loads(outcome.stdout)["refusal"]
     assert re.search(sentence, refusal)
     assert f"Warning: convert would refuse it: {refusal}" in outcome.stderr.splitlines()
@@ -205,16 +212,15 @@ def compare(folder, source, name):
 def test_other_families(tmp_path, model_type):
     """There, inspected, computed and back: with norms of heads, biases, windows and multipliers."""
     source = save_quantised(tmp_path / "src", "int8", seed=int(torch.randint(1 << 30, ())), model_type=model_type)
-    outcome = invoke(
+    outcome = invoke_well(
         *("convert", source, tmp_path / "out", "--ladder", "1:", "--spd", "all", "--sync-tp-size", "2", "--json")
     )
-    assert outcome.code == 0, outcome.stderr
     assert json.loads(outcome.stdout)["verified"]["forward"] == "finite"
     shown = json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)
     assert shown["model_type"] == f"ladderized_{model_type}"
     assert shown["quantisation"].startswith("compressed-tensors ")
     compare(tmp_path / "out", source, "int8")
-    assert invoke("convert", tmp_path / "out", tmp_path / "back", "--dense", "--no-verify").code == 0
+    invoke_well("convert", tmp_path / "out", tmp_path / "back", "--dense", "--no-verify")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
         (source / "config.json").read_text()
     )

@@ -12,7 +12,7 @@ from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
 from ladderize.convert.assignment import RankAssignment
 from ladderize.demo.inputs import TASKS
-from tests.helpers import SHAPE, invoke, one_sentence, save_llama
+from tests.helpers import SHAPE, invoke, invoke_well, one_sentence, save_llama
 from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_of, write
 
 
@@ -67,8 +67,7 @@ def test_other_data_and_another_model_are_noticed(place, tmp_path):
 def test_what_is_printed_and_run_by_hand_is_taken(place, tmp_path):
     content = spec(place, layouts=[{"ladder": "2:"}], adapt=None)
     file, out = write(tmp_path / "s.yaml", content), tmp_path / "out"
-    printed = invoke("sweep", file, "--out", out, "--print-commands")
-    assert printed.code == 0, printed.stderr
+    printed = invoke_well("sweep", file, "--out", out, "--print-commands")
     first, *stages = printed.stdout.strip().split("\n\n")
     assert first == f"cd {out}"
     assert [stage.split(":")[0] for stage in stages] == ["# 1. eval", "# 2. convert", "# 3. eval", "# 4. bench"]
@@ -77,8 +76,7 @@ def test_what_is_printed_and_run_by_hand_is_taken(place, tmp_path):
     out.mkdir()
     program = f'ladderize() {{ {shlex.quote(sys.executable)} -m ladderize "$@"; }}\n'
     subprocess.run(["bash", "-e", "-c", program + printed.stdout], check=True, capture_output=True)
-    outcome = invoke("sweep", file, "--out", out)
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well("sweep", file, "--out", out)
     assert ran(outcome) == []
     assert read(out)["complete"]
 
@@ -89,9 +87,9 @@ def test_prune_removes_what_the_file_does_not_ask_for(place, tmp_path):
     rerun(place, out, **content, layouts=[{"ladder": ["0", "1"]}])
     assert len(list((out / "stages").iterdir())) == 5
     file = write(tmp_path / "s.yaml", spec(place, **content, layouts=[{"ladder": "1"}]))
-    assert invoke("sweep", file, "--out", out).code == 0
+    invoke_well("sweep", file, "--out", out)
     assert len(list((out / "stages").iterdir())) == 5
-    assert invoke("sweep", file, "--out", out, "--prune").code == 0
+    invoke_well("sweep", file, "--out", out, "--prune")
     kept = {f"stages/{entry.name}" for entry in (out / "stages").iterdir()}
     assert kept == set(stages_of(read(out)))
     assert len(kept) == 3
@@ -169,8 +167,7 @@ def test_layouts_with_and_without_an_assignment(place, tmp_path):
 def test_an_assigned_layout_is_made(place, tmp_path):
     layouts = [{"spd": "1:3", "sync_tp_size": 2, "assign": "heads,neurons", "data": str(place / "ids.npy")}]
     content = spec(place, bench=None, adapt=None, layouts=layouts)
-    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
-    assert outcome.code == 0, outcome.stderr
+    invoke_well("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
     (model,) = {point["model"] for point in read(tmp_path / "out")["points"][1:]}
     assert (tmp_path / "out" / model / "assignment.json").is_file()
 

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 
 from ladderize.demo.inputs import MODEL
-from tests.helpers import ROOT, invoke
+from tests.helpers import ROOT, invoke, invoke_well
 from tests.sweeps import spec, write
 
 PACKAGE = str(ROOT / "ladderize") + "/"
@@ -60,7 +60,7 @@ def test_the_way_through_bench():
 
 
 def test_the_way_through_adapt(llama, tmp_path):
-    assert invoke("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify").code == 0
+    invoke_well("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 97, (24, 16)))
     data = ("--data", tmp_path / "ids.npy", "--distill-from", llama, "--no-verify", "--write", "last")
     sizes = ("--max-steps", 2, "--batch-size", 2, "--seq-len", 16, "--device", "cpu")
