@@ -412,12 +412,14 @@ def random_layout(layers: int) -> Layout:
     return Layout(attention, mlp, 8 if {*APART} & {*attention, *mlp} else None)
 
 
-def slow_total(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> float:
-    """The loop of docs/design.md, lived through in small steps of time."""
+def slow_times(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> tuple[float, float]:
+    """The loop of docs/design.md, lived through in small steps of time: all of it, and what is computed."""
     clock, in_flight, behind = 0.0, 0.0, 0.0  # behind: what comes after the message in flight
+    busy = parts.rest + parts.vocabulary
 
     def compute(work):
-        nonlocal clock, in_flight
+        nonlocal clock, in_flight, busy
+        busy += work
         while work > 0:
             work -= dt * (1 - parts.contention if in_flight > 0 else 1)
             in_flight -= dt
@@ -445,7 +447,7 @@ def slow_total(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> float:
         compute(parts.mlp_apart if apart else parts.mlp)
         wait()
         sync(mlp)
-    return clock + parts.rest + parts.vocabulary
+    return clock + parts.rest + parts.vocabulary, busy
 
 
 def test_a_pass_is_what_living_through_it_takes():
@@ -453,9 +455,10 @@ def test_a_pass_is_what_living_through_it_takes():
         layers = random.randint(1, 4)
         parts = dataclasses.replace(random_parts(layers), message_start=0.0, contention=random.uniform(0, 0.8))
         layout = random_layout(layers)
-        steps = 4 * layers
-        expected = slow_total(parts, layout)
-        assert predict_pass(parts, layout).total == pytest.approx(expected, abs=steps * 4e-3)
+        total, busy = slow_times(parts, layout)
+        found = predict_pass(parts, layout)
+        assert found.total == pytest.approx(total, abs=4 * layers * 4e-3)
+        assert found.busy == pytest.approx(busy)
 
 
 # ---- links ----
