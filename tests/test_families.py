@@ -12,11 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ladderize.checkpoint.config import check_config, expected_tensors, head_dim, kv_head_count
-from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.tensors import fingerprint
-from ladderize.convert.assignment import RankAssignment
 from ladderize.convert.pipeline import convert_checkpoint
-from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.families.registry import decoder_of, family_of
@@ -30,7 +26,6 @@ from tests.helpers import (
     make_model,
     one_sentence,
     random_ids,
-    random_ranks,
     save_llama,
     training_command,
 )
@@ -234,21 +229,6 @@ def test_commands_that_measure(place, tmp_path):
     (model,) = json.loads(invoke_well("eval", place / "dense", *more).stdout)["models"]
     perplexity = model["ladderize"]["perplexity"]["perplexity"]
     assert math.log(perplexity) == pytest.approx(json.loads(table.read_text())["dense_nll"], rel=1e-5)
-
-
-def test_heads_and_neurons_on_other_ranks(place, tmp_path):
-    """The dense model is the same; biases and projections move along, norms of heads do not."""
-    order, ranks = (2, 3, 7, 6, 0, 1, 5, 4), {layer: random_ranks(2) for layer in (0, 2)}
-    found = RankAssignment(2, fingerprint(read_checkpoint(place / "dense")), {0: order, 2: order}, ranks)
-    recipe = Recipe(spd="0,2", sync_tp_size=2)
-    convert_checkpoint(place / "dense", tmp_path / "out", recipe, Changes(assignment=found), verify=False)
-    convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
-    ids = random_ids(1, 12)
-    with torch.no_grad():
-        before, after = (load(folder)(ids).logits for folder in (place / "dense", tmp_path / "back"))
-        dropped, other = (load(folder)(ids).logits for folder in (place / "spd", tmp_path / "out"))
-    torch.testing.assert_close(after, before, **TOLERANCE)
-    assert not torch.allclose(dropped, other, **TOLERANCE)
 
 
 SLIDES = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}
