@@ -74,7 +74,7 @@ def test_left_padding(name, attention):
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiling flex_attention takes 20 seconds
         logits = model(ids, attention_mask=mask, position_ids=position_ids).logits
     expected, _ = Oracle(model.state_dict(), model.config)(ids, mask)
     alone, _ = Oracle(model.state_dict(), model.config)(ids[:1, 4:])
@@ -146,7 +146,7 @@ def test_gradients_equal_the_oracles(name):
         torch.testing.assert_close(parameter.grad, weights[key].grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ladder gaps", "spd with biases", "same layer", "every mode"])
+@pytest.mark.parametrize("name", ["same layer with biases", "every mode"])
 def test_fullgraph_compile(name):
     model = make_model(name)
     ids = random_ids(2, 8)
