@@ -17,7 +17,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.families.registry import decoder_of, family_of
 from ladderize.families.supported import SUPPORTED
-from ladderize.modeling import dense_class, load
+from ladderize.modeling import load
 from tests.helpers import (
     FAMILIES,
     SHAPE,
@@ -29,7 +29,7 @@ from tests.helpers import (
     save_llama,
     training_command,
 )
-from tests.oracle import Oracle, assert_likeliest
+from tests.oracle import Oracle
 
 SIZES = {**SHAPE, "head_dim": 8}
 # model_type -> what its configs may say beside sizes
@@ -107,47 +107,6 @@ def test_defaults_are_those_of_transformers(family):
 # ---- the class of a converted checkpoint ----
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
-SOME_LAYOUTS = ["dense", "ladder all", "spd all 4", "mixed", "same layer"]
-
-
-@pytest.mark.parametrize("layout", SOME_LAYOUTS)
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_logits_are_the_oracles(model_type, layout):
-    """Also of a batch that is padded on the left, and with windows shorter than the texts."""
-    model = make_model(layout, model_type=model_type)
-    ids, mask = random_ids(2, 11), torch.ones(2, 11, dtype=torch.long)
-    mask[1, :3] = 0
-    with torch.no_grad():
-        found = model(ids, attention_mask=mask).logits
-        expected, streams = Oracle(model.state_dict(), model.config)(ids, mask)
-        states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-    kept = mask.bool()
-    torch.testing.assert_close(found[kept], expected[kept], **TOLERANCE)
-    for own, stream in zip(states, streams, strict=True):
-        torch.testing.assert_close(own[kept], stream[kept], **TOLERANCE)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_dense_layout_is_transformers_own_class(model_type):
-    model = make_model("dense", model_type=model_type)
-    own = dense_class(family_of({"model_type": model_type}), "ForCausalLM")
-    config = model.config.to_dict() | {"model_type": model_type}
-    dense = own(own.config_class.from_dict(config)).eval()
-    dense.load_state_dict(model.state_dict())
-    ids = random_ids(2, 11)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, dense(ids).logits)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_tokens_with_a_cache_are_the_oracles(model_type):
-    """Longer than every window, which a cache forgets what lies before."""
-    model = make_model("mixed", model_type=model_type)
-    ids = random_ids(1, 7)
-    new = model.generate(ids, max_new_tokens=8, do_sample=False)[0, 7:].tolist()
-    oracle = Oracle(model.state_dict(), model.config)
-    with torch.no_grad():
-        assert_likeliest(lambda text: oracle(torch.tensor([text]))[0][0], ids[0].tolist(), new)
 
 
 # ---- conversion, and what reads a converted checkpoint ----
