@@ -8,7 +8,14 @@ import pytest
 from ladderize.sweep import run
 from ladderize.sweep.plan import Entrant, promoted, ranking
 from tests.helpers import fresh_rng, invoke, invoke_well
-from tests.sweeps import plan_of, planner, ran, read, spec, sweep, write
+from tests.sweeps import plan_of, planner, ran, read, spec, stages_here, sweep, write
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stages_here():
+    with stages_here():
+        yield
+
 
 # ---- the rule ----
 

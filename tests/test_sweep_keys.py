@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
@@ -13,7 +14,13 @@ from ladderize.console import to_json
 from ladderize.convert.assignment import RankAssignment
 from ladderize.demo.inputs import TASKS
 from tests.helpers import SHAPE, invoke, invoke_well, one_sentence, save_llama
-from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_of, sweep, write
+from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_here, stages_of, sweep, write
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stages_here():
+    with stages_here():
+        yield
 
 
 def keys(folder, content):
