@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ladderize import memory
 from ladderize.demo.inputs import MODEL
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as runtime_model
 from ladderize.runtime import spec
@@ -22,7 +22,7 @@ from ladderize.runtime.bench import inference, reference_check
 from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench import run as bench_run
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, ModelChoice, check_bench_usage, parse_counts
+from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, ModelChoice, parse_counts
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated
 from ladderize.runtime.collectives.observed import Observed
@@ -475,19 +475,9 @@ def test_bad_arguments(text, code, message):
     assert message in refusal("bench", *text.replace("MODEL", str(MODEL)).split(), code=code)
 
 
-def test_options_from_python(shape):
-    choice = ModelChoice(models=("a",))
-    for options, message in (
-        (BenchOptions(schedules=("magic",)), "--schedules magic must name"),
-        (BenchOptions(train=True, baselines=("no-comm",)), "have no effect with --train"),
-        (BenchOptions(output_len=1), "--output-len must be an integer of at least 2"),
-        (BenchOptions(batch_sizes=()), "--batch-size"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            check_bench_usage(choice, options, None)
+def test_all_layouts_are_timed_by_default(shape):
     options = BenchOptions(emulate_tp=2, batch_sizes=parse_counts("1,4,1"), prompt_len=8)
     assert options.batch_sizes == (1, 4)
-    assert BenchOptions.from_dict(options.to_dict(), "x") == options
     plan = bench_plan.plan_bench(ModelChoice(random_weights=str(shape)), options, "1,1")
     assert [spec.name for spec in plan.specs] == [*LAYOUT_NAMES]
     assert plan.options.ranks == 2

@@ -12,7 +12,6 @@ import torch
 import yaml
 
 import ladderize
-from ladderize import PlanModel, PlanOptions
 from ladderize.checkpoint import reading
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.errors import UserError
@@ -317,13 +316,6 @@ def test_a_link_without_figures_for_the_ranks_names_some(hardware):
     alpha, beta = found.groups()
     assert (float(alpha), float(beta)) == pytest.approx((row["alpha_us"] * 4, row["bus_gb_s"] * 8 / 14), rel=0.01)
     assert planned(*where, "--link", f"{alpha},{beta}").rows
-
-
-def test_python_gives_the_same():
-    result = ladderize.plan_layouts(
-        PlanModel(shape="1b"), PlanOptions("h100-sxm", (2, 4), "nvlink", batch_sizes=(1, 8))
-    )
-    assert result == planned("--shape", "1b", *H100[:4], "--tp-size", "2,4", "--batch-size", "1,8")
 
 
 # ---- from a plan to a converted model ----
