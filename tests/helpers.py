@@ -315,6 +315,18 @@ def refusal(*arguments: object, code: int = 1) -> str:
     return message
 
 
+def ranks_of(pid: int) -> list[int]:
+    """The ranks that a process has started: they are forked from a server. Linux only."""
+
+    def children(parent: int) -> list[int]:
+        return list(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
+
+    try:
+        return [rank for server in children(pid) for rank in children(server)]
+    except FileNotFoundError:
+        return []
+
+
 def all_gone(numbers: Iterable[int]) -> bool:
     """Whether these processes end within PATIENCE; one that nobody has waited for yet has ended too."""
 
