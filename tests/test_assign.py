@@ -14,12 +14,10 @@ from ladderize.adapt.layers.assign import assign_block, assign_layers, block_tok
 from ladderize.adapt.layers.assign_labels import matched_labels, relabelled
 from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, cheapest_ranks, descend, exchanged
 from ladderize.adapt.layers.measures import Contender, heldout_measures
-from ladderize.adapt.layers.options import AssignOptions, SpdOptions
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.assignment import RankAssignment, read_assignment
 from ladderize.convert.plan import Changes
-from ladderize.errors import UsageError
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from tests.helpers import (
@@ -350,16 +348,6 @@ def test_an_assigned_model_is_aligned_to_the_dense_one(llama, tmp_path, data):
     # of the first layer that is solved, before a choice between nearly equal solutions makes a difference
     assert len(found["out"]) == 6
     assert found["out"] == pytest.approx(found["plain"], rel=1e-2, abs=1e-5)
-
-
-def test_options():
-    for made in (
-        lambda: AssignOptions(("heads", "mlp"), "a.txt"),
-        lambda: SpdOptions("a", sync_tp_size=2, assign=("x",)),
-    ):
-        with pytest.raises(UsageError, match="is not one of heads, neurons"):
-            made()
-    assert SpdOptions("a", sync_tp_size=2).assign == ("heads", "neurons")
 
 
 # ---- ranks of neighbouring layers ----

@@ -13,7 +13,7 @@ from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
-from ladderize.convert.assignment import AssignmentReport, RankAssignment, check_order, read_assignment
+from ladderize.convert.assignment import AssignmentReport, RankAssignment, read_assignment
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
@@ -135,19 +135,6 @@ def test_an_assignment_by_hand():
     for name in ("self_attn.o_proj.bias", "mlp.down_proj.bias", "input_layernorm.weight"):
         assert new[name] is layer[name]
     assert found.permuted(4, layer, config) == layer
-
-
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        ((0, 1, 2, 2), "not a permutation of the heads 0 to 3"),
-        ((-1, 0, 1, 2), "not a permutation"),
-        ((0, 2, 1, 3), "splits KV groups: positions 0 to 1 hold the heads 0, 2"),
-    ],
-)
-def test_orders_that_are_none(order, message):
-    with pytest.raises(UserError, match=message):
-        check_order(order, 4, 2)
 
 
 # ---- written checkpoints ----

@@ -13,7 +13,6 @@ from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.convert.sensitivity_file import (
     LayerChange,
-    layer_changes,
     layer_costs,
     read_sensitivity,
 )
@@ -92,15 +91,6 @@ def test_against_the_oracle(tmp_path, ids, mode, extra):
             seen.add(round(changed, 9))
     # every change is another model, but that nothing enters layer 0
     assert len(seen) == len(document.costs) - 2 * (mode == "layers")
-
-
-def test_changes_are_what_they_are_called():
-    sweep = layer_changes("sweep", 3, 2)
-    assert [(one.layer, one.layout.spd_layers) for one in sweep] == [(0, [0, 1, 2]), (1, [1, 2]), (2, [2])]
-    for change in layer_changes("layers", 5, 2):
-        assert change.layout.converted_layers == [change.layer]
-        assert change.layout.layer_name(change.layer) == (change.kind if change.layer else change.kind.split("+")[0])
-    assert {one.kind for one in layer_changes("layers", 5, None)} == {"ladder"}
 
 
 def test_intervals_come_from_windows():
