@@ -31,6 +31,7 @@ def complete(out) -> set[str]:
 def test_whatever_ends_it_the_same_command_goes_on(place, tmp_path):
     """One sweep, ended in its retraining again and again: each run takes what was complete, and the retraining from
     where it was. That is long enough to be ended in it, also where this process is not given its turn for seconds."""
+    warm.warm_python().preload("accelerate", "datasets", "peft")
     long = retraining(place, max_steps=300, heldout=1, eval_every=5)
     out, file = tmp_path / "out", write(tmp_path / "s.yaml", long)
 
