@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -319,6 +319,31 @@ def one_sentence(outcome: Outcome) -> str:
     assert len(last) < 2000
     assert not any(line.startswith(("Error", "Traceback", " ")) for line in stages), outcome.stderr
     return last
+
+
+def invoke_json(*arguments: object) -> Any:
+    """The document that such a command prints."""
+    return json.loads(invoke_well(*arguments, "--json").stdout)
+
+
+def refusal(*arguments: object, code: int = 1) -> str:
+    """The message of a command that must fail with this exit code."""
+    outcome = invoke(*arguments)
+    message = one_sentence(outcome)
+    assert outcome.code == code, outcome
+    return message
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The ranks that a process has started: they are forked from a server. Linux only."""
+
+    def children(parent: int) -> list[int]:
+        return list(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
+
+    try:
+        return [rank for server in children(pid) for rank in children(server)]
+    except FileNotFoundError:
+        return []
 
 
 def all_gone(numbers: Iterable[int]) -> bool:

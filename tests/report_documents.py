@@ -26,7 +26,6 @@ from ladderize.sweep_document import SweepDocument, SweepPoint
 from tests.evaluations import Written
 
 TASKS = ("arc", "hellaswag")
-BENCH_OPTIONS = BenchOptions(tp_size=2, device="cpu")
 DENSE_ACCURACY = 0.61
 
 

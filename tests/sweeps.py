@@ -1,13 +1,19 @@
 """What the tests of ``ladderize sweep`` share: a small sweep, and what it says and leaves."""
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import yaml
 
+from ladderize.commands.builder import run_words
+from ladderize.sweep import run
 from ladderize.sweep.plan import Planner
+from ladderize.sweep.stages import COMMANDS, Stage
 from ladderize.sweep.sweep_file import read_sweep
 from tests import warm
 from tests.helpers import invoke
@@ -58,6 +64,23 @@ def sweep(folder: Path, content, *options, code: int = 0):
     outcome = invoke("sweep", write(folder / "s.yaml", content), "--out", folder / "out", *options)
     assert outcome.code == code, outcome.stderr
     return outcome, read(folder / "out")
+
+
+@contextlib.contextmanager
+def stages_here() -> Iterator[None]:
+    """Sweeps inside run their stages in this process, which spares each the imports. tests/test_sweep.py does not."""
+
+    def run_here(stage: Stage, root: Path) -> None:
+        before = Path.cwd()
+        os.chdir(root)
+        try:
+            for words in stage.commands:
+                run_words(COMMANDS[words[0]], words)
+        finally:
+            os.chdir(before)
+
+    with mock.patch.object(run, "run_stage", run_here):
+        yield
 
 
 def start(file: Path, out: Path, **more: str) -> warm.WarmProcess:

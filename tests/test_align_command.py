@@ -301,6 +301,3 @@ def test_a_dense_model_that_is_not_the_source_is_refused(pair, tmp_path, same):
         one_sentence(outcome),
     )
     assert listing(tmp_path) == sorted([*PLACE, "stranger"])
-
-
-# ---- models that were trained ----

@@ -77,10 +77,9 @@ def test_modes_without_a_name_are_in_the_recipe_of_the_output(dense, tmp_path):
     assert ladderize.read_recipe(tmp_path / "c" / "ladderize.yaml").attention_sync == layout.attention_sync
 
 
-@pytest.mark.parametrize("layout", [Layout.dense(3), Layout.from_layers(8, ladder=range(8))])
-def test_a_layout_of_another_model_is_refused(dense, tmp_path, layout):
-    with pytest.raises(LayoutError, match=f"the layout is of {layout.num_layers} layers, but the model has 4"):
-        convert_checkpoint(dense, tmp_path / "out", layout)
+def test_a_layout_of_another_model_is_refused(dense, tmp_path):
+    with pytest.raises(LayoutError, match="the layout is of 3 layers, but the model has 4"):
+        convert_checkpoint(dense, tmp_path / "out", Layout.dense(3))
     assert not (tmp_path / "out").exists()
 
 
@@ -99,14 +98,10 @@ def retraining(**given):
         (lambda: GenerateOptions(dtype="int8"), "--dtype int8 is not one of auto, float32, bfloat16, float16"),
         (lambda: GenerateOptions(tp_size="2"), "--tp-size must be an integer of at least 1, not '2'"),
         (lambda: Sampling(temperature=-1.0), "--temperature must be finite and at least 0, not -1"),
-        (lambda: EvalOptions().check(), "nothing to evaluate"),
         (lambda: EvalOptions(perplexity="a.txt", limit=3).check(), "--limit has no effect without --tasks"),
-        (lambda: SensitivityOptions("f", "sweep"), "--mode sweep needs --sync-tp-size N"),
         (lambda: BlockwiseOptions(data="a.jsonl", lr=-1.0), "--lr must be a finite number of at least 0, not -1"),
         (lambda: SpdOptions("a.txt", sync_tp_size=1), "--sync-tp-size must be an integer of at least 2, not 1"),
-        (lambda: retraining(max_steps=None), "say how long to train"),
         (lambda: retraining(method="blocks"), "--method blocks has options of its own"),
-        (lambda: retraining(distill_weight=1.0), "have no effect without each other"),
         (lambda: retraining(lora_rank=0), "--lora-rank must be an integer of at least 1"),
         (lambda: ladderize.generate("m", []), "there is nothing to continue"),
     ],

@@ -15,7 +15,7 @@ import torch
 
 from ladderize.boundary import DEBUG
 from ladderize.demo.inputs import MODEL
-from tests.helpers import ROOT, edit_json, edit_tensors, invoke, listing, one_sentence, save_llama
+from tests.helpers import ROOT, edit_json, edit_tensors, invoke, listing, one_sentence, refusal, save_llama
 
 
 def convert(source, out, *options):
@@ -221,12 +221,9 @@ def test_index_that_leads_astray(tmp_path, entry, message):
     ("options", "code", "message"),
     [
         (["--ladder", "2:9"], 1, "out of range for a model of 4 layers"),
-        (["--ladder", "-5:"], 1, "out of range"),
         (["--ladder", "3:1"], 1, "3:1 is empty or out of range"),
-        (["--ladder", "2:2"], 1, "is empty"),
         (["--ladder", ""], 2, "is not a range of layers"),
         (["--ladder", "0:4:2"], 2, "without steps"),
-        (["--ladder", "two"], 2, "is not a range"),
         (["--spd", "all", "--sync-tp-size", "3"], 1, "3 does not divide the 8 attention heads; this model takes 1, 2"),
         (["--spd", "all"], 2, "needs --sync-tp-size"),
         (["--delayed", "all"], 2, "needs --sync-tp-size"),
@@ -240,8 +237,7 @@ def test_index_that_leads_astray(tmp_path, entry, message):
     ],
 )
 def test_wrong_options(llama, tmp_path, options, code, message):
-    outcome = invoke("convert", llama, tmp_path / "out", *options)
-    assert (outcome.code, message in one_sentence(outcome)) == (code, True), outcome.stderr
+    assert message in refusal("convert", llama, tmp_path / "out", *options, code=code)
     assert listing(tmp_path) == ["src"]
 
 
@@ -389,20 +385,6 @@ def test_a_broken_pipe_is_no_error(llama):
 def test_inspect_bad_input(llama, tmp_path):
     assert "does not exist" in one_sentence(invoke("inspect", tmp_path / "nothing"))
     assert "does not divide the 8 attention heads" in one_sentence(invoke("inspect", llama, "--tp-size", "3"))
-    edit_json(llama / "config.json", model_type="gpt2", architectures=["GPT2LMHeadModel"])
-    assert "this is a gpt2, which ladderize does not convert" in one_sentence(invoke("inspect", llama))
-
-
-PLAN = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "2", "--prompt-len", "9", "--output-len", "9")
-
-
-def test_a_ladderized_source_with_a_broken_layout(llama, tmp_path):
-    assert convert(llama, tmp_path / "a", "--ladder", "2:", "--no-verify").code == 0
-    edit_json(tmp_path / "a" / "config.json", mlp_sync=["blocking"])
-    outcome = convert(tmp_path / "a", tmp_path / "b", "--ladder", "all")
-    assert "mlp_sync must be a list of 4 modes" in one_sentence(outcome)
-    shutil.rmtree(tmp_path / "a")
-    assert listing(tmp_path) == ["src"]
 
 
 def test_an_argument_that_is_no_text():

@@ -25,7 +25,7 @@ from ladderize.plan.options import CalibrateOptions
 from ladderize.plan.passes import product_seconds
 from ladderize.runtime.bench.document import Environment
 from ladderize.runtime.collectives.links import parse_link, read_interconnect, ring_share
-from tests.helpers import invoke, one_sentence
+from tests.helpers import invoke, invoke_well, one_sentence
 
 SMALL = TimedSizes((64, 128), (1, 8, 32), 1 << 16)
 
@@ -113,8 +113,7 @@ def test_messages_of_no_latency_have_one_that_is_possible():
 def test_a_run_writes_what_others_read(monkeypatch, tmp_path, ranks):
     monkeypatch.setitem(SIZES, "cpu", SMALL)
     out = tmp_path / "machine.json"
-    outcome = invoke("calibrate", "--tp-size", ranks, "--threads", 1, "--json", "--out", out)
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well("calibrate", "--tp-size", ranks, "--threads", 1, "--json", "--out", out)
     assert json.loads(outcome.stdout) == json.loads(out.read_text())
     document = CalibrationDocument.from_dict(json.loads(outcome.stdout), "stdout")
     assert read_device(str(out)) == document.device
@@ -126,8 +125,7 @@ def test_a_run_writes_what_others_read(monkeypatch, tmp_path, ranks):
     assert read_interconnect(str(out)) == document.link
     assert parse_link(str(out), 2).alpha_us == document.link.rows[0].alpha_us
     assert 0 <= document.link.contention <= 0.9
-    planned = invoke("plan", "--hardware", out, "--tp-size", 2, "--shape", "1b", "--layout", "ladder")
-    assert planned.code == 0, planned
+    planned = invoke_well("plan", "--hardware", out, "--tp-size", 2, "--shape", "1b", "--layout", "ladder")
     assert "batch 1 (calibrated)" in planned.stdout
 
 

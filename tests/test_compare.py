@@ -15,7 +15,7 @@ from ladderize import UserError
 from ladderize.eval.answers import read_models
 from ladderize.eval.comparison import Predictions
 from tests.evaluations import Written
-from tests.helpers import ROOT, invoke, one_sentence
+from tests.helpers import ROOT, invoke, invoke_well, one_sentence
 
 DEMO = ROOT / "ladderize" / "demo"
 
@@ -308,8 +308,7 @@ def test_a_model_that_is_alone_and_files_that_are_not_there(pair, tmp_path):
 
 def test_the_command_prints_a_table_and_writes_the_document(pair, tmp_path):
     dense, other = (written.write() for written in pair)
-    shown = invoke("compare", dense, other, "--out", tmp_path / "out.json")
-    assert shown.code == 0
+    shown = invoke_well("compare", dense, other, "--out", tmp_path / "out.json")
     assert "other against dense (95% intervals)" in shown.stdout
     assert "\u22641 worse" in shown.stdout  # not "1 worse": what is shown is that it is no more
     printed = json.loads(invoke("compare", dense, other, "--json").stdout)

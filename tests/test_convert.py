@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 from ladderize import convert_checkpoint, load
 from ladderize.checkpoint.opening import read_checkpoint, read_config
@@ -26,6 +24,8 @@ from tests.helpers import (
     edit_tensors,
     fresh_rng,
     invoke,
+    invoke_json,
+    invoke_well,
     listing,
     random_ids,
     save_llama,
@@ -52,11 +52,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
 def test_weights_are_linked_and_verified(tmp_path, shards):
     source = save_llama(tmp_path / "src", shards=shards)
     before = fingerprint(source)
-    outcome = invoke(
-        "convert", source, tmp_path / "out", "--ladder", "2:", "--spd", "1", "--sync-tp-size", "2", "--json"
-    )
-    assert outcome.code == 0, outcome.stderr
-    report = json.loads(outcome.stdout)
+    report = invoke_json("convert", source, tmp_path / "out", "--ladder", "2:", "--spd", "1", "--sync-tp-size", "2")
     assert report["verified"]["forward"] == "finite"
     assert report["verified"]["model_class"] == "LadderizedLlamaForCausalLM"
     assert len(report["weight_files"]) == shards
@@ -125,42 +121,19 @@ def test_values_too_large_for_the_dtype(llama, tmp_path, dtype, value):
     assert listing(tmp_path) == ["src"]
 
 
-def test_mixed_dtypes_are_written_anew(tmp_path):
-    source = save_llama(tmp_path / "src", tie_word_embeddings=True)
-    name, head = "model.embed_tokens.weight", "lm_head.weight"
-    tensors = edit_tensors(source, lambda found: found.update({head: found.pop(name).half()}))
-    tensors[name] = tensors.pop(head)
-    assert convert_checkpoint(source, tmp_path / "out", LADDER, verify=False).weights == {"rewritten": 1}
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(
-        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
-    )
-
-
 @pytest.mark.parametrize(
     "extra",
     [
-        {},
-        BIASES,
-        {"tie_word_embeddings": True},
-        {"head_dim": 16},
-        {"num_key_value_heads": 8},
-        {"rope_parameters": {**LLAMA_3_ROPE, "rope_theta": 500000.0}},
+        {**BIASES, "head_dim": 16},
+        {"tie_word_embeddings": True, "num_key_value_heads": 8},
     ],
 )
 def test_llama_configs(tmp_path, extra):
-    """Llama 1 to 3.2: the converted model of a dense layout-free source computes what the oracle says."""
+    """Llama 1 to 3.2: the converted model computes what the oracle says."""
     source = save_llama(tmp_path / "src", **extra)
     report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="1:", spd="0,2", sync_tp_size=4))
     assert report.verified.forward == "finite"
-    with (
-        safe_open(source / "model.safetensors", "pt") as a,
-        safe_open(tmp_path / "out" / "model.safetensors", "pt") as b,
-    ):
-        assert set(a.keys()) == set(b.keys())
-    if "rope_parameters" in extra:
-        return
+    assert all_tensors(tmp_path / "out").keys() == all_tensors(source).keys()
     model = load(tmp_path / "out")
     tied = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert tied == ("tie_word_embeddings" in extra)
@@ -325,16 +298,6 @@ def test_any_card_is_kept_and_breaks_nothing(llama, tmp_path, card, kept):
     assert (tmp_path / "out" / "README.source.md").read_bytes() == card
 
 
-def test_the_record_is_a_recipe(llama, tmp_path):
-    convert_checkpoint(
-        llama, tmp_path / "a", Recipe(ladder="1:", spd="0", sync_tp_size=2, dtype="bfloat16"), verify=False
-    )
-    outcome = invoke("convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
-    assert outcome.code == 0, outcome.stderr
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
 @pytest.mark.parametrize(
     ("text", "recipe"),
     [
@@ -354,8 +317,7 @@ def test_recipes(tmp_path, text, recipe):
 
 
 def test_dry_run_writes_nothing(llama, tmp_path):
-    outcome = invoke("convert", llama, tmp_path / "deep" / "out", "--ladder", "2:", "--dry-run")
-    assert outcome.code == 0
+    outcome = invoke_well("convert", llama, tmp_path / "deep" / "out", "--ladder", "2:", "--dry-run")
     assert "overlapped" in outcome.stdout
     assert "would write" in outcome.stdout
     assert "model.safetensors" in outcome.stdout
@@ -402,8 +364,7 @@ def test_inspect(llama, tmp_path, recipe):
     if not recipe.spd:
         assert json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)["tp_size"] == 2
     edit_json(tmp_path / "out" / "config.json", intermediate_size=48)
-    text = invoke("inspect", tmp_path / "out", "--layers")
-    assert text.code == 0
+    text = invoke_well("inspect", tmp_path / "out", "--layers")
     assert str(report["layout"]) in text.stdout
 
 

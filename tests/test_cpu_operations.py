@@ -324,6 +324,9 @@ def test_no_compiler(fresh_library, tmp_path):
 
 
 def test_kept_where_only_the_user_can_write(fresh_library, tmp_path):
+    (tmp_path / "compiled").mkdir()
+    fresh_library.setenv("CXX", str(ROOT / "tests" / "vllm" / "kept_g++"))  # compiles once
+    fresh_library.setenv("LADDERIZE_TEST_KERNELS", str(tmp_path / "compiled"))
     fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels()
     (kept,) = (tmp_path / "ladderize").iterdir()

@@ -6,8 +6,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from ladderize.eval.tasks import open_tasks
 from ladderize.eval.text import score_windows
 from ladderize.ranks.group import Ranks
 from ladderize.vllm import environment
-from tests.helpers import ROOT, STORIES, fresh_rng, invoke, listing, make_model, one_sentence, save_llama
+from tests.helpers import STORIES, fresh_rng, invoke, invoke_well, listing, make_model, one_sentence, save_llama
 from tests.oracle import Oracle
 
 
@@ -123,8 +121,7 @@ def test_eval_of_two_models(pair, tmp_path):
     )
     text = ("--perplexity", tmp_path / "text.jsonl", "--seq-len", 64)
     how = ("--limit", 20, "--batch-size", 16, "--dtype", "float32", "--out", tmp_path / "r.json", "--json")
-    outcome = invoke("eval", *pair, *demo("agreement arithmetic"), *text, *how)
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well("eval", *pair, *demo("agreement arithmetic"), *text, *how)
     document = json.loads(outcome.stdout)
     assert json.loads((tmp_path / "r.json").read_text()) == document
     dense, ladder = document["models"]
@@ -221,8 +218,7 @@ def test_models_of_which_one_begins_with_bos_are_told(tmp_path):
     path = tmp_path / "without" / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
     for name, is_told in (("same", False), ("without", True)):
-        outcome = invoke("eval", MODEL, tmp_path / name, *demo("copying", "--limit", 2))
-        assert outcome.code == 0, outcome
+        outcome = invoke_well("eval", MODEL, tmp_path / name, *demo("copying", "--limit", 2))
         assert ("BOS" in outcome.stderr) == is_told
 
 
@@ -408,10 +404,6 @@ def test_data_that_does_not_fit_the_model(tmp_path):
     np.save(tmp_path / "ids.npy", np.array([5, 99999]))
     outcome = invoke("eval", MODEL, "--perplexity", tmp_path / "ids.npy")
     assert "token id 99999" in one_sentence(outcome)
-    np.save(tmp_path / "ids.npy", np.arange(600))
-    assert "must be between 2 and the 512 positions" in one_sentence(
-        invoke("eval", MODEL, "--perplexity", tmp_path / "ids.npy", "--seq-len", "600")
-    )
 
 
 # ---- --backend vllm, where vLLM is not; what it computes is tested in tests/vllm ----
@@ -433,9 +425,3 @@ def test_vllm_takes_no_launcher_and_from_python_needs_its_engine(monkeypatch):
         monkeypatch.setenv(key, str(value))
     with pytest.raises(UsageError, match="--backend vllm starts its own processes"):
         run.evaluate([MODEL], options, engine=lambda *_: pytest.fail("a model was opened"))
-
-
-def test_help_and_options_import_no_vllm():
-    code = "import sys, ladderize.commands.evaluate, ladderize.vllm.engine, ladderize.eval.run\n"
-    code += "assert not {name for name in sys.modules if name.split('.')[0] == 'vllm'}"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -11,7 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.inputs import MODEL, write_documents
-from tests.helpers import ROOT, invoke, save_llama
+from tests.helpers import ROOT, invoke_well, save_llama
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 LAUNCHERS = {  # of accelerate launch: how many processes, and how they share the model
@@ -61,8 +61,7 @@ def test_an_example_runs_as_it_is(example, folder, monkeypatch):
     monkeypatch.chdir(folder)
     command = command_of(example)
     given = [example] if command == "sweep" else ["--config", example]
-    outcome = invoke(command, *given, *SHORTENED.get(example.name, []))
-    assert outcome.code == 0, outcome.stderr
+    invoke_well(command, *given, *SHORTENED.get(example.name, []))
     written = re.search(r"^out: (\S+)$", example.read_text(), re.MULTILINE)
     assert written is not None
     assert Path(written[1]).exists() or "--dry-run" in SHORTENED[example.name]
@@ -71,8 +70,7 @@ def test_an_example_runs_as_it_is(example, folder, monkeypatch):
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if command_of(path) == "convert"], ids=lambda p: p.name)
 def test_an_example_recipe_converts(example, tmp_path):
     dense = save_llama(tmp_path / "dense", num_hidden_layers=32, num_key_value_heads=8)
-    outcome = invoke("convert", dense, tmp_path / "out", "--recipe", example, "--no-verify")
-    assert outcome.code == 0, outcome.stderr
+    invoke_well("convert", dense, tmp_path / "out", "--recipe", example, "--no-verify")
     assert (tmp_path / "out" / "ladderize.yaml").exists()
 
 

@@ -12,16 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ladderize.checkpoint.config import check_config, expected_tensors, head_dim, kv_head_count
-from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.tensors import fingerprint
-from ladderize.convert.assignment import RankAssignment
 from ladderize.convert.pipeline import convert_checkpoint
-from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.families.registry import decoder_of, family_of
 from ladderize.families.supported import SUPPORTED
-from ladderize.modeling import dense_class, load
+from ladderize.modeling import load
 from tests.helpers import (
     FAMILIES,
     SHAPE,
@@ -30,11 +26,10 @@ from tests.helpers import (
     make_model,
     one_sentence,
     random_ids,
-    random_ranks,
     save_llama,
     training_command,
 )
-from tests.oracle import Oracle, assert_likeliest
+from tests.oracle import Oracle
 
 SIZES = {**SHAPE, "head_dim": 8}
 # model_type -> what its configs may say beside sizes
@@ -112,47 +107,6 @@ def test_defaults_are_those_of_transformers(family):
 # ---- the class of a converted checkpoint ----
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
-SOME_LAYOUTS = ["dense", "ladder all", "spd all 4", "mixed", "same layer"]
-
-
-@pytest.mark.parametrize("layout", SOME_LAYOUTS)
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_logits_are_the_oracles(model_type, layout):
-    """Also of a batch that is padded on the left, and with windows shorter than the texts."""
-    model = make_model(layout, model_type=model_type)
-    ids, mask = random_ids(2, 11), torch.ones(2, 11, dtype=torch.long)
-    mask[1, :3] = 0
-    with torch.no_grad():
-        found = model(ids, attention_mask=mask).logits
-        expected, streams = Oracle(model.state_dict(), model.config)(ids, mask)
-        states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-    kept = mask.bool()
-    torch.testing.assert_close(found[kept], expected[kept], **TOLERANCE)
-    for own, stream in zip(states, streams, strict=True):
-        torch.testing.assert_close(own[kept], stream[kept], **TOLERANCE)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_dense_layout_is_transformers_own_class(model_type):
-    model = make_model("dense", model_type=model_type)
-    own = dense_class(family_of({"model_type": model_type}), "ForCausalLM")
-    config = model.config.to_dict() | {"model_type": model_type}
-    dense = own(own.config_class.from_dict(config)).eval()
-    dense.load_state_dict(model.state_dict())
-    ids = random_ids(2, 11)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, dense(ids).logits)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_tokens_with_a_cache_are_the_oracles(model_type):
-    """Longer than every window, which a cache forgets what lies before."""
-    model = make_model("mixed", model_type=model_type)
-    ids = random_ids(1, 7)
-    new = model.generate(ids, max_new_tokens=8, do_sample=False)[0, 7:].tolist()
-    oracle = Oracle(model.state_dict(), model.config)
-    with torch.no_grad():
-        assert_likeliest(lambda text: oracle(torch.tensor([text]))[0][0], ids[0].tolist(), new)
 
 
 # ---- conversion, and what reads a converted checkpoint ----
@@ -234,21 +188,6 @@ def test_commands_that_measure(place, tmp_path):
     (model,) = json.loads(invoke_well("eval", place / "dense", *more).stdout)["models"]
     perplexity = model["ladderize"]["perplexity"]["perplexity"]
     assert math.log(perplexity) == pytest.approx(json.loads(table.read_text())["dense_nll"], rel=1e-5)
-
-
-def test_heads_and_neurons_on_other_ranks(place, tmp_path):
-    """The dense model is the same; biases and projections move along, norms of heads do not."""
-    order, ranks = (2, 3, 7, 6, 0, 1, 5, 4), {layer: random_ranks(2) for layer in (0, 2)}
-    found = RankAssignment(2, fingerprint(read_checkpoint(place / "dense")), {0: order, 2: order}, ranks)
-    recipe = Recipe(spd="0,2", sync_tp_size=2)
-    convert_checkpoint(place / "dense", tmp_path / "out", recipe, Changes(assignment=found), verify=False)
-    convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
-    ids = random_ids(1, 12)
-    with torch.no_grad():
-        before, after = (load(folder)(ids).logits for folder in (place / "dense", tmp_path / "back"))
-        dropped, other = (load(folder)(ids).logits for folder in (place / "spd", tmp_path / "out"))
-    torch.testing.assert_close(after, before, **TOLERANCE)
-    assert not torch.allclose(dropped, other, **TOLERANCE)
 
 
 SLIDES = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}

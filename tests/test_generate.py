@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,9 +27,12 @@ from tests.helpers import (
     clearly_chosen,
     edit_json,
     invoke,
+    invoke_well,
     make_model,
     one_sentence,
     random_ids,
+    ranks_of,
+    refusal,
 )
 
 GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
@@ -164,27 +166,13 @@ def test_logits_that_become_nan_later():
 
 
 def test_generate_streams_the_models_text(stories):
-    outcome = invoke("generate", stories, "--prompt", "", "--max-new-tokens", 40)
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well("generate", stories, "--prompt", "", "--max-new-tokens", 40)
     assert outcome.stdout.startswith(GREEDY)
-
-
-def test_two_ranks_and_a_batch_and_json(stories):
-    command = ["generate", stories, "-p", "Once upon", "-p", "", "--max-new-tokens", 12, "--dtype", "float32", "--json"]
-    outcome = invoke(*command, "--tp-size", 2)
-    assert outcome.code == 0, outcome.stderr
-    document = json.loads(outcome.stdout)
-    assert document["tp_size"] == 2
-    alone = json.loads(invoke(*command).stdout)
-    assert [t["new_ids"] for t in document["texts"]] == [t["new_ids"] for t in alone["texts"]]
-    assert document["texts"][1]["text"].startswith(GREEDY[:20])
-    assert {t["finish_reason"] for t in document["texts"]} == {"length"}
-    assert GenerateDocument.from_dict(document, "stdout").to_dict().items() <= document.items()
 
 
 def test_joins_a_group_that_torchrun_started(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
-    command = ["generate", MODEL, "-p", "the cat", "--max-new-tokens", "6", "--dtype", "float32", "--json"]
+    command = ["generate", MODEL, "-p", "the cat", "-p", "a", "--max-new-tokens", "6", "--dtype", "float32", "--json"]
     outcome = subprocess.run(
         [*launcher, "ladderize", *command, "--tp-size", "2"],
         capture_output=True,
@@ -193,20 +181,10 @@ def test_joins_a_group_that_torchrun_started(tmp_path):
         cwd=ROOT,
     )
     assert outcome.returncode == 0, outcome.stderr
-    alone = json.loads(invoke(*command).stdout)
-    assert json.loads(outcome.stdout)["texts"][0]["new_ids"] == alone["texts"][0]["new_ids"]  # one document: rank 0's
-
-
-def children(pid):
-    """The ranks that a process has started: they are forked from a server. Linux only."""
-
-    def of(parent):
-        return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-
-    try:
-        return [rank for server in of(pid) for rank in of(server)]
-    except FileNotFoundError:
-        return []
+    document, alone = json.loads(outcome.stdout), json.loads(invoke(*command).stdout)  # one document: rank 0's
+    assert [text["new_ids"] for text in document["texts"]] == [text["new_ids"] for text in alone["texts"]]
+    assert document["tp_size"] == 2
+    assert GenerateDocument.from_dict(document, "stdout").to_dict().items() <= document.items()
 
 
 @pytest.fixture
@@ -214,8 +192,8 @@ def two_ranks():
     """``generate`` at work on two ranks: its process, and the pids of the ranks."""
     command = ["generate", MODEL, "-p", "the cat", "--tp-size", 2, "--max-new-tokens", 100]
     process = warm.WarmProcess([sys.executable, "-m", "ladderize", *command])
-    warm.wait_until(lambda: len(children(process.pid)) == 2, process)
-    yield process, children(process.pid)
+    warm.wait_until(lambda: len(ranks_of(process.pid)) == 2, process)
+    yield process, ranks_of(process.pid)
     process.kill()
 
 
@@ -247,9 +225,7 @@ def test_ranks_end_when_their_parent_is_killed(two_ranks):
     ],
 )
 def test_bad_arguments(arguments, code, message):
-    outcome = invoke("generate", MODEL, "-p", "the cat", *arguments)
-    assert message in one_sentence(outcome)
-    assert outcome.code == code
+    assert message in refusal("generate", MODEL, "-p", "the cat", *arguments, code=code)
 
 
 def test_bad_checkpoints(tmp_path, llama, monkeypatch):

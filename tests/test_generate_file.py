@@ -23,7 +23,17 @@ from ladderize.runtime.generate_file import GenerateFileDocument, LineWriter
 from ladderize.runtime.sampling import Sampling
 from tests import warm
 from tests.adapt_data.rows import MARKED, PLAIN, TURNS, one, scored_text, write_jsonl
-from tests.helpers import SHAPE, clearly_chosen, edit_json, invoke, listing, one_sentence, save_llama
+from tests.helpers import (
+    SHAPE,
+    clearly_chosen,
+    edit_json,
+    invoke,
+    invoke_well,
+    listing,
+    one_sentence,
+    refusal,
+    save_llama,
+)
 
 LENGTH = 12  # the most new tokens
 
@@ -58,8 +68,7 @@ def rows_of(path):
 
 def answer(*arguments, **options):
     """The rows that a run writes."""
-    outcome = invoke(*command(*arguments, **options))
-    assert outcome.code == 0, outcome.stderr
+    invoke_well(*command(*arguments, **options))
     return rows_of(arguments[2])
 
 
@@ -150,8 +159,9 @@ def prompts(greedy, tmp_path):
 def test_greedy_answers_are_those_of_transformers(model, greedy, texts, prompts, tmp_path, tp_size, batch):
     """Prompts of all lengths side by side, in one batch and in several, in the file's order."""
     out = tmp_path / "out.jsonl"
-    outcome = invoke(*command(model, prompts, out, batch=batch, temperature=0, tp_size=tp_size, threads=1), "--json")
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well(
+        *command(model, prompts, out, batch=batch, temperature=0, tp_size=tp_size, threads=1), "--json"
+    )
     document, rows = json.loads(outcome.stdout), rows_of(out)
     assert [(answer_of(row), row["finish_reason"]) for row in rows] == texts
     for row, question in zip(rows, greedy[0], strict=True):
@@ -195,8 +205,7 @@ def test_rows_of_all_kinds(model, tokenizer, tmp_path, monkeypatch):
     file = write_jsonl(tmp_path / "a.jsonl", kinds)
     with open(file, "a") as more:
         more.write("\n  \n")
-    outcome = invoke(*command(model, file, tmp_path / "out.jsonl"))
-    assert outcome.code == 0, outcome.stderr
+    invoke_well(*command(model, file, tmp_path / "out.jsonl"))
     plain = [{"messages": TURNS[:-1]}, {"messages": user}, {"prompt": "the cat"}, {"prompt": "the cat"}]
     formatted = [{"messages": TURNS[:-1]}, *[{"messages": user}] * 3]
 
@@ -204,8 +213,7 @@ def test_rows_of_all_kinds(model, tokenizer, tmp_path, monkeypatch):
         return [{"messages": row["messages"][:-1]} if "messages" in row else {"prompt": row["prompt"]} for row in rows]
 
     assert wanted(rows_of(tmp_path / "out.jsonl")) == plain
-    chats = invoke(*command(model, file, tmp_path / "chat.jsonl"), "--chat")
-    assert chats.code == 0
+    invoke_well(*command(model, file, tmp_path / "chat.jsonl"), "--chat")
     assert wanted(rows_of(tmp_path / "chat.jsonl")) == formatted
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(kinds[:1]), path)  # a column has one type
@@ -254,8 +262,7 @@ def from_bos(model, out, samples=10, *, batch=4, **options):
 
 
 def write(*arguments, **options):
-    outcome = invoke(*from_bos(*arguments, **options))
-    assert outcome.code == 0, outcome.stderr
+    invoke_well(*from_bos(*arguments, **options))
     return arguments[1].read_bytes()
 
 
@@ -407,9 +414,7 @@ FILE, BOS = ["--prompt-file", "x.jsonl"], ["--from-bos", "--num-samples", 3]
     ],
 )
 def test_bad_usage(arguments, message):
-    outcome = invoke("generate", MODEL, *arguments)
-    assert message in one_sentence(outcome)
-    assert outcome.code == 2
+    assert message in refusal("generate", MODEL, *arguments, code=2)
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,14 @@ import pytest
 import typer
 
 from ladderize.cli import app
-from tests.helpers import invoke
+from tests.helpers import invoke, invoke_well
 
 GROUP = typer.main.get_command(app)
 COMMANDS = sorted(GROUP.commands)  # type: ignore[attr-defined]
 
 
 def shown(command: str, *how: str) -> str:
-    helped = invoke(*command.split(), *how)
-    assert helped.code == 0
+    helped = invoke_well(*command.split(), *how)
     assert "Usage:" in helped.stdout
     assert max(map(len, helped.stdout.splitlines())) <= 80
     assert "…" not in helped.stdout

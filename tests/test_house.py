@@ -232,6 +232,7 @@ def test_only_the_plugin_imports_an_engine():
     ]
     assert importing
     assert [path for path in importing if not path.is_relative_to(PACKAGE / "vllm")] == []
+    assert PACKAGE / "vllm" / "engine.py" not in importing
 
 
 def test_help_is_instant_and_imports_no_torch():

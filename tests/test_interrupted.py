@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests import warm
-from tests.helpers import invoke, listing, one_sentence, training_command
+from tests.helpers import invoke, invoke_well, listing, one_sentence, training_command
 from tests.test_convert import fingerprint
 
 # Runs ladderize, and is killed when it calls the function that argv names.
@@ -42,8 +42,7 @@ def test_killed_after_the_output_appeared(place, tmp_path, name):
     assert listing(tmp_path) == ["out", "out.ladderize-work"]
     before = fingerprint(out)
     for more in ([], ["--json"]):  # with the work, and without
-        outcome = invoke(*arguments, *more)
-        assert outcome.code == 0, outcome.stderr
+        outcome = invoke_well(*arguments, *more)
         assert COMPLETE in outcome.stderr
         assert fingerprint(out) == before
         assert listing(tmp_path) == ["out"]

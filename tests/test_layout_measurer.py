@@ -15,7 +15,7 @@ from ladderize.layout import Layout, LayoutError
 from ladderize.plan import measure
 from ladderize.plan.measure import LayoutMeasurer
 from ladderize.plan.options import PlanModel
-from tests.helpers import SHAPE, fresh_rng, invoke
+from tests.helpers import SHAPE, fresh_rng, invoke_well
 from tests.test_sensitivity import oracle_nll, random_layout
 
 SAMPLES, OTHERS = 7, 5  # windows that the sensitivity was measured on, and the rest of the file
@@ -26,7 +26,7 @@ def points(llama, ids, tmp_path):
     """A sensitivity file."""
     out = tmp_path / "p.json"
     arguments = ("--data", ids, "--sync-tp-size", 4, "--samples", SAMPLES, "--seed", 3)
-    assert invoke("sensitivity", llama, *arguments, "--out", out).code == 0
+    invoke_well("sensitivity", llama, *arguments, "--out", out)
     return read_sensitivity(out)
 
 
@@ -121,7 +121,7 @@ def test_other_data_under_the_same_name_are_refused(llama, tmp_path):
     data = tmp_path / "ids.npy"
     np.save(data, np.random.randint(3, 90, (SAMPLES + OTHERS, 16)))
     arguments = ("--data", data, "--samples", SAMPLES, "--out", tmp_path / "p.json")
-    assert invoke("sensitivity", llama, *arguments).code == 0
+    invoke_well("sensitivity", llama, *arguments)
     np.save(data, np.random.randint(3, 90, (SAMPLES + OTHERS, 16)))
     with pytest.raises(UserError, match="is not the data that the costs were measured on"):
         LayoutMeasurer(PlanModel(str(llama)), read_sensitivity(tmp_path / "p.json"), kept_beside=tmp_path / "plan.json")

@@ -21,7 +21,7 @@ from ladderize.adapt.train.merge import merge
 from ladderize.blocks import open_checkpoint
 from ladderize.console import to_json
 from ladderize.errors import UserError
-from tests.helpers import edit_json, invoke, listing, make_model, one_sentence, random_ids
+from tests.helpers import edit_json, invoke, invoke_well, listing, make_model, one_sentence, random_ids
 
 TIGHT = {"rtol": 1e-4, "atol": 5e-5}
 
@@ -160,8 +160,7 @@ def test_files_without_adapted_tensors_are_linked_and_out_says_what_it_is(tmp_pa
     base, adapter, out = save_base(tmp_path / "base", "spd all 4", shard_size="40KB"), tmp_path / "a", tmp_path / "out"
     adapt(base, adapter, layers=[3])
     (adapter / "metrics.jsonl").write_text("{}\n")
-    outcome = invoke("merge", adapter, out)
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well("merge", adapter, out)
     assert "merged   7 tensors" in outcome.stdout
     linked = {path.name: os.path.samefile(path, out / path.name) for path in base.glob("*.safetensors")}
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]

@@ -105,7 +105,7 @@ def test_choices_are_those_of_brute_force(layers):
 
 
 def test_cuts_leave_out_what_they_name():
-    tables = random_tables(3)
+    tables = random_tables(2)
     offered, cuts = np.isfinite(tables.nats), []
     nats = np.where(offered, tables.nats, 0.0)
     while (found := solve(tables.seconds, nats, nats.max(1).sum(), offered, cuts)) is not None:

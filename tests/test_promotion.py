@@ -7,8 +7,15 @@ import pytest
 
 from ladderize.sweep import run
 from ladderize.sweep.plan import Entrant, promoted, ranking
-from tests.helpers import fresh_rng, invoke
-from tests.sweeps import plan_of, planner, ran, read, spec, sweep, write
+from tests.helpers import fresh_rng, invoke, invoke_well
+from tests.sweeps import plan_of, planner, ran, read, spec, stages_here, sweep, write
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stages_here():
+    with stages_here():
+        yield
+
 
 # ---- the rule ----
 
@@ -120,8 +127,7 @@ def test_only_the_best_go_on(place, swept):
     assert stages.index("bench") < len(stages) - 1  # times decide, too
     assert ran(sweep(folder, tournament(place))[0]) == []
     assert dry_run(folder, tournament(place))["unplanned"] == []
-    page = invoke("report", folder / "out", "--out", folder / "page.html")
-    assert page.code == 0, page.stderr
+    invoke_well("report", folder / "out", "--out", folder / "page.html")
     assert LATE in (folder / "page.html").read_text()
 
 

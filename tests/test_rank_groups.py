@@ -13,7 +13,7 @@ from ladderize.runtime.collectives.links import SLICED_BYTES
 from ladderize.runtime.shards import check_runnable
 from tests.groups import run_all_models
 from tests.helpers import SHAPE, fresh_rng, make_layout, make_model, random_ids
-from tests.oracle import Oracle, assert_likeliest
+from tests.test_runtime import assert_computed
 
 RANKS, STEPS = 4, 24
 # two virtual ranks of two processes each; (layout, family)
@@ -59,7 +59,7 @@ def computed(tmp_path_factory):
         path = folder / f"{name} {family}".replace(" ", "_")
         model.save_pretrained(path)
         prompts = [random_ids(7).tolist(), random_ids(4).tolist()]
-        models[name, family] = model, prompts
+        models[name, family] = model
         items[name, family] = (path, random_ids(2, 9), prompts, STEPS)
         items[name, family, "wide"] = (path, random_ids(*WIDE), prompts * 4, 1)
     assert math.prod(WIDE) * SHAPE["hidden_size"] * 4 >= SLICED_BYTES
@@ -70,15 +70,8 @@ def computed(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_tokens_are_those_of_the_virtual_ranks(computed, case):
     models, items, found = computed
-    model, prompts = models[case]
-    oracle = Oracle(dict(model.state_dict()), model.config)
     for key in (case, (*case, "wide")):
-        exact, _ = oracle(items[key][1])
-        torch.testing.assert_close(torch.from_numpy(found[key]["logits"]), exact, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(torch.from_numpy(found[key]["last"]), exact[:, -1], rtol=1e-4, atol=1e-4)
-    with torch.no_grad():
-        for prompt, tokens in zip(prompts, found[case]["tokens"], strict=True):
-            assert_likeliest(lambda ids: model(torch.tensor([ids])).logits[0], prompt, tokens)
+        assert_computed(models[case], items[key], found[key])
 
 
 def test_messages_that_cross_the_slow_link(computed):

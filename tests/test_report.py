@@ -15,7 +15,7 @@ from ladderize.report.documents import find_documents
 from ladderize.report.join import join_documents
 from ladderize.report.page import build_page
 from ladderize.report.tradeoff_plot import name_sides, pareto_front
-from tests.helpers import edit_json, fresh_rng, invoke, one_sentence
+from tests.helpers import edit_json, fresh_rng, invoke, invoke_well, one_sentence
 from tests.report_documents import (
     bench_document,
     eval_document,
@@ -394,8 +394,7 @@ def test_what_documents_say_is_text_and_nothing_else(tmp_path):
     evil = '"><script>window.bad=1</script><img src=x onerror=bad()>${1}{{7*7}}|`\x1b[31m\x07\u202e'
     models = {"dense": Layout.dense(4), evil: Layout.from_layers(4, ladder=range(4))}
     write_files(tmp_path, points={evil: -0.2}, speedups={evil: 1.3}, models=models)
-    outcome = invoke("report", tmp_path, "--out", tmp_path / "p.html", "--markdown", tmp_path / "p.md")
-    assert outcome.code == 0, outcome
+    invoke_well("report", tmp_path, "--out", tmp_path / "p.html", "--markdown", tmp_path / "p.md")
     page = Reader((tmp_path / "p.html").read_text())
     assert not [attributes for tag, attributes in page.elements if tag == "img" or "onerror" in attributes]
     assert "script" not in page.texts

@@ -1,5 +1,7 @@
-"""The tensor-parallel Llama against the oracle and the Hugging Face model: every layout, ranks, backends, dtypes,
-batches."""
+"""The tensor-parallel runtime against the oracle and the Hugging Face model: every layout and family, ranks, backends,
+dtypes, batches."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,45 +10,81 @@ from ladderize.errors import UserError
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.decode import FixedStep
 from tests.groups import make_generator, run_all_models, run_models
-from tests.helpers import LAYOUTS, make_model, random_ids
+from tests.helpers import FAMILIES, LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle, assert_likeliest
 
-STEPS = 64
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+class Run(NamedTuple):
+    name: str
+    family: str
+    dtype: str
+    tp_size: int
+    backend: str
+
+    @property
+    def case(self):
+        return self[:3]
+
+
 # a vocabulary of 97 is divided by no number of ranks here, so padding is always tested
 GROUPS = [(1, "auto"), (2, "shm"), (2, "gloo")]
 # All pairs of (layout, group), (layout, dtype) and (group, dtype), not the whole product: every layout runs in every
 # group, in bfloat16 in one of them, a group further for each next layout, and in float32 in the other two.
 RUNS = [
-    (name, tp_size, backend, "bfloat16" if place == index % len(GROUPS) else "float32")
+    Run(name, "llama", "bfloat16" if place == index % len(GROUPS) else "float32", *group)
     for index, name in enumerate(LAYOUTS)
-    for place, (tp_size, backend) in enumerate(GROUPS)
+    for place, group in enumerate(GROUPS)
+]
+# Of other families every pair of (family, layout), and every family and every layout on both groups that it runs on.
+RUNS += [
+    Run(name, family, "float32", *((2, "shm"), (4, "gloo"))[0 if name == "mixed" else (number + place) % 2])
+    for number, family in enumerate(FAMILIES)
+    for place, name in enumerate(("dense", "ladder all", "spd all 4", "mixed", "same layer"))
 ]
 
 
-def runs(dtype):
-    return [(name, tp_size, backend) for name, tp_size, backend, run_dtype in RUNS if run_dtype == dtype]
+def each(condition):
+    chosen = [run for run in RUNS if condition(run)]
+    return pytest.mark.parametrize("run", chosen, ids=[" ".join(map(str, run)) for run in chosen])
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """name -> what to run, and what must come out of it; fresh random weights and ids each time."""
-    folder = tmp_path_factory.mktemp("models")
-    found = {}
-    for dtype_name, dtype in DTYPES.items():
-        for name in LAYOUTS:
-            model = make_model(name, max_position_embeddings=128).to(dtype)
-            path = folder / f"{name} {dtype_name}".replace(" ", "_")
-            model.save_pretrained(path)
-            ids = random_ids(2, 9)
-            prompts = [random_ids(7).tolist(), random_ids(4).tolist()]
-            exact, _ = Oracle({key: value.float() for key, value in model.state_dict().items()}, model.config)(ids)
-            steps = STEPS if dtype == torch.float32 else 2  # rounding decides bfloat16's later tokens
-            found[f"{name} {dtype_name}"] = {"item": (path, ids, prompts, steps), "exact": exact, "model": model}
+    """(layout, family, dtype) -> a model and what to run of it; fresh random weights and ids each time."""
+    folder, found = tmp_path_factory.mktemp("models"), {}
+    for number, (name, family, dtype) in enumerate(dict.fromkeys(run.case for run in RUNS)):
+        model = make_model(name, model_type=family, max_position_embeddings=128).to(getattr(torch, dtype))
+        model.save_pretrained(folder / str(number))
+        prompts = [random_ids(12).tolist(), random_ids(3).tolist()]  # windows are shorter
+        steps = 64 if family == "llama" else 16
+        steps = 2 if dtype == "bfloat16" else steps  # rounding decides its later tokens
+        found[name, family, dtype] = model, (folder / str(number), random_ids(2, 14), prompts, steps)
     return found
 
 
-REPLICATED = ["mixed float32", "same layer with biases float32"]  # also run with a replicated vocabulary, over shm
+def exact_logits(model, ids):
+    return Oracle({key: value.float() for key, value in model.state_dict().items()}, model.config)(ids)[0]
+
+
+def assert_computed(model, item, result):
+    """Logits are the oracle's, and tokens those of transformers, of prompts of different lengths in one batch."""
+    _, ids, prompts, steps = item
+    exact = exact_logits(model, ids)
+    torch.testing.assert_close(torch.from_numpy(result["logits"]), exact, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.from_numpy(result["last"]), exact[:, -1], rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        for prompt, tokens in zip(prompts, result["tokens"], strict=True):
+            assert len(tokens) == steps
+            assert_likeliest(lambda text: model(torch.tensor([text])).logits[0], prompt, tokens)
+
+
+def sums(model):
+    """The number of all-reduces of a pass behind the embedding's."""
+    return sum(mode != "dropped" for mode in (*model.config.attention_sync, *model.config.mlp_sync))
+
+
+# also run with a replicated vocabulary, over shm
+REPLICATED = [("mixed", "llama", "float32"), ("same layer with biases", "llama", "float32")]
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +94,12 @@ def results(cases):
 
     def of(tp_size, backend, replicate_vocab=False):
         if (tp_size, backend) not in done:
-            jobs = [({f"{name} {dtype}" for name, *group, dtype in RUNS if group == [tp_size, backend]}, False)]
-            if backend == "shm":
+            jobs = [({run.case for run in RUNS if run[3:] == (tp_size, backend)}, False)]
+            if (tp_size, backend) == (2, "shm"):
                 jobs.append((set(REPLICATED), True))
             done[tp_size, backend] = distributed.run(
                 run_all_models,
-                [({name: case["item"] for name, case in cases.items() if name in names}, more) for names, more in jobs],
+                [({name: item for name, (_, item) in cases.items() if name in names}, more) for names, more in jobs],
                 backend,
                 tp_size=tp_size,
                 device="cpu",
@@ -72,40 +110,28 @@ def results(cases):
     return of
 
 
-@pytest.mark.parametrize(("name", "tp_size", "backend"), runs("float32"))
-def test_float32_logits_equal_the_oracle(cases, results, name, tp_size, backend):
-    case, result = cases[f"{name} float32"], results(tp_size, backend)[f"{name} float32"]
-    assert result["backend"].startswith("one rank" if tp_size == 1 else backend)
-    torch.testing.assert_close(torch.from_numpy(result["logits"]), case["exact"], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(torch.from_numpy(result["last"]), case["exact"][:, -1], rtol=1e-4, atol=1e-4)
+@each(lambda run: run.dtype == "float32")
+def test_float32_is_the_oracles_and_transformers(cases, results, run):
+    result = results(run.tp_size, run.backend)[run.case]
+    assert result["backend"].startswith("one rank" if run.tp_size == 1 else run.backend)
+    assert_computed(*cases[run.case], result)
 
 
-@pytest.mark.parametrize(("name", "tp_size", "backend"), runs("float32"))
-def test_float32_tokens_are_those_of_transformers(cases, results, name, tp_size, backend):
-    """64 greedy steps of two prompts of different lengths in one batch, token by token."""
-    model, prompts = cases[f"{name} float32"]["model"], cases[f"{name} float32"]["item"][2]
-    with torch.no_grad():
-        for prompt, tokens in zip(prompts, results(tp_size, backend)[f"{name} float32"]["tokens"], strict=True):
-            assert len(tokens) == STEPS
-            assert_likeliest(lambda ids: model(torch.tensor([ids])).logits[0], prompt, tokens)
-
-
-@pytest.mark.parametrize(("name", "tp_size", "backend"), runs("bfloat16"))
-def test_bfloat16_stays_within_the_tolerance(cases, results, name, tp_size, backend):
+@each(lambda run: run.dtype == "bfloat16")
+def test_bfloat16_stays_within_the_tolerance(cases, results, run):
     """Logits within 0.3 standard deviations of the exact ones (the bench's own rule) and close on average."""
-    case, result = cases[f"{name} bfloat16"], results(tp_size, backend)[f"{name} bfloat16"]
-    for found, exact in ((result["logits"], case["exact"]), (result["last"], case["exact"][:, -1])):
+    (model, item), result = cases[run.case], results(run.tp_size, run.backend)[run.case]
+    whole = exact_logits(model, item[1])
+    for found, exact in ((result["logits"], whole), (result["last"], whole[:, -1])):
         error = torch.from_numpy(found) - exact
-        assert error.abs().max() < 0.3 * case["exact"].std()
-        assert error.std() < 0.05 * case["exact"].std()
+        assert error.abs().max() < 0.3 * whole.std()
+        assert error.std() < 0.05 * whole.std()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, _, backend, dtype in RUNS if backend == "shm"])
-def test_all_reduces_are_those_of_the_layout_and_waited_for_once(cases, results, name, dtype):
-    config = cases[f"{name} {dtype}"]["model"].config
-    result = results(2, "shm")[f"{name} {dtype}"]
-    modes = [*config.attention_sync, *config.mlp_sync]
-    assert result["all_reduces"] == 1 + sum(mode != "dropped" for mode in modes)  # one for the embedding
+@each(lambda run: run.tp_size > 1)
+def test_all_reduces_are_those_of_the_layout_and_waited_for_once(cases, results, run):
+    result = results(run.tp_size, run.backend)[run.case]
+    assert result["all_reduces"] == 1 + sums(cases[run.case][0])  # one for the embedding
     assert result["started"] == result["waited"]
     assert result["in_flight"] == 1
 
@@ -115,9 +141,8 @@ def test_replicated_vocabulary(cases, results):
     found = results(2, "shm", replicate_vocab=True)
     assert list(found) == REPLICATED
     for name, result in found.items():
-        torch.testing.assert_close(torch.from_numpy(result["logits"]), cases[name]["exact"], rtol=1e-4, atol=1e-4)
-        modes = [*cases[name]["model"].config.attention_sync, *cases[name]["model"].config.mlp_sync]
-        assert result["all_reduces"] == sum(mode != "dropped" for mode in modes)
+        assert_computed(*cases[name], result)
+        assert result["all_reduces"] == sums(cases[name][0])
 
 
 def test_the_step_that_cuda_graphs_capture(tmp_path):

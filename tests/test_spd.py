@@ -124,9 +124,7 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--sync-tp-size", "3"], 1, "--sync-tp-size 3 does not divide"),
         (["--spd-fraction", "1.5"], 2, "--spd-fraction must be above 0 and at most 1"),
-        (["--samples", "100000"], 1, "too few for 100000 to train on"),
         (["--data", "{tmp}/empty.txt"], 1, "empty.txt holds no rows"),
         (["--lr", "0.001"], 2, "--lr has no effect with --repair align"),
     ],

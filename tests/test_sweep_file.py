@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 
 from ladderize.sweep.sweep_file import sweep_spec
-from tests.helpers import invoke, listing, one_sentence
+from tests.helpers import invoke, invoke_well, listing, one_sentence
 from tests.sweeps import FAST, spec, write
 
 
 def planned(place, tmp_path, **changes):
     """The document of ``--dry-run``."""
     file = write(tmp_path / "s.yaml", spec(place, **changes))
-    outcome = invoke("sweep", file, "--out", tmp_path / "out", "--dry-run", "--json")
-    assert outcome.code == 0, outcome.stderr
+    outcome = invoke_well("sweep", file, "--out", tmp_path / "out", "--dry-run", "--json")
     assert not (tmp_path / "out").exists()
     return json.loads(outcome.stdout)
 

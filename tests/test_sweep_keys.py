@@ -6,14 +6,21 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
 from ladderize.convert.assignment import RankAssignment
 from ladderize.demo.inputs import TASKS
-from tests.helpers import SHAPE, invoke, one_sentence, save_llama
-from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_of, write
+from tests.helpers import SHAPE, invoke, invoke_well, one_sentence, save_llama
+from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_here, stages_of, sweep, write
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stages_here():
+    with stages_here():
+        yield
 
 
 def keys(folder, content):
@@ -44,6 +51,12 @@ def test_other_data_and_another_model_are_noticed(place, tmp_path):
     save_llama(tmp_path / "dense")
     out = tmp_path / "out"
     assert rerun(place, out, **content) == ["convert", "eval", "eval"]
+    (model,) = {point["model"] for point in read(out)["points"][1:]}
+    (out / model / "config.json").unlink()
+    assert rerun(place, out, **content) == ["convert"]
+    (out / model / "notes.txt").write_text("mine")
+    assert rerun(place, out, **content) == []
+    assert (out / model / "notes.txt").exists()
     known = keys(tmp_path, spec(place, **content))
     ids[0, 0] = (ids[0, 0] + 1 - 3) % (SHAPE["vocab_size"] - 3) + 3
     np.save(tmp_path / "heldout.npy", ids)
@@ -55,20 +68,13 @@ def test_other_data_and_another_model_are_noticed(place, tmp_path):
     shutil.rmtree(tmp_path / "elsewhere")
     save_llama(tmp_path / "elsewhere", seed=1)
     assert not renamed.keys() & keys(tmp_path, spec(place, **content)).keys()
-    assert rerun(place, out, **content) == ["convert", "eval", "eval"]
-    (model,) = {point["model"] for point in read(out)["points"][1:]}
-    (out / model / "config.json").unlink()
-    assert rerun(place, out, **content) == ["convert"]
-    (out / model / "notes.txt").write_text("mine")
-    assert rerun(place, out, **content) == []
-    assert (out / model / "notes.txt").exists()
 
 
 def test_what_is_printed_and_run_by_hand_is_taken(place, tmp_path):
+    """All but the benchmark, which takes the longest."""
     content = spec(place, layouts=[{"ladder": "2:"}], adapt=None)
     file, out = write(tmp_path / "s.yaml", content), tmp_path / "out"
-    printed = invoke("sweep", file, "--out", out, "--print-commands")
-    assert printed.code == 0, printed.stderr
+    printed = invoke_well("sweep", file, "--out", out, "--print-commands")
     first, *stages = printed.stdout.strip().split("\n\n")
     assert first == f"cd {out}"
     assert [stage.split(":")[0] for stage in stages] == ["# 1. eval", "# 2. convert", "# 3. eval", "# 4. bench"]
@@ -76,24 +82,25 @@ def test_what_is_printed_and_run_by_hand_is_taken(place, tmp_path):
     assert "after 2; alone" in stages[3]
     out.mkdir()
     program = f'ladderize() {{ {shlex.quote(sys.executable)} -m ladderize "$@"; }}\n'
-    subprocess.run(["bash", "-e", "-c", program + printed.stdout], check=True, capture_output=True)
-    outcome = invoke("sweep", file, "--out", out)
-    assert outcome.code == 0, outcome.stderr
+    script = program + "\n\n".join([first, *stages[:3]])
+    subprocess.run(["bash", "-e", "-c", script], check=True, capture_output=True)
+    outcome, document = sweep(tmp_path, spec(place, layouts=[{"ladder": "2:"}], adapt=None, bench=None))
     assert ran(outcome) == []
-    assert read(out)["complete"]
+    assert document["complete"]
 
 
 def test_prune_removes_what_the_file_does_not_ask_for(place, tmp_path):
-    content = {"adapt": None, "bench": None, "eval": {"perplexity": str(place / "heldout.npy")}}
-    out = tmp_path / "out"
-    rerun(place, out, **content, layouts=[{"ladder": ["0", "1"]}])
-    assert len(list((out / "stages").iterdir())) == 5
-    file = write(tmp_path / "s.yaml", spec(place, **content, layouts=[{"ladder": "1"}]))
-    assert invoke("sweep", file, "--out", out).code == 0
-    assert len(list((out / "stages").iterdir())) == 5
-    assert invoke("sweep", file, "--out", out, "--prune").code == 0
-    kept = {f"stages/{entry.name}" for entry in (out / "stages").iterdir()}
-    assert kept == set(stages_of(read(out)))
+    """Here an assigned layout, which was made."""
+    same, stages = {"adapt": None, "bench": None}, tmp_path / "out" / "stages"
+    assigned = {"spd": "1:3", "sync_tp_size": 2, "assign": "heads,neurons", "data": str(place / "ids.npy")}
+    _, document = sweep(tmp_path, spec(place, **same, layouts=[assigned]))
+    assert (tmp_path / "out" / document["points"][1]["model"] / "assignment.json").is_file()
+    content = spec(place, **same, layouts=[{"ladder": "1"}])
+    sweep(tmp_path, content)
+    assert len(list(stages.iterdir())) == 5
+    _, document = sweep(tmp_path, content, "--prune")
+    kept = {f"stages/{entry.name}" for entry in stages.iterdir()}
+    assert kept == set(stages_of(document))
     assert len(kept) == 3
 
 
@@ -164,15 +171,6 @@ def test_layouts_with_and_without_an_assignment(place, tmp_path):
     assert [str(place / "ids.npy") in words for words in commands()] == [True]
     refused = write(tmp_path / "r.yaml", {**content, "data": [str(data)], "layouts": [{**entry, "data": None}]})
     assert "assign reads one file" in one_sentence(invoke("sweep", refused, "--out", tmp_path / "o"))
-
-
-def test_an_assigned_layout_is_made(place, tmp_path):
-    layouts = [{"spd": "1:3", "sync_tp_size": 2, "assign": "heads,neurons", "data": str(place / "ids.npy")}]
-    content = spec(place, bench=None, adapt=None, layouts=layouts)
-    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
-    assert outcome.code == 0, outcome.stderr
-    (model,) = {point["model"] for point in read(tmp_path / "out")["points"][1:]}
-    assert (tmp_path / "out" / model / "assignment.json").is_file()
 
 
 def test_a_layout_of_a_recipe(place, tmp_path):

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from tests import warm
-from tests.helpers import invoke, one_sentence
+from tests.helpers import invoke, invoke_well, one_sentence
 from tests.sweeps import last_saved, ran, read, retraining, stages_of, start, write
 
 
@@ -31,6 +31,7 @@ def complete(out) -> set[str]:
 def test_whatever_ends_it_the_same_command_goes_on(place, tmp_path):
     """One sweep, ended in its retraining again and again: each run takes what was complete, and the retraining from
     where it was. That is long enough to be ended in it, also where this process is not given its turn for seconds."""
+    warm.warm_python().preload("accelerate", "datasets", "peft")
     long = retraining(place, max_steps=300, heldout=1, eval_every=5)
     out, file = tmp_path / "out", write(tmp_path / "s.yaml", long)
 
@@ -77,8 +78,7 @@ def test_whatever_ends_it_the_same_command_goes_on(place, tmp_path):
     assert statuses(out).count("running") == 1
     assert complete(out) == kept
 
-    outcome = invoke("sweep", file, "--out", out)
-    assert outcome.code == 0, outcome.stderr + "".join(path.read_text() for path in out.glob("stages/adapt-*/*.txt"))
+    outcome = invoke_well("sweep", file, "--out", out)
     assert [line.split(":")[0] for line in ran(outcome)] == ["adapt", "eval"]
     (log,) = out.glob("stages/adapt-*/log.txt")
     assert log.read_text().count("resuming after step") == 3

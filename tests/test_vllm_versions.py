@@ -8,7 +8,7 @@ import pytest
 from ladderize.errors import UserError
 from ladderize.vllm import environment, touched
 from ladderize.vllm.environment import REQUIREMENT, check_vllm, installed_version, is_newer, not_known
-from ladderize.vllm.touched import missing_names, newer_problem
+from ladderize.vllm.touched import newer_problem
 from tests.helpers import ROOT, invoke
 
 # names of the standard library; a decoder is given "strict", and keeps it
@@ -69,19 +69,6 @@ def test_versions(monkeypatch, install, version, taken, newer):
     problem = newer_problem()
     assert (problem is not None) == newer
     assert problem is None or "json:other, json:JSONDecoder.loose, json:Gone, json.no_such_module;" in problem
-
-
-def test_nothing_is_imported_for_a_version_that_is_known(monkeypatch, install):
-    monkeypatch.setattr(touched, "missing_names", lambda: pytest.fail("it was looked"))
-    install("0.33.0")
-    assert newer_problem() is None
-
-
-def test_missing_names(monkeypatch):
-    monkeypatch.setattr(touched, "TOUCHED", THERE)
-    assert missing_names() == []
-    monkeypatch.setattr(touched, "TOUCHED", LACKING)
-    assert missing_names() == ["json:other", "json:JSONDecoder.loose", "json:Gone", "json.no_such_module"]
 
 
 def test_the_advice_is_what_the_extra_installs():

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.helpers import CLIPPED, invoke, random_ids
+from tests.helpers import CLIPPED, invoke_well, random_ids
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.simulated_gpu.models import seed
 
@@ -54,7 +54,7 @@ def assert_alike(found, expected, where=""):
 def place(folders, tmp_path):
     np.save(tmp_path / "ids.npy", random_ids(24, 16).numpy())
     names = ("--ladder", "all", "--spd", "all", "--sync-tp-size", 2)
-    assert invoke("convert", folders["dense"], tmp_path / "model", *names, "--no-verify").code == 0
+    invoke_well("convert", folders["dense"], tmp_path / "model", *names, "--no-verify")
     return tmp_path
 
 
@@ -69,8 +69,7 @@ def test_a_command(folders, place, name, monkeypatch):
             for sign, path in names.items():
                 word = str(word).replace(sign, str(path))
             words.append(word)
-        outcome = invoke(*words, "--device", device, "--json")
-        assert outcome.code == 0, outcome.stderr
+        outcome = invoke_well(*words, "--device", device, "--json")
         return json.loads(outcome.stdout)
 
     expected = done("cpu")

@@ -31,7 +31,7 @@ def test_budgets_and_losses():
     )
     assert (tokens.share(3, 25), steps.share(3, 25), steps.share(11, 0)) == (0.25, 0.3, 1.0)
     assert [parse_count(text) for text in ("3B", "20M", "1.5k", "7")] == [3_000_000_000, 20_000_000, 1500, 7]
-    for text in ("", "3 tokens", "-3", "0", "1e9"):
+    for text in ("", "3 tokens", "-3", "0", "0.2", "1e9", "1000000T", "9" * 5000):
         with pytest.raises(UserError, match="not a number of tokens"):
             parse_count(text)
     assert Objective(0.25, 3.0).total(1.0, 2.0, 4.0) == 0.75 * 1 + 0.25 * 2 + 3 * 4

@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ladderize
-from tests.helpers import ROOT, all_gone, clearly_chosen, invoke, randomise
+from tests.helpers import ROOT, all_gone, clearly_chosen, invoke_well, randomise
 from tests.vllm.engines import SEGMENT_FOLDER
 from tests.vllm.models import SHAPE, random_prompts
 from tests.warm import PATIENCE, free_port
@@ -97,10 +97,9 @@ def processes_of_group(leader: int) -> list[int]:
 def test_convert_and_serve(tmp_path):
     """Two ranks, compiled, with the server's defaults: an answer at once, the same as a stream, and a clean end."""
     save_source(tmp_path / "source")
-    converted = invoke(
+    invoke_well(
         *("convert", tmp_path / "source", tmp_path / "out", "--ladder", "1:", "--spd", "0:2", "--sync-tp-size", 2)
     )
-    assert converted.code == 0, converted.stderr
     ladderize.register()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     prompt, expected = [], []
