@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import ladderize
 from ladderize.choices import described, parameter_name
@@ -271,6 +272,13 @@ def test_the_runtime_needs_neither_lm_eval_nor_datasets(tmp_path):
 # ---- words ----
 
 UNFINISHED = re.compile(r"(What|Of|Whether|The same|That)\b")
+
+
+def test_the_mistakes_of_the_mutations_can_be_made():
+    """benchmarks/mutations.py, which is run by hand, needs each text to stand once in its file."""
+    mutations = yaml.safe_load((ROOT / "benchmarks" / "mutations.yaml").read_text())
+    counts = {each["name"]: (PACKAGE / "runtime" / each["file"]).read_text().count(each["text"]) for each in mutations}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
 
 
 def test_docstrings_can_be_read_alone():
