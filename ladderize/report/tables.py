@@ -10,7 +10,8 @@ from ladderize.report.documents import FoundDocuments
 from ladderize.report.join import ReportContent
 from ladderize.report.models import ReportModel, Setting, perplexity_text, points_text, speedup_text
 
-WORDS = ("model", "layout", "adapted", "within", "not promoted", "failed")  # begins of columns that hold no numbers
+# the beginnings of columns that hold no numbers
+TEXT_COLUMNS = ("model", "layout", "adapted", "within", "not promoted", "failed")
 Known = TypeVar("Known")
 
 
@@ -43,7 +44,7 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
     words = "; ".join(f"{', '.join(names)} those of {timed}" for timed, names in shared.items())
     note = f"* Times of another model with the same layout, on which alone speed depends: {words}." if words else ""
     caption = "All models" + (f". Times: {setting.words}" if setting is not None else "")
-    numbers = [name for name in filled if not name.startswith(WORDS)]
+    numbers = [name for name in filled if not name.startswith(TEXT_COLUMNS)]
     return ReportTable(caption, [{name: row[name] for name in filled} for row in rows], numbers, note)
 
 

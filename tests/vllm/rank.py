@@ -101,7 +101,7 @@ def end(llm: Any) -> None:
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
     for messages in messages_of(llm):
-        messages.collectives.close()  # nothing may still listen when the group goes
+        messages.collectives.settle()  # nothing may still listen when the group goes
     llm.llm_engine.engine_core.shutdown()
     destroy_model_parallel()
     destroy_distributed_environment()
