@@ -49,10 +49,12 @@ def patch(variant: str) -> None:
         trained = task.trained_tensors
         task.trained_tensors = lambda *some: frozenset(name for name in trained(*some) if name.endswith(TRAINED))
     elif variant == "top 64":
-        losses = student.pass_losses
-        student.pass_losses = lambda logits, batch, teacher, *more: losses(logits, batch, largest(teacher), *more)
+        losses = student.Student.forward
+        student.Student.forward = lambda model, batch, teacher_logits, **more: losses(
+            model, batch, largest(teacher_logits), **more
+        )
     elif variant == "on-policy":
-        student.pass_losses = reverse_losses
+        student.Student.forward = reverse_losses
 
 
 def largest(logits: Any) -> Any:
@@ -61,11 +63,11 @@ def largest(logits: Any) -> Any:
     return logits.new_full(logits.shape, -1e4).scatter_(-1, top.indices, top.values)
 
 
-def reverse_losses(logits: Any, batch: Any, teacher: Any, *more: Any) -> Any:
+def reverse_losses(model: Any, batch: Any, teacher_logits: Any, **more: Any) -> Any:
     """Return the sums of cross-entropy, KL(student || teacher) and no hidden error: [3]."""
     import torch
 
-    own, target = logits.float().log_softmax(-1), teacher.float().log_softmax(-1)
+    own, target = model.scored_logits(batch).float().log_softmax(-1), teacher_logits.float().log_softmax(-1)
     entropy = -own.gather(1, batch.scored_targets[:, None]).sum()
     return torch.stack((entropy, ((own - target) * own.exp()).sum(), own.new_zeros(())))
 

@@ -15,6 +15,7 @@ import copy
 import functools
 import os
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +39,12 @@ logger = init_logger("vllm.ladderize")
 class Pending(NamedTuple):
     """A message [tokens, hidden] in flight.
 
-    place: where its sum will be; on CPUs it will be elsewhere.
-    arrived: True if ``place`` holds the sum.
+    total: the place of its sum, which is the partial itself where that is summed in place; on CPUs it is elsewhere.
+    arrived: True if ``total`` holds the sum.
     """
 
     partial: Tensor
-    place: Tensor
+    total: Tensor
     arrived: bool = False
 
 
@@ -62,9 +63,9 @@ class Messages:
         self.emulated = backend.link is not None
         self.collectives, why = _collectives(backend, vllm_config)
         self.alone = self.collectives.ranks == 1
-        self.cuts = torch.device(get_tp_group().device).type != "cpu"
+        self.cuts_graph = torch.device(get_tp_group().device).type != "cpu"
         # nothing is summed for timings, and by one rank: there a message is its own sum
-        self.apart = self.cuts and not (self.alone or self.emulated)
+        self.out_of_place = self.cuts_graph and not (self.alone or self.emulated)
         logger.info("Messages in flight: %s", why)
         if isinstance(vllm_config.additional_config, dict):
             # the graph depends on it (``all_reduce``), so the key of vLLM's compile cache must, too
@@ -79,7 +80,7 @@ class Messages:
 
         A wait and a start with nothing between them are one cut in vLLM's graph, so call this before both.
         """
-        return Pending(partial, torch.empty_like(partial) if self.apart else partial)
+        return Pending(partial, torch.empty_like(partial) if self.out_of_place else partial)
 
     def start(self, message: Pending, reads: Tensor) -> None:
         """Start to sum a message over the ranks. The caller keeps it until ``wait``.
@@ -87,7 +88,8 @@ class Messages:
         reads: the input of the sub-module that hides the message.
         """
         if not self.alone:
-            torch.ops.ladderize.start(message.partial, message.place if self.apart else None, reads, self.name)
+            total = message.total if self.out_of_place else None
+            torch.ops.ladderize.start(message.partial, total, reads, self.name)
 
     def wait(self, message: Pending, made: Tensor) -> Tensor:
         """Return the sum [tokens, hidden] of a message that was started; wait for it if it has not arrived.
@@ -98,12 +100,13 @@ class Messages:
         with an earlier norm, ahead of the product that fills it.
         """
         if message.arrived:
-            return message.place
-        if not self.cuts:
+            return message.total
+        if not self.cuts_graph:
             return torch.ops.ladderize.wait(message.partial, made, self.name)
         # the partial is named, so that its memory is not used again before
-        torch.ops.ladderize.wait_in_place(message.place, made, message.partial if self.apart else None, self.name)
-        return message.place
+        partial = message.partial if self.out_of_place else None
+        torch.ops.ladderize.wait_in_place(message.total, made, partial, self.name)
+        return message.total
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Return the sum over the ranks, and wait for it.
@@ -123,9 +126,9 @@ def define_operators() -> torch.library.Library:
     """Define ``start``, ``wait`` and ``wait_in_place`` in ``torch.ops.ladderize``, once in a process; return their
     library."""
     library = torch.library.Library("ladderize", "FRAGMENT")
-    library.define("start(Tensor partial, Tensor(a!)? place, Tensor(b!) reads, str messages) -> ()")
+    library.define("start(Tensor partial, Tensor(a!)? total, Tensor(b!) reads, str messages) -> ()")
     library.define("wait(Tensor partial, Tensor(a!) made, str messages) -> Tensor")
-    library.define("wait_in_place(Tensor(a!) place, Tensor(b!) made, Tensor? partial, str messages) -> ()")
+    library.define("wait_in_place(Tensor(a!) total, Tensor(b!) made, Tensor? partial, str messages) -> ()")
     for name, function, shape in (
         ("start", _start, _nothing),
         ("wait", _wait, _like_first),
@@ -150,7 +153,7 @@ def _messages(name: str) -> Messages:
     return found
 
 
-def _start(partial: Tensor, place: Tensor | None, reads: Tensor, messages: str) -> None:
+def _start(partial: Tensor, total: Tensor | None, reads: Tensor, messages: str) -> None:
     sender, forward = _messages(messages), get_forward_context()
     if sender.in_flight and sender.forward is forward:
         raise RuntimeError("a message was started while another was in flight")
@@ -159,8 +162,8 @@ def _start(partial: Tensor, place: Tensor | None, reads: Tensor, messages: str) 
     sender.forward = forward
     collectives: Any = sender.collectives
     collectives.tidy()
-    if place is not None:
-        sender.in_flight.append(collectives.all_reduce_async(partial, place))
+    if total is not None:
+        sender.in_flight.append(collectives.all_reduce_async(partial, total))
         return
     own = partial.device.type == "cpu" and not collectives.copies
     sender.in_flight.append(collectives.all_reduce_async(partial.clone() if own else partial))
@@ -172,7 +175,7 @@ def _wait(partial: Tensor, made: Tensor, messages: str) -> Tensor:
     return partial.clone() if receiver.alone else receiver.in_flight.popleft().wait()
 
 
-def _wait_in_place(place: Tensor, made: Tensor, partial: Tensor | None, messages: str) -> None:
+def _wait_in_place(total: Tensor, made: Tensor, partial: Tensor | None, messages: str) -> None:
     receiver = _messages(messages)
     if not receiver.alone:
         receiver.in_flight.popleft().wait()
@@ -201,49 +204,47 @@ def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Coll
         raise ValueError(f"{BACKEND_VARIABLE}={backend.name}: {error}") from None
 
 
+# vLLM's communicators that can write a sum where they are told to, and the argument that tells them
+TAKES_OUTPUT = {"ca_comm": "out", "symm_mem_comm": "out", "pynccl_comm": "out_tensor"}
+
+
 class VllmOnStream(OnStream):
     """Collectives by vLLM's all-reduce on a stream of its own: a custom kernel, symmetric memory or NCCL, by the size.
 
-    vLLM chooses. Those that can are told where to write the sum; of the others it is copied.
+    vLLM chooses. Those of ``TAKES_OUTPUT`` write the sum where it belongs; of the others it is copied.
     """
 
     name = "vllm"
 
     def __init__(self, group: GroupCoordinator, device: torch.device) -> None:
         super().__init__(group.world_size, device)
-        self.communicator = copy.copy(group.device_communicator)
-        self.told: list[Told] = []
-        for name, argument in (("ca_comm", "out"), ("symm_mem_comm", "out"), ("pynccl_comm", "out_tensor")):
-            if (own := getattr(self.communicator, name)) is not None:
-                self.told.append(Told(own, argument))
-                setattr(self.communicator, name, self.told[-1])
+        self.group = group
 
     def all_reduce_async(self, x: Tensor, total: Tensor | None = None) -> Handle:
         return self.send(x, x if total is None else total)
 
     def reduce(self, x: Tensor, total: Tensor) -> None:
-        for each in self.told:
-            each.total = total
-        found = self.communicator.all_reduce(x)
+        # made for each message: nothing of it outlives the group's own communicators
+        communicator = copy.copy(self.group.device_communicator)
+        for name, argument in TAKES_OUTPUT.items():
+            if (own := getattr(communicator, name)) is not None:
+                setattr(communicator, name, OutputCommunicator(own, {argument: total}))
+        found = communicator.all_reduce(x)
         if found is not total:
             total.copy_(found)
 
 
-class Told:
-    """One of vLLM's communicators, whose all-reduce is told to write into ``total``.
+class OutputCommunicator:
+    """One of vLLM's communicators, whose all-reduce is given ``output``: the tensor to write into, by its argument."""
 
-    argument: the name by which it takes this tensor.
-    """
-
-    def __init__(self, own: Any, argument: str) -> None:
-        self.own, self.argument = own, argument
-        self.total: Tensor | None = None
+    def __init__(self, own: Any, output: Mapping[str, Tensor]) -> None:
+        self.own, self.output = own, output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
 
     def all_reduce(self, x: Tensor, **named: Any) -> Any:
-        return self.own.all_reduce(x, **{self.argument: self.total}, **named)
+        return self.own.all_reduce(x, **self.output, **named)
 
     def custom_all_reduce(self, x: Tensor) -> Any:
         """Return the sum as ``CustomAllreduce`` does, which calls ``all_reduce`` of what it is given."""

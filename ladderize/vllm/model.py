@@ -53,7 +53,7 @@ class LadderizedModel(LlamaModel):
                 if pending is not None:
                     total = self.messages.wait(pending, residual)
                     pending = Pending(total, total, arrived=True)
-                parts = [part for part in (delta, pending and pending.place) if part is not None]
+                parts = [part for part in (delta, pending and pending.total) if part is not None]
                 streams.append(sum(parts, residual))
         hidden_states, _ = self.norm(delta, residual)
         return (hidden_states, streams) if streams else hidden_states

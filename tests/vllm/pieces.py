@@ -36,7 +36,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
     def made(messages: Messages, *arguments: Any) -> None:
         make(messages, *arguments)
-        messages.cuts, messages.apart = True, not messages.alone
+        messages.cuts_graph, messages.out_of_place = True, not messages.alone
         if not messages.alone:
             messages.collectives.settle()
             messages.collectives = LateSums(get_tp_group())

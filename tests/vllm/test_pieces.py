@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ladderize.layout import HIDING
+from ladderize.runtime.collectives.observed import Recording
 from tests.vllm.jobs import IN_PIECES, Counts, Generate
 from tests.vllm.models import check, make, random_prompts
 
@@ -106,18 +107,18 @@ def test_vllms_all_reduce_on_a_stream(backend, captured):
     from ladderize.vllm import messages
     from tests.simulated_gpu.device import DEVICE, HANDLERS, SimulatedGpu
 
-    places, sums = [], []
+    places, sums = [], []  # of the sums, and where they were written
 
     def passed(x):
         for number in range(3):
             partial = x * (number + 1)
-            place = torch.empty_like(partial)
-            places.append(place.data_ptr())
-            torch.ops.ladderize.start(partial, place, x, "messages")
+            total = torch.empty_like(partial)
+            places.append(total.data_ptr())
+            torch.ops.ladderize.start(partial, total, x, "messages")
             made = x + 1
-            torch.ops.ladderize.wait_in_place(place, made, partial, "messages")
-            x = made + place
-            del partial, place
+            torch.ops.ladderize.wait_in_place(total, made, partial, "messages")
+            x = made + total
+            del partial, total
         return x
 
     messages.define_operators()
@@ -127,7 +128,7 @@ def test_vllms_all_reduce_on_a_stream(backend, captured):
     }
     group = SimpleNamespace(world_size=2, device_communicator=communicator(backend, sums))
     with SimulatedGpu(int(torch.randint(1 << 30, ()))) as gpu, torch.inference_mode():
-        carried = messages.VllmOnStream(group, DEVICE)
+        carried = Recording(messages.VllmOnStream(group, DEVICE))  # as ``bench --profile`` has it
         sender = SimpleNamespace(alone=False, collectives=carried, in_flight=deque(), forward=None)
         context = SimpleNamespace(no_compile_layers={"messages": sender})
         x = torch.ones(8, device=DEVICE)
@@ -143,6 +144,7 @@ def test_vllms_all_reduce_on_a_stream(backend, captured):
                 found = passed(x)
             assert not gpu.syncs
         assert found.tolist() == [148] * 8  # 1, 1 + 1 + 2 * 1, 4 + 1 + 2 * 8, 21 + 1 + 2 * 63
+        assert [message.bytes for message in carried.messages if message.completed] == [32] * 3
         assert sums == ([None] * 3 if backend == "quick" else places)
     assert not gpu.problems, gpu.problems[0]
     assert not gpu.recorded
