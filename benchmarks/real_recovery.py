@@ -141,13 +141,16 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--layouts", default="ladder,delayed")
     everything = [*WINDOWS, "kl", "hidden", "norms, o, down", "top 64", "on-policy", "on-policy, forward"]
-    parser.add_argument("--variants", default=";".join(everything))
+    parser.add_argument("--variants", default=";".join(everything), help="with semicolons between")
     parser.add_argument("--work", type=Path, default=ROOT / "work" / "recovery")
     arguments = parser.parse_args()
+    variants, layouts = arguments.variants.split(";"), arguments.layouts.split(",")
+    if unknown := {*variants} - {*everything} | {*layouts} - {*LAYOUTS}:
+        parser.error(f"{unknown.pop()!r} is not one of {'; '.join([*everything, *LAYOUTS])}")
     arguments.work.mkdir(parents=True, exist_ok=True)
     rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-    for variant in arguments.variants.split(";"):
-        for layout in arguments.layouts.split(","):
+    for variant in variants:
+        for layout in layouts:
             if any((row["layout"], row["variant"]) == (layout, variant) for row in rows):
                 continue
             if variant not in WINDOWS:
