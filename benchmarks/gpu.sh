@@ -4,7 +4,7 @@
 #   train    SPD's recovery, retraining and Domino: correctness, then times and memory
 #   runtime  an 8B model: transformers' forward pass, and the runtime at TP1
 #   shard    one rank's part of a 70B at emulated TP8
-#   vllm     layouts in vLLM, one rank's part
+#   vllm     in vLLM: norms stored in float32, then layouts, one rank's part
 #   real     `bench --tp-size N` over all GPUs of this machine
 # Needs torch, transformers, accelerate, peft, typer, rich and PyYAML; no network, no lm-eval. JSON goes to
 # ${OUT:-benchmarks/results} as it is measured.
@@ -38,7 +38,13 @@ case "${1:-}" in
     limited 100 python3 benchmarks/model.py --device cuda --dtype bfloat16 --shape 8b --out "$out/model_cuda.json"
     limited 370 python3 benchmarks/gpu_runtime.py whole --out "$out/runtime_whole_cuda.json" ;;
   shard) limited 470 python3 benchmarks/gpu_runtime.py shard --out "$out/runtime_shard_cuda.json" ;;
-  vllm) limited 470 python3 benchmarks/gpu_vllm.py --num-layers 16 --out "$out/vllm_cuda.json" ;;
+  vllm)
+    if python3 -c 'import vllm' 2> /dev/null; then
+      limited 100 python3 benchmarks/gpu_vllm_norms.py --out "$out/vllm_norms_cuda.json"
+      limited 370 python3 benchmarks/gpu_vllm.py --num-layers 16 --out "$out/vllm_cuda.json"
+    else
+      echo "vllm: vLLM is not installed here"
+    fi ;;
   real)
     gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
     if [ "$gpus" -lt 2 ]; then

@@ -1,17 +1,19 @@
 """Tokens and log-probabilities of every kind of layout against transformers, on one and two ranks, eager and
 compiled."""
 
-import shutil
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from ladderize.families.registry import family_of
 from ladderize.layout import Layout
-from ladderize.modeling import ladderized_class
-from tests.helpers import change_weights, edit_json
+from tests.helpers import ROOT, edit_json
 from tests.vllm.jobs import Carrier, Generate, Streams
 from tests.vllm.models import SHAPE, check, make, random_prompts
+from tests.warm import PATIENCE
 
 LENGTHS = (1, 2, 7, 31, 32, 33, 90)
 # each on the ranks where it shows most: one or two virtual ranks in a process, or four
@@ -56,23 +58,23 @@ def test_bfloat16(engines, tmp_path):
     check(model.bfloat16().float(), prompts, result, tolerance=1.0)
 
 
-def test_norms_that_are_stored_in_32_bits(engines, tmp_path):
+def test_norms_that_are_stored_in_32_bits(tmp_path):
     """Kernels that want weights of the dtype of their input never see them: they are cast when they are loaded, as
-    transformers casts them."""
-    folders = [tmp_path / "as stored", tmp_path / "cast before"]
-    make("ladder upper half", folders[0])  # a family with norms of heads, too
-    edit_json(folders[0] / "config.json", dtype="bfloat16")
-    shutil.copytree(folders[0], folders[1])
-    change_weights(folders[0], lambda name, tensor: tensor.to(torch.float32 if "norm" in name else torch.bfloat16))
-    change_weights(folders[1], lambda name, tensor: tensor.bfloat16())
-    prompts = random_prompts(*LENGTHS)
-    (ours,), (cast,) = (
-        engines(1).run(folder, Generate(prompts), dtype="auto", enforce_eager=True) for folder in folders
+    transformers casts them. By what asks the same of a GPU's kernels."""
+    out = tmp_path / "norms.json"
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_vllm_norms.py", "--device", "cpu", "--eager"]
+    done = subprocess.run(
+        [*command, "--hidden-size", "256", "--out", out],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
-    assert ours == cast
-    model = ladderized_class(family_of({"model_type": "qwen3"}), "ForCausalLM").from_pretrained(folders[0])
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    check(model.float(), prompts, ours, tolerance=1.0)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text())
+    assert document["largest_difference_of_cast_before"] == 0
+    assert document["environment"]["torch"] == torch.__version__
 
 
 def test_messages_over_gloo(engines, tmp_path):
