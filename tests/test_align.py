@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from ladderize.adapt.layers import ridge as ridge_module
 from ladderize.adapt.layers.align import RIDGES, LayerReport, align
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.options import AlignOptions, layers_to_rewrite
@@ -200,9 +201,10 @@ def test_an_assigned_model_is_aligned_alike(tmp_path, extra):
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_every_projection_gets_the_ridge_that_serves_held_out_tokens(stored):
+def test_every_projection_gets_the_ridge_that_serves_held_out_tokens(stored, monkeypatch):
     """Two projections on the same inputs, one with much to learn from clean targets, the other from noise: what is
     chosen of each is what trying all by hand gives, and takes away as much of the error as the best but for 2 %."""
+    monkeypatch.setattr(ridge_module, "GRAM_ROWS", 5)  # several blocks, the last of them narrower
     ridges = (10.0, 1e-1, 1e-5)
     projections = [torch.nn.Linear(12, 3), torch.nn.Linear(12, 3)]
     for projection in projections:
@@ -255,6 +257,19 @@ def test_every_projection_gets_the_ridge_that_serves_held_out_tokens(stored):
             assert torch.allclose(affine([projection]), tried[best], rtol=1e-2, atol=1e-4)
     assert reports[0].ridge == 1e-5
     assert reports[1].ridge in (None, 10.0)
+
+
+def test_no_ridge_is_tried_after_one_that_fits_noise(monkeypatch):
+    tried, solve = [], RankRows.solve
+    monkeypatch.setattr(RankRows, "solve", lambda rows, ridge: tried.append(ridge) or solve(rows, ridge))
+    projection = torch.nn.Linear(12, 3, bias=False)
+    rows, x = RankRows(projection.weight.detach().clone()), torch.randn(30, 12)
+    rows.add(x, torch.randn(30, 3))
+    other = torch.randn(200, 12)
+    refit(
+        ["a"], [projection], [rows], [([other], projection(other).detach())], (10.0, 1e-2, 1e-5), ALONE, torch.float32
+    )
+    assert tried == [10.0, 1e-2]
 
 
 @pytest.mark.parametrize("inputs", ["zero", "few tokens"])

@@ -28,7 +28,7 @@ from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, Layout
 from ladderize.memory import available_bytes, check_room
 from ladderize.ranks.group import Ranks
 
-TOKENS_AT_ONCE = 8192
+TOKENS_AT_ONCE = 4096
 READS_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 WRITES_ATTENTION = ("self_attn.o_proj",)
 READS_MLP = ("mlp.gate_proj", "mlp.up_proj")
@@ -43,7 +43,8 @@ class Streams:
     dense: the dense model's stream.
     complete: the converted model's stream.
     visible k: the stream that virtual rank k's next attention reads, without what it lacks of an MLP's output.
-    heads: the inputs of its o_proj, between attention and MLP.
+    heads: the inputs of its o_proj.
+    inner: those of its down_proj, on CPUs alone: a GPU computes them again sooner than it finds the room.
 
     Streams are float32, since a sub-module adds little to them. In front of the first converted layer the models are
     one: ``is_common``, and only ``dense`` is written.
@@ -61,7 +62,8 @@ class Streams:
         self.batch_size = max(1, TOKENS_AT_ONCE // windows.train.shape[1])
         hidden, names = int(blocks.config["hidden_size"]), ("dense", "complete", *map(visible_name, range(readers)))
         self.states = {name: torch.empty(*self.ids.shape, hidden, device=self.place) for name in names}
-        self.states["heads"] = torch.empty(*self.ids.shape, heads_width(blocks), dtype=blocks.dtype, device=self.place)
+        for name, width in kept_inputs(blocks, ranks).items():
+            self.states[name] = torch.empty(*self.ids.shape, width, dtype=blocks.dtype, device=self.place)
         self.sums = {model: torch.zeros((), device=self.device) for model in ("dense", "converted")}
 
     def batches(self, *, heldout: bool | None = None) -> Iterator[Tensor]:
@@ -73,7 +75,7 @@ class Streams:
 
     def read(self, name: str, rows: Tensor) -> Tensor:
         """Return the states of these windows on the device: [rows, tokens, width]."""
-        name = "dense" if self.is_common and name != "heads" else name
+        name = "dense" if self.is_common else name
         return self.states[name][int(rows[0]) : int(rows[0]) + len(rows)].clone().to(self.device)
 
     def write(self, name: str, rows: Tensor, state: Tensor) -> None:
@@ -117,9 +119,9 @@ def readers_of(layout: Layout) -> int:
 
 
 def states_bytes(blocks: Blocks, windows: Windows, ranks: Ranks, readers: int = 1) -> int:
-    """Return the bytes of one process's states: streams in float32, and the inputs of o_proj."""
-    tokens, streams = -(-windows.all.numel() // ranks.size), 2 + readers
-    return tokens * (streams * 4 * int(blocks.config["hidden_size"]) + blocks.dtype.itemsize * heads_width(blocks))
+    """Return the bytes of one process's states: streams in float32, and inputs of projections."""
+    tokens, width = -(-windows.all.numel() // ranks.size), (2 + readers) * int(blocks.config["hidden_size"])
+    return tokens * (4 * width + blocks.dtype.itemsize * sum(kept_inputs(blocks, ranks).values()))
 
 
 def place_of_states(needed: int, ranks: Ranks) -> torch.device:
@@ -140,9 +142,11 @@ def located(place: torch.device) -> str:
     return "in memory" if place.type == "cpu" else "on the GPU"
 
 
-def heads_width(blocks: Blocks) -> int:
-    """Return the width of o_proj's inputs: query heads * head_dim."""
-    return int(blocks.checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"].shape[1])
+def kept_inputs(blocks: Blocks, ranks: Ranks) -> dict[str, int]:
+    """Return the width of o_proj's inputs (query heads * head_dim) and, where they are kept, of down_proj's."""
+    heads = int(blocks.checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"].shape[1])
+    neurons = {"inner": int(blocks.config["intermediate_size"])} if ranks.device.type == "cpu" else {}
+    return {"heads": heads, **neurons}
 
 
 class Side:
@@ -204,16 +208,17 @@ class Side:
             return base + partials, attended, base if self.attention_sync == DROPPED else attended
         return (attended if self.attention_sync == BLOCKING else complete)[None], attended, attended
 
-    def after_mlp(self, streams: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def after_mlp(self, streams: tuple[Tensor, Tensor, Tensor], inner: Tensor) -> tuple[Tensor, Tensor]:
         """Return the complete stream after the MLP, and what the next attention of each virtual rank reads: [readers,
         batch, tokens, hidden].
 
         streams: of ``after_attention``.
+        inner: down_proj's inputs.
         """
         reads, attended, without = streams
         with self._narrow():
             ranks = self.ranks if self.mlp_sync == DELAYED else 1
-            partials, bias = row_parallel(self.projection("mlp.down_proj"), self.inner(reads), ranks)
+            partials, bias = row_parallel(self.projection("mlp.down_proj"), inner, ranks)
         partials, added = partials.float() * self.scale, 0 if bias is None else bias * self.scale
         complete = attended + partials.sum(0) + added
         if self.mlp_sync == DELAYED:
@@ -258,7 +263,7 @@ class LayerAlignment:
             for rows in streams.batches():
                 before = read("dense", rows)
                 after = dense.after_attention(before, dense.heads(before[None]))[1]
-                streams.write("dense", rows, dense.after_mlp((after[None], after, after))[0])
+                streams.write("dense", rows, dense.after_mlp((after[None], after, after), dense.inner(after[None]))[0])
             streams.check()
             return reports
         streams.part()
@@ -268,6 +273,9 @@ class LayerAlignment:
 
         def visible(rows: Tensor) -> Tensor:
             return torch.stack([read(visible_name(k), rows) for k in range(converted.attention_ranks)])
+
+        def inner(rows: Tensor) -> Tensor:
+            return read("inner", rows) if "inner" in streams.states else converted.inner(after_attention(rows)[0])
 
         # Each returns the inputs of a group of projections in each virtual rank, and its targets. The targets of
         # projections that read the stream are the inputs of the dense model's.
@@ -281,8 +289,8 @@ class LayerAlignment:
             return [*converted.mlp_input(after_attention(rows)[0])], dense.mlp_input(read("dense", rows))
 
         def mlp_writes(rows: Tensor) -> Tokens:
-            reads, attended, _ = after_attention(rows)
-            return [converted.inner(reads)], (read("dense", rows) - attended) / converted.scale
+            _, attended, _ = after_attention(rows)
+            return [inner(rows)], (read("dense", rows) - attended) / converted.scale
 
         if solve and converted.kv_ranks == converted.attention_ranks:
             reports += self._fit(READS_ATTENTION, attention_reads, converted.attention_ranks)
@@ -298,11 +306,13 @@ class LayerAlignment:
             reports += self._fit(READS_MLP, mlp_reads, converted.mlp_ranks)
         for rows in streams.batches():
             after = read("dense", rows)
-            streams.write("dense", rows, dense.after_mlp((after[None], after, after))[0])
+            if "inner" in streams.states:
+                streams.write("inner", rows, converted.inner(after_attention(rows)[0]))
+            streams.write("dense", rows, dense.after_mlp((after[None], after, after), dense.inner(after[None]))[0])
         if solve:
             reports += self._fit(WRITES_MLP, mlp_writes)
         for rows in streams.batches():
-            complete, reads = converted.after_mlp(after_attention(rows))
+            complete, reads = converted.after_mlp(after_attention(rows), inner(rows))
             streams.write("complete", rows, complete)
             for reader, own in enumerate(reads):
                 streams.write(visible_name(reader), rows, own)
@@ -329,8 +339,8 @@ class LayerAlignment:
                 inputs, targets = tokens(batch)
                 flat = with_ones(targets, projections[0]) if reads else targets.flatten(0, -2)
                 sharing = len(inputs) // parts
-                own = [torch.cat([*inputs[k * sharing : (k + 1) * sharing]]) for k in range(parts)]
-                yield [with_ones(x, projections[0]) for x in own], flat.repeat(sharing, 1)
+                own = (one_after_another(inputs[k * sharing : (k + 1) * sharing]) for k in range(parts))
+                yield [with_ones(x, projections[0]) for x in own], one_after_another([flat] * sharing)
 
         for inputs, values in batches(False):
             for part, x in zip(rows, inputs, strict=True):
@@ -341,3 +351,8 @@ class LayerAlignment:
         for report in reports:
             check_finite(report.error_before, f"the error of {report.projection} in layer {self.converted.index}")
         return reports
+
+
+def one_after_another(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors one after another; a single one as it is, not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
