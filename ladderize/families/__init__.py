@@ -1,1 +1,1 @@
-"""The families of models that ladderize supports: docs/design.md, "How to add a family of models"."""
+"""The families of models that ladderize supports: docs/families.md, "How to add a family"."""
