@@ -20,7 +20,7 @@ from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.environment import already_started
 from ladderize.sweep.child import run_stage
 from ladderize.sweep.plan import LOST, Planner, Point, SweepPlan
-from ladderize.sweep.show import Board
+from ladderize.sweep.show import show_changes
 from ladderize.sweep.stages import (
     MARKER,
     SHARDS,
@@ -63,8 +63,7 @@ def run_sweep(
     except BlockingIOError:
         raise UserError(f"another sweep runs in {root}; wait for it, or choose another --out") from None
     try:
-        with Board(console) as board:
-            document = _run_all(run, board)
+        document = _run_all(run, console)
         if prune and document.complete:
             remove_others(root, {stage.output for stage in document.every_stage})
         elif prune:
@@ -178,19 +177,19 @@ class SweepRun:
         return document
 
 
-def _run_all(run: SweepRun, board: Board) -> SweepDocument:
+def _run_all(run: SweepRun, console: Console) -> SweepDocument:
     """Run every stage that can be run, one after another. Measurements may decide on further stages.
 
     Raises UserError for an input that changed meanwhile.
     """
-    root = run.planner.root
+    root, shown = run.planner.root, dict[str, str]()
     while True:
         plan = run.plan()
         ready = (stage for stage in plan.stages if run.status(stage) == "waiting")
         stage = next((one for one in ready if all(run.status(needed) == "done" for needed in one.needs)), None)
         run.running = stage.key if stage is not None else None
         document = run.write(plan)
-        board.show(plan, {one.key: run.state(one) for one in plan.stages})
+        show_changes(plan, {one.key: run.state(one) for one in plan.stages}, shown, console)
         if stage is None:
             return document
         begin = time.monotonic()

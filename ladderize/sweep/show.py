@@ -1,20 +1,15 @@
-"""The output of a sweep: its plan, a live table while it runs, and at its end the models and the answer."""
+"""The output of a sweep: its plan, a line for each change while it runs, and at its end the models and the answer."""
 
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ladderize.console import Console, human_seconds, table
+from ladderize.console import Console, human_seconds
 from ladderize.errors import UserError
 from ladderize.sweep.plan import SweepPlan
 from ladderize.sweep.stages import LOG, MARKER, Stage, is_finished
 from ladderize.sweep_document import StageState, SweepDocument
-
-if TYPE_CHECKING:
-    from rich.live import Live
-
 
 # ---- the plan ----
 
@@ -75,68 +70,18 @@ def plan_script(plan: SweepPlan, root: Path) -> str:
 # ---- while it runs ----
 
 
-class Board:
-    """A live table on a terminal; elsewhere a line for each change.
+def show_changes(plan: SweepPlan, states: Mapping[str, StageState], shown: dict[str, str], console: Console) -> None:
+    """Print a line for each stage whose status has changed.
 
-    It is drawn only when a stage begins or ends, so that nothing runs beside a benchmark.
+    states: by the stages' keys.
+    shown: the statuses that were printed before; those of ``states`` are added.
     """
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.shown: dict[str, str] = {}
-        self.live: Live | None = None
-
-    def __enter__(self) -> "Board":
-        if self.console.speaks and sys.stderr.isatty():
-            from rich.console import Console as RichConsole
-            from rich.live import Live
-
-            self.live = Live(console=RichConsole(file=sys.stderr), auto_refresh=False)
-            self.live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.live is not None:
-            self.live.stop()
-
-    def show(self, plan: SweepPlan, states: Mapping[str, StageState]) -> None:
-        """Show the states of all stages.
-
-        states: by the stages' keys.
-        """
-        if self.live is not None:
-            from rich.text import Text
-
-            rows = table(_table_rows(plan, states))
-            self.live.update(Text(rows, no_wrap=True, overflow="ellipsis"), refresh=True)
-            return
-        for stage in plan.stages:
-            state = states[stage.key]
-            if self.shown.get(stage.key, "waiting") != state.status and not state.reused:
-                more = f" in {human_seconds(state.seconds or 0)}" if state.status == "done" else ""
-                self.console.note(f"{stage.title}: {state.status}{more}{f': {state.message}' if state.message else ''}")
-            self.shown[stage.key] = state.status
-
-
-def _table_rows(plan: SweepPlan, states: Mapping[str, StageState]) -> list[dict[str, str]]:
-    """Return a row for each point, with a column for each kind of stage, and for each benchmark."""
-
-    def words(stage: Stage | None) -> str:
-        if stage is None:
-            return "-"
+    for stage in plan.stages:
         state = states[stage.key]
-        done = "kept" if state.reused else f"done {human_seconds(state.seconds or 0)}"
-        return done if state.status == "done" else state.status
-
-    rows = []
-    for point in plan.points:
-        left = [stage for stage in point.adapting if states[stage.key].status != "done"]
-        adapting = words(next(iter([*left, *point.adapting[-1:]]), None))
-        if point.hold is not None and not left:
-            adapting = point.hold.status
-        converting, evaluating = words(point.planned.converting), words(point.evaluating)
-        rows.append({"": point.name, "convert": converting, "adapt": adapting, "measure": evaluating})
-    return rows + [{"": one.title, "convert": "", "adapt": "", "measure": words(one)} for one in plan.benches]
+        if shown.get(stage.key, "waiting") != state.status and not state.reused:
+            more = f" in {human_seconds(state.seconds or 0)}" if state.status == "done" else ""
+            console.note(f"{stage.title}: {state.status}{more}{f': {state.message}' if state.message else ''}")
+        shown[stage.key] = state.status
 
 
 # ---- at the end ----
