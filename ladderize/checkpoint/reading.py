@@ -120,10 +120,15 @@ def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
         return read_header(folder, WEIGHTS), [warning] if shards and is_there(folder / INDEX) else []
     if not is_there(folder / INDEX):
         raise _no_weights(folder)
-    weight_map = read_weight_map(folder)
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{folder / INDEX} has no weight_map; download it again")
     tensors: dict[str, TensorInfo] = {}
-    for name in sorted(set(weight_map.values())):
-        check_plain_name(name, folder / INDEX)
+    for name in sorted(set(map(str, weight_map.values()))):
+        if not re.fullmatch(r"[\w.=+-]+\.safetensors", name):  # another could lead out of the folder
+            raise UserError(
+                f"{folder / INDEX} names the file {name!r}; only plain .safetensors names in the same folder are read"
+            )
         if not is_there(folder / name):
             raise UserError(
                 f"{folder / INDEX} names {name}, which is not there; the checkpoint is incomplete, download it again"
@@ -143,20 +148,6 @@ def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def read_weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, by its name, from the index; raises UserError where it has none."""
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{folder / INDEX} has no weight_map; download it again")
-    return {name: str(file) for name, file in weight_map.items()}
-
-
-def check_plain_name(name: str, where: Path) -> None:
-    """Raise UserError for a file name in a stranger's index that could lead out of the folder."""
-    if not re.fullmatch(r"[\w.=+-]+\.safetensors", name):
-        raise UserError(f"{where} names the file {name!r}; only plain .safetensors names in the same folder are read")
 
 
 def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:

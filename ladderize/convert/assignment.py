@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 ASSIGNMENT = "assignment.json"  # the copy in a checkpoint that was made with one
 KINDS = ("weight", "bias")
-# Tensors of a layer: what they lie in the order of, and along which axis. The biases of o and down do not move: they are
-# added after the sum over heads and neurons.
+# Tensors of a layer: what they lie in the order of, and along which axis. The biases of o and down do not move, since
+# they are added after the sum over heads and neurons.
 ORDERED = {
     **{f"self_attn.q_proj.{kind}": ("heads", 0) for kind in KINDS},
     **{f"self_attn.{name}_proj.{kind}": ("kv_heads", 0) for name in "kv" for kind in KINDS},

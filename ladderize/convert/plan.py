@@ -8,6 +8,7 @@ from typing import Any
 from ladderize.checkpoint.config import check_config, check_quantised
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.quantised import (
+    QUANTISE_LAST,
     STATIC_SCALES,
     Quantisation,
     check_ranks,
@@ -181,15 +182,11 @@ def with_assignment(changes: Changes, recipe: Recipe, config: Mapping[str, Any],
 
 def check_unchanged(recipe: Recipe, changes: Changes) -> None:
     """Raise UserError where the recipe or the changes would alter quantised weights."""
-    kept = "quantised weights pass through a conversion as they are"
-    if recipe.dtype is not None:
-        raise UserError(f"{kept}, so --dtype {recipe.dtype} is not possible; leave it out")
-    if changes.assignment is not None:
+    dtype = f"--dtype {recipe.dtype}" if recipe.dtype is not None else None
+    if asked := dtype or (changes.assignment and "an assignment to ranks") or (changes.replace and "replacing tensors"):
         raise UserError(
-            f"{kept}, so heads and neurons cannot move between ranks; assign the unquantised model's, then quantise"
+            f"quantised weights pass through a conversion as they are, so {asked} is not possible; {QUANTISE_LAST}"
         )
-    if changes.replace:
-        raise UserError(f"{kept}, so tensors cannot be replaced; adapt the unquantised model, then quantise")
 
 
 def check_assignable(source: Checkpoint, name: str, assignment: RankAssignment | None) -> None:

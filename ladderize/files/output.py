@@ -44,15 +44,10 @@ def check_target(
             raise UserError(f"OUT {out} is not empty; choose another folder or pass --overwrite")
         if (what := foreign(out)) is not None:
             raise UserError(f"OUT {out} {what}, so --overwrite does not replace it")
-    parent = existing_parent(out)
+    parent = next(parent for parent in out.parents if parent.exists())
     if (why := why_unwritable(parent)) is not None:
         raise UserError(f"OUT {out} cannot be written: {parent} takes no files ({why})")
     return out
-
-
-def existing_parent(path: Path) -> Path:
-    """Return the nearest ancestor of ``path`` that exists."""
-    return next(parent for parent in path.parents if parent.exists())
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 from ladderize.console import Console, human_seconds
 from ladderize.errors import UserError
 from ladderize.sweep.plan import SweepPlan
-from ladderize.sweep.stages import LOG, MARKER, Stage, is_finished
+from ladderize.sweep.stages import LOG, MARKER, is_finished
 from ladderize.sweep_document import StageState, SweepDocument
 
 # ---- the plan ----
