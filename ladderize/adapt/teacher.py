@@ -83,7 +83,4 @@ def target_text(before: float, after: float, dense: float) -> str:
     if not dense < before < math.inf or not 0 < after < math.inf:  # the conversion cost nothing, or nobody knows
         return target
     share = math.log(before / after) / math.log(before / dense)
-    if 0 <= share <= 1:
-        return f"{target}: {share:.0%} of the loss recovered"
-    # The loss may be next to nothing, and the share then a meaningless number.
-    return f"{target}: {'none of the loss recovered' if share < 0 else 'all of the loss recovered, and more'}"
+    return f"{target}: {min(1.0, max(0.0, share)):.0%} of the loss recovered"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
-from ladderize.files.regular import check_regular, is_there, open_regular, resolved
+from ladderize.files.regular import check_regular, open_regular, resolved
 
 if TYPE_CHECKING:
     import torch
@@ -111,14 +111,14 @@ def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
 
     Raises UserError where weights are missing, or a file lacks what the index says of it.
     """
-    if is_there(folder / WEIGHTS):
+    if (folder / WEIGHTS).exists():
         shards = sorted(path.name for path in folder.glob("*.safetensors") if path.name != WEIGHTS)
         warning = (
             f"{WEIGHTS} lies beside {INDEX} and its shards ({_some(shards)}); {WEIGHTS} counts, as for transformers:"
             " remove what is not meant"
         )
-        return read_header(folder, WEIGHTS), [warning] if shards and is_there(folder / INDEX) else []
-    if not is_there(folder / INDEX):
+        return read_header(folder, WEIGHTS), [warning] if shards and (folder / INDEX).exists() else []
+    if not (folder / INDEX).exists():
         raise _no_weights(folder)
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -129,7 +129,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
             raise UserError(
                 f"{folder / INDEX} names the file {name!r}; only plain .safetensors names in the same folder are read"
             )
-        if not is_there(folder / name):
+        if not (folder / name).exists():
             raise UserError(
                 f"{folder / INDEX} names {name}, which is not there; the checkpoint is incomplete, download it again"
             )

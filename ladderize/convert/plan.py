@@ -222,7 +222,7 @@ def layout_warnings(source: Checkpoint, before: Layout, after: Layout) -> list[s
 def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
     """Return the other files that are carried over byte for byte, and those left behind, by their names in the source.
 
-    Raises UserError for links and special files that cannot be carried over.
+    Raises UserError for links and special files that cannot be carried over, OSError for a link to nothing.
     """
     carried: list[str] = []
     left_behind: set[str] = set()
@@ -237,8 +237,6 @@ def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
             left_behind.add("/".join(relative.parts[: closed[0] + 1]) + "/")
         elif path.name.lower().endswith(FOREIGN):
             left_behind.add(str(relative))
-        elif not path.exists():
-            raise UserError(f"{path} is a link to nothing, so it cannot be carried over; repair or remove it")
         else:
             check_regular(path)
             check_stays(path, source.folder)
