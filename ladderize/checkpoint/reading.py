@@ -7,7 +7,6 @@ index may not name a path outside its folder, a header may not lie about sizes, 
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,17 +161,16 @@ def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
         with open_regular(path) as file, safe_open(path, framework="np"):
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-        entries = {key: value for key, value in header.items() if key != "__metadata__"}
-        return {key: _tensor(key, name, entry, base=8 + length) for key, entry in entries.items()}
+        header.pop("__metadata__", None)
+        tensors = {}
+        for key, entry in header.items():
+            start, stop = (8 + length + offset for offset in entry["data_offsets"])
+            tensors[key] = TensorInfo(key, name, entry["dtype"], tuple(entry["shape"]), start, stop)
+            if entry["dtype"] not in DTYPE_BYTES:
+                raise ValueError(f"{key} has the unknown dtype {entry['dtype']}")
+        return tensors
     except (SafetensorError, ValueError, KeyError) as error:
         raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None
-
-
-def _tensor(name: str, file: str, entry: Mapping[str, Any], base: int) -> TensorInfo:
-    dtype, (start, stop) = entry["dtype"], entry["data_offsets"]
-    if dtype not in DTYPE_BYTES:
-        raise ValueError(f"{name} has the unknown dtype {dtype}")
-    return TensorInfo(name, file, dtype, tuple(entry["shape"]), base + start, base + stop)
 
 
 def _no_weights(folder: Path) -> UserError:

@@ -31,12 +31,6 @@ def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def given_names(ctx: typer.Context) -> list[str]:
-    """Return the parameters that the user gave, in the command's order, also where the value is the default."""
-    names = [parameter.name for parameter in ctx.command.params if parameter.name is not None]
-    return [name for name in names if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"]
-
-
 def file_keys(made: Any) -> dict[str, Any]:
     """Return the parameters of typer's command by their keys in a --config file: their options' names with
     underscores."""
@@ -109,7 +103,8 @@ class GivenOptions:
         self.params: dict[str, Any] = {
             name: None if value in ([], ()) else value for name, value in context.params.items()
         }
-        self.names = given_names(context)
+        sources = {own.name: context.get_parameter_source(own.name) for own in context.command.params if own.name}
+        self.names = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
 
     def fill(self, kind: type[Filled], **more: Any) -> Filled:
         """Return a dataclass of options, each field from the option of its name.
