@@ -316,14 +316,10 @@ def test_bad_options(options, code, message):
 def test_found_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(HFModel, "__init__", lambda *_: pytest.fail("a model was loaded"))
     os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "lost.samples").touch()
     outcome = invoke("eval", MODEL, "--tasks", "lost", "--include-path", task_without_data(tmp_path))
     assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in one_sentence(outcome)
-    for out, message in (
-        (tmp_path / "fifo", "is not a regular file"),
-        (tmp_path / "lost.json", "its samples belong into"),
-    ):
-        assert message in one_sentence(invoke("eval", MODEL, *demo("copying"), "--out", out))
+    outcome = invoke("eval", MODEL, *demo("copying"), "--out", tmp_path / "fifo")
+    assert "is not a regular file" in one_sentence(outcome)
     assert "does not exist" in one_sentence(invoke("eval", MODEL, "/no/model", *demo("copying")))
     (tmp_path / "fifo").unlink()
     assert "config.json" in one_sentence(invoke("eval", tmp_path, *demo("copying")))

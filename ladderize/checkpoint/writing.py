@@ -24,7 +24,7 @@ from ladderize.checkpoint.reading import (
     torch_dtype,
 )
 from ladderize.checkpoint.tensors import bytes_of, encode_header, read_tensor, shorter
-from ladderize.console import SILENT, Console, sentence
+from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.regular import open_regular
@@ -148,18 +148,15 @@ def write_checkpoint(
     Raises UserError where the disk is full or fails.
     """
     total = sum(shard.nbytes for shard in shards)
-    try:
-        with output.atomic_folder(out, overwrite=overwrite) as folder:
-            with console.progress("writing weights", total, is_bytes=True) as advance:
-                how = write_weights(source, shards, folder, copy=copy, advance=advance)
-            for name, path in copied.items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, folder / name)
-            for name, text in texts.items():
-                (folder / name).write_text(text, encoding="utf-8")
-            check(folder)
-    except OSError as error:
-        raise UserError(f"writing OUT {out} failed ({sentence(error)}); nothing was left there") from error
+    with output.atomic_folder(out, overwrite=overwrite) as folder:
+        with console.progress("writing weights", total, is_bytes=True) as advance:
+            how = write_weights(source, shards, folder, copy=copy, advance=advance)
+        for name, path in copied.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        check(folder)
     return how
 
 

@@ -148,10 +148,6 @@ class Output:
         self.out = resolved(out, "--out ")
         check_writable(self.out, inputs=[options.perplexity])
         self.folder = self.out.with_name(f"{self.out.stem}.samples")
-        if self.out == self.folder or self.folder.is_file():
-            raise UserError(
-                f"--out {self.out}: its samples belong into {self.folder}; name a file whose samples can lie beside it"
-            )
 
     def earlier(self) -> dict[str, ModelResult]:
         """Return the entries that an earlier run with the same options left in ``out``, with all their samples."""

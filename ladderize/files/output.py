@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import fsync, fsync_tree, lock_folder, try_lock, why_unwritable
@@ -54,13 +55,17 @@ def check_target(
 def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a locked temporary folder beside ``out``. On success it takes ``out``'s place; on any error it is removed.
 
-    A folder ``out`` that is not empty is replaced only with ``overwrite``; raises UserError otherwise.
+    A folder ``out`` that is not empty is replaced only with ``overwrite``; raises UserError otherwise, and where the
+    system cannot write.
     """
-    with scratch_folder(out) as temporary:
-        yield temporary
-        fsync_tree(temporary)
-        _take_place(temporary, out, overwrite)
-        fsync(out.parent)
+    try:
+        with scratch_folder(out) as temporary:
+            yield temporary
+            fsync_tree(temporary)
+            _take_place(temporary, out, overwrite)
+            fsync(out.parent)
+    except OSError as error:
+        raise UserError(f"writing OUT {out} failed ({sentence(error)}); nothing was left there") from error
 
 
 @contextmanager
