@@ -12,7 +12,6 @@ from ladderize.choices import (
     SEQ_LEN,
     DeviceName,
     Dtype,
-    check_at_least,
     check_options,
     distinct_names,
     option,
@@ -68,10 +67,6 @@ class AlignOptions(WindowOptions):
     """
 
     tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 1, "tokens")
 
 
 def default_tokens(config: Mapping[str, Any]) -> int:
