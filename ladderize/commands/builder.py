@@ -1,6 +1,5 @@
 """The making of commands from the dataclasses of their options: typer's signature, the help, and the given values."""
 
-import difflib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -54,9 +53,7 @@ def given_parameters(made: Any, name: str | None, document: Mapping[Any, Any], w
     for key, value in document.items():
         wanted = str(key).replace("-", "_")
         if wanted not in parameters:
-            near = difflib.get_close_matches(wanted, parameters, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"see ladderize {name} -h"
-            raise UserError(f"{where}: {name} has no option {key!r}; {hint}")
+            raise UserError(f"{where}: {name} has no option {key!r}; see ladderize {name} -h")
         if value is not None:
             yield parameters[wanted], _as_given(parameters[wanted], value, f"{where}: {key}")
 

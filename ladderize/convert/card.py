@@ -126,15 +126,9 @@ model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 ```
 
-With ladderize, no code from this folder is run:
-
-```python
-import ladderize
-model = ladderize.load("{name}")
-tokenizer = ladderize.load_tokenizer("{name}")
-```
-
-After `ladderize.register()`, transformers' Auto classes need no `trust_remote_code` either.
+With ladderize, no code from this folder is run: `ladderize.load("{name}")` and
+`ladderize.load_tokenizer("{name}")`, or, after `ladderize.register()`, transformers' Auto classes
+without `trust_remote_code`.
 
 **Serving.** vLLM serves it with ladderize's plugin, and runs no code from this folder:
 
