@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     import torch
 
 ASSIGNMENT = "assignment.json"  # the copy in a checkpoint that was made with one
-KINDS = ("weight", "bias")
+TENSOR_KINDS = ("weight", "bias")
 # Tensors of a layer: what they lie in the order of, and along which axis. The biases of o and down do not move, since
 # they are added after the sum over heads and neurons.
-ORDERED = {
-    **{f"self_attn.q_proj.{kind}": ("heads", 0) for kind in KINDS},
-    **{f"self_attn.{name}_proj.{kind}": ("kv_heads", 0) for name in "kv" for kind in KINDS},
+LIES_IN = {
+    **{f"self_attn.q_proj.{kind}": ("heads", 0) for kind in TENSOR_KINDS},
+    **{f"self_attn.{name}_proj.{kind}": ("kv_heads", 0) for name in "kv" for kind in TENSOR_KINDS},
     "self_attn.o_proj.weight": ("heads", 1),
-    **{f"mlp.{name}_proj.{kind}": ("neurons", 0) for name in ("gate", "up") for kind in KINDS},
+    **{f"mlp.{name}_proj.{kind}": ("neurons", 0) for name in ("gate", "up") for kind in TENSOR_KINDS},
     "mlp.down_proj.weight": ("neurons", 1),
 }
 
@@ -138,7 +138,7 @@ class RankAssignment(Record):
         if (neurons := self.neurons.get(layer)) is not None:
             orders["neurons"] = neuron_order(neurons)
         changed = {what: order for what, order in orders.items() if order != tuple(range(len(order)))}
-        return {name: Move(changed[what], axis) for name, (what, axis) in ORDERED.items() if what in changed}
+        return {name: Move(changed[what], axis) for name, (what, axis) in LIES_IN.items() if what in changed}
 
     def moves(self, config: Mapping[str, Any]) -> dict[str, Move]:
         """Return the move of every tensor of a checkpoint that moves, by its full name."""

@@ -15,11 +15,12 @@ from ladderize.adapt.methods import (
     LORA,
     TRAINING_SEED,
     Method,
+    TrainingDtype,
     Write,
-    check_training,
+    check_lr,
 )
 from ladderize.checkpoint.config import most_positions
-from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, flag, option, split_names
+from ladderize.choices import DEVICE, SEQ_LEN, check_options, flag, option, split_names
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -199,7 +200,7 @@ class RetrainOptions(Record):
         "best",
     )
     seed: int = option(TRAINING_SEED, 0)
-    dtype: Dtype = option(COMPUTE_DTYPE, "auto")
+    dtype: TrainingDtype = option(COMPUTE_DTYPE, "auto")
     device: str = option(DEVICE, default_device)
     log_with: tuple[str, ...] = option(
         "Accelerate's trackers beside metrics.jsonl, such as tensorboard, wandb, trackio. They write to OUT-logs.",
@@ -228,7 +229,7 @@ class RetrainOptions(Record):
         if set(self.lora_targets) - set(LORA_TARGETS):
             raise UsageError(f"--lora-targets must name some of {', '.join(LORA_TARGETS)}")
         check_sources(self.data)
-        check_training(self.dtype, self.lr)
+        check_lr(self.lr)
         if (self.distill_from is not None) != bool(self.objective.distill_weight or self.hidden_weight):
             raise UsageError(
                 "--distill-from, and a --distill-weight or --hidden-weight above 0, have no effect without each other"
