@@ -266,8 +266,8 @@ def test_models_that_do_not_belong_together(pair, tmp_path, case):
         "no teacher": "--method align needs --distill-from DENSE",
         "dense student": "is dense",
         "converted teacher": "is not dense (4 layers: spd 1:4 (sync_tp_size 4)); name the model that",
-        "other shape": "has other shapes than",
-        "other rope": "(rope); name the model that",
+        "other shape": "shapes; name the model that",
+        "other rope": "in its rope; name the model that",
     }
     if case == "no teacher":
         outcome = invoke("adapt", model, tmp_path / "out", "--method", "align", "--data", tmp_path / "ids.npy")

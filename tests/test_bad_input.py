@@ -303,9 +303,9 @@ def test_wrong_targets(llama, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("years of work")
     cases = [
-        (llama, [], "is the source or lies inside it"),
-        (llama / "out", [], "lies inside it"),
-        (tmp_path, ["--overwrite"], "contains the source"),
+        (llama, [], f"is the source {llama}, or one"),
+        (llama / "out", [], "or one lies inside the other"),
+        (tmp_path, ["--overwrite"], "or one lies inside the other"),
         (tmp_path / "full", [], "is not empty"),
         (tmp_path / "file", [], "is a file"),
         (tmp_path / "file" / "out", [], "takes no files"),

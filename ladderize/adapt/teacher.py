@@ -22,17 +22,13 @@ RELATED = 0.5  # fine-tuning changes weights by a few percent of their size; ano
 def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:
     """Raise UserError unless the teacher is a dense model of the student's shape and function."""
     layout = Layout.from_config(teacher.config)
-    ours, theirs = dense_function(student.config), dense_function(teacher.config)
+    ours, theirs = (
+        {"shapes": expected_tensors(each.config), **dense_function(each.config)} for each in (student, teacher)
+    )
     different = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-    if not layout.is_dense:
-        what = f"is not dense ({layout})"
-    elif expected_tensors(student.config) != expected_tensors(teacher.config):
-        what = f"has other shapes than {model}"
-    elif different:
-        what = f"computes otherwise than {model} ({', '.join(different)})"
-    else:
-        return
-    raise UserError(f"--distill-from {teacher_name} {what}; name the model that {model} was converted from")
+    if different or not layout.is_dense:
+        what = f"differs from {model} in its {', '.join(different)}" if layout.is_dense else f"is not dense ({layout})"
+        raise UserError(f"--distill-from {teacher_name} {what}; name the model that {model} was converted from")
 
 
 def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:

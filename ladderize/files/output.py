@@ -30,12 +30,11 @@ def check_target(
     foreign: returns why a folder is not of the kind to write, and so not replaced; None if it is.
     """
     out, source = resolved(out, "OUT "), resolved(source)
-    if out == source or source in out.parents:
+    if out == source or source in out.parents or out in source.parents:
         raise UserError(
-            f"OUT {out} is the source or lies inside it; the source is never touched, choose another folder"
+            f"OUT {out} is the source {source}, or one lies inside the other; the source is never touched, choose"
+            " another folder"
         )
-    if out in source.parents:
-        raise UserError(f"OUT {out} contains the source {source}; choose another folder")
     if out.exists() and not out.is_dir():
         raise UserError(f"OUT {out} is a file; choose another name")
     if os.path.ismount(out):

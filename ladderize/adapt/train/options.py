@@ -178,6 +178,7 @@ class RetrainOptions(Record):
         "full, lora: align first (as --method align does, briefly, on the first --data) and train from there. The"
         " aligned checkpoint stays in OUT-aligned.",
         False,
+        needs="distill_from",
     )
     tp_size: int = option(
         "full: processes that share one copy of the model (tensor parallelism). Started here, or by a launcher"
@@ -240,8 +241,6 @@ class RetrainOptions(Record):
             raise UsageError("--heldout has no effect with --eval-data")
         if self.schedule == "domino" and self.tp_size == 1:
             raise UsageError("--schedule domino has no effect without a --tp-size above 1")
-        if self.align and self.distill_from is None:
-            raise UsageError("--align needs --distill-from DENSE, the checkpoint that MODEL was converted from")
         if self.method == LORA and self.tp_size > 1:
             raise UsageError(
                 f"--method lora has no --tp-size {self.tp_size}; let accelerate launch share the model out (FSDP2), or"
