@@ -84,7 +84,6 @@ class TrainingFolder(WorkFolder):
 
     COMMAND = "adapt --method full or lora"
     at: int | None = None  # the step of the state that this process wrote or read last
-    ADVICE = "give the old value again, delete it to start again"
 
     def has_work(self) -> bool:
         return self.latest() is not None
