@@ -235,8 +235,8 @@ def test_the_record_makes_it_again(llama, tmp_path):
         ({"fingerprint": "0" * 64}, "the assignment was computed for another model"),
         ({"sync_tp_size": 2}, "is for sync_tp_size 2, but the layout has 4"),
         ({"heads": {"4": list(range(8))}}, "names layer 4, but the model has 4 layers"),
-        ({"heads": {"1": [0] * 8}}, "does not fit layer 1: its order is not a permutation of the heads 0 to 7"),
-        ({"heads": {"1": [0, 2, 1, 3, 4, 5, 6, 7]}}, "splits KV groups"),
+        ({"heads": {"1": [0] * 8}}, "does not fit layer 1: its order is not a permutation of the heads 0 to 7 in"),
+        ({"heads": {"1": [0, 2, 1, 3, 4, 5, 6, 7]}}, "heads of each KV head stay together"),
         ({"heads": {"one": list(range(8))}}, "heads has the key 'one', which is not an integer"),
         ({"heads": {"1": [*range(7), True]}}, "heads.1[7] is True, but must"),
         ({"heads": None}, "heads is None, but must be an object"),
@@ -244,9 +244,9 @@ def test_the_record_makes_it_again(llama, tmp_path):
         ({"neurons": None}, "neurons is None, but must be an object"),
         ({"neurons": {"1": [0, 1]}}, "must be the ranks of a layer's neurons, with spaces between"),
         ({"neurons": {"1": "0 x"}}, "must be the ranks of a layer's neurons, with spaces between"),
-        ({"neurons": {"1": "0 1 2 3"}}, f"gives 4 neurons a rank, but the MLP has {NEURONS}"),
-        ({"neurons": {"1": " ".join(["0", "1", "2", "4"] * (NEURONS // 4))}}, "names the rank 4"),
-        ({"neurons": {"1": " ".join(["0", "1", "2", "2"] * (NEURONS // 4))}}, "unequal shares of the neurons: 0 to"),
+        ({"neurons": {"1": "0 1 2 3"}}, f"not give each of the {NEURONS} neurons of the MLP a rank"),
+        ({"neurons": {"1": " ".join(["0", "1", "2", "4"] * (NEURONS // 4))}}, "a rank from 0 to 3"),
+        ({"neurons": {"1": " ".join(["0", "1", "2", "2"] * (NEURONS // 4))}}, "every rank equally many"),
     ],
 )
 def test_assignments_that_do_not_fit(llama, tmp_path, changes, message):

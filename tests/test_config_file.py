@@ -22,7 +22,7 @@ def test_the_command_line_wins(tmp_path):
     ("text", "code", "message"),
     [
         ("lr: 0.1\nlearning_rat: 3", 1, "adapt has no option 'learning_rat'"),
-        ("batch_siz: 3", 1, "did you mean batch_size"),
+        ("batch_siz: 3", 1, "has no option 'batch_siz'; see ladderize"),
         ("schedule: linear", 2, "--config .*: Invalid value for '--schedule'.*'linear' is not one of 'sequential'"),
         ("lr: fast", 2, "--config .*'--lr'"),
         ("overwrite: 1", 1, "overwrite is 1, but it is a switch: write true or false"),

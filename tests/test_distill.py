@@ -202,7 +202,7 @@ def test_work_of_another_run_is_not_mixed_in(tmp_path):
         assert [work.files.has(layer) for layer in range(2)] == [True, False]
         assert work.files.report(BlockReport, 0) == report
         assert work.files.weights(0)["x.weight"].tolist() == [1, 1]
-    with pytest.raises(UserError, match="another a; delete it"):
+    with pytest.raises(UserError, match="another a; give the old value again"):
         LayerFolder(folder, {"a": 2, "b": [2, 3]})
     with LayerFolder(folder, {"a": 1, "b": [2, 3]}) as work:
         work.remove()

@@ -314,13 +314,13 @@ def test_weights_stay_as_they_are(sources, tmp_path):
     )
     np.save(tmp_path / "ids.npy", random_ids(4, 16).numpy())
     assigning = ("--spd", "all", "--sync-tp-size", "2", "--assign", "heads", "--data", tmp_path / "ids.npy")
-    assert "are quantised" in one_sentence(invoke("convert", source, tmp_path / "out", *assigning))
+    assert "is quantised with" in one_sentence(invoke("convert", source, tmp_path / "out", *assigning))
     (tmp_path / "ids.npy").unlink()
     others = Changes(assignment=RankAssignment(2, "of another model", {0: (1, 0, 3, 2, 5, 4, 7, 6)}))
-    with pytest.raises(UserError, match="so heads and neurons cannot move"):
+    with pytest.raises(UserError, match="so an assignment to ranks is not possible"):
         convert_checkpoint(source, tmp_path / "out", BOTH, others)
     others = Changes(replace=locate_tensors(source / "model.safetensors"))
-    with pytest.raises(UserError, match="so tensors cannot be replaced"):
+    with pytest.raises(UserError, match="so replacing tensors is not possible"):
         convert_checkpoint(source, tmp_path / "out", BOTH, others)
     assert listing(tmp_path) == []
 

@@ -108,7 +108,7 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
             assert run(tmp_path / "out", text).code == 130
         assert listing(tmp_path) == ["out.ladderize-work", "whole"]
     for options, other in ((["--seq-len", 32], "data"), (["--spd-fraction", 0.1], "spd_fraction")):
-        assert f"with another {other}; delete it" in one_sentence(run(tmp_path / "out", text, *options))
+        assert f"with another {other}; give the old value again" in one_sentence(run(tmp_path / "out", text, *options))
     monkeypatch.setattr(spd, "measure_sensitivity", lambda *a, **k: pytest.fail("the blocks were measured already"))
     monkeypatch.setattr(spd, "assign_layers", lambda *a, **k: pytest.fail("heads and neurons were assigned already"))
     monkeypatch.setattr(LayerFiles, "save", lambda *a: pytest.fail("the blocks were trained already"))

@@ -120,7 +120,7 @@ def test_a_dry_run_writes_nothing(place, tmp_path):
 FULL = {"method": "full", "data": "x.npy", "max_tokens": "1k"}
 HALF = {"name": "half", "ladder": "0"}
 REFUSED = {
-    "an unknown key": ({"layout": "a"}, "unknown key 'layout'; did you mean layouts?"),
+    "an unknown key": ({"layout": "a"}, "unknown key 'layout'; known are model, out,"),
     "no layouts": ({"layouts": None}, "layouts is missing"),
     "an entry without layers": ({"layouts": [{"name": "a"}]}, r"layouts\[0\]: names no layers"),
     "what the sweep decides": ({"adapt": [{**FULL, "align": True}]}, r"adapt\[0\]: align cannot be given here"),

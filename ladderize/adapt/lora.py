@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import sentence
-from ladderize.errors import UserError
+from ladderize.checkpoint.tensors import fingerprint, write_tensors
 from ladderize.files import output
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
@@ -107,17 +105,12 @@ def write_adapter(
     files: name -> text; among them adaptation.json.
     Raises UserError where it cannot be written.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     config = copy.deepcopy(config)
     config.base_model_name_or_path, config.inference_mode = base.model, True
     config.target_modules = sorted(config.target_modules or ())  # a set has another order in each run
-    try:
-        with output.atomic_folder(resolved(out, "OUT "), overwrite=overwrite) as folder:
-            config.save_pretrained(str(folder))
-            save_file({**tensors}, folder / ADAPTER_TENSORS, {"format": "pt"})
-            for name, text in files.items():
-                (folder / name).write_text(text, encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"writing OUT {out} failed ({sentence(error)}); nothing was left there") from error
+    infos = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    with output.atomic_folder(resolved(out, "OUT "), overwrite=overwrite) as folder:
+        config.save_pretrained(str(folder))
+        write_tensors(folder / ADAPTER_TENSORS, infos, tensors.__getitem__)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")

@@ -22,17 +22,13 @@ RELATED = 0.5  # fine-tuning changes weights by a few percent of their size; ano
 def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:
     """Raise UserError unless the teacher is a dense model of the student's shape and function."""
     layout = Layout.from_config(teacher.config)
-    ours, theirs = dense_function(student.config), dense_function(teacher.config)
+    ours, theirs = (
+        {"shapes": expected_tensors(each.config), **dense_function(each.config)} for each in (student, teacher)
+    )
     different = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-    if not layout.is_dense:
-        what = f"is not dense ({layout})"
-    elif expected_tensors(student.config) != expected_tensors(teacher.config):
-        what = f"has other shapes than {model}"
-    elif different:
-        what = f"computes otherwise than {model} ({', '.join(different)})"
-    else:
-        return
-    raise UserError(f"--distill-from {teacher_name} {what}; name the model that {model} was converted from")
+    if different or not layout.is_dense:
+        what = f"differs from {model} in its {', '.join(different)}" if layout.is_dense else f"is not dense ({layout})"
+        raise UserError(f"--distill-from {teacher_name} {what}; name the model that {model} was converted from")
 
 
 def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:
@@ -83,7 +79,4 @@ def target_text(before: float, after: float, dense: float) -> str:
     if not dense < before < math.inf or not 0 < after < math.inf:  # the conversion cost nothing, or nobody knows
         return target
     share = math.log(before / after) / math.log(before / dense)
-    if 0 <= share <= 1:
-        return f"{target}: {share:.0%} of the loss recovered"
-    # The loss may be next to nothing, and the share then a meaningless number.
-    return f"{target}: {'none of the loss recovered' if share < 0 else 'all of the loss recovered, and more'}"
+    return f"{target}: {min(1.0, max(0.0, share)):.0%} of the loss recovered"

@@ -168,26 +168,15 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     expected = expected_tensors(config)
     for name, shape in expected.items():
         if name not in stored:
-            why = "the checkpoint is incomplete or its config.json is another model's"
-            if name in (EMBEDDING, HEAD) and not stored.keys().isdisjoint((EMBEDDING, HEAD)):
-                why = (
-                    "transformers would draw it at random; if it is the embedding, too, set tie_word_embeddings to true"
-                    " in config.json"
-                )
-            elif other := next((other for other in stored if other.endswith(f".{name}")), None):
-                why = f"the names begin with {other.removesuffix(name)!r}; save the model inside that wrapper"
-            raise UserError(f"{checkpoint.folder}: the tensor {name} is missing; {why}")
+            untied = ", or should set tie_word_embeddings to true" if name in (EMBEDDING, HEAD) else ""
+            raise UserError(
+                f"{checkpoint.folder}: the tensor {name} is missing; the checkpoint is incomplete (it begins with"
+                f" {next(iter(stored), 'nothing')}), or its config.json is another model's{untied}"
+            )
         if stored[name].shape != shape:
-            advice = ""
-            if name in (EMBEDDING, HEAD) and stored[name].shape[1:] == shape[1:]:
-                rows = stored[name].shape[0]
-                advice = (
-                    f"; if the tokenizer has at most {rows:,} tokens, set vocab_size to {rows} in config.json, else"
-                    " load the model so and give it more rows (transformers' resize_token_embeddings)"
-                )
             raise UserError(
                 f"{checkpoint.folder}: {name} has shape {list(stored[name].shape)}, but config.json asks for"
-                f" {list(shape)}{advice}"
+                f" {list(shape)}"
             )
     for name, tensor in stored.items():
         if name not in expected:

@@ -23,7 +23,7 @@ from ladderize.checkpoint.reading import Checkpoint, TensorInfo, fetch_weights, 
 from ladderize.errors import UserError
 from ladderize.families.registry import find_family
 from ladderize.files.documents import read_json
-from ladderize.files.regular import is_there, open_regular
+from ladderize.files.regular import open_regular
 from ladderize.layout import Layout
 
 # These choose the code that computes; for a name such as attacker/kernel transformers fetches code from the hub.
@@ -59,7 +59,7 @@ def read_config_and_warnings(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
     Raises UserError with one sentence for any error.
     """
-    if not is_there(folder / "config.json"):
+    if not (folder / "config.json").exists():
         if (folder / "adapter_config.json").exists():
             raise UserError(
                 f"{folder} is a PEFT adapter; `ladderize merge {folder} OUT` makes a checkpoint of it and its base"

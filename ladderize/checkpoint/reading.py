@@ -7,14 +7,13 @@ index may not name a path outside its folder, a header may not lie about sizes, 
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
-from ladderize.files.regular import check_regular, is_there, open_regular, resolved
+from ladderize.files.regular import check_regular, open_regular, resolved
 
 if TYPE_CHECKING:
     import torch
@@ -111,20 +110,25 @@ def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
 
     Raises UserError where weights are missing, or a file lacks what the index says of it.
     """
-    if is_there(folder / WEIGHTS):
+    if (folder / WEIGHTS).exists():
         shards = sorted(path.name for path in folder.glob("*.safetensors") if path.name != WEIGHTS)
         warning = (
             f"{WEIGHTS} lies beside {INDEX} and its shards ({_some(shards)}); {WEIGHTS} counts, as for transformers:"
             " remove what is not meant"
         )
-        return read_header(folder, WEIGHTS), [warning] if shards and is_there(folder / INDEX) else []
-    if not is_there(folder / INDEX):
+        return read_header(folder, WEIGHTS), [warning] if shards and (folder / INDEX).exists() else []
+    if not (folder / INDEX).exists():
         raise _no_weights(folder)
-    weight_map = read_weight_map(folder)
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{folder / INDEX} has no weight_map; download it again")
     tensors: dict[str, TensorInfo] = {}
-    for name in sorted(set(weight_map.values())):
-        check_plain_name(name, folder / INDEX)
-        if not is_there(folder / name):
+    for name in sorted(set(map(str, weight_map.values()))):
+        if not re.fullmatch(r"[\w.=+-]+\.safetensors", name):  # another could lead out of the folder
+            raise UserError(
+                f"{folder / INDEX} names the file {name!r}; only plain .safetensors names in the same folder are read"
+            )
+        if not (folder / name).exists():
             raise UserError(
                 f"{folder / INDEX} names {name}, which is not there; the checkpoint is incomplete, download it again"
             )
@@ -145,20 +149,6 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def read_weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, by its name, from the index; raises UserError where it has none."""
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{folder / INDEX} has no weight_map; download it again")
-    return {name: str(file) for name, file in weight_map.items()}
-
-
-def check_plain_name(name: str, where: Path) -> None:
-    """Raise UserError for a file name in a stranger's index that could lead out of the folder."""
-    if not re.fullmatch(r"[\w.=+-]+\.safetensors", name):
-        raise UserError(f"{where} names the file {name!r}; only plain .safetensors names in the same folder are read")
-
-
 def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
     """Return the tensors of one safetensors file from its header, which safetensors checks against the file.
 
@@ -171,17 +161,16 @@ def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
         with open_regular(path) as file, safe_open(path, framework="np"):
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-        entries = {key: value for key, value in header.items() if key != "__metadata__"}
-        return {key: _tensor(key, name, entry, base=8 + length) for key, entry in entries.items()}
+        header.pop("__metadata__", None)
+        tensors = {}
+        for key, entry in header.items():
+            start, stop = (8 + length + offset for offset in entry["data_offsets"])
+            tensors[key] = TensorInfo(key, name, entry["dtype"], tuple(entry["shape"]), start, stop)
+            if entry["dtype"] not in DTYPE_BYTES:
+                raise ValueError(f"{key} has the unknown dtype {entry['dtype']}")
+        return tensors
     except (SafetensorError, ValueError, KeyError) as error:
         raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None
-
-
-def _tensor(name: str, file: str, entry: Mapping[str, Any], base: int) -> TensorInfo:
-    dtype, (start, stop) = entry["dtype"], entry["data_offsets"]
-    if dtype not in DTYPE_BYTES:
-        raise ValueError(f"{name} has the unknown dtype {dtype}")
-    return TensorInfo(name, file, dtype, tuple(entry["shape"]), base + start, base + stop)
 
 
 def _no_weights(folder: Path) -> UserError:

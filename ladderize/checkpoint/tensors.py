@@ -97,8 +97,6 @@ def write_tensors(
     path: Path,
     infos: "Mapping[str, tuple[torch.dtype, Sequence[int]]]",
     produce: "Callable[[str], Tensor]",
-    *,
-    advance: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Write the file ``path`` with the tensors that ``produce(name)`` returns one after the other, and fsync it.
 
@@ -124,7 +122,7 @@ def write_tensors(
                     raise ValueError(
                         f"{name} was declared as {dtype} {list(shape)}, but is {tensor.dtype} {list(tensor.shape)}"
                     )
-                advance(file.write(bytes_of(tensor)))
+                file.write(bytes_of(tensor))
             file.flush()
             os.fsync(file.fileno())
     except BaseException as error:

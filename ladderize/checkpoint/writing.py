@@ -7,7 +7,7 @@ dtype, order of heads and neurons, or values.
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,10 @@ from ladderize.checkpoint.reading import (
     WEIGHTS,
     Checkpoint,
     TensorInfo,
-    read_weight_map,
     torch_dtype,
 )
 from ladderize.checkpoint.tensors import bytes_of, encode_header, read_tensor, shorter
-from ladderize.console import SILENT, Console, sentence
+from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.regular import open_regular
@@ -83,22 +82,6 @@ class Shard:
         return sum(entry.nbytes for entry in self.entries)
 
 
-@dataclass(frozen=True)
-class Content:
-    """The content of a checkpoint's folder.
-
-    source: the checkpoint that weights come from.
-    shards: the weight files.
-    copied: name -> the file that is copied byte for byte.
-    texts: name -> the text of a file.
-    """
-
-    source: Checkpoint
-    shards: list[Shard]
-    copied: Mapping[str, Path]
-    texts: Mapping[str, str]
-
-
 def plan_shards(
     checkpoint: Checkpoint,
     *,
@@ -144,9 +127,12 @@ def _check_replacements(checkpoint: Checkpoint, replace: Mapping[str, TensorInfo
 
 
 def write_checkpoint(
-    content: Content,
+    source: Path,
+    shards: Sequence[Shard],
     out: Path,
     *,
+    copied: Mapping[str, Path],
+    texts: Mapping[str, str],
     copy: bool = False,
     overwrite: bool = False,
     check: Callable[[Path], None] = lambda folder: None,
@@ -154,57 +140,56 @@ def write_checkpoint(
 ) -> Counter[str]:
     """Write a checkpoint; return how many weight files were linked, copied and rewritten.
 
+    source: the folder that weights come from.
+    copied: name -> the file that is copied byte for byte.
+    texts: name -> the text of a file.
     copy: copy unchanged weight files instead of hard-linking them.
     check: receives the finished folder before it appears as ``out``; if it raises, nothing appears.
     Raises UserError where the disk is full or fails.
     """
-    total = sum(shard.nbytes for shard in content.shards)
-    try:
-        with output.atomic_folder(out, overwrite=overwrite) as folder:
-            with console.progress("writing weights", total, is_bytes=True) as advance:
-                how = write_weights(content, folder, copy=copy, advance=advance)
-            for name, path in content.copied.items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, folder / name)
-            for name, text in content.texts.items():
-                (folder / name).write_text(text, encoding="utf-8")
-            check(folder)
-    except OSError as error:
-        raise UserError(f"writing OUT {out} failed ({sentence(error)}); nothing was left there") from error
+    total = sum(shard.nbytes for shard in shards)
+    with output.atomic_folder(out, overwrite=overwrite) as folder:
+        with console.progress("writing weights", total, is_bytes=True) as advance:
+            how = write_weights(source, shards, folder, copy=copy, advance=advance)
+        for name, path in copied.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        check(folder)
     return how
 
 
-def write_weights(content: Content, folder: Path, *, copy: bool, advance: Callable[[int], None]) -> Counter[str]:
+def write_weights(
+    source: Path, shards: Sequence[Shard], folder: Path, *, copy: bool, advance: Callable[[int], None]
+) -> Counter[str]:
     """Write the weight files and their index; return how many were linked, copied and rewritten."""
-    source, how = content.source.folder, Counter[str]()
+    how = Counter[str]()
     with ThreadPoolExecutor(1) as behind:
         on_disk = []
-        for shard in content.shards:
+        for shard in shards:
             if shard.rewritten:
-                write_shard(content.source, shard, folder / shard.file, advance)
+                write_shard(source, shard, folder / shard.file, advance)
                 how["rewritten"] += 1
             else:
                 how[output.transfer(source / shard.file, folder / shard.file, copy=copy, advance=advance)] += 1
             on_disk.append(behind.submit(fsync, folder / shard.file))  # syncs while the next file is written
         for done in on_disk:
             done.result()  # Linux reports a disk error only once: the fsync at the end would not see it
-    if [shard.file for shard in content.shards] != [WEIGHTS]:
-        weight_map = {entry.name: shard.file for shard in content.shards for entry in shard.entries}
-        if "rewritten" not in how and weight_map == read_weight_map(source):
-            shutil.copyfile(source / INDEX, folder / INDEX)
-        else:
-            total = sum(shard.nbytes for shard in content.shards)
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if [shard.file for shard in shards] != [WEIGHTS]:
+        weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
+        total = sum(shard.nbytes for shard in shards)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return how
 
 
-def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Callable[[int], None]) -> None:
+def write_shard(source: Path, shard: Shard, path: Path, advance: Callable[[int], None]) -> None:
     """Stream the tensors of one shard from their places into ``path``."""
     with path.open("xb") as writer:
         writer.write(encode_header((entry.name, entry.dtype, entry.source.shape) for entry in shard.entries))
         for entry in shard.entries:
-            for part in _parts(entry, checkpoint.folder):
+            for part in _parts(entry, source):
                 advance(writer.write(bytes_of(_cast(part, entry))))
 
 

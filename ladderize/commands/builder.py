@@ -1,6 +1,5 @@
 """The making of commands from the dataclasses of their options: typer's signature, the help, and the given values."""
 
-import difflib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -31,12 +30,6 @@ def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def given_names(ctx: typer.Context) -> list[str]:
-    """Return the parameters that the user gave, in the command's order, also where the value is the default."""
-    names = [parameter.name for parameter in ctx.command.params if parameter.name is not None]
-    return [name for name in names if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"]
-
-
 def file_keys(made: Any) -> dict[str, Any]:
     """Return the parameters of typer's command by their keys in a --config file: their options' names with
     underscores."""
@@ -60,9 +53,7 @@ def given_parameters(made: Any, name: str | None, document: Mapping[Any, Any], w
     for key, value in document.items():
         wanted = str(key).replace("-", "_")
         if wanted not in parameters:
-            near = difflib.get_close_matches(wanted, parameters, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"see ladderize {name} -h"
-            raise UserError(f"{where}: {name} has no option {key!r}; {hint}")
+            raise UserError(f"{where}: {name} has no option {key!r}; see ladderize {name} -h")
         if value is not None:
             yield parameters[wanted], _as_given(parameters[wanted], value, f"{where}: {key}")
 
@@ -109,7 +100,8 @@ class GivenOptions:
         self.params: dict[str, Any] = {
             name: None if value in ([], ()) else value for name, value in context.params.items()
         }
-        self.names = given_names(context)
+        sources = {own.name: context.get_parameter_source(own.name) for own in context.command.params if own.name}
+        self.names = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
 
     def fill(self, kind: type[Filled], **more: Any) -> Filled:
         """Return a dataclass of options, each field from the option of its name.

@@ -9,7 +9,7 @@ Virtual rank k owns the k-th contiguous block of heads and of neurons, so an ass
 * the *neurons* of a layer have a rank each, all ranks equally many. Those of one rank keep their old order.
 """
 
-import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +26,16 @@ if TYPE_CHECKING:
     import torch
 
 ASSIGNMENT = "assignment.json"  # the copy in a checkpoint that was made with one
-# the biases of o and down are added after the sum over heads and neurons
-OF_HEADS = re.compile(r"self_attn\.(?:([qkv])_proj\.(?:weight|bias)|(o)_proj\.weight)")
-OF_NEURONS = re.compile(r"mlp\.(?:(?:gate|up)_proj\.(?:weight|bias)|(down)_proj\.weight)")
-MOVING = [
-    *(f"self_attn.{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")),
-    *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
-]
+TENSOR_KINDS = ("weight", "bias")
+# Tensors of a layer: what they lie in the order of, and along which axis. The biases of o and down do not move, since
+# they are added after the sum over heads and neurons.
+LIES_IN = {
+    **{f"self_attn.q_proj.{kind}": ("heads", 0) for kind in TENSOR_KINDS},
+    **{f"self_attn.{name}_proj.{kind}": ("kv_heads", 0) for name in "kv" for kind in TENSOR_KINDS},
+    "self_attn.o_proj.weight": ("heads", 1),
+    **{f"mlp.{name}_proj.{kind}": ("neurons", 0) for name in ("gate", "up") for kind in TENSOR_KINDS},
+    "mlp.down_proj.weight": ("neurons", 1),
+}
 
 
 def kv_order(order: Sequence[int], kv_heads: int) -> tuple[int, ...]:
@@ -51,45 +54,22 @@ def neuron_order(ranks: Sequence[int]) -> tuple[int, ...]:
 
 def check_order(order: Sequence[int], heads: int, kv_heads: int) -> None:
     """Raise UserError unless ``order`` is a permutation of the heads that keeps KV groups together."""
-    if sorted(order) != list(range(heads)):
-        raise UserError(f"its order is not a permutation of the heads 0 to {heads - 1}")
     group = heads // kv_heads
-    for first in range(0, heads, group):
-        members = order[first : first + group]
-        if len({head // group for head in members}) > 1:
-            raise UserError(
-                f"its order splits KV groups: positions {first} to {first + group - 1} hold the heads "
-                f"{', '.join(map(str, members))}, which do not share one KV head"
-            )
+    groups = [{head // group for head in order[first : first + group]} for first in range(0, heads, group)]
+    if sorted(order) != list(range(heads)) or any(len(members) > 1 for members in groups):
+        raise UserError(
+            f"its order is not a permutation of the heads 0 to {heads - 1} in which the {group} heads of each KV head"
+            " stay together"
+        )
 
 
 def check_neurons(ranks: Sequence[int], neurons: int, sync_tp_size: int) -> None:
     """Raise UserError unless ``ranks`` gives every neuron a rank, and every rank equally many."""
-    if len(ranks) != neurons:
-        raise UserError(f"it gives {len(ranks)} neurons a rank, but the MLP has {neurons}")
-    counts = [0] * sync_tp_size
-    for rank in ranks:
-        if not 0 <= rank < sync_tp_size:
-            raise UserError(f"it names the rank {rank}, but there are the ranks 0 to {sync_tp_size - 1}")
-        counts[rank] += 1
-    if len(set(counts)) > 1:
-        raise UserError(f"its ranks have unequal shares of the neurons: {min(counts)} to {max(counts)}")
-
-
-def move_of(name: str, heads: Sequence[int] | None, neurons: Sequence[int] | None, kv_heads: int) -> Move | None:
-    """Return the move of the tensor ``name``; None where it does not move.
-
-    name: within a layer, such as ``self_attn.q_proj.weight``.
-    heads: the layer's head order.
-    neurons: the order of its neurons.
-    """
-    if heads is not None and (match := OF_HEADS.fullmatch(name)):
-        order, axis = tuple(heads) if match[1] in (None, "q") else kv_order(heads, kv_heads), 1 if match[2] else 0
-    elif neurons is not None and (match := OF_NEURONS.fullmatch(name)):
-        order, axis = tuple(neurons), 1 if match[1] else 0
-    else:
-        return None
-    return Move(order, axis) if order != tuple(range(len(order))) else None
+    if Counter(ranks) != dict.fromkeys(range(sync_tp_size), neurons // sync_tp_size):
+        raise UserError(
+            f"it does not give each of the {neurons} neurons of the MLP a rank from 0 to {sync_tp_size - 1}, and every"
+            " rank equally many"
+        )
 
 
 @dataclass(frozen=True)
@@ -152,10 +132,13 @@ class RankAssignment(Record):
     def layer_moves(self, layer: int, config: Mapping[str, Any]) -> dict[str, Move]:
         """Return the move of every tensor of a layer that moves, by its name within it. Biases that the model lacks are
         named too."""
-        heads, neurons = self.heads.get(layer), self.neurons.get(layer)
-        order = None if neurons is None else neuron_order(neurons)
-        found = {name: move_of(name, heads, order, kv_head_count(config)) for name in MOVING}
-        return {name: move for name, move in found.items() if move is not None}
+        orders: dict[str, tuple[int, ...]] = {}
+        if (heads := self.heads.get(layer)) is not None:
+            orders |= {"heads": tuple(heads), "kv_heads": kv_order(heads, kv_head_count(config))}
+        if (neurons := self.neurons.get(layer)) is not None:
+            orders["neurons"] = neuron_order(neurons)
+        changed = {what: order for what, order in orders.items() if order != tuple(range(len(order)))}
+        return {name: Move(changed[what], axis) for name, (what, axis) in LIES_IN.items() if what in changed}
 
     def moves(self, config: Mapping[str, Any]) -> dict[str, Move]:
         """Return the move of every tensor of a checkpoint that moves, by its full name."""

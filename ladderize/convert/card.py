@@ -55,10 +55,8 @@ def make_card(plan: Plan) -> str:
         front["base_model"] = plan.hub_id
     header = yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()
     paragraphs = [f"---\n{header}\n---", MARK, f"# {printable(plan.out.name)}"]
-    name, again = (
-        family_of(plan.source.config).class_prefix,
-        "" if plan.before.is_dense else f" (which was: {plan.before})",
-    )
+    name = family_of(plan.source.config).class_prefix
+    again = "" if plan.before.is_dense else f" (which was: {plan.before})"
     made_of = f"made of {code_span(plan.source_name)}{again} with ladderize {__version__}"
     if plan.after.is_dense:
         paragraphs.append(f"A dense {name}, {made_of}. Every sync point is blocking; any tool for a {name} reads it.")
@@ -126,15 +124,9 @@ model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 ```
 
-With ladderize, no code from this folder is run:
-
-```python
-import ladderize
-model = ladderize.load("{name}")
-tokenizer = ladderize.load_tokenizer("{name}")
-```
-
-After `ladderize.register()`, transformers' Auto classes need no `trust_remote_code` either.
+With ladderize, no code from this folder is run: `ladderize.load("{name}")` and
+`ladderize.load_tokenizer("{name}")`, or, after `ladderize.register()`, transformers' Auto classes
+without `trust_remote_code`.
 
 **Serving.** vLLM serves it with ladderize's plugin, and runs no code from this folder:
 

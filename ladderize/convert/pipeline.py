@@ -10,7 +10,7 @@ import yaml
 from ladderize import __version__
 from ladderize.checkpoint.config import parameter_count
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.checkpoint.writing import Content, write_checkpoint
+from ladderize.checkpoint.writing import write_checkpoint
 from ladderize.console import SCHEMA_VERSION, SILENT, Console
 from ladderize.convert.card import make_card, source_card
 from ladderize.convert.plan import RECORD, Changes, Plan, make_plan
@@ -97,24 +97,38 @@ def convert_checkpoint(
             with console.stage(f"verifying: {how}"):
                 verified.append(verify_output(folder, plan.weight_bytes, plan.quantisation))
 
-    how = write_checkpoint(content_of(plan), plan.out, copy=copy, overwrite=overwrite, check=examine, console=console)
+    how = write_checkpoint(
+        plan.source.folder,
+        plan.shards,
+        plan.out,
+        copied=copied_files(plan),
+        texts=made_files(plan),
+        copy=copy,
+        overwrite=overwrite,
+        check=examine,
+        console=console,
+    )
     return replace(report, verified=verified[0] if verified else None, written=True, weights=dict(how))
 
 
-def content_of(plan: Plan) -> Content:
-    """Return the content of the output's folder."""
+def copied_files(plan: Plan) -> dict[str, Path]:
+    """Return the files of the output that are copied byte for byte, by name."""
     copied = {name: plan.source.folder / name for name in plan.carried}
     if not plan.after.is_dense:
         copied |= {path.name: path for path in REMOTE_CODE.glob("*_ladderized.py")}
     if (card := source_card(plan.source.folder)) is not None:
         copied["README.source.md"] = card
-    texts = {
+    return copied
+
+
+def made_files(plan: Plan) -> dict[str, str]:
+    """Return the texts of the files that are made for the output, by name."""
+    return {
         **plan.changes.extra_files,
         "config.json": json.dumps(make_config(plan), indent=2, allow_nan=False) + "\n",
         RECORD: yaml.safe_dump(make_record(plan), sort_keys=False, allow_unicode=True),
         "README.md": make_card(plan),
     }
-    return Content(plan.source, plan.shards, copied, texts)
 
 
 def make_config(plan: Plan) -> dict[str, Any]:

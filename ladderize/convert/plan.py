@@ -8,6 +8,7 @@ from typing import Any
 from ladderize.checkpoint.config import check_config, check_quantised
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.quantised import (
+    QUANTISE_LAST,
     STATIC_SCALES,
     Quantisation,
     check_ranks,
@@ -181,15 +182,11 @@ def with_assignment(changes: Changes, recipe: Recipe, config: Mapping[str, Any],
 
 def check_unchanged(recipe: Recipe, changes: Changes) -> None:
     """Raise UserError where the recipe or the changes would alter quantised weights."""
-    kept = "quantised weights pass through a conversion as they are"
-    if recipe.dtype is not None:
-        raise UserError(f"{kept}, so --dtype {recipe.dtype} is not possible; leave it out")
-    if changes.assignment is not None:
+    dtype = f"--dtype {recipe.dtype}" if recipe.dtype is not None else None
+    if asked := dtype or (changes.assignment and "an assignment to ranks") or (changes.replace and "replacing tensors"):
         raise UserError(
-            f"{kept}, so heads and neurons cannot move between ranks; assign the unquantised model's, then quantise"
+            f"quantised weights pass through a conversion as they are, so {asked} is not possible; {QUANTISE_LAST}"
         )
-    if changes.replace:
-        raise UserError(f"{kept}, so tensors cannot be replaced; adapt the unquantised model, then quantise")
 
 
 def check_assignable(source: Checkpoint, name: str, assignment: RankAssignment | None) -> None:
@@ -225,7 +222,7 @@ def layout_warnings(source: Checkpoint, before: Layout, after: Layout) -> list[s
 def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
     """Return the other files that are carried over byte for byte, and those left behind, by their names in the source.
 
-    Raises UserError for links and special files that cannot be carried over.
+    Raises UserError for links and special files that cannot be carried over, OSError for a link to nothing.
     """
     carried: list[str] = []
     left_behind: set[str] = set()
@@ -240,8 +237,6 @@ def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
             left_behind.add("/".join(relative.parts[: closed[0] + 1]) + "/")
         elif path.name.lower().endswith(FOREIGN):
             left_behind.add(str(relative))
-        elif not path.exists():
-            raise UserError(f"{path} is a link to nothing, so it cannot be carried over; repair or remove it")
         else:
             check_regular(path)
             check_stays(path, source.folder)

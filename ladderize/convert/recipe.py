@@ -1,6 +1,5 @@
 """The recipe: the options that decide what a conversion computes."""
 
-import difflib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -121,9 +120,7 @@ def read_recipe(path: Path) -> Recipe:
     given: dict[str, Any] = {}
     for key, value in document.items():
         if key not in kinds:
-            near = difflib.get_close_matches(str(key), kinds, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(kinds)}"
-            raise UserError(f"{path}: unknown key {key!r}; {hint}")
+            raise UserError(f"{path}: unknown key {key!r}; known are {', '.join(kinds)}")
         where = f"{path}: {key}"
         given[key] = _text(value, where) if key in TEXT_KEYS else read_value(kinds[key], value, where)
     if given.get("assignment") is not None:

@@ -140,13 +140,12 @@ def evaluation_ranks(options: EvalOptions) -> Ranks:
 
 def check_predictions(options: EvalOptions, keep: Path | None, reference: Path | None) -> None:
     """Raise UsageError where kept predictions have no effect."""
-    for option, folder in (("--keep-predictions", keep), ("--reference", reference)):
-        if folder is not None and options.perplexity is None:
-            raise UsageError(f"{option} has no effect without --perplexity")
-        if folder is not None and options.backend == "vllm":
-            raise UsageError(
-                f"{option} needs --backend hf; vLLM does not tell the probabilities of the whole vocabulary"
-            )
+    option = "--keep-predictions" if keep is not None else "--reference" if reference is not None else None
+    if option and (options.perplexity is None or options.backend == "vllm"):
+        raise UsageError(
+            f"{option} has no effect without --perplexity, and needs --backend hf: vLLM does not tell the probabilities"
+            " of the whole vocabulary"
+        )
     if keep is not None and reference is not None:
         raise UsageError("--keep-predictions and --reference exclude each other: a reference is compared with nothing")
 

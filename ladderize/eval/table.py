@@ -1,6 +1,7 @@
 """Measurements and comparisons for people: tables, and sentences that claim no more than the intervals show. Imports no
 torch."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,14 +54,12 @@ def short_names(models: list[str]) -> list[str]:
 def mean_accuracy(entry: ModelResult) -> float | None:
     """Return the mean over all tasks that are no groups of the metric that stands for each; None where none is a
     share of right answers or similar, between 0 and 1."""
-    leaves = entry.parts().leaves
-    mains: dict[str, tuple[int, float]] = {}  # of each task
+    mains: dict[str, dict[str, float]] = {task: {} for task in entry.parts().leaves}
     for (task, metric), (value, _) in measurements(entry).items():
-        name = metric.partition(" ")[0]
-        rank = MAIN_METRICS.index(name) if name in MAIN_METRICS else len(MAIN_METRICS)
-        if task in leaves and rank < mains.get(task, (rank + 1, 0.0))[0]:
-            mains[task] = rank, value
-    values = [value for rank, value in mains.values() if 0 <= value <= 1 and rank < len(MAIN_METRICS)]
+        if task in mains:
+            mains[task].setdefault(metric.partition(" ")[0], value)
+    firsts = (next((own[name] for name in MAIN_METRICS if name in own), math.nan) for own in mains.values())
+    values = [value for value in firsts if 0 <= value <= 1]
     return sum(values) / len(values) if values else None
 
 

@@ -127,14 +127,14 @@ def layer_windows(
     if kinds is None:
         return tuple(window if is_sliding(layer) else None for layer in range(layers))
     if not isinstance(kinds, list) or len(kinds) != layers:
-        found = f"has {len(kinds)} entries" if isinstance(kinds, list) else f"is {repr(kinds)[:60]}"
-        raise UserError(f"config.json: layer_types {found}, but must be a list of {layers} kinds, one for each layer")
-    for layer, kind in enumerate(kinds):
-        if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
-            raise UserError(
-                f"config.json: layer_types[{layer}] is {repr(kind)[:60]}, but must be {FULL_ATTENTION} or"
-                f" {SLIDING_ATTENTION}; layers of other kinds are not supported"
-            )
+        raise UserError(
+            f"config.json: layer_types is {repr(kinds)[:60]}, but must be a list of {layers} kinds, one for each layer"
+        )
+    if unknown := [kind for kind in kinds if kind not in (FULL_ATTENTION, SLIDING_ATTENTION)]:
+        raise UserError(
+            f"config.json: layer_types has {repr(unknown[0])[:60]}, but layers of other kinds than {FULL_ATTENTION} and"
+            f" {SLIDING_ATTENTION} are not supported"
+        )
     if window is None and SLIDING_ATTENTION in kinds:
         raise UserError(
             f"config.json: layer_types names layers of {SLIDING_ATTENTION}, but no window is in force (sliding_window,"

@@ -24,7 +24,10 @@ def open_ids(path: Path, key: str | None = None) -> np.ndarray:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if is_archive:
             with array as archive:
-                key = _pick_array(path, archive.files, key)
+                key = archive.files[0] if key is None and len(archive.files) == 1 else key
+                if key not in archive.files:
+                    shown = ", ".join(archive.files[:20]) or "none"
+                    raise UserError(f"{path} holds the arrays {shown}; name one of them, as in {path}:NAME")
                 array = np.asarray(archive[key])
     except UserError:
         raise
@@ -44,14 +47,3 @@ def read_id_rows(path: Path, key: str | None = None) -> list[np.ndarray]:
     """Return the rows of ``open_ids`` in memory, int64 [tokens] each; a one-dimensional array is one row. Raises
     UserError."""
     return list(np.atleast_2d(open_ids(path, key)).astype(np.int64))
-
-
-def _pick_array(path: Path, names: list[str], key: str | None) -> str:
-    if not names:
-        raise UserError(f"{path} is an empty archive")
-    if key is None and len(names) == 1:
-        return names[0]
-    if key is None or key not in names:
-        shown = ", ".join(names[:20])
-        raise UserError(f"{path} holds the arrays {shown}; name one of them, for example {path}:{names[0]}")
-    return key

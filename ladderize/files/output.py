@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import fsync, fsync_tree, lock_folder, try_lock, why_unwritable
@@ -29,12 +30,11 @@ def check_target(
     foreign: returns why a folder is not of the kind to write, and so not replaced; None if it is.
     """
     out, source = resolved(out, "OUT "), resolved(source)
-    if out == source or source in out.parents:
+    if out == source or source in out.parents or out in source.parents:
         raise UserError(
-            f"OUT {out} is the source or lies inside it; the source is never touched, choose another folder"
+            f"OUT {out} is the source {source}, or one lies inside the other; the source is never touched, choose"
+            " another folder"
         )
-    if out in source.parents:
-        raise UserError(f"OUT {out} contains the source {source}; choose another folder")
     if out.exists() and not out.is_dir():
         raise UserError(f"OUT {out} is a file; choose another name")
     if os.path.ismount(out):
@@ -44,28 +44,27 @@ def check_target(
             raise UserError(f"OUT {out} is not empty; choose another folder or pass --overwrite")
         if (what := foreign(out)) is not None:
             raise UserError(f"OUT {out} {what}, so --overwrite does not replace it")
-    parent = existing_parent(out)
+    parent = next(parent for parent in out.parents if parent.exists())
     if (why := why_unwritable(parent)) is not None:
         raise UserError(f"OUT {out} cannot be written: {parent} takes no files ({why})")
     return out
-
-
-def existing_parent(path: Path) -> Path:
-    """Return the nearest ancestor of ``path`` that exists."""
-    return next(parent for parent in path.parents if parent.exists())
 
 
 @contextmanager
 def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a locked temporary folder beside ``out``. On success it takes ``out``'s place; on any error it is removed.
 
-    A folder ``out`` that is not empty is replaced only with ``overwrite``; raises UserError otherwise.
+    A folder ``out`` that is not empty is replaced only with ``overwrite``; raises UserError otherwise, and where the
+    system cannot write.
     """
-    with scratch_folder(out) as temporary:
-        yield temporary
-        fsync_tree(temporary)
-        _take_place(temporary, out, overwrite)
-        fsync(out.parent)
+    try:
+        with scratch_folder(out) as temporary:
+            yield temporary
+            fsync_tree(temporary)
+            _take_place(temporary, out, overwrite)
+            fsync(out.parent)
+    except OSError as error:
+        raise UserError(f"writing OUT {out} failed ({sentence(error)}); nothing was left there") from error
 
 
 @contextmanager

@@ -4,7 +4,7 @@ occurs."""
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -42,7 +42,7 @@ class Record:
         for field in fields(cls):  # type: ignore[arg-type]
             key = field.name
             if key in value:
-                known[field.name] = read_value(hints[field.name], value[key], f"{where}: {key}")
+                known[key] = read_value(hints[key], value[key], f"{where}: {key}")
             elif field.default is MISSING and field.default_factory is MISSING:
                 raise UserError(f"{where} has no {key}")
         return cls(**known)
@@ -51,8 +51,6 @@ class Record:
 def _plain(value: Any) -> Any:
     if isinstance(value, Record):
         return value.to_dict()
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -49,15 +49,6 @@ def inside(folder: Path, name: str) -> Path | None:
     return found if found.is_relative_to(resolved(folder)) else None
 
 
-def is_there(path: Path) -> bool:
-    """Return whether ``path`` exists; raises UserError for a link to nothing, or to itself."""
-    if path.exists():
-        return True
-    if path.is_symlink():
-        raise UserError(f"{path} is a link to nothing; repair or remove it")
-    return False
-
-
 def check_regular(path: Path) -> None:
     """Raise UserError unless ``path`` is a regular file; raises OSError where it does not exist."""
     if not stat.S_ISREG(path.stat().st_mode):

@@ -31,7 +31,6 @@ class WorkFolder:
     """
 
     COMMAND: str  # the command of ladderize that makes such work
-    ADVICE = "delete it"
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
         self.folder = folder
@@ -59,8 +58,8 @@ class WorkFolder:
         different = [key for key, value in sorted(identity.items()) if earlier.get(key) != value]
         if earlier and different and self.has_work():
             raise UserError(
-                f"{folder} holds unfinished work of a run with another {' and '.join(different)}; {self.ADVICE}, or"
-                " choose another OUT"
+                f"{folder} holds unfinished work of a run with another {' and '.join(different)}; give the old value"
+                " again, delete it to start again, or choose another OUT"
             )
         if different:
             write_json(folder / ABOUT, identity)

@@ -1,6 +1,5 @@
 """The reading of sweep.yaml: its grids are expanded, and all is checked that needs nothing but the file."""
 
-import difflib
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,9 +119,7 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
     """
     given = mapping(document, where)
     if unknown := [key for key in given if key not in KEYS]:
-        near = difflib.get_close_matches(unknown[0], KEYS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(KEYS)}"
-        raise UserError(f"{where}: unknown key {unknown[0]!r}; {hint}")
+        raise UserError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(KEYS)}")
     if "model" not in given:
         raise UserError(f"{where}: model is missing; name the dense checkpoint, a folder or a hub id")
     if "eval" not in given and "bench" not in given:

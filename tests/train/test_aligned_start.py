@@ -88,5 +88,5 @@ def test_what_is_refused(place, done, tmp_path):
     assert "is dense; --align aligns converted weights" in one_sentence(dense)
     again = aligned(place, tmp_path / "out", model=done / "out")
     assert "was retrained already (full); --align aligns converted weights that" in one_sentence(again)
-    assert "--align needs --distill-from DENSE" in one_sentence(adapt(place, tmp_path / "out", "--align"))
+    assert "--align has no effect without --distill-from" in one_sentence(adapt(place, tmp_path / "out", "--align"))
     assert listing(tmp_path) == []

@@ -22,9 +22,7 @@ from ladderize.adapt.layers.options import HEADS, NEURONS, AssignOptions, assign
 from ladderize.adapt.layers.windows import Windows, read_rows, split_windows
 from ladderize.blocks import Blocks, State, check_finite, compute_dtype, open_checkpoint
 from ladderize.checkpoint.config import kv_head_count, most_positions, stored_dtype
-from ladderize.checkpoint.opening import read_config
-from ladderize.checkpoint.quantised import QUANTISE_LAST, quantisation_of
-from ladderize.checkpoint.reading import Checkpoint, resolve_json
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
 from ladderize.convert.assignment import ASSIGNMENT, AssignmentReport, RankAssignment
@@ -69,10 +67,6 @@ def assign_ranks(
 def assignable(model: str, recipe: Recipe, revision: str | None = None) -> tuple[Checkpoint, Layout]:
     """Return the dense checkpoint, and the layout that the recipe makes of it. Raises UserError where heads and neurons
     have no ranks to choose, or may not move."""
-    folder, _ = resolve_json(model, revision)
-    config = read_config(folder)
-    if quantisation_of(config, folder) is not None:
-        raise UserError(f"--assign moves weights between ranks, and those of {model} are quantised; {QUANTISE_LAST}")
     checkpoint = open_checkpoint(model, revision)
     layout = recipe.layout(Layout.from_config(checkpoint.config))
     layout.check_model(checkpoint.config)

@@ -133,9 +133,7 @@ def cheapest_ranks(costs: np.ndarray) -> np.ndarray:
     found, share = costs.argmin(1), neurons // ranks
     held = np.bincount(found, minlength=ranks)
     least, mover = np.full((ranks, ranks), np.inf), np.zeros((ranks, ranks), int)  # the cheapest move between two ranks
-    tolerance = 1e-12 * float(
-        np.abs(costs).max(initial=0.0)
-    )  # a chain that is shorter by rounding alone may be a cycle
+    tolerance = 1e-12 * float(np.abs(costs).max(initial=0.0))  # what is shorter by rounding alone may be a cycle
 
     def renew(rank: int) -> None:
         own = np.flatnonzero(found == rank)
@@ -176,14 +174,14 @@ def cheapest_ranks(costs: np.ndarray) -> np.ndarray:
 
 def descend(start: Members, cost: Callable[[Members], float], seed: int = 0) -> Members:
     """Exchange units between ranks while that lowers the cost; return what is left."""
-    rng, members, least, changed = np.random.default_rng(seed), start, cost(start), True
-    while changed:
-        changed = False
+    rng, members, least = np.random.default_rng(seed), start, cost(start)
+    while True:
         for other in exchanged(members, rng):
             if (value := cost(other)) < least * (1 - MIN_GAIN):
-                members, least, changed = other, value, True
+                members, least = other, value
                 break
-    return members
+        else:
+            return members
 
 
 def exchanged(members: Members, rng: np.random.Generator) -> Iterator[Members]:

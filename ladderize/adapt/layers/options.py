@@ -5,14 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ladderize.adapt.methods import COMPUTE_DTYPE, CONVERTED, TRAINING_SEED, Write, check_training
+from ladderize.adapt.methods import COMPUTE_DTYPE, CONVERTED, TRAINING_SEED, TrainingDtype, Write, check_lr
 from ladderize.choices import (
     DEVICE,
     REVISION,
     SEQ_LEN,
     DeviceName,
-    Dtype,
-    check_at_least,
     check_options,
     distinct_names,
     option,
@@ -49,14 +47,13 @@ class WindowOptions:
     )
     seq_len: int | None = option(SEQ_LEN)
     layers: str | None = None  # ranges; None: the method's default
-    dtype: Dtype = option(COMPUTE_DTYPE, "auto")
+    dtype: TrainingDtype = option(COMPUTE_DTYPE, "auto")
     device: str = option(DEVICE, default_device)
     write: Write = "best"
     seed: int = option(TRAINING_SEED, 0)
 
     def __post_init__(self) -> None:
         check_options(self)
-        check_training(self.dtype, None)
 
 
 @dataclass(frozen=True)
@@ -68,10 +65,6 @@ class AlignOptions(WindowOptions):
     """
 
     tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 1, "tokens")
 
 
 def default_tokens(config: Mapping[str, Any]) -> int:
@@ -139,7 +132,7 @@ class BlockwiseOptions(WindowOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_training(self.dtype, self.lr)
+        check_lr(self.lr)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,8 @@ class LayerTask:
     ranks: Ranks
     console: Console
     overwrite: bool
+    verify: bool
+    revision: str | None
 
     @property
     def method(self) -> str:
@@ -114,7 +116,8 @@ def open_layer_task(
     console: Console,
     *,
     overwrite: bool,
-    revision: str | None = None,
+    verify: bool,
+    revision: str | None,
 ) -> LayerTask:
     """Return the task with its data read. All ranks call it.
 
@@ -132,7 +135,8 @@ def open_layer_task(
         windows = training_windows(dense, options)
     sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
     data = WindowData(options.data, source_sha256(options.data), *sizes)
-    return LayerTask(model, teacher, out, source, dense, windows, data, options, ranks, console, overwrite)
+    how = overwrite, verify, revision
+    return LayerTask(model, teacher, out, source, dense, windows, data, options, ranks, console, *how)
 
 
 def adapt_layers(
@@ -157,14 +161,15 @@ def adapt_layers(
     if layout.is_dense:
         raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
     layers = layers_to_rewrite(options, layout)  # faults of the layers and of OUT are told before the data are read
-    task = open_layer_task(str(model), str(out), str(dense), options, console, overwrite=overwrite, revision=revision)
+    how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision}
+    task = open_layer_task(str(model), str(out), str(dense), options, console, **how)
     what = {"method": task.method, "layout": str(layout), "layers": list(layers)}  # a fingerprint tells no layout
     identity = {**what, **task.fingerprints(), **task.about()}
     opened = task.open_work(identity)
     if opened is None:
         return task.written()
     with opened as work:
-        return rewrite_layers(task, work, layout, layers, identity, verify=verify, revision=revision)
+        return rewrite_layers(task, work, layout, layers, identity)
 
 
 def rewrite_layers(
@@ -177,8 +182,6 @@ def rewrite_layers(
     assignment: RankAssignment | None = None,
     blocks: list[SpdBlock] | None = None,
     extra_files: Mapping[str, str] | None = None,
-    verify: bool,
-    revision: str | None,
 ) -> LayersDocument | None:
     """Rewrite layers, measure the model on held-out windows, write OUT and remove the work.
 
@@ -251,7 +254,7 @@ def rewrite_layers(
         note=document.note(),
     )
     recipe = Recipe() if blocks is None else Recipe.from_layout(layout)
-    how: dict[str, Any] = {"revision": revision, "overwrite": task.overwrite, "verify": verify, "console": console}
+    how: dict[str, Any] = {name: getattr(task, name) for name in ("overwrite", "verify", "revision", "console")}
     convert_checkpoint(task.model, task.out, recipe, changes, **how)
     work.remove()
     return document

@@ -7,6 +7,7 @@ ones; by default by alignment (least squares) instead of distillation; and neuro
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -60,7 +61,8 @@ def spd(
             f"{model} is not dense ({dense}); only a dense model has sync points to drop by their sensitivity"
         )
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
-    task = open_layer_task(model, str(out), model, options, console, overwrite=overwrite, revision=revision)
+    how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision}
+    task = open_layer_task(model, str(out), model, options, console, **how)
     asked = {name: getattr(options, name) for name in ("sync_tp_size", "spd_fraction", "repair", "assign")}
     identity = {"method": "spd", **task.fingerprints(), **task.about(), **asked}
     windows, task = task.windows, with_repair(task, options)
@@ -82,8 +84,6 @@ def spd(
             assignment=assignment,
             blocks=[SpdBlock(cost.layer, cost.sensitivity, cost.layer in dropped) for cost in costs],
             extra_files={SENSITIVITY: (work.folder / SENSITIVITY).read_text()},
-            verify=verify,
-            revision=revision,
         )
 
 

@@ -15,11 +15,12 @@ from ladderize.adapt.methods import (
     LORA,
     TRAINING_SEED,
     Method,
+    TrainingDtype,
     Write,
-    check_training,
+    check_lr,
 )
 from ladderize.checkpoint.config import most_positions
-from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, flag, option, split_names
+from ladderize.choices import DEVICE, SEQ_LEN, check_options, flag, option, split_names
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -177,6 +178,7 @@ class RetrainOptions(Record):
         "full, lora: align first (as --method align does, briefly, on the first --data) and train from there. The"
         " aligned checkpoint stays in OUT-aligned.",
         False,
+        needs="distill_from",
     )
     tp_size: int = option(
         "full: processes that share one copy of the model (tensor parallelism). Started here, or by a launcher"
@@ -199,7 +201,7 @@ class RetrainOptions(Record):
         "best",
     )
     seed: int = option(TRAINING_SEED, 0)
-    dtype: Dtype = option(COMPUTE_DTYPE, "auto")
+    dtype: TrainingDtype = option(COMPUTE_DTYPE, "auto")
     device: str = option(DEVICE, default_device)
     log_with: tuple[str, ...] = option(
         "Accelerate's trackers beside metrics.jsonl, such as tensorboard, wandb, trackio. They write to OUT-logs.",
@@ -228,7 +230,7 @@ class RetrainOptions(Record):
         if set(self.lora_targets) - set(LORA_TARGETS):
             raise UsageError(f"--lora-targets must name some of {', '.join(LORA_TARGETS)}")
         check_sources(self.data)
-        check_training(self.dtype, self.lr)
+        check_lr(self.lr)
         if (self.distill_from is not None) != bool(self.objective.distill_weight or self.hidden_weight):
             raise UsageError(
                 "--distill-from, and a --distill-weight or --hidden-weight above 0, have no effect without each other"
@@ -239,8 +241,6 @@ class RetrainOptions(Record):
             raise UsageError("--heldout has no effect with --eval-data")
         if self.schedule == "domino" and self.tp_size == 1:
             raise UsageError("--schedule domino has no effect without a --tp-size above 1")
-        if self.align and self.distill_from is None:
-            raise UsageError("--align needs --distill-from DENSE, the checkpoint that MODEL was converted from")
         if self.method == LORA and self.tp_size > 1:
             raise UsageError(
                 f"--method lora has no --tp-size {self.tp_size}; let accelerate launch share the model out (FSDP2), or"

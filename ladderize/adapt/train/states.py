@@ -84,7 +84,6 @@ class TrainingFolder(WorkFolder):
 
     COMMAND = "adapt --method full or lora"
     at: int | None = None  # the step of the state that this process wrote or read last
-    ADVICE = "give the old value again, delete it to start again"
 
     def has_work(self) -> bool:
         return self.latest() is not None
@@ -119,14 +118,13 @@ class TrainingFolder(WorkFolder):
         accelerator.wait_for_everyone()
         try:
             model.save(part)
-        except (RuntimeError, SafetensorError) as error:  # a full disk, in the words of torch and safetensors
+        except BaseException as error:
             shutil.rmtree(part, ignore_errors=True)
-            raise UserError(
-                f"the state of step {progress.step} cannot be written to {self.folder}: {sentence(error)}; the run goes"
-                " on from the last saved one"
-            ) from None
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
+            if isinstance(error, RuntimeError | SafetensorError):  # a full disk, in the words of torch and safetensors
+                raise UserError(
+                    f"the state of step {progress.step} cannot be written to {self.folder}: {sentence(error)}; the run"
+                    " goes on from the last saved one"
+                ) from None
             raise
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
