@@ -25,10 +25,8 @@ from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, ModelChoice, parse_counts
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated
-from ladderize.runtime.collectives.observed import Observed
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.decode import Generator
-from ladderize.runtime.model import TPLlama
 from ladderize.runtime.step import Step
 from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
@@ -274,36 +272,6 @@ def test_a_wrong_model_is_not_timed(checked_model, tmp_path, monkeypatch, fault,
     assert "off the fp32 reference" in message
     assert "nothing was timed" in message
     assert not (tmp_path / "bench.json").exists()
-
-
-class LeavesOut(Observed):
-    """Does not begin the sum of this number."""
-
-    def __init__(self, inner, number):
-        super().__init__(inner)
-        self.number, self.count = number, 0
-
-    def all_reduce_async(self, x):
-        self.count += 1
-        return Handle(lambda: x) if self.count == self.number else super().all_reduce_async(x)
-
-
-def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch):
-    """Emulated sums are delays: nobody sees in the logits that one was not even begun."""
-    forward = TPLlama.forward
-
-    def mutated(self, *arguments):
-        whole = self.collectives
-        self.collectives = LeavesOut(whole, 3)
-        try:
-            return forward(self, *arguments)
-        finally:
-            self.collectives = whole
-
-    monkeypatch.setattr(TPLlama, "forward", mutated)
-    message = one_sentence(bench("--random-weights", shape, "--layout", "spd+ladder", text=EMULATED))
-    assert "its prefill completed 4 all-reduces of 2048 bytes" in message
-    assert "the layout asks for 5 of 2560:" in message
 
 
 def test_without_the_check_results_say_so(checked_model, monkeypatch):

@@ -11,7 +11,6 @@ from ladderize.checkpoint.config import expected_tensors
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench import run as bench_run
-from ladderize.runtime.bench import training
 from ladderize.runtime.bench.document import BenchDocument, Overlap
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.plan import needed_bytes, plan_bench, weights_key
@@ -33,7 +32,6 @@ from tests.helpers import (
     make_model,
     one_sentence,
 )
-from tests.test_bench import LeavesOut
 
 QUICK = ["--train", "--batch-size", 2, "--schedules", "sequential,domino", "--prompt-len", 6]
 QUICK += ["--repeat", 2, "--warmup", 1, "--threads", 1, "--dtype", "float32"]
@@ -192,23 +190,6 @@ def test_weights_that_are_not_numbers(tmp_path):
     message = one_sentence(invoke("bench", tmp_path / "m", *QUICK, *EMULATED))
     assert "m, 2 rows: the loss is nan and the norm of its gradients nan" in message
     assert message.endswith("so nothing was timed")
-
-
-@pytest.mark.parametrize(("kind", "number"), [("forward", 3), ("backward", 12)])
-def test_a_message_that_is_left_out(shape, monkeypatch, kind, number):
-    forward = training.TPTraining.forward
-
-    def mutated(self, *arguments):
-        whole = self.collectives
-        self.collectives = LeavesOut(whole, number)
-        try:
-            return forward(self, *arguments)
-        finally:
-            self.collectives = whole
-
-    monkeypatch.setattr(training.TPTraining, "forward", mutated)
-    message = one_sentence(invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, "--layout", "dense"))
-    assert f"dense: its {kind} completed" in message
 
 
 def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):

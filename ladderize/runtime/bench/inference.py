@@ -6,7 +6,6 @@ sends short ones, whose latency counts.
 
 from collections.abc import Generator as Walk
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +28,13 @@ from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, needed_bytes, plan_bench
 from ladderize.runtime.bench.reference_check import check_models, checked_specs
 from ladderize.runtime.bench.report import run_and_show
-from ladderize.runtime.bench.rounds import (
-    Timed,
-    Variant,
-    expected_messages,
-    record_messages,
-    sent_sums,
-    sums_in_groups,
-)
+from ladderize.runtime.bench.rounds import Timed, Variant, record_messages
 from ladderize.runtime.bench.run import BenchRun
 from ladderize.runtime.bench.training import TrainingRun
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.differentiable import PendingSum
 from ladderize.runtime.collectives.emulated import emulate
-from ladderize.runtime.collectives.observed import Message
 from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
@@ -127,8 +118,7 @@ class InferenceRun(BenchRun):
     def open_variants(self, batch: int) -> list[Variant]:
         """Open the models, then the baseline of the first.
 
-        Models of one shape share a cache, since only one runs at a time. Raises UserError if one sends other messages
-        than its layout asks for.
+        Models of one shape share a cache, since only one runs at a time.
         """
         options = self.options
         timed = [(spec, schedule, TPLlama) for spec in self.specs for schedule in options.timed_schedules]
@@ -154,7 +144,9 @@ class InferenceRun(BenchRun):
                 kind = MODEL_ROW if name == spec.name else BASELINE_ROW
                 variants.append(Variant(name, spec, loud, silent, kind, schedule.name))
         for variant in variants:
-            variant.messages = _messages(variant)
+            shared = int(not variant.timed.model.shape.replicate_vocab)
+            parts = variant.timed.generator.schedule.parts(batch, options.prompt_len)
+            variant.messages = record_messages(variant.timed, {"prefill": shared * parts, "decode": shared})
         return variants
 
 
@@ -214,19 +206,3 @@ class TimedGenerator(Timed):
         yield 1
         generator.decode_n_tokens(tokens, self.draws[:, :steps], Sampling())
         yield steps
-
-
-def _messages(variant: Variant) -> dict[str, list[Message]]:
-    """Return the messages of a prefill and of a decode step. Raises UserError for unexpected ones."""
-    timed, itemsize = variant.timed, variant.spec.torch_dtype.itemsize
-    model, rows, tokens, schedule = timed.model, len(timed.prompts), len(timed.prompts[0]), timed.generator.schedule
-    sums = model.shape.layers if isinstance(model, ParallelLlama) else sent_sums(model.layout)
-    inner = sums_in_groups(model.layout, model.shape.tp_size)
-    shared = int(not model.shape.replicate_vocab)
-    prefill = expected_messages(model.shape, sums, itemsize, schedule, rows, tokens, inner)
-    decode = expected_messages(model.shape, sums, itemsize, SEQUENTIAL, rows, 1, inner)
-    expected = {
-        "prefill": replace(prefill, vocabulary=shared * schedule.parts(rows, tokens)),
-        "decode": replace(decode, vocabulary=shared),
-    }
-    return record_messages(timed, variant.name, expected)

@@ -37,14 +37,12 @@ class Message:
 
     collective: all_reduce, or all_gather of ``bytes`` from each rank.
     over: the collectives that carry it.
-    completed: True once the sum has been waited for.
     vocabulary: True for the embedding's or the LM head's, which every layout waits for.
     """
 
     collective: str
     over: Collectives
     bytes: int
-    completed: bool = False
     vocabulary: bool = False
 
 
@@ -62,20 +60,17 @@ class Recording(Observed):
         return Split(*parts)
 
     def all_reduce_async(self, x: Tensor, *into: Tensor) -> Handle:
-        message = Message("all_reduce", self.inner, x.nbytes)
-        self.messages.append(message)
+        self.messages.append(Message("all_reduce", self.inner, x.nbytes))
         with record_function(TRACED_START):
             handle = self.inner.all_reduce_async(x, *into)
 
         def finish() -> Tensor:
             with record_function(TRACED_WAIT):
-                total = handle.wait()
-            message.completed = True
-            return total
+                return handle.wait()
 
         return Handle(finish)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self.messages.append(Message("all_gather", self.inner, x.nbytes, completed=True, vocabulary=True))
+        self.messages.append(Message("all_gather", self.inner, x.nbytes, vocabulary=True))
         with record_function("all-gather"):
             return self.inner.all_gather(x)
