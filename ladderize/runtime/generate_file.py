@@ -90,10 +90,6 @@ def generate_file(
     engine: answers the prompts.
     """
     options = options or GenerateOptions(sampling=Sampling(temperature=1.0))
-    if batch_size < 1:
-        raise UsageError(f"--batch-size must be at least 1, not {batch_size}")
-    if samples is not None and samples < 1:
-        raise UsageError(f"--num-samples must be at least 1, not {samples}")
     if prompt_file is None and samples is None:
         raise UsageError("--from-bos needs --num-samples N: how many texts")
     if prompt_file is None and (options.chat or options.sampling.temperature == 0):
