@@ -210,14 +210,6 @@ def ring_share(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def parse_link(text: str, ranks: int) -> Link:
-    """Return the link of a group of ``ranks`` for a value of --link: ``200,1``, the name of a known link, or a file.
-
-    Raises UsageError or UserError as ``read_interconnect`` and ``Interconnect.at`` do.
-    """
-    return read_interconnect(text).at(ranks)
-
-
 def read_interconnect(text: str, option: str = "--link") -> Interconnect:
     """Read the value of ``option``, which is one of three. Raises UsageError or UserError for anything else.
 
