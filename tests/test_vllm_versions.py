@@ -12,8 +12,8 @@ from ladderize.vllm.touched import newer_problem
 from tests.helpers import ROOT, invoke
 
 # names of the standard library; a decoder is given "strict", and keeps it
-THERE = {"json": {"": "loads", "JSONDecoder": "decode strict"}, "json.decoder": {"JSONDecodeError": "pos"}}
-LACKING = {"json": {"": "loads other", "JSONDecoder": "decode loose", "Gone": "x"}, "json.no_such_module": {"": "x"}}
+THERE = {"json": {"JSONDecoder": "decode strict"}, "json.decoder": {"JSONDecodeError": "pos"}}
+LACKING = {"json": {"JSONDecoder": "decode loose", "Gone": "x"}}
 
 
 @pytest.fixture
@@ -63,12 +63,15 @@ def test_versions(monkeypatch, install, version, taken, newer):
     else:
         with pytest.raises(UserError, match=re.escape(f"this is vLLM {version}; pip install")):
             check_vllm()
+    monkeypatch.setattr(touched, "IMPORTING", ())
     monkeypatch.setattr(touched, "TOUCHED", THERE)
     assert newer_problem() is None
     monkeypatch.setattr(touched, "TOUCHED", LACKING)
     problem = newer_problem()
     assert (problem is not None) == newer
-    assert problem is None or "json:other, json:JSONDecoder.loose, json:Gone, json.no_such_module;" in problem
+    assert problem is None or "which lacks JSONDecoder.loose, Gone.x;" in problem
+    monkeypatch.setattr(touched, "IMPORTING", ("json.no_such_module",))
+    assert not newer or "No module named 'json.no_such_module'" in newer_problem()
 
 
 def test_the_advice_is_what_the_extra_installs():

@@ -75,5 +75,5 @@ def test_other_versions_of_vllm(tmp_path):
     assert "this is vLLM 0.31.1; pip install" in old
     assert "ours: LadderizedLlamaConfig" in new
     assert new.count("this is vLLM 0.34.0: it has what they touch, but was not tried") == 1
-    assert "this is vLLM 0.34.0, which lacks vllm.config:VllmConfig.no_such_config; pip install" in lacking
+    assert "this is vLLM 0.34.0, which lacks VllmConfig.no_such_config; pip install" in lacking
     assert all("ours:" not in text for text in (old, lacking))

@@ -201,7 +201,6 @@ class BenchRun(ABC):
     def traced(self, variant: Variant, path: Path) -> dict[str, Overlap]:
         """Write the trace of a variant; return the overlap of each part, with ``proven`` where there should be some."""
         timed, collectives, dtype = variant.timed, variant.timed.model.collectives, variant.spec.torch_dtype
-        due = sum(map(len, variant.messages.values())) if collectives.ranks > 1 else 0
         with sending_over(timed.model, Recording(collectives)) as traced:
             overlap = trace(
                 lambda: timed.run_marked(TRACED_PASSES),
@@ -210,7 +209,6 @@ class BenchRun(ABC):
                 self.group.device,
                 traced,
                 lambda over, size: self.time_alone(collectives, over, dtype, "all_reduce", size) / 1e3,
-                due,
             )
         # ranks copy the messages of shared memory themselves: none is in flight
         promised = set() if traced.name == "shm" else variant.overlapping

@@ -47,14 +47,12 @@ def trace(
     device: torch.device,
     traced: Recording,
     alone: Callable[[Collectives, int], float],
-    due: int = 0,
 ) -> dict[str, Overlap]:
     """Write the trace of ``run()`` to ``path``, and return the overlap of each part.
 
     parts: names of spans that ``run()`` marks with ``record_function``; the device is idle at their ends.
     traced: the collectives of the model that runs.
     alone: returns the seconds of an all-reduce of so many bytes over such collectives with nothing beside it.
-    due: the messages that a GPU's trace must show. ``traced`` does not see those that CUDA graphs send.
     """
     events = traced_events(run, path, device, traced)
     if device.type == "cuda":
@@ -62,11 +60,6 @@ def trace(
     else:
         sums = [message for message in traced.messages if message.collective == "all_reduce"]
         flights = cpu_flights(events, [1e6 * alone(one.over, one.bytes) for one in sums])
-    if due and not flights:
-        raise UserError(
-            f"--profile: {due} messages were sent, but none of the kernels in {path} is known to be"
-            " communication; please report their names"
-        )
     return {part: overlap_of(flights_of(part, flights, events)) for part in parts}
 
 
