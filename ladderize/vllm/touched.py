@@ -1,4 +1,4 @@
-"""What ladderize sets and overrides in vLLM, which has no public interface for layers. Imports no vLLM by itself.
+"""List what ladderize sets and overrides in vLLM, which has no public interface for layers. Imports no vLLM itself.
 
 Where one of these names is gone, vLLM would compute something else and say nothing. So in a vLLM that ladderize does
 not know they are looked for before a model is loaded. Other names are imported or read, which fails by itself.
