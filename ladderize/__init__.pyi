@@ -60,7 +60,6 @@ from ladderize.runtime.generate_file import GenerateFileDocument as GenerateFile
 from ladderize.runtime.generate_file import generate_file as generate_file
 from ladderize.runtime.sampling import GenerateOptions as GenerateOptions
 from ladderize.runtime.sampling import Sampling as Sampling
-from ladderize.runtime.schedule import Schedule as Schedule
 from ladderize.sweep.run import run_sweep as run_sweep
 from ladderize.sweep_document import SweepDocument as SweepDocument
 

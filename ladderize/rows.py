@@ -121,16 +121,13 @@ def read_messages(row: Row, column: str) -> list[dict[str, Any]]:
 # ---- files of them ----
 
 
-def jsonl_rows(path: Path, formats: Formats) -> Iterator[Row]:
-    """Yield the JSON object of each line that is not empty. Raises UserError, which names the first bad line."""
-    for origin, values in json_lines(path):
-        row = Row(values, origin)
-        check_row(row, formats)
-        yield row
+def jsonl_rows(path: Path) -> Iterator[Row]:
+    """Yield the JSON value of each line that is not empty. Raises UserError, which names the first bad line."""
+    return (Row(values, origin) for origin, values in json_lines(path))
 
 
-def parquet_rows(path: Path, formats: Formats) -> Iterator[Row]:
-    """Yield the rows of a parquet file. Raises UserError for one that cannot be read, and for a bad row."""
+def parquet_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a parquet file. Raises UserError for one that cannot be read."""
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
@@ -139,9 +136,7 @@ def parquet_rows(path: Path, formats: Formats) -> Iterator[Row]:
         with ParquetFile(path) as file:
             for batch in file.iter_batches(1024):
                 for values in batch.to_pylist():
-                    row = Row(values, f"{path}, row {next(numbers)}")
-                    check_row(row, formats)
-                    yield row
+                    yield Row(values, f"{path}, row {next(numbers)}")
     except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as parquet ({sentence(error)[:200]})") from None
 

@@ -12,8 +12,8 @@ import torch
 from ladderize.adapt.layers import measures
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.layout import Layout
+from ladderize.ranks.device import cores
 from ladderize.ranks.group import Ranks
-from ladderize.ranks.threads import cores
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives import shm
 from ladderize.runtime.collectives.base import Collectives, Handle

@@ -97,7 +97,7 @@ def retraining(**given):
     [
         (lambda: GenerateOptions(dtype="int8"), "--dtype int8 is not one of auto, float32, bfloat16, float16"),
         (lambda: GenerateOptions(tp_size="2"), "--tp-size must be an integer of at least 1, not '2'"),
-        (lambda: Sampling(temperature=-1.0), "--temperature must be finite and at least 0, not -1"),
+        (lambda: Sampling(temperature=-1.0), "--temperature must be a finite number of at least 0, not -1"),
         (lambda: EvalOptions(perplexity="a.txt", limit=3).check(), "--limit has no effect without --tasks"),
         (lambda: BlockwiseOptions(data="a.jsonl", lr=-1.0), "--lr must be a finite number of at least 0, not -1"),
         (lambda: SpdOptions("a.txt", sync_tp_size=1), "--sync-tp-size must be an integer of at least 2, not 1"),
@@ -125,7 +125,7 @@ def test_a_gpu_that_is_not_there(dense, tmp_path, monkeypatch):
         lambda: ladderize.bench(ModelChoice(models=(str(dense),)), BenchOptions(device="cuda")),
     ]
     for call in calls:
-        with pytest.raises(UserError, match=r"--device cuda(:1)?, but torch sees no GPU here"):
+        with pytest.raises(UserError, match=r"--device cuda(:1)?, but torch sees no GPUs here"):
             call()
 
 

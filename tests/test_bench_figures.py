@@ -17,7 +17,7 @@ from ladderize.runtime.bench.rounds import ExpectedMessages, expected_messages, 
 from ladderize.runtime.bench.trace import Flight, cpu_flights, flights_of, gpu_flights, overlap_of
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import Emulated, emulate
-from ladderize.runtime.collectives.links import Link, known_interconnects, parse_link, read_interconnect
+from ladderize.runtime.collectives.links import Link, known_interconnects, read_interconnect
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from tests.groups import traced_swaps
@@ -27,16 +27,16 @@ REFERENCE = Path(__file__).parent.parent.parent / "shared" / "reference"
 
 
 def test_link_by_hand_and_by_name():
-    link = parse_link("200,1", 8)
+    link = read_interconnect("200,1").at(8)
     assert link.seconds(0) == pytest.approx(200e-6)
     assert link.seconds(10**9) == pytest.approx(1 + 200e-6)
-    assert parse_link("nccl_nvlink_h100", 8).alpha_us == 22
-    assert parse_link("nccl_nvlink_h100", 4).alpha_us == 18
+    assert read_interconnect("nccl_nvlink_h100").at(8).alpha_us == 22
+    assert read_interconnect("nccl_nvlink_h100").at(4).alpha_us == 18
     for text in ("fast", "1,2,3", "1,", "-1,5", "1,0", "nan,1"):
         with pytest.raises(UsageError, match="--link"):
-            parse_link(text, 8)
+            read_interconnect(text).at(8)
     with pytest.raises(UserError, match="measured with 4 and 8 ranks, not 32"):
-        parse_link("nccl_nvlink_h100", 32)
+        read_interconnect("nccl_nvlink_h100").at(32)
 
 
 def test_the_table_is_the_published_one():

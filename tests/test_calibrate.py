@@ -24,7 +24,7 @@ from ladderize.plan.hardware import DeviceSpec, known_devices, read_device
 from ladderize.plan.options import CalibrateOptions
 from ladderize.plan.passes import product_seconds
 from ladderize.runtime.bench.document import Environment
-from ladderize.runtime.collectives.links import parse_link, read_interconnect, ring_share
+from ladderize.runtime.collectives.links import read_interconnect, ring_share
 from tests.helpers import invoke, invoke_well, one_sentence
 
 SMALL = TimedSizes((64, 128), (1, 8, 32), 1 << 16)
@@ -123,7 +123,7 @@ def test_a_run_writes_what_others_read(monkeypatch, tmp_path, ranks):
             read_interconnect(str(out))
         return
     assert read_interconnect(str(out)) == document.link
-    assert parse_link(str(out), 2).alpha_us == document.link.rows[0].alpha_us
+    assert read_interconnect(str(out)).at(2).alpha_us == document.link.rows[0].alpha_us
     assert 0 <= document.link.contention <= 0.9
     planned = invoke_well("plan", "--hardware", out, "--tp-size", 2, "--shape", "1b", "--layout", "ladder")
     assert "batch 1 (calibrated)" in planned.stdout

@@ -10,8 +10,8 @@ import torch
 
 from ladderize.boundary import DEBUG
 from ladderize.errors import UsageError, UserError
+from ladderize.ranks.device import cores
 from ladderize.ranks.group import Ranks
-from ladderize.ranks.threads import cores
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.collectives.base import NoCommunication
 from ladderize.runtime.collectives.choose import choose

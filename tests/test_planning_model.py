@@ -515,9 +515,9 @@ def test_absurd_devices_are_refused(changes, message, tmp_path):
     [
         ({"contention": 1.5}, "contention is 1.5"),
         ({"rows": [{"ranks": 4, "alpha_us": -1, "bus_gb_s": 3}]}, "4 ranks: alpha_us is -1"),
-        ({"rows": [{"ranks": 4, "alpha_us": 1, "bus_gb_s": 3}] * 2}, "must be ascending"),
-        ({"rows": [{"ranks": 2, "alpha_us": 1, "bus_gb_s": 3, "min_bytes": 9, "max_bytes": 8}]}, "no range of sizes"),
-        ({"any_ranks": {"name": "x", "alpha_us": 1, "beta_gb_s": 3}}, "delete one of them"),
+        ({"rows": [{"ranks": 4, "alpha_us": 1, "bus_gb_s": 3}] * 2}, "2 ranks or more, ascending"),
+        ({"rows": [{"ranks": 2, "alpha_us": 1, "bus_gb_s": 3, "min_bytes": 9, "max_bytes": 8}]}, "max_bytes is 8, but"),
+        ({"any_ranks": {"name": "x", "alpha_us": 1, "beta_gb_s": 3}}, "any_ranks, and not both"),
     ],
 )
 def test_absurd_links_are_refused(changes, message, tmp_path):

@@ -118,10 +118,7 @@ def test_one_policy_for_the_dtype(asked, stored, dtype):
     assert compute_dtype(asked, stored) == dtype
 
 
-@pytest.mark.parametrize(
-    ("device", "said"),
-    [("1.5", "is no device that torch knows"), ("meta", "nothing to compute on"), ("\x1b", "no device")],
-)
-def test_a_device_that_is_none(device, said):
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize("device", ["1.5", "meta", "\x1b"])
+def test_a_device_that_is_none(device):
+    with pytest.raises(UserError, match="nothing to compute on; give cpu"):
         check_device(device)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ladderize.choices import AS_JSON, MAX_SEED, argument, option
+from ladderize.choices import AS_JSON, argument, option
 from ladderize.commands.builder import MEMORY, MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING, compute_options, start_server
 from ladderize.console import Console
@@ -31,15 +31,12 @@ class GenerateArguments:
     out: Path | None = option("The .jsonl file to write, for adapt --data.", metavar="FILE")
     batch_size: int = option("With --out: texts at a time. The KV cache grows with it.", DEFAULT_TEXTS_AT_A_TIME, min=1)
     engine: Literal["runtime", "vllm"] = option("Compute --out on ladderize's own ranks, or in vLLM.", "runtime")
-    temperature: float | None = option("Sampling temperature. 0: greedy.", min=0.0, shown="0; 1 for training data")
-    top_k: int | None = option("Sample from the k likeliest tokens.", min=1)
-    top_p: float | None = option("Sample from the fewest tokens whose probabilities sum to p.", min=0.0, max=1.0)
-    seed: int = option("Sampling seed; the same draws for every --tp-size.", Sampling.seed, min=0, max=MAX_SEED)
     as_json: bool = option(AS_JSON, False)
 
 
 @command(
     GenerateOptions,
+    Sampling,
     GenerateArguments,
     panels={
         "Prompts": "prompt chat",
@@ -57,8 +54,8 @@ def generate(given: GivenOptions) -> None:
     _check_mode(arguments)
     if arguments.engine == "vllm":
         given.refuse({"backend", "device", "threads"}, "with --engine vllm")
-    temperature = float(arguments.out is not None) if arguments.temperature is None else arguments.temperature
-    sampling = given.fill(Sampling, temperature=temperature)
+    untold = {"temperature": 1.0} if arguments.out is not None and given.params["temperature"] is None else {}
+    sampling = given.fill(Sampling, **untold)
     console = Console(arguments.as_json)
     in_vllm = arguments.engine == "vllm"
     with console.stage(LOADING):

@@ -19,15 +19,14 @@ def start_server(ranks: int) -> None:
     """Start the server that forks a command's processes. Called before the command's own imports, so that both run at
     once."""
     if ranks > 1 and not os.environ.get(WORLD_SIZE):
-        from ladderize.ranks.server import start_context
+        from ladderize.ranks.environment import start_context
 
         start_context()
 
 
 def compute_options(device: DeviceName | None, threads: int | None) -> DeviceName:
     """Check device and threads; return the device. Raises UserError."""
-    from ladderize.ranks.device import check_device, default_device
-    from ladderize.ranks.threads import cores
+    from ladderize.ranks.device import check_device, cores, default_device
 
     if device is not None:
         check_device(device)
@@ -52,8 +51,8 @@ def start_on(device: DeviceName | None, threads: int | None) -> DeviceName:
     1.
     """
     device = compute_options(device, threads)
+    from ladderize.ranks.device import set_threads
     from ladderize.ranks.environment import OMP_NUM_THREADS, launched
-    from ladderize.ranks.threads import set_threads
 
     processes = launched().local_size
     if threads is not None or processes > 1 or not os.environ.get(OMP_NUM_THREADS):

@@ -220,7 +220,7 @@ def _row_layouts(choice: PlanModel, layout: Layout, serving: Serving, ranks: int
     layouts = {} if layout.is_dense else {CHECKPOINT_ROW: layout}
     for name in [*layout_names(choice.layout), *(BOUND_NAMES if choice.layout is None else ())]:
         named = "dense" if name in BOUND_NAMES else name
-        layouts[name] = named_layout(named, layout.num_layers, choice.sync_tp_size or ranks, more=BOUND_NAMES)
+        layouts[name] = named_layout(named, layout.num_layers, choice.sync_tp_size or ranks)
     for one in (Layout.dense(layout.num_layers), *layouts.values()):
         check_runnable(serving.config, one, ranks, in_groups=True)
     return layouts

@@ -1,16 +1,23 @@
-"""The place of this process among others, by torchrun's variables. Imports no torch, since the console needs it."""
+"""The place of this process among others, by torchrun's variables, and the server that processes are forked from.
+
+Imports no torch: the console needs it, and commands start the server before that import.
+"""
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ladderize.errors import UserError
 
 WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 MASTER_ADDR, MASTER_PORT, OMP_NUM_THREADS = "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+# Imports that every process needs. They take seconds, which are spent once, in the server.
+PRELOADED = ["torch.distributed", "transformers.models.llama.modeling_llama"]
 
 
 @dataclass(frozen=True)
@@ -93,3 +100,20 @@ def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def start_context() -> Any:
+    """Return the context that forks processes from a server, which has imported torch and transformers.
+
+    The first start takes as long as these imports, every other one a fraction of a second.
+    """
+    import multiprocessing.forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ValueError):  # not the main thread: its owner handles signals
+            # the server inherits it: Ctrl-C, which a terminal sends to it too, would end its imports in a traceback
+            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+        multiprocessing.forkserver.ensure_running()
+    return context

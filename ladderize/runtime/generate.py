@@ -9,7 +9,7 @@ import torch
 from transformers import TextStreamer
 
 from ladderize.chat_template import chat_template_of, render_prompt
-from ladderize.console import SILENT, Console, is_text, printable
+from ladderize.console import SILENT, Console, printable
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
@@ -155,10 +155,8 @@ def prompt_ids(asked: Asked, spec: ModelSpec, tokenizer: Any, options: GenerateO
         chat_template_of(tokenizer, spec.name)
         text = render_prompt(tokenizer, asked, **given)
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    elif is_text(asked):
-        ids = tokenizer(asked, verbose=False)["input_ids"]
     else:
-        raise UserError(f"the prompt {asked[:80]!a} holds half of a surrogate pair, which is not a character")
+        ids = tokenizer(asked, verbose=False)["input_ids"]
     check_prompt(ids, spec, options)
     return ids
 

@@ -90,10 +90,6 @@ def generate_file(
     engine: answers the prompts.
     """
     options = options or GenerateOptions(sampling=Sampling(temperature=1.0))
-    if batch_size < 1:
-        raise UsageError(f"--batch-size must be at least 1, not {batch_size}")
-    if samples is not None and samples < 1:
-        raise UsageError(f"--num-samples must be at least 1, not {samples}")
     if prompt_file is None and samples is None:
         raise UsageError("--from-bos needs --num-samples N: how many texts")
     if prompt_file is None and (options.chat or options.sampling.temperature == 0):
@@ -178,14 +174,14 @@ def read_prompts(path: Path, *, chat: bool, samples: int | None) -> list[tuple[s
         raise UsageError(f"--prompt-file {path} must end in one of {', '.join(readers)}")
     if not path.exists():
         raise UserError(f"--prompt-file {path} does not exist")
-    rows = itertools.islice(readers[path.suffix](path, PROMPT_FORMATS), samples)
+    rows = itertools.islice(readers[path.suffix](path), samples)
     prompts = [(row.origin, _asked(row, chat)) for row in rows]
     if not prompts:
         raise UserError(f"--prompt-file {path} holds no prompts")
     return prompts
 
 
-def _text_rows(path: Path, formats: Formats) -> Iterator[Row]:
+def _text_rows(path: Path) -> Iterator[Row]:
     for number, line in enumerate(read_lines(path), start=1):
         try:
             text = line.decode().rstrip("\r\n")

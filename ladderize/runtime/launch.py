@@ -1,6 +1,6 @@
 """The start of a function on every rank of a group: in this process, in new ones of this host, or in a launcher's.
 
-New processes are forked from a server that has imported torch and transformers (``ranks.server``).
+New processes are forked from a server that has imported torch and transformers (``ranks.environment``).
 """
 
 import contextlib
@@ -26,10 +26,9 @@ import torch.distributed as dist
 from ladderize.boundary import DEBUG, handled, is_lost_rank, unplanned
 from ladderize.errors import LadderizeError, UsageError, UserError
 from ladderize.files.temporaries import temporary_folder
-from ladderize.ranks.environment import ALONE, Place, launched, started_rank_variables
+from ladderize.ranks.device import set_threads, take_cores
+from ladderize.ranks.environment import ALONE, Place, launched, start_context, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, ignore, join_group
-from ladderize.ranks.server import start_context
-from ladderize.ranks.threads import set_threads, take_cores
 from ladderize.runtime.collectives.shm import remove_segments
 
 # The first error is taken for the cause. A rank that only lost another one waits so long before it says so.

@@ -1,6 +1,5 @@
 """The sampling and the options of ``ladderize generate``. Imports no torch until it draws."""
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -8,6 +7,7 @@ from ladderize.choices import (
     BACKEND,
     DEVICE,
     DTYPE,
+    MAX_SEED,
     REVISION,
     THREADS,
     TP_SIZE,
@@ -30,24 +30,17 @@ class Sampling:
     """The distribution that tokens are drawn from. Raises UsageError for values that make none.
 
     The draws depend on ``seed``, row and step only, not on tp_size.
-
-    temperature: 0: greedy.
-    top_k: 0: no limit.
-    top_p: 1: no limit.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    temperature: float = option("Sampling temperature. 0: greedy.", 0.0, min=0.0, shown="0; 1 for training data")
+    top_k: int = option("Sample from the k likeliest tokens.", 0, min=0, shown="all")
+    top_p: float = option(
+        "Sample from the fewest tokens whose probabilities sum to p.", 1.0, min=0.0, max=1.0, shown="1"
+    )
+    seed: int = option("Sampling seed; the same draws for every --tp-size.", 0, min=0, max=MAX_SEED)
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise UsageError(f"--temperature must be finite and at least 0, not {self.temperature}")
-        if self.top_k < 0:
-            raise UsageError(f"--top-k must be at least 0 (no limit), not {self.top_k}")
-        if not 0 <= self.top_p <= 1:
-            raise UsageError(f"--top-p must be between 0 and 1, not {self.top_p}")
+        check_options(self)
         if self.temperature == 0 and (self.top_k or self.top_p < 1):
             name = "top-k" if self.top_k else "top-p"
             raise UsageError(f"--{name} has no effect with --temperature 0; give a temperature")

@@ -8,8 +8,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from ladderize.choices import check_at_least, check_choices
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 
 ScheduleName = Literal["sequential", "domino"]
 Result = TypeVar("Result")
@@ -17,19 +16,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule. Raises UsageError for numbers that do not fit its name.
+    """A schedule.
 
     chunks: parts that domino cuts the batch into.
     """
 
     name: ScheduleName = "sequential"
     chunks: int = 2
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(self, 2, "chunks")
-        if self.name == "sequential" and self.chunks != 2:
-            raise UsageError("chunks have no effect without the schedule domino")
 
     @property
     def is_domino(self) -> bool:

@@ -17,7 +17,7 @@ from ladderize.errors import UserError
 from ladderize.files.regular import split_name
 from ladderize.files.work import run_digest
 from ladderize.layout import Layout
-from ladderize.ranks.threads import cores, processor
+from ladderize.ranks.device import cores, processor
 from ladderize.sweep.stages import (
     BENCH_JSON,
     MODEL_FOLDER,

@@ -13,8 +13,7 @@ from pathlib import Path
 from ladderize.commands.builder import run_words
 from ladderize.console import say, sentence
 from ladderize.errors import LadderizeError
-from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place, environment_with
-from ladderize.ranks.server import start_context
+from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place, environment_with, start_context
 from ladderize.runtime.launch import Report, end_with_parent, how_it_ended, run_processes
 from ladderize.sweep.stages import COMMANDS, LOG, Stage, Words
 

@@ -12,7 +12,7 @@ from ladderize.ranks.device import default_device
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import PLUGIN, BenchOptions, ModelChoice, check_bench_usage
-from ladderize.runtime.bench.plan import check_positions, chosen_models, make_profile_folder
+from ladderize.runtime.bench.plan import check_positions, chosen_models
 from ladderize.runtime.bench.report import run_and_show
 from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.launch import check_group_size
@@ -51,7 +51,8 @@ def bench_vllm(
         check_runnable(spec.config, spec.layout, options.tp_size)
         if spec.config["vocab_size"] != specs[0].config["vocab_size"]:
             raise UserError(f"{spec.name} has another vocabulary than {specs[0].name}; compare them apart")
-    make_profile_folder(options.profile)
+    if options.profile is not None:
+        options.profile.mkdir(parents=True, exist_ok=True)
     with temporary_folder("vllm") as work:
         plan = VllmPlan(served_models(specs, options, work), options, os.getpid())
         try:

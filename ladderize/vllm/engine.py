@@ -6,8 +6,7 @@ from typing import Any
 
 from ladderize.checkpoint.config import is_tied
 from ladderize.families.registry import find_family
-from ladderize.ranks.device import default_device
-from ladderize.ranks.threads import cores
+from ladderize.ranks.device import cores, default_device
 from ladderize.vllm.environment import BOUND_CORES, configuration_refusal
 
 ENGINE_VARIABLES = {

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ladderize.errors import UserError
 from ladderize.families.base import Family
-from ladderize.runtime.collectives.links import Link, parse_link
+from ladderize.runtime.collectives.links import Link, read_interconnect
 
 # The models of vLLM are no public interface. These releases, and those between them, were tried or read
 # (docs/serving.md says which).
@@ -121,6 +121,6 @@ class MessageBackend:
                 " emulated:8:20,100"
             )
         try:
-            return cls(name, int(ranks), parse_link(link, int(ranks)))
+            return cls(name, int(ranks), read_interconnect(link).at(int(ranks)))
         except UserError as error:
             raise ValueError(f"{BACKEND_VARIABLE}={value}: {error}") from None

@@ -49,7 +49,8 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
     arguments = {
         "pretrained": str(folder),
         "tensor_parallel_size": options.tp_size,
-        "dtype": _dtype(checkpoint, options),
+        # our "auto" is the stored dtype; vLLM's takes 16 bits for a checkpoint in 32
+        "dtype": stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype,
         "max_model_len": (options.max_length or positions) + 1,  # its last token is scored, and never read
         "max_num_seqs": options.batch_size,
         "batch_size": REQUESTS_PER_SEQUENCE * options.batch_size,
@@ -104,10 +105,3 @@ class VLLMModel(EvalModel):
 
     def close(self) -> None:
         self.engine.model.llm_engine.engine_core.shutdown()
-
-
-def _dtype(checkpoint: Checkpoint, options: EvalOptions) -> str:
-    """Return the dtype to compute in. Our "auto" is the stored dtype; vLLM's takes 16 bits for a checkpoint in 32."""
-    if options.dtype != "auto":
-        return options.dtype
-    return stored_dtype(checkpoint)

@@ -33,6 +33,8 @@ class VerifyLadderized(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         """Raise ValueError, which vLLM shows as it is, for settings that this layout cannot have."""
+        from vllm.platforms import current_platform
+
         layout = layout_of(vllm_config)
         backend = MessageBackend.from_environment(os.environ)
         problem = problem_with(layout, vllm_config, backend)
@@ -40,8 +42,9 @@ class VerifyLadderized(VerifyAndUpdateConfig):
             raise ValueError(problem)
         if is_newer():
             init_logger("vllm.ladderize").warning_once(f"{not_known()}: it has what they touch, but was not tried")
-        if sends(layout, backend):
-            _split_graph(vllm_config)
+        graphs = current_platform.is_cuda_alike() and not vllm_config.model_config.enforce_eager
+        if sends(layout, backend) and graphs:  # on CPUs the graph stays whole
+            cut_at_messages(vllm_config.compilation_config)
 
 
 class VerifyStock(VerifyAndUpdateConfig):
@@ -85,14 +88,6 @@ def _config(vllm_config: "VllmConfig") -> dict[str, Any]:
     # --disable-sliding-window takes the window out of the config, but not the list of layers that have it
     own = {*QUANTISED, *(("layer_types",) if model.disable_sliding_window else ())}
     return {key: value for key, value in model.hf_config.to_dict().items() if key not in own}
-
-
-def _split_graph(vllm_config: "VllmConfig") -> None:
-    """Cut the compiled graph at start and wait on GPUs, where vLLM cuts it. On CPUs it stays whole."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cuda_alike() and not vllm_config.model_config.enforce_eager:
-        cut_at_messages(vllm_config.compilation_config)
 
 
 def cut_at_messages(compilation: "CompilationConfig") -> None:

@@ -71,7 +71,7 @@ def environment(group: "Ranks", *, settings: tuple[str, ...] = (), **more: Any) 
     import torch
     import transformers
 
-    from ladderize.ranks.threads import cores, processor
+    from ladderize.ranks.device import cores, processor
 
     noted = ("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings)
     if group.device.type == "cuda":

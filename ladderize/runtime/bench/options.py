@@ -207,15 +207,12 @@ def layout_names(text: str | None) -> list[str]:
     return names
 
 
-def named_layout(text: str, num_layers: int, sync_tp_size: int, *, more: Sequence[str] = ()) -> Layout:
-    """Return the layout of a name: ``ladder`` is all layers, ``ladder=16:32`` some; likewise the others.
-
-    more: further names that --layout takes, for the message.
-    """
+def named_layout(text: str, num_layers: int, sync_tp_size: int) -> Layout:
+    """Return the layout of a name: ``ladder`` is all layers, ``ladder=16:32`` some; likewise the others."""
     name, equals, ranges = text.partition("=")
     if name not in LAYOUT_NAMES or (equals and name == "dense"):
         raise UsageError(
-            f"--layout {text} is not one of {', '.join([*LAYOUT_NAMES, *more])}, or such a name with a range of layers,"
+            f"--layout {text} is not one of {', '.join(LAYOUT_NAMES)}, or such a name with a range of layers,"
             " ladder=16:32"
         )
     try:

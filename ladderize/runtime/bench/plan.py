@@ -3,7 +3,6 @@ starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -74,7 +73,8 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
             raise UserError(f"{spec.name}: float16 has too small a range for training; give --dtype bfloat16")
     if "parallel" in options.baselines:
         check_dense("parallel", specs[0])
-    make_profile_folder(options.profile)
+    if options.profile is not None:
+        options.profile.mkdir(parents=True, exist_ok=True)
     rows = max(options.batch_sizes)
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
     # the stream of all rows; the logits, or in training what the losses exchange for each token
@@ -138,14 +138,6 @@ def check_dense(baseline: str, spec: ModelSpec) -> None:
     """Raise UserError for a baseline of a model that is not dense."""
     if not spec.layout.is_dense:
         raise UserError(f"--baselines {baseline} needs a dense model as the first one, and {spec.name} is not dense")
-
-
-def make_profile_folder(folder: Path | None) -> None:
-    """Make the folder that ``--profile`` names, if it was given. Raises UserError if it is a file."""
-    if folder is not None:
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"--profile {folder} is not a folder")
-        folder.mkdir(parents=True, exist_ok=True)
 
 
 def check_bench_memory(needed: int, group: Ranks) -> None:

@@ -7,8 +7,8 @@ import torch
 from ladderize.choices import BackendName
 from ladderize.console import sentence
 from ladderize.errors import UsageError, UserError
+from ladderize.ranks.device import cores
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, host_id
-from ladderize.ranks.threads import cores
 from ladderize.runtime.collectives.base import AcrossGroups, Collectives, NoCommunication, Split
 from ladderize.runtime.collectives.gloo import Gloo
 from ladderize.runtime.collectives.gpu import ONE_SHOT_BYTES, Nccl, SymmetricMemory

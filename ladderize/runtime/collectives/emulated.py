@@ -35,7 +35,12 @@ class Emulated(Collectives):
         now = time.perf_counter()  # read first: what follows is this program's own time, not the link's
         start = now if now > self.free_at else self.free_at
         self.free_at = done_at = start + self.seconds(x.nbytes)
-        return Handle(functools.partial(_through, x, done_at))
+
+        def finish() -> Tensor:
+            sleep_until(done_at)
+            return x
+
+        return Handle(finish)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self.all_reduce_async(side_by_side(x, self.ranks)).wait()
@@ -67,12 +72,7 @@ def idle_on_gpu() -> Callable[[int], None]:
     return idle
 
 
-def emulate(
-    ranks: int,
-    link: Link,
-    device: torch.device,
-    interconnect: Interconnect | None = None,
-) -> Collectives:
+def emulate(ranks: int, link: Link, device: torch.device, interconnect: Interconnect | None = None) -> Collectives:
     """Return the emulated collectives of ``ranks`` ranks.
 
     interconnect: has the links within groups of these ranks, and across them; None: they are not split.
@@ -91,11 +91,6 @@ def emulate(
     if interconnect is not None:
         emulated.make_split = make_split
     return emulated
-
-
-def _through(x: Tensor, done_at: float) -> Tensor:
-    sleep_until(done_at)
-    return x
 
 
 def sleep_until(deadline: float) -> None:

@@ -119,21 +119,16 @@ class Interconnect(Record):
 
     def check(self, where: str) -> None:
         """Raise UserError, which begins with ``where``, for figures that no link has."""
-        if not self.rows and self.any_ranks is None:
-            raise UserError(f"{where} has no rows; give at least one: ranks, alpha_us, bus_gb_s")
-        if self.rows and self.any_ranks is not None:
-            raise UserError(f"{where} has rows and any_ranks, which says the same for any ranks; delete one of them")
         counts = [row.ranks for row in self.rows]
-        if any(count < 2 for count in counts) or counts != sorted(set(counts)):
-            raise UserError(
-                f"{where}: rows have the ranks {counts}, which must be ascending, and at least 2; sort them"
-            )
+        if bool(counts) == (self.any_ranks is not None) or counts != sorted(set(counts)) or min(counts, default=2) < 2:
+            raise UserError(f"{where} needs rows of 2 ranks or more, ascending, or else any_ranks, and not both")
+        _check_figures(where, self, contention=(0, 0.99), relative_error=(0, 1))
+        latency, bandwidth, sizes = (0, LONGEST_US), (SLOWEST_GB_S, 1e9), (0, math.inf)
         for row in self.rows:
-            _check_message(f"{where}: {row.ranks} ranks", row, "bus_gb_s", 1e6)
+            more = {"min_bytes": sizes, "max_bytes": (row.min_bytes, math.inf)}
+            _check_figures(f"{where}: {row.ranks} ranks", row, alpha_us=latency, bus_gb_s=bandwidth, **more)
         if self.any_ranks is not None:
-            _check_message(where, self.any_ranks, "beta_gb_s", 1e9)
-        _check_range(f"{where}: contention", self.contention, 0, 0.99)
-        _check_range(f"{where}: relative_error", self.relative_error, 0, 1)
+            _check_figures(where, self.any_ranks, alpha_us=latency, beta_gb_s=bandwidth)
 
     def at(self, ranks: int) -> Link:
         """Return the link of a group of ``ranks``.
@@ -158,22 +153,10 @@ class Interconnect(Record):
         if len(counts) < 2 or not counts[0] / REACH <= ranks <= counts[-1] * REACH:
             raise UserError(
                 f"--link {self.name} was {measured}; choose another number of ranks, or give --link ALPHA_US,BETA_GB_S"
-                f"{self._guess(ranks)}"
             )
         between = counts[0] < ranks < counts[-1]
         how = f"{'interpolated' if between else 'extrapolated'} from {_listed(counts)} ranks"
         return self._link(self._between(ranks), how)
-
-    def _guess(self, ranks: int) -> str:
-        """Return a hint with a guessed value of --link for so many ranks, as of a ring.
-
-        It has the bus bandwidth of the nearest row, and a latency in proportion to the ranks.
-        """
-        row = min(self.rows, key=lambda row: abs(row.ranks - ranks))
-        if row.bus_gb_s is None:
-            return ""
-        guess = f"{row.alpha_us * ranks / row.ranks:.3g},{row.bus_gb_s / ring_share(ranks):.3g}"
-        return f", such as --link {guess}, a guess from its {row.ranks} ranks as of a ring"
 
     def _link(self, row: InterconnectRow, derived: str = "") -> Link:
         return Link(self.name, row.alpha_us, row.beta_gb_s, row.min_bytes, row.max_bytes, self.source, derived)
@@ -225,14 +208,6 @@ def _in_turn(name: str, size: int, inner: Link, outer: Link) -> Link:
 def ring_share(ranks: int) -> float:
     """Return the share of a message's bytes that a ring's all-reduce carries over each of its links."""
     return 2 * (ranks - 1) / ranks
-
-
-def parse_link(text: str, ranks: int) -> Link:
-    """Return the link of a group of ``ranks`` for a value of --link: ``200,1``, the name of a known link, or a file.
-
-    Raises UsageError or UserError as ``read_interconnect`` and ``Interconnect.at`` do.
-    """
-    return read_interconnect(text).at(ranks)
 
 
 def read_interconnect(text: str, option: str = "--link") -> Interconnect:
@@ -313,21 +288,12 @@ def _of_table(name: str, published: list[dict[str, str]]) -> Interconnect:
     )
 
 
-def _check_message(where: str, known: Link | InterconnectRow, bandwidth: str, fastest: float) -> None:
-    """Raise UserError unless the latency, the field ``bandwidth`` and the timed sizes make sense."""
-    _check_range(f"{where}: alpha_us", known.alpha_us, 0, LONGEST_US)
-    if (speed := getattr(known, bandwidth)) is not None:
-        _check_range(f"{where}: {bandwidth}", speed, SLOWEST_GB_S, fastest)
-    if known.min_bytes < 0 or (known.max_bytes is not None and known.max_bytes < known.min_bytes):
-        raise UserError(
-            f"{where}: min_bytes is {known.min_bytes} and max_bytes {known.max_bytes}, which is no range of sizes;"
-            " correct it"
-        )
-
-
-def _check_range(what: str, value: float, least: float, most: float) -> None:
-    if not (math.isfinite(value) and least <= value <= most):
-        raise UserError(f"{what} is {value:g}, but must be between {least:g} and {most:g}; correct it")
+def _check_figures(where: str, record: Record, **bounds: tuple[float, float]) -> None:
+    """Raise UserError for a field of ``record`` outside of its bounds; None is unknown."""
+    for name, (least, most) in bounds.items():
+        value = getattr(record, name)
+        if value is not None and not least <= value <= most:
+            raise UserError(f"{where}: {name} is {value:g}, but must be between {least:g} and {most:g}; correct it")
 
 
 def _listed(counts: list[int]) -> str:

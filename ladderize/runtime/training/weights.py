@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors
+from ladderize.checkpoint.config import EMBEDDING, HEAD
 from ladderize.layout import APART, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
@@ -315,7 +315,7 @@ def build_weights(
     compute: torch.dtype,
     shared: TrainedWeights | None = None,
 ) -> TrainedWeights:
-    """Read this rank's part. Raises ValueError for a name in ``trained`` that the model does not have.
+    """Read this rank's part.
 
     source: returns the function that reads slices as a dtype.
     trained: names of the tensors that change; of a layer all or none.
@@ -328,9 +328,6 @@ def build_weights(
 
     own = load_weights(read, shape, layout, pack=False)
     weights = TrainedWeights(own, shape, layout, compute, config.get("pad_token_id"))
-    unknown = trained - expected_tensors(dict(config)).keys()
-    if unknown:
-        raise ValueError(f"the model has no {sorted(unknown)[0]}")
     for name, piece in weights._all_pieces():
         for parameter in piece.parameters:
             parameter.requires_grad_(name in trained)
