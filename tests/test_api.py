@@ -13,7 +13,6 @@ from ladderize import (
     EvalOptions,
     GenerateOptions,
     Layout,
-    LayoutError,
     ModelChoice,
     Recipe,
     RetrainOptions,
@@ -25,7 +24,7 @@ from ladderize import (
     convert_checkpoint,
 )
 from tests import warm
-from tests.helpers import ROOT, make_layout, save_llama
+from tests.helpers import ROOT, save_llama
 
 PACKAGE = ROOT / "ladderize"
 
@@ -57,15 +56,6 @@ def test_import_is_light():
 # ---- convert_checkpoint ----
 
 
-def test_a_layout_converts_a_checkpoint(dense, tmp_path, capfd):
-    layout = make_layout("mixed")
-    report = convert_checkpoint(dense, tmp_path / "out", layout, verify=False)
-    assert report.written
-    assert report.layout == str(layout)
-    assert ladderize.inspect_checkpoint(str(tmp_path / "out")).layout == str(layout)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_modes_without_a_name_are_in_the_recipe_of_the_output(dense, tmp_path):
     layout = Layout(("overlapped", "blocking", "overlapped", "dropped"), ("blocking",) * 4, 2)
     convert_checkpoint(dense, tmp_path / "a", layout, verify=False)
@@ -75,12 +65,6 @@ def test_modes_without_a_name_are_in_the_recipe_of_the_output(dense, tmp_path):
     again = convert_checkpoint(tmp_path / "b", tmp_path / "c", Recipe(dtype="bfloat16"), verify=False)
     assert again.attention_sync == list(layout.attention_sync)
     assert ladderize.read_recipe(tmp_path / "c" / "ladderize.yaml").attention_sync == layout.attention_sync
-
-
-def test_a_layout_of_another_model_is_refused(dense, tmp_path):
-    with pytest.raises(LayoutError, match="the layout is of 3 layers, but the model has 4"):
-        convert_checkpoint(dense, tmp_path / "out", Layout.dense(3))
-    assert not (tmp_path / "out").exists()
 
 
 # ---- options check themselves ----

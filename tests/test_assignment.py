@@ -109,34 +109,6 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 # ---- orders ----
 
 
-def test_an_assignment_by_hand():
-    """2 KV groups of 2 heads, head_dim 2, 4 neurons, hidden 3: every number says which old row or column it was."""
-    rows = lambda count: torch.arange(count)[:, None].repeat(1, 3)  # noqa: E731
-    layer = {f"self_attn.{name}_proj.weight": rows(count) for name, count in (("q", 8), ("k", 4), ("v", 4))}
-    layer |= {f"self_attn.{name}_proj.bias": torch.arange(count) for name, count in (("q", 8), ("k", 4), ("o", 3))}
-    layer |= {f"mlp.{name}_proj.weight": rows(4) for name in ("gate", "up")}
-    layer |= {f"mlp.{name}_proj.bias": torch.arange(count) for name, count in (("gate", 4), ("up", 4), ("down", 3))}
-    layer |= {
-        "self_attn.o_proj.weight": rows(8).T.contiguous(),
-        "mlp.down_proj.weight": rows(4).T.contiguous(),
-        "input_layernorm.weight": torch.arange(3),
-    }
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    found = RankAssignment(2, "", {5: (3, 2, 0, 1)}, {5: (1, 0, 0, 1)})
-    new = found.permuted(5, layer, config)
-    queries, keys, neurons = [6, 7, 4, 5, 0, 1, 2, 3], [2, 3, 0, 1], [1, 2, 0, 3]
-    assert new["self_attn.q_proj.weight"][:, 1].tolist() == new["self_attn.q_proj.bias"].tolist() == queries
-    assert new["self_attn.k_proj.weight"][:, 0].tolist() == new["self_attn.v_proj.weight"][:, 2].tolist() == keys
-    assert new["self_attn.k_proj.bias"].tolist() == keys
-    assert new["self_attn.o_proj.weight"][2].tolist() == queries
-    for name in ("gate", "up"):
-        assert new[f"mlp.{name}_proj.weight"][:, 2].tolist() == new[f"mlp.{name}_proj.bias"].tolist() == neurons
-    assert new["mlp.down_proj.weight"][1].tolist() == neurons
-    for name in ("self_attn.o_proj.bias", "mlp.down_proj.bias", "input_layernorm.weight"):
-        assert new[name] is layer[name]
-    assert found.permuted(4, layer, config) == layer
-
-
 # ---- written checkpoints ----
 
 

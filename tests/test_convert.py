@@ -95,8 +95,7 @@ def test_another_file_system_gets_copies(llama):
         shutil.rmtree(out, ignore_errors=True)
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("shards", "dtype"), [(1, "float16"), (3, "bfloat16")])
 def test_weights_are_rewritten(tmp_path, shards, dtype):
     source = save_llama(tmp_path / "src", shards=shards)
     report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:", dtype=dtype), verify=False)

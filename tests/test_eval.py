@@ -329,15 +329,6 @@ def test_found_before_any_work(tmp_path, monkeypatch):
     assert "config.json" in one_sentence(invoke("eval", tmp_path, *demo("copying")))
 
 
-def test_all_models_are_checked_before_the_first_is_scored(llama, tmp_path, monkeypatch):
-    np.save(tmp_path / "ids.npy", np.arange(3, 60))
-    monkeypatch.setattr(HFModel, "__init__", lambda *_: pytest.fail("a model was loaded"))
-    shutil.copytree(llama, tmp_path / "pickled")
-    (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
-    message = one_sentence(invoke("eval", llama, tmp_path / "pickled", "--perplexity", tmp_path / "ids.npy"))
-    assert "only pickle weights" in message
-
-
 def test_the_first_windows(tmp_path):
     ids = fresh_rng().integers(3, 400, 95)
     np.save(tmp_path / "ids.npy", ids)

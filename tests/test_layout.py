@@ -8,11 +8,10 @@ from ladderize.layout import (
     Layout,
     LayoutError,
     RangeSyntaxError,
-    check_split,
     format_ranges,
     parse_ranges,
 )
-from tests.helpers import LAYOUTS, fresh_rng, make_layout
+from tests.helpers import fresh_rng
 
 
 @pytest.mark.parametrize(
@@ -63,13 +62,6 @@ def test_a_single_overlapped_sync_point_is_named():
     assert str(layout) == "3 layers: attention overlapped 1, entering MLP overlapped 2"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_config_round_trip(name):
-    layout = make_layout(name)
-    config = {"model_type": "ladderized_llama", "num_hidden_layers": 4, **layout.to_config()}
-    assert Layout.from_config(config) == layout
-
-
 def test_every_layout_has_a_recipe():
     rng = fresh_rng()
     for _ in range(200):
@@ -106,25 +98,3 @@ def test_authors_format_nonsense(value):
 def test_impossible_layouts(attention, mlp, ranks, message):
     with pytest.raises(LayoutError, match=message):
         Layout(tuple(attention), tuple(mlp), ranks)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_fitting_rank_counts(ranks):
-    check_split({"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48}, ranks, name="n")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "config", "message"),
-    [
-        (3, {}, "8 attention heads"),
-        (16, {}, "8 attention heads"),
-        (4, {"intermediate_size": 50}, "intermediate size 50"),
-        (4, {"num_attention_heads": 12, "num_key_value_heads": 6}, "6 key-value heads"),
-        (0, {}, "at least 1"),
-    ],
-)
-def test_rank_counts_that_do_not_fit(ranks, config, message):
-    with pytest.raises(LayoutError, match=message):
-        check_split(
-            {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48, **config}, ranks, name="n"
-        )
