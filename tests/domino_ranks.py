@@ -141,12 +141,7 @@ def build(case, group, collectives):
         compute=case.compute,
     )
     return TPTraining(
-        weights,
-        checkpoint.config,
-        layout,
-        collectives,
-        schedule=case.schedule,
-        gradient_checkpointing=case.recompute,
+        weights, checkpoint.config, layout, collectives, schedule=case.schedule, gradient_checkpointing=case.recompute
     ).train()
 
 

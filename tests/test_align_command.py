@@ -232,11 +232,7 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
     ("options", "code", "message"),
     [
         (["--train", ":2"], 1, "--train: 0 are the same as in the dense model; only 1:4 can be rewritten"),
-        (
-            ["--samples", 70, "--heldout", 3],
-            1,
-            "72 windows of 16 tokens, too few for 70 to train on and 3 held out",
-        ),
+        (["--samples", 70, "--heldout", 3], 1, "72 windows of 16 tokens, too few for 70 to train on and 3 held out"),
         (["--samples", 72], 1, "too few for 72 to train on and"),
         (["--dtype", "float16"], 2, "--dtype float16 has too small a range"),
         (["--data", "b.npy"], 2, "and one --data file"),

@@ -289,12 +289,7 @@ O1, Q2, DOWN = (
 
 @pytest.mark.parametrize(
     ("stored", "dtype"),
-    [
-        (torch.float32, None),
-        (torch.bfloat16, None),
-        (torch.float16, "bfloat16"),
-        (torch.float32, "bfloat16"),
-    ],
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float16, "bfloat16"), (torch.float32, "bfloat16")],
 )
 def test_replacements(tmp_path, stored, dtype):
     """They keep their own order of heads, take the dtype of what they replace, and only their files are rewritten."""
@@ -332,10 +327,7 @@ def test_replacements_that_do_not_fit(llama, tmp_path):
     good = trained(tmp_path / "new", [O1], torch.float32)
     for replace, message in (
         ({"model.layers.9.x": good[O1]}, "has no such tensor"),
-        (
-            trained(tmp_path / "a", [Q2], torch.float32, q_proj=(32, 16)),
-            r"is F32 \[32, 16\] instead of floats",
-        ),
+        (trained(tmp_path / "a", [Q2], torch.float32, q_proj=(32, 16)), r"is F32 \[32, 16\] instead of floats"),
         (trained(tmp_path / "b", [O1], torch.int8), "is I8"),
     ):
         with pytest.raises(UserError, match=message):

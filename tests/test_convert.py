@@ -120,13 +120,7 @@ def test_values_too_large_for_the_dtype(llama, tmp_path, dtype, value):
     assert listing(tmp_path) == ["src"]
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {**BIASES, "head_dim": 16},
-        {"tie_word_embeddings": True, "num_key_value_heads": 8},
-    ],
-)
+@pytest.mark.parametrize("extra", [{**BIASES, "head_dim": 16}, {"tie_word_embeddings": True, "num_key_value_heads": 8}])
 def test_llama_configs(tmp_path, extra):
     """Llama 1 to 3.2: the converted model computes what the oracle says."""
     source = save_llama(tmp_path / "src", **extra)
@@ -303,10 +297,7 @@ def test_any_card_is_kept_and_breaks_nothing(llama, tmp_path, card, kept):
         ("ladder: 16:32", Recipe(ladder="16:32")),  # YAML 1.1 reads 992 here
         ("ladder: 1:30\nspd: 4\nsync_tp_size: 8", Recipe(ladder="1:30", spd="4", sync_tp_size=8)),
         ("spd: [4, '8:12', 010]\nsync_tp_size: 2", Recipe(spd="4,8:12,10", sync_tp_size=2)),
-        (
-            "ladder: '-16:'\ndtype: float16",
-            Recipe(ladder="-16:", dtype="float16"),
-        ),
+        ("ladder: '-16:'\ndtype: float16", Recipe(ladder="-16:", dtype="float16")),
         ("dense: true", Recipe(dense=True)),
     ],
 )

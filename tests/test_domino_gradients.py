@@ -107,10 +107,7 @@ def reference(case):
 
     layout = Layout.from_config(checkpoint.config)
     student = make_student(
-        opened(checkpoint, layout),
-        torch.float32,
-        trained=case.trained,
-        gradient_checkpointing=case.recompute,
+        opened(checkpoint, layout), torch.float32, trained=case.trained, gradient_checkpointing=case.recompute
     )
     named = student.model.named_parameters()
     parameters = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}

@@ -17,16 +17,7 @@ from ladderize.errors import UserError
 from ladderize.families.registry import decoder_of, family_of
 from ladderize.families.supported import SUPPORTED
 from ladderize.modeling import load
-from tests.helpers import (
-    FAMILIES,
-    SHAPE,
-    invoke,
-    invoke_well,
-    make_model,
-    random_ids,
-    save_llama,
-    training_command,
-)
+from tests.helpers import FAMILIES, SHAPE, invoke, invoke_well, make_model, random_ids, save_llama, training_command
 from tests.oracle import Oracle
 
 SIZES = {**SHAPE, "head_dim": 8}

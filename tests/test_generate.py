@@ -54,13 +54,7 @@ def distribution(logits, sampling):
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(1.0),
-        Sampling(1.0, top_p=0.6),
-        Sampling(1.5, top_k=7, top_p=0.8),
-        Sampling(1.0, top_p=0.0),
-    ],
+    "sampling", [Sampling(1.0), Sampling(1.0, top_p=0.6), Sampling(1.5, top_k=7, top_p=0.8), Sampling(1.0, top_p=0.0)]
 )
 def test_samples_have_the_promised_distribution(sampling):
     logits = torch.randn(12)

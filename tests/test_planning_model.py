@@ -10,14 +10,7 @@ import torch
 
 from ladderize.errors import UserError
 from ladderize.layout import APART, ATTENTION_MODES, BLOCKING, DELAYED, DROPPED, MLP_MODES, Layout
-from ladderize.plan.hardware import (
-    LIKE_ANOTHER,
-    DeviceSpec,
-    EngineFacts,
-    known_devices,
-    known_engines,
-    read_device,
-)
+from ladderize.plan.hardware import LIKE_ANOTHER, DeviceSpec, EngineFacts, known_devices, known_engines, read_device
 from ladderize.plan.passes import PassParts, Serving, pass_parts, predict_parallel, predict_pass, predict_silent
 from ladderize.plan.rows import band_cases, memory_need, planned_rows, relative_band
 from ladderize.runtime.collectives.links import (

@@ -176,9 +176,7 @@ def rounded(kind):
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [Recipe(ladder="all"), Recipe(ladder="1:", spd="all", sync_tp_size=2)],
-    ids=["ladder", "both"],
+    "recipe", [Recipe(ladder="all"), Recipe(ladder="1:", spd="all", sync_tp_size=2)], ids=["ladder", "both"]
 )
 @pytest.mark.parametrize("name", RUNNABLE)
 @pytest.mark.skipif(not INSTALLED, reason="compressed-tensors is not installed: pip install -e '.[dev]'")

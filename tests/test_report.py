@@ -169,11 +169,7 @@ def test_the_reference_has_its_mean_over_the_same_tasks(files):
 
 @pytest.mark.parametrize(
     ("case", "note"),
-    [
-        ("timed alone", "aligned those of older."),
-        ("timed itself", None),
-        ("other virtual ranks", None),
-    ],
+    [("timed alone", "aligned those of older."), ("timed itself", None), ("other virtual ranks", None)],
 )
 def test_a_model_that_was_not_timed_has_the_times_of_its_layout(tmp_path, case, note):
     """Those of a model that is in no evaluation, and which one is said. A model's own times go first."""

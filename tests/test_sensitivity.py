@@ -11,11 +11,7 @@ import torch
 from ladderize.adapt.layers.layout_scores import ConvertedLayouts, first_changed
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
-from ladderize.convert.sensitivity_file import (
-    LayerChange,
-    layer_costs,
-    read_sensitivity,
-)
+from ladderize.convert.sensitivity_file import LayerChange, layer_costs, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.layout import Layout

@@ -27,12 +27,7 @@ from tests.simulated_gpu.models import LAYERS, RANKS, hf_training, seed
 HOST = torch.device("cpu")
 OBJECTIVE = Objective(0.4, hidden_weight=0.5)
 OPTIONS = SimpleNamespace(
-    batch_size=6,
-    micro_batch_size=2,
-    max_grad_norm=1e-3,
-    seed=3,
-    objective=OBJECTIVE,
-    rate=lambda step, share: 1e-3,
+    batch_size=6, micro_batch_size=2, max_grad_norm=1e-3, seed=3, objective=OBJECTIVE, rate=lambda step, share: 1e-3
 )
 
 
