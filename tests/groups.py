@@ -103,14 +103,6 @@ def run_all_models(group, jobs, backend):
     return [run_models(group, items, backend, replicate_vocab) for items, replicate_vocab in jobs]
 
 
-def sampled(group, folder, prompts, sampling, steps, backend="auto"):
-    collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
-    with torch.inference_mode():
-        rows = generated(make_generator(folder, len(prompts), 96, group, collectives), prompts, steps, sampling)
-    collectives.settle()
-    return rows
-
-
 def reduce_randomly(group, backend, rounds, seed):
     """Sums of fresh random messages of changing shapes, several in flight; every rank knows all inputs, so each checks
     itself. Nothing grows with the number of shapes."""

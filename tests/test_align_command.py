@@ -26,7 +26,6 @@ from tests.helpers import (
     edit_json,
     fresh_rng,
     invoke,
-    invoke_well,
     listing,
     one_sentence,
     save_llama,
@@ -127,25 +126,6 @@ def test_a_checkpoint_is_written_with_its_document(pair, tmp_path):
         p, q = (load(folder, dtype="float32")(ids).logits[:, :-1].log_softmax(-1) for folder in (pair[0], out))
     divergence = float((p.exp() * (p - q)).sum(-1).mean())
     assert divergence == pytest.approx(document["heldout_divergence"]["after"], rel=1e-4)
-
-
-def test_a_chain_of_methods_is_told_in_its_order(pair, tmp_path):
-    """align, then blocks, then full: each starts from what the one before wrote, and the last says all of it."""
-    dense, _ = pair
-    same = ["--data", tmp_path / "ids.npy", "--no-verify", "--write", "last"]
-    aligned(pair, tmp_path / "one")
-    blocks = ["--method", "blocks", "--distill-from", dense, "--samples", 60, "--heldout", 8]
-    invoke_well("adapt", tmp_path / "one", tmp_path / "two", *blocks, *same)
-    full = ["--max-steps", 1, "--batch-size", 2, "--seq-len", 16]
-    invoke_well("adapt", tmp_path / "two", tmp_path / "three", *full, *same)
-    told = json.loads(invoke("inspect", tmp_path / "three", "--json").stdout)["retrainings"]
-    assert [entry["method"] for entry in told] == ["align", "blocks", "full"]
-    assert [told[0][key] for key in ("model", "teacher", "layers")] == [str(pair[1]), str(dense), [1, 2, 3]]
-    assert told[0]["data"] == [str(tmp_path / "ids.npy")]
-    assert told[0]["layout"] == "4 layers: spd 1:4 (sync_tp_size 4)"
-    assert f"align: layers 1:4 of {pair[1]}" in " ".join(invoke("inspect", tmp_path / "three").stdout.split())
-    warned = invoke("convert", tmp_path / "one", tmp_path / "four", "--ladder", "all", "--no-verify")
-    assert "the weights were retrained (align) for another layout" in warned.stderr
 
 
 def test_write_best_writes_nothing_that_got_worse(pair, tmp_path, monkeypatch):

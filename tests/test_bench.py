@@ -147,9 +147,7 @@ def test_random_weights_emulated_with_more_virtual_ranks(shape):
     assert "was measured at" not in outcome.stderr
     outcome = bench("--random-weights", shape, text="--emulate-tp 4 --link nccl_pcie --repeat 1 --layout dense,ladder")
     assert "extrapolated beyond the sizes that nccl_pcie was measured at: messages of" in outcome.stderr
-    assert "Warning: with fewer than 3 rounds their scatter is unknown" in outcome.stderr
-    assert "one round" in outcome.stdout
-    assert not re.search(r"\d-\d", outcome.stdout.split("speed-up: over")[0])  # no interval
+    assert not re.search(r"\d-\d", outcome.stdout.split("speed-up: over")[0])  # one round gives no interval
 
 
 def test_a_domino_prefill_is_checked_and_counted(checked_model):
@@ -158,7 +156,9 @@ def test_a_domino_prefill_is_checked_and_counted(checked_model):
     document = timed(checked_model, text=f"{text} --emulate-tp 2 --link 900,1")
     (check,) = document["checks"].values()
     assert check["logit_difference"] < check["tolerance"]
-    assert check["greedy_tokens"] > 9 * 33  # two texts, equal and padded, and one by itself; and those that are read
+    assert (
+        check["equal_greedy_tokens"] == check["greedy_tokens"] > 9 * 33
+    )  # two texts, equal and padded, and one by itself; and those that are read
     for own, silent, plain in (document["rows"][:3], document["rows"][3:]):
         assert [row["schedule"] for row in (own, silent, plain)] == ["domino", "domino", "sequential"]
         assert [row["kind"] == "model" for row in (own, silent, plain)] == [True, False, False]
@@ -245,16 +245,6 @@ def checked_model(tmp_path_factory):
         ranked = np.sort(reference.logits, -1)
         if (ranked[..., -1] - ranked[..., -2]).min() > 1e-4:
             return folder
-
-
-def test_the_right_model_passes_the_check(checked_model, tmp_path):
-    outcome = bench(checked_model, "--out", tmp_path / "bench.json")
-    assert outcome.code == 0, outcome.stderr
-    (check,) = json.loads((tmp_path / "bench.json").read_text())["checks"].values()
-    assert check["equal_greedy_tokens"] == check["greedy_tokens"] > 2 * 2 * 33
-    assert check["logit_difference"] < check["tolerance"]
-    assert "Reference check of m: passed. Largest logit difference to transformers in float32" in outcome.stdout
-    assert f"{check['greedy_tokens']} of {check['greedy_tokens']} tokens equal" in outcome.stdout
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_a_draw_depends_on_seed_number_and_step_only(model, whole, tokenizer, tm
     )
     prompts = write_jsonl(tmp_path / "prompts.jsonl", rows)
     expected = [expected_text(tokenizer, prompt_ids(tokenizer, row), new) for row, new in zip(rows, made, strict=True)]
-    for number, more in enumerate([{"batch": 1}, {"batch": 7}]):
+    for number, more in enumerate([{"batch": 1}, {"batch": 7, "tp_size": 2, "threads": 1}]):
         got = answer(model, prompts, tmp_path / f"{number}.jsonl", seed=7, **more)
         assert [answer_of(row) for row in got] == expected
     fewer = answer(model, prompts, tmp_path / "fewer.jsonl", seed=7, num_samples=3)
