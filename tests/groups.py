@@ -83,15 +83,10 @@ def run_models(group, items, backend, replicate_vocab=False):
                 last = generator.decode_one_token(token)
             rows = generated(generator, prompts, steps, Sampling())
             results[name] = {
-                "logits": logits.float().numpy(),
-                "last": last.float().numpy(),
-                "tokens": rows,
-                "backend": chosen,
-                "all_reduces": passes,
-                "started": counting.started,
-                "waited": counting.waited,
+                "logits": logits.float().numpy(), "last": last.float().numpy(), "tokens": rows, "backend": chosen,
+                "all_reduces": passes, "started": counting.started, "waited": counting.waited,
                 "in_flight": counting.most_in_flight,
-            }
+            }  # fmt: skip
             same = group.gather(rows)
             assert all(other == rows for other in same), "ranks chose different tokens"
     collectives.settle()

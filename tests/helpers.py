@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.cli import main
 from ladderize.console import printable
@@ -66,23 +67,15 @@ FAMILIES = {
     "mistral": {"sliding_window": 6, "head_dim": 8},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     "qwen3": {
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "head_dim": 8,
-        "attention_bias": True,
+        "use_sliding_window": True, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "head_dim": 8, "attention_bias": True,
     },
     "granite": {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.2,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 2.5,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": True,
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.5,
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
     },
     "smollm3": {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0, 1, 0]},
-}
+}  # fmt: skip
 
 # Adam's first step is as long for a gradient that all but cancels, of which rounding decides the sign. Gradients that
 # are clipped to this norm leave of such a one less than Adam's epsilon: then runs that round otherwise train the same.
@@ -150,6 +143,10 @@ def save_sparse(folder: Path, config: dict[str, object], layout: Layout | None =
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+
+
+def blocks_of(folder: Path, dtype: torch.dtype = torch.float32) -> Blocks:
+    return Blocks(open_checkpoint(str(folder)), dtype, torch.device("cpu"))
 
 
 def edit_json(path: Path, **changes: object) -> None:

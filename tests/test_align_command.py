@@ -28,6 +28,7 @@ from tests.helpers import (
     invoke,
     listing,
     one_sentence,
+    refusal,
     save_llama,
     save_pair,
 )
@@ -220,9 +221,7 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
     ],
 )
 def test_what_is_refused(made, tmp_path, options, code, message):
-    outcome = align(models_of(made), tmp_path / "out", *options)
-    assert message in one_sentence(outcome)
-    assert outcome.code == code
+    assert message in refusal(*command(models_of(made), tmp_path / "out", *options), code=code)
     assert listing(tmp_path) == []
 
 

@@ -23,7 +23,6 @@ from ladderize.adapt.layers.assign import (
 from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, cheapest_ranks, descend, exchanged
 from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.assignment import RankAssignment, read_assignment
 from ladderize.convert.plan import Changes
 from ladderize.layout import Layout
@@ -32,6 +31,7 @@ from tests.helpers import (
     BIASES,
     FAMILIES,
     SHAPE,
+    blocks_of,
     edit_tensors,
     fresh_rng,
     invoke_well,
@@ -56,7 +56,7 @@ MODELS = {  # what a model has beside SHAPE, its KV heads, and the ranks
 
 def random_blocks(tmp_path, extra):
     folder = save_llama(tmp_path / "dense", seed=int(torch.randint(1 << 30, ())), **extra)
-    return Blocks(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    return blocks_of(folder)
 
 
 def apart_layout(layers, ranks):
@@ -337,25 +337,6 @@ def test_sources_that_are_refused(llama, tmp_path, data):
     invoke_well("convert", tmp_path / "spd", tmp_path / "out", *words, "--no-verify")
     invoke_well("convert", llama, tmp_path / "other", *SPD, *words, "--no-verify")
     assert (tmp_path / "out" / "assignment.json").read_bytes() == (tmp_path / "other" / "assignment.json").read_bytes()
-
-
-def test_an_assigned_model_is_aligned_to_the_dense_one(llama, tmp_path, data):
-    """As is one whose dense model lies in that order: both models' weights are the same."""
-    invoke_well("convert", llama, tmp_path / "out", *SPD, "--assign", "heads,neurons", "--data", data, "--no-verify")
-    invoke_well("convert", tmp_path / "out", tmp_path / "moved", "--dense", "--no-verify")
-    (tmp_path / "moved" / "assignment.json").unlink()
-    invoke_well("convert", tmp_path / "moved", tmp_path / "plain", *SPD, "--no-verify")
-    words = ("--method", "align", "--data", data, "--no-verify", "--write", "last", "--json")
-    found = {}
-    for model, teacher in (("out", llama), ("plain", tmp_path / "moved")):
-        out = tmp_path / f"{model} aligned"
-        document = invoke_well("adapt", tmp_path / model, out, "--distill-from", teacher, *words).stdout
-        layers = {layer["layer"]: layer["projections"] for layer in json.loads(document)["layers"]}
-        found[model] = [each["error_before"] for each in layers[1] if each["projection"] != "mlp.down_proj"]
-    assert read_assignment(tmp_path / "out aligned" / "assignment.json")
-    # of the first layer that is solved, before a choice between nearly equal solutions makes a difference
-    assert len(found["out"]) == 6
-    assert found["out"] == pytest.approx(found["plain"], rel=1e-2, abs=1e-5)
 
 
 # ---- ranks of neighbouring layers ----

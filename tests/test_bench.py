@@ -156,9 +156,8 @@ def test_a_domino_prefill_is_checked_and_counted(checked_model):
     document = timed(checked_model, text=f"{text} --emulate-tp 2 --link 900,1")
     (check,) = document["checks"].values()
     assert check["logit_difference"] < check["tolerance"]
-    assert (
-        check["equal_greedy_tokens"] == check["greedy_tokens"] > 9 * 33
-    )  # two texts, equal and padded, and one by itself; and those that are read
+    # two texts, equal and padded, and one by itself; and those that are read
+    assert check["equal_greedy_tokens"] == check["greedy_tokens"] > 9 * 33
     for own, silent, plain in (document["rows"][:3], document["rows"][3:]):
         assert [row["schedule"] for row in (own, silent, plain)] == ["domino", "domino", "sequential"]
         assert [row["kind"] == "model" for row in (own, silent, plain)] == [True, False, False]
@@ -278,19 +277,24 @@ class LeavesOut(Observed):
         return Handle(lambda: x) if self.count == self.number else super().all_reduce_async(x)
 
 
-def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch):
-    """Emulated sums are delays: nobody sees in the logits that one was not even begun."""
-    forward = TPLlama.forward
+def leave_out(monkeypatch, model, number):
+    """From every pass of a class of models."""
+    forward = model.forward
 
     def mutated(self, *arguments):
         whole = self.collectives
-        self.collectives = LeavesOut(whole, 3)
+        self.collectives = LeavesOut(whole, number)
         try:
             return forward(self, *arguments)
         finally:
             self.collectives = whole
 
-    monkeypatch.setattr(TPLlama, "forward", mutated)
+    monkeypatch.setattr(model, "forward", mutated)
+
+
+def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch):
+    """Emulated sums are delays: nobody sees in the logits that one was not even begun."""
+    leave_out(monkeypatch, TPLlama, 3)
     message = one_sentence(bench("--random-weights", shape, "--layout", "spd+ladder", text=EMULATED))
     assert "its prefill completed 4 all-reduces of 2048 bytes" in message
     assert "the layout asks for 5 of 2560:" in message

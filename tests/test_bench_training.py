@@ -9,7 +9,6 @@ import torch
 
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.layout import Layout
-from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench import run as bench_run
 from ladderize.runtime.bench import training
 from ladderize.runtime.bench.document import BenchDocument, Overlap
@@ -23,6 +22,7 @@ from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec
 from ladderize.runtime.training import linear
 from ladderize.runtime.training.batch import Batch
+from tests.groups import ALONE
 from tests.helpers import (
     SHAPE,
     assert_there_and_back,
@@ -33,14 +33,13 @@ from tests.helpers import (
     make_model,
     one_sentence,
 )
-from tests.test_bench import LeavesOut
+from tests.test_bench import leave_out
 
 QUICK = ["--train", "--batch-size", 2, "--schedules", "sequential,domino", "--prompt-len", 6]
 QUICK += ["--repeat", 2, "--warmup", 1, "--threads", 1, "--dtype", "float32"]
 EMULATED = ["--emulate-tp", 2, "--link", "50,1"]
 
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
 SPEC = ModelSpec("m", None, dict(SHAPE), Layout.dense(4), "float32")
 
 
@@ -196,17 +195,7 @@ def test_weights_that_are_not_numbers(tmp_path):
 
 @pytest.mark.parametrize(("kind", "number"), [("forward", 3), ("backward", 12)])
 def test_a_message_that_is_left_out(shape, monkeypatch, kind, number):
-    forward = training.TPTraining.forward
-
-    def mutated(self, *arguments):
-        whole = self.collectives
-        self.collectives = LeavesOut(whole, number)
-        try:
-            return forward(self, *arguments)
-        finally:
-            self.collectives = whole
-
-    monkeypatch.setattr(training.TPTraining, "forward", mutated)
+    leave_out(monkeypatch, training.TPTraining, number)
     message = one_sentence(invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, "--layout", "dense"))
     assert f"dense: its {kind} completed" in message
 

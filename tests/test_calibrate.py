@@ -33,20 +33,12 @@ SMALL = TimedSizes((64, 128), (1, 8, 32), 1 << 16)
 def some_device(kind: str) -> DeviceSpec:
     fast = kind == "cuda"
     return DeviceSpec(
-        name="planted",
-        memory_bandwidth_gb_s=random.uniform(1000, 4000) if fast else random.uniform(5, 30),
-        matmul_tflop_s={"bfloat16": random.uniform(200, 900) if fast else random.uniform(0.1, 0.5)},
-        memory_gib=None,
-        bandwidth_share=1.0,
-        matmul_share=1.0,
-        kernel_us=random.uniform(1, 4) if fast else random.uniform(5, 15),
-        thin_us=random.uniform(1, 6) if fast else 0.0,
-        relative_error=0.05,
-        engine="runtime",
-        calibrated=True,
-        source="",
-        serial_share=0.0 if fast else random.uniform(0.2, 0.7),
-    )
+        name="planted", memory_bandwidth_gb_s=random.uniform(1000, 4000) if fast else random.uniform(5, 30),
+        matmul_tflop_s={"bfloat16": random.uniform(200, 900) if fast else random.uniform(0.1, 0.5)}, memory_gib=None,
+        bandwidth_share=1.0, matmul_share=1.0, kernel_us=random.uniform(1, 4) if fast else random.uniform(5, 15),
+        thin_us=random.uniform(1, 6) if fast else 0.0, relative_error=0.05, engine="runtime", calibrated=True,
+        source="", serial_share=0.0 if fast else random.uniform(0.2, 0.7),
+    )  # fmt: skip
 
 
 def planted(kind: str, device: DeviceSpec, links: dict[int, tuple[float, float]]):

@@ -237,18 +237,13 @@ def card_of(folder):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "ranks", "counts", "tags"),
+    ("recipe", "ranks", "tags"),
     [
-        (LADDER, 8, (4, 0, 0), ["ladder-residual"]),
-        (
-            Recipe(spd="1", sync_tp_size=4, delayed="2:"),
-            4,
-            (0, 4, 1),
-            ["delayed-tensor-parallelism", "sync-point-drop"],
-        ),
+        (LADDER, 8, ["ladder-residual"]),
+        (Recipe(spd="1", sync_tp_size=4, delayed="2:"), 4, ["delayed-tensor-parallelism", "sync-point-drop"]),
     ],
 )
-def test_the_card(llama, tmp_path, recipe, ranks, counts, tags):
+def test_the_card(llama, tmp_path, recipe, ranks, tags):
     (llama / "README.md").write_text(
         "---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n"
     )
@@ -261,14 +256,8 @@ def test_the_card(llama, tmp_path, recipe, ranks, counts, tags):
         "library_name": "transformers",
     }
     assert layout in body
-    for count, mode in zip(counts, ("overlapped", "delayed", "dropped"), strict=True):
-        assert f" {count} {mode}" in body
-    (command,) = [line for line in body.splitlines() if line.startswith("vllm serve")]
-    assert command == f"vllm serve out --tensor-parallel-size {ranks}"
-    refused = (
-        f"must divide {ranks}, for which\nits sync points were delayed or dropped. Engines without the plugin refuse"
-    )
-    assert (refused in body) == ("nothing is overlapped" not in body) == (recipe.spd is not None)
+    assert f"\nvllm serve out --tensor-parallel-size {ranks}\n" in body
+    assert ("Engines without the plugin refuse" in body) == (recipe.spd is not None)
     assert (tmp_path / "out" / "README.source.md").read_bytes() == (llama / "README.md").read_bytes()
 
 

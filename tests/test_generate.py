@@ -18,16 +18,14 @@ from ladderize.runtime.decode import Sampling, generate_tokens, sample
 from ladderize.runtime.generate import GenerateDocument
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from tests import warm
-from tests.groups import generated, make_generator
+from tests.groups import make_generator
 from tests.helpers import (
     ROOT,
     all_gone,
     edit_json,
     invoke,
     invoke_well,
-    make_model,
     one_sentence,
-    random_ids,
     ranks_of,
     refusal,
 )
@@ -72,29 +70,6 @@ def test_logits_of_16_bits_keep_their_order():
     logits = torch.tensor([[20.0, 0.1001, 0.1021, 0.0]], dtype=torch.bfloat16)
     drawn = sample(logits.expand(9, -1), Sampling(100.0, top_k=2), torch.linspace(0, 0.99, 9))
     assert set(drawn.tolist()) == {0, 2}
-
-
-def test_draws_depend_on_seed_and_row_only():
-    draws = Sampling(seed=3).draws(2, 5)
-    assert torch.equal(draws, Sampling(seed=3).draws(4, 9)[:2, :5])
-    assert torch.equal(Sampling(seed=3).draws(2, 5, first_row=3), Sampling(seed=3).draws(5, 7)[3:, :5])
-    assert not torch.equal(draws, Sampling(seed=4).draws(2, 5))
-    assert not torch.equal(draws[0], draws[1])
-
-
-def test_a_row_stops_at_any_eos_and_the_others_go_on(tmp_path):
-    make_model("ladder all", max_position_embeddings=128).save_pretrained(tmp_path / "m")
-    prompts = [random_ids(5).tolist(), random_ids(3).tolist()]
-    generator = make_generator(tmp_path / "m", 2, 64)
-
-    def rows_until(*eos):
-        with torch.inference_mode():
-            return generated(generator, prompts, 24, Sampling(), eos)
-
-    free = rows_until()
-    stop = free[0][6]
-    for row, whole in zip(rows_until(stop, 10**6), free, strict=True):
-        assert row == whole[: whole.index(stop) + 1 if stop in whole else None]
 
 
 def test_eos_ids_are_all_of_generation_config(llama):

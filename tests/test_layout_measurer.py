@@ -5,9 +5,7 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
-from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.sensitivity_file import AlignmentWindows, layer_changes, read_sensitivity
 from ladderize.data import file_sha256
 from ladderize.errors import LadderizeError, UserError
@@ -15,7 +13,7 @@ from ladderize.layout import Layout, LayoutError
 from ladderize.plan import measure
 from ladderize.plan.measure import LayoutMeasurer
 from ladderize.plan.options import PlanModel
-from tests.helpers import SHAPE, fresh_rng, invoke_well
+from tests.helpers import SHAPE, blocks_of, fresh_rng, invoke_well
 from tests.test_sensitivity import oracle_nll, random_layout
 
 SAMPLES, OTHERS = 7, 5  # windows that the sensitivity was measured on, and the rest of the file
@@ -45,7 +43,7 @@ def measuring(llama, points, tmp_path):
 
 def expected(llama, layout, windows):
     """The difference of a layout to the dense model in nats per token, its standard error, and how many windows."""
-    blocks = Blocks(open_checkpoint(str(llama)), torch.float32, torch.device("cpu"))
+    blocks = blocks_of(llama)
     increase = (oracle_nll(blocks, layout, windows) - oracle_nll(blocks, Layout.dense(4), windows)) / 15
     count = len(windows)
     return [increase.mean(), math.sqrt(((increase - increase.mean()) ** 2).sum() / (count - 1) / count), count]

@@ -46,19 +46,9 @@ def random_config() -> dict[str, object]:
 
 def a_device(**changes: object) -> DeviceSpec:
     spec = DeviceSpec(
-        "test",
-        random.uniform(1e3, 4e3),
-        {"bfloat16": random.uniform(200, 900)},
-        None,
-        random.uniform(0.5, 1),
-        random.uniform(0.3, 1),
-        random.uniform(1, 4),
-        random.uniform(1, 6),
-        0.05,
-        "published",
-        False,
-        "a test",
-    )
+        "test", random.uniform(1e3, 4e3), {"bfloat16": random.uniform(200, 900)}, None, random.uniform(0.5, 1),
+        random.uniform(0.3, 1), random.uniform(1, 4), random.uniform(1, 6), 0.05, "published", False, "a test",
+    )  # fmt: skip
     return dataclasses.replace(spec, **changes)
 
 

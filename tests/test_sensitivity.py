@@ -10,13 +10,24 @@ import torch
 
 from ladderize.adapt.layers.layout_scores import ConvertedLayouts, first_changed
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
-from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
+from ladderize.blocks import read_windows, window_nlls
 from ladderize.convert.sensitivity_file import LayerChange, layer_costs, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.layout import Layout
 from tests import warm
-from tests.helpers import BIASES, SHAPE, fresh_rng, invoke, invoke_well, listing, one_sentence, refusal, save_llama
+from tests.helpers import (
+    BIASES,
+    SHAPE,
+    blocks_of,
+    fresh_rng,
+    invoke,
+    invoke_well,
+    listing,
+    one_sentence,
+    refusal,
+    save_llama,
+)
 from tests.oracle import Oracle
 from tests.report_documents import sensitivity_document
 
@@ -43,7 +54,7 @@ def test_layouts_branch_off_one_dense_pass(llama, ids, monkeypatch):
     layouts = [random_layout(rng) for _ in range(20)]
     layouts += [Layout.from_layers(LAYERS, ladder=[3]), Layout.from_layers(LAYERS, spd=[3], sync_tp_size=2)]
     layouts += [layouts[3], Layout.dense(LAYERS)]
-    blocks = Blocks(open_checkpoint(str(llama)), torch.float32, torch.device("cpu"))
+    blocks = blocks_of(llama)
     windows = torch.from_numpy(np.load(ids))
     alone = [
         window_nlls(blocks, lambda i, layout=layout: blocks.layer(i, layout), windows, batch_size=12)
@@ -62,7 +73,7 @@ def test_against_the_oracle(tmp_path, ids, mode, extra):
     folder = save_llama(tmp_path / "m", seed=int(torch.randint(1 << 30, ())), **extra)
     options = SensitivityOptions(str(ids), mode, 4, samples=12, seed=3)
     document = measure_sensitivity(folder, options)
-    blocks = Blocks(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    blocks = blocks_of(folder)
     windows = read_windows(blocks.checkpoint, str(ids), seq_len=None, seed=3)[:12]
 
     def mean(layout):

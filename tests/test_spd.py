@@ -17,7 +17,7 @@ from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
 from ladderize.files.parsing import parse_yaml
 from tests import warm
-from tests.helpers import invoke, listing, one_sentence
+from tests.helpers import invoke, listing, one_sentence, refusal
 
 LADDERIZE = [sys.executable, "-m", "ladderize"]
 
@@ -134,11 +134,8 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
 def test_what_is_refused(tmp_path, text, options, code, message):
     (tmp_path / "empty.txt").write_text("")
     arguments = ["--sync-tp-size", 4, "--data", text, "--seq-len", 64]
-    outcome = invoke(
-        "spd", MODEL, tmp_path / "out", *arguments, *(option.replace("{tmp}", str(tmp_path)) for option in options)
-    )
-    assert outcome.code == code
-    assert message in outcome.stderr
+    options = [option.replace("{tmp}", str(tmp_path)) for option in options]
+    assert message in refusal("spd", MODEL, tmp_path / "out", *arguments, *options, code=code)
     assert listing(tmp_path) == ["empty.txt"]
 
 

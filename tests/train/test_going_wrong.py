@@ -10,8 +10,8 @@ import torch
 
 from ladderize.adapt.train.loop import explosion_bound
 from ladderize.adapt.train.training_model import HFTraining
-from tests.helpers import listing, one_sentence
-from tests.train.commands import adapt, losses_of, succeed
+from tests.helpers import listing, one_sentence, refusal
+from tests.train.commands import adapt, arguments, losses_of, succeed
 
 
 @pytest.fixture
@@ -98,9 +98,8 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
 )
 def test_bad_arguments(place, tmp_path, more, code, expected):
     more = [str(place / "upper") if argument == "OTHER" else argument for argument in more]
-    outcome = adapt(place, tmp_path / "out", *more)
-    assert outcome.code == code, outcome
-    assert expected.replace("OTHER", str(place / "upper")) in one_sentence(outcome)
+    said = refusal(*arguments(place, tmp_path / "out", *more), code=code)
+    assert expected.replace("OTHER", str(place / "upper")) in said
     assert listing(tmp_path) == []
 
 
