@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ from ladderize.console import printable
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.families.registry import family_of
 from ladderize.files.records import Record
-from ladderize.layout import Layout, parse_ranges
+from ladderize.layout import APART, ATTENTION_MODES, BLOCKING, MLP_MODES, Layout, parse_ranges
 from ladderize.modeling import ladderized_class
 from ladderize.runtime.decode import Sampling, sample
 from tests.warm import PATIENCE
@@ -97,6 +98,13 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * (0.15 if parameter.ndim > 1 else 0.3)
             parameter.add_(noise.to(parameter.dtype))
+
+
+def random_layout(layers: int = 4) -> Layout:
+    """Any that there is, of 4 virtual ranks where it needs some."""
+    attention = random.choices(ATTENTION_MODES, k=layers)
+    mlp = [*random.choices(MLP_MODES, k=layers - 1), BLOCKING]
+    return Layout(tuple(attention), tuple(mlp), 4 if {*APART} & {*attention, *mlp} else None)
 
 
 def make_model(

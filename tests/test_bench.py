@@ -205,12 +205,14 @@ def a_rank_of_dropped_points_left_out(monkeypatch):
     )
 
 
-def one_weight_is_off(monkeypatch):
+def one_weight_is_off(monkeypatch, *models):
+    """Of the checkpoints of these names, or of all."""
     load = spec.load_weights
 
-    def off(*arguments, **more):
-        weights = load(*arguments, **more)
-        weights.attention(1).norm.weight[3] += 0.5
+    def off(read, *arguments, **more):
+        weights = load(read, *arguments, **more)
+        if not models or read.__self__.checkpoint.folder.name in models:
+            weights.attention(1).norm.weight[3] += 0.5
         return weights
 
     monkeypatch.setattr(spec, "load_weights", off)
@@ -341,29 +343,11 @@ def test_the_tolerance_is_of_this_very_model(amplified):
 # ---- one model of several is wrong ----
 
 
-@pytest.fixture
-def two_models(checked_model, tmp_path, monkeypatch):
-    """Returns how to make some of the checkpoints ``a`` and ``b`` wrong: the runtime reads another norm."""
-    for name in "ab":
-        shutil.copytree(checked_model, tmp_path / name)
-    load = spec.load_weights
-
-    def spoil(*wrong):
-        def off(read, *arguments, **more):
-            weights = load(read, *arguments, **more)
-            if read.__self__.checkpoint.folder.name in wrong:
-                weights.attention(1).norm.weight[3] += 0.5
-            return weights
-
-        monkeypatch.setattr(spec, "load_weights", off)
-        return tmp_path / "a", tmp_path / "b"
-
-    return spoil
-
-
-def test_the_models_that_pass_are_timed(two_models, tmp_path):
+def test_the_models_that_pass_are_timed(checked_model, tmp_path, monkeypatch):
     """Without the baselines of the first model, which does not pass."""
-    outcome = bench(*two_models("a"), "--out", tmp_path / "bench.json", text="--baselines no-comm")
+    models = [shutil.copytree(checked_model, tmp_path / name) for name in "ab"]
+    one_weight_is_off(monkeypatch, "a")
+    outcome = bench(*models, "--out", tmp_path / "bench.json", text="--baselines no-comm")
     assert outcome.code == 1
     last = outcome.stderr.splitlines()[-1]
     assert last.startswith(f"Error: {tmp_path / 'a'} with 1 rank in float32, reading 96 tokens: a logit is ")

@@ -23,16 +23,7 @@ from ladderize.runtime.spec import ModelSpec, checkpoint_spec
 from ladderize.runtime.training import linear
 from ladderize.runtime.training.batch import Batch
 from tests.groups import ALONE
-from tests.helpers import (
-    SHAPE,
-    assert_there_and_back,
-    invoke,
-    invoke_json,
-    invoke_well,
-    listing,
-    make_model,
-    one_sentence,
-)
+from tests.helpers import SHAPE, assert_there_and_back, invoke, invoke_json, invoke_well, listing, make_model, refusal
 from tests.test_bench import leave_out
 
 QUICK = ["--train", "--batch-size", 2, "--schedules", "sequential,domino", "--prompt-len", 6]
@@ -188,7 +179,7 @@ def test_weights_that_are_not_numbers(tmp_path):
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "m")
-    message = one_sentence(invoke("bench", tmp_path / "m", *QUICK, *EMULATED))
+    message = refusal("bench", tmp_path / "m", *QUICK, *EMULATED)
     assert "m, 2 rows: the loss is nan and the norm of its gradients nan" in message
     assert message.endswith("so nothing was timed")
 
@@ -196,7 +187,7 @@ def test_weights_that_are_not_numbers(tmp_path):
 @pytest.mark.parametrize(("kind", "number"), [("forward", 3), ("backward", 12)])
 def test_a_message_that_is_left_out(shape, monkeypatch, kind, number):
     leave_out(monkeypatch, training.TPTraining, number)
-    message = one_sentence(invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, "--layout", "dense"))
+    message = refusal("bench", "--random-weights", shape, *QUICK, *EMULATED, "--layout", "dense")
     assert f"dense: its {kind} completed" in message
 
 

@@ -27,17 +27,7 @@ from ladderize.eval.tasks import open_tasks
 from ladderize.eval.text import score_windows
 from ladderize.ranks.group import Ranks
 from ladderize.vllm import environment
-from tests.helpers import (
-    STORIES,
-    fresh_rng,
-    invoke,
-    invoke_well,
-    listing,
-    make_model,
-    one_sentence,
-    refusal,
-    save_llama,
-)
+from tests.helpers import STORIES, fresh_rng, invoke, invoke_well, listing, make_model, refusal, save_llama
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,12 +43,8 @@ def tasks_of_lm_eval(tmp_path_factory):
         yield
 
 
-def nlls_of(model, windows, batch_size=8):
-    return np.array([score.nll for score in score_windows(model, windows, batch_size=batch_size)])
-
-
-def model_perplexity(model, windows, batch_size=8):
-    return perplexity_from_nlls(nlls_of(model, windows, batch_size), windows)
+def model_perplexity(model, windows):
+    return perplexity_from_nlls(np.array([score.nll for score in score_windows(model, windows)]), windows)
 
 
 def test_the_standard_error_covers_the_truth():
@@ -307,16 +293,18 @@ def test_found_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(HFModel, "__init__", lambda *_: pytest.fail("a model was loaded"))
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "lost.samples").touch()
-    outcome = invoke("eval", MODEL, "--tasks", "lost", "--include-path", task_without_data(tmp_path))
-    assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in one_sentence(outcome)
+    lost = ("--tasks", "lost", "--include-path", task_without_data(tmp_path))
+    assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in refusal(
+        "eval", MODEL, *lost
+    )
     for out, message in (
         (tmp_path / "fifo", "is not a regular file"),
         (tmp_path / "lost.json", "its samples belong into"),
     ):
-        assert message in one_sentence(invoke("eval", MODEL, *demo("copying"), "--out", out))
-    assert "does not exist" in one_sentence(invoke("eval", MODEL, "/no/model", *demo("copying")))
+        assert message in refusal("eval", MODEL, *demo("copying"), "--out", out)
+    assert "does not exist" in refusal("eval", MODEL, "/no/model", *demo("copying"))
     (tmp_path / "fifo").unlink()
-    assert "config.json" in one_sentence(invoke("eval", tmp_path, *demo("copying")))
+    assert "config.json" in refusal("eval", tmp_path, *demo("copying"))
 
 
 def test_the_first_windows(tmp_path):
@@ -347,7 +335,7 @@ def test_a_full_disk_names_no_samples_that_are_not_there(pair, tmp_path, monkeyp
 
     monkeypatch.setattr(os, "fsync", full_at_the_fourth)
     options = ("--limit", "3", "--out", tmp_path / "r.json")
-    message = one_sentence(invoke("eval", pair[0], *demo("agreement copying"), *options))
+    message = refusal("eval", pair[0], *demo("agreement copying"), *options)
     assert "demo_copying.jsonl" in message
     assert "no space left on device" in message.lower()
     (entry,) = json.loads((tmp_path / "r.json").read_text())["models"]
@@ -374,17 +362,14 @@ def test_fewshot_that_a_task_forbids(tmp_path):
     with (tmp_path / "tasks" / "agreement.yaml").open("a") as file:
         file.write("num_fewshot: 0\n")
     options = ("--include-path", tmp_path / "tasks", "--num-fewshot", "2")
-    assert "has no effect on demo_agreement" in one_sentence(
-        invoke("eval", MODEL, "--tasks", "demo_agreement", *options)
-    )
+    assert "has no effect on demo_agreement" in refusal("eval", MODEL, "--tasks", "demo_agreement", *options)
     document = json.loads(invoke("eval", MODEL, "--tasks", "demo_copying", *options, "--limit", "4", "--json").stdout)
     assert document["models"][0]["n-shot"] == {"demo_copying": 2}
 
 
 def test_data_that_does_not_fit_the_model(tmp_path):
     np.save(tmp_path / "ids.npy", np.array([5, 99999]))
-    outcome = invoke("eval", MODEL, "--perplexity", tmp_path / "ids.npy")
-    assert "token id 99999" in one_sentence(outcome)
+    assert "token id 99999" in refusal("eval", MODEL, "--perplexity", tmp_path / "ids.npy")
 
 
 # ---- --backend vllm, where vLLM is not; what it computes is tested in tests/vllm ----
@@ -393,7 +378,7 @@ def test_data_that_does_not_fit_the_model(tmp_path):
 def test_without_a_vllm_that_was_tested(monkeypatch):
     monkeypatch.setattr(environment, "version", lambda name: "0.31.4")
     outcome = invoke("eval", MODEL, *demo("copying"), "--backend", "vllm")
-    assert "and this is vLLM 0.31.4" in one_sentence(outcome)
+    assert "and this is vLLM 0.31.4" in outcome.stderr
     assert "reading the tasks" not in outcome.stderr, "this is known before any work"
 
 

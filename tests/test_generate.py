@@ -19,16 +19,7 @@ from ladderize.runtime.generate import GenerateDocument
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from tests import warm
 from tests.groups import make_generator
-from tests.helpers import (
-    ROOT,
-    all_gone,
-    edit_json,
-    invoke,
-    invoke_well,
-    one_sentence,
-    ranks_of,
-    refusal,
-)
+from tests.helpers import ROOT, all_gone, edit_json, invoke, invoke_well, ranks_of, refusal
 
 GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
 
@@ -91,8 +82,8 @@ def test_weights_that_are_no_numbers(tmp_path):
     model.save_pretrained(tmp_path / "m")
     for path in MODEL.glob("tokenizer*"):
         shutil.copy(path, tmp_path / "m")
-    outcome = invoke("generate", tmp_path / "m", "-p", "the cat", "--max-new-tokens", 4)
-    assert "the model's logits are NaN or infinite" in one_sentence(outcome)
+    words = ("-p", "the cat", "--max-new-tokens", 4)
+    assert "the model's logits are NaN or infinite" in refusal("generate", tmp_path / "m", *words)
 
 
 def test_logits_that_become_nan_later():
@@ -180,7 +171,7 @@ def test_bad_checkpoints(tmp_path, llama, monkeypatch):
         monkeypatch.setattr(
             "multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("a process was started")
         )
-        return one_sentence(invoke("generate", folder, "-p", "x", "--tp-size", 2, *arguments))
+        return refusal("generate", folder, "-p", "x", "--tp-size", 2, *arguments)
 
     assert "does not exist" in failure(tmp_path / "nowhere")
     assert "has no tokenizer, and generate needs one" in failure(llama)

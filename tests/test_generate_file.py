@@ -23,17 +23,7 @@ from ladderize.runtime.generate_file import GenerateFileDocument, LineWriter
 from ladderize.runtime.sampling import Sampling
 from tests import warm
 from tests.adapt_data.rows import MARKED, PLAIN, TURNS, one, scored_text, write_jsonl
-from tests.helpers import (
-    SHAPE,
-    clearly_chosen,
-    edit_json,
-    invoke,
-    invoke_well,
-    listing,
-    one_sentence,
-    refusal,
-    save_llama,
-)
+from tests.helpers import SHAPE, clearly_chosen, edit_json, invoke, invoke_well, listing, refusal, save_llama
 
 LENGTH = 12  # the most new tokens
 ENDS = {5, 11}  # of the model with random weights
@@ -272,7 +262,7 @@ def ids_of(content):
 
 
 def failure(arguments):
-    return one_sentence(invoke(*arguments))
+    return refusal(*arguments)
 
 
 @pytest.fixture(scope="module")

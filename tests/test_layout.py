@@ -1,17 +1,8 @@
 import pytest
 
 from ladderize.convert.recipe import Recipe
-from ladderize.layout import (
-    APART,
-    ATTENTION_MODES,
-    MLP_MODES,
-    Layout,
-    LayoutError,
-    RangeSyntaxError,
-    format_ranges,
-    parse_ranges,
-)
-from tests.helpers import fresh_rng
+from ladderize.layout import Layout, LayoutError, RangeSyntaxError, format_ranges, parse_ranges
+from tests.helpers import random_layout
 
 
 @pytest.mark.parametrize(
@@ -63,11 +54,8 @@ def test_a_single_overlapped_sync_point_is_named():
 
 
 def test_every_layout_has_a_recipe():
-    rng = fresh_rng()
     for _ in range(200):
-        attention = rng.choice(ATTENTION_MODES, 3).tolist()
-        mlp = [*rng.choice(MLP_MODES, 2).tolist(), "blocking"]
-        layout = Layout(tuple(attention), tuple(mlp), 2 if {*APART} & {*attention, *mlp} else None)
+        layout = random_layout(3)
         assert Recipe.from_layout(layout).layout(Layout.dense(3)) == layout
 
 

@@ -17,17 +17,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.modeling import load
 from ladderize.runtime.spec import checkpoint_spec
 from tests.groups import make_generator
-from tests.helpers import (
-    all_tensors,
-    blocks_of,
-    change_weights,
-    edit_json,
-    edit_tensors,
-    invoke_well,
-    random_ids,
-    refusal,
-    save_llama,
-)
+from tests.helpers import all_tensors, blocks_of, edit_json, edit_tensors, invoke_well, random_ids, refusal, save_llama
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -242,7 +232,7 @@ def test_a_checkpoint_does_not_choose_code(tmp_path, monkeypatch):
 def test_norms_that_are_stored_in_32_bits(tmp_path):
     """Beside weights in bfloat16 they are computed in bfloat16, as the config says and transformers does."""
     folder = save_llama(tmp_path / "model", dtype=torch.bfloat16)
-    change_weights(folder, lambda name, tensor: tensor.float() if "norm" in name else tensor)
+    edit_tensors(folder, lambda own: own.update({name: own[name].float() for name in own if "norm" in name}))
     assert next(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").parameters()).dtype == torch.bfloat16
     convert_checkpoint(folder, tmp_path / "ladder", Recipe(ladder="all"))
     assert {tensor.dtype for name, tensor in all_tensors(tmp_path / "ladder").items() if "norm" in name} == {

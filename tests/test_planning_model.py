@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ladderize.errors import UserError
-from ladderize.layout import APART, ATTENTION_MODES, BLOCKING, DELAYED, DROPPED, MLP_MODES, Layout
+from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, Layout
 from ladderize.plan.hardware import LIKE_ANOTHER, DeviceSpec, EngineFacts, known_devices, known_engines, read_device
 from ladderize.plan.passes import PassParts, Serving, pass_parts, predict_parallel, predict_pass, predict_silent
 from ladderize.plan.rows import band_cases, memory_need, planned_rows, relative_band
@@ -23,7 +23,7 @@ from ladderize.runtime.collectives.links import (
 )
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.shards import Shape, cache_bytes
-from tests.helpers import held_bytes
+from tests.helpers import held_bytes, random_layout
 
 # an engine that does nothing but its products
 NOTHING = {field.name: 0 for field in dataclasses.fields(EngineFacts) if field.name != "cache_bytes"}
@@ -385,12 +385,6 @@ def random_parts(layers: int) -> PassParts:
     groups = random.choice([(0.0, message, 0.0), (random.random(), random.random(), 0.0), (0.3, 0.5, 0.1)])
     start, contention = random.choice([0.0, message / 3]), random.random()
     return PassParts(layers, *seconds[:6], message, 16, start, seconds[6], contention, *groups, reading=seconds[7])
-
-
-def random_layout(layers: int) -> Layout:
-    attention = tuple(random.choice(ATTENTION_MODES) for _ in range(layers))
-    mlp = (*(random.choice(MLP_MODES) for _ in range(layers - 1)), BLOCKING)
-    return Layout(attention, mlp, 8 if {*APART} & {*attention, *mlp} else None)
 
 
 def slow_times(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> tuple[float, float]:
