@@ -146,23 +146,16 @@ def _row(model: str, layout: Layout, speedup: float, spread: float, batch: int, 
 def sensitivity_document(layers: int = 4) -> dict[str, Any]:
     """sensitivity.json: the first layer is sensitive, the second below 0, the others are not."""
     values = [12.0, -0.02, *(0.01 * number for number in range(layers - 2))]
+    costs = [
+        LayerCost(layer, kind, math.log1p(value / 4), value, value - 0.01, value + 0.01)
+        for kind in ("ladder", "spd", "spd+ladder")
+        for layer, value in enumerate(values)
+    ]
     return SensitivityDocument(
-        model="models/dense",
-        fingerprint="abc",
-        layout=f"{layers} layers: dense",
-        num_layers=layers,
-        data=CalibrationData("text.txt", "00", 2, 64, 0),
-        mode="layers",
-        sync_tp_size=2,
-        dtype="float32",
-        aligned=None,
-        dense_nll=math.log(4.0),
-        costs=[
-            LayerCost(layer, kind, math.log1p(value / 4), value, value - 0.01, value + 0.01)
-            for kind in ("ladder", "spd", "spd+ladder")
-            for layer, value in enumerate(values)
-        ],
-    ).to_dict()
+        model="models/dense", fingerprint="abc", layout=f"{layers} layers: dense", num_layers=layers,
+        data=CalibrationData("text.txt", "00", 2, 64, 0), mode="layers", sync_tp_size=2, dtype="float32",
+        aligned=None, dense_nll=math.log(4.0), costs=costs,
+    ).to_dict()  # fmt: skip
 
 
 def write_metrics(folder: Path, values: Sequence[float], *, dense: float | None = 3.4) -> None:

@@ -87,15 +87,11 @@ def make_case(
     checkpoint = read_checkpoint(folder / "student")
     names, vocab = checkpoint.tensors, checkpoint.config["vocab_size"]
     return Case(
-        folder / "student",
-        trained_tensors(names, layers or (), layers is None),
-        tuple(text(*size, vocab, packed=packed, scored=scored, padding=3 * hidden) for size in sizes),
-        schedule,
-        recompute,
-        folder / "teacher" if teacher or hidden else None,
-        HIDDEN if hidden else TEACHER if teacher else Objective(),
-        **more,
-    )
+        folder / "student", trained_tensors(names, layers or (), layers is None),
+        tuple(text(*size, vocab, packed=packed, scored=scored, padding=3 * hidden) for size in sizes), schedule,
+        recompute, folder / "teacher" if teacher or hidden else None,
+        HIDDEN if hidden else TEACHER if teacher else Objective(), **more,
+    )  # fmt: skip
 
 
 def reference(case):

@@ -160,14 +160,9 @@ def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
 
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
     expected = simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(pair[0]), "dtype": "float32"},
-        tasks=["demo_agreement", "demo_copying"],
-        task_manager=manager,
-        limit=24,
-        batch_size=8,
-        device="cpu",
-    )
+        model="hf", model_args={"pretrained": str(pair[0]), "dtype": "float32"},
+        tasks=["demo_agreement", "demo_copying"], task_manager=manager, limit=24, batch_size=8, device="cpu",
+    )  # fmt: skip
     tracker = EvaluationTracker(output_path=str(tmp_path / "theirs.json"))
     logged = expected.pop("samples")
     tracker.save_results_aggregated(results=dict(expected), samples=logged)

@@ -52,13 +52,9 @@ def hardware(tmp_path):
         for ranks in (2, 4)
     ]
     link = {
-        "name": "wire",
-        "rows": rows,
-        "contention": float(rng.uniform(0, 0.5)),
-        "relative_error": 0.1,
-        "calibrated": True,
-        "source": "a test",
-    }
+        "name": "wire", "rows": rows, "contention": float(rng.uniform(0, 0.5)), "relative_error": 0.1,
+        "calibrated": True, "source": "a test",
+    }  # fmt: skip
     path = tmp_path / "box.yaml"
     path.write_text(yaml.safe_dump({"device": device, "link": link}))
     return path

@@ -34,14 +34,10 @@ INSTANT = 1e30  # of a rate: whatever needs it takes no time
 def random_config() -> dict[str, object]:
     heads, kv_heads, head_dim = (*random.choice([(8, 8), (16, 8), (16, 2)]), random.choice([32, 64]))
     return {
-        "vocab_size": random.randint(100, 999) * 8,
-        "hidden_size": heads * head_dim,
-        "intermediate_size": random.randint(10, 99) * 64,
-        "num_hidden_layers": random.randint(2, 9),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-    }
+        "vocab_size": random.randint(100, 999) * 8, "hidden_size": heads * head_dim,
+        "intermediate_size": random.randint(10, 99) * 64, "num_hidden_layers": random.randint(2, 9),
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+    }  # fmt: skip
 
 
 def a_device(**changes: object) -> DeviceSpec:
@@ -124,12 +120,9 @@ def test_windows_count_where_the_engine_heeds_them():
     kinds = ["sliding_attention", "full_attention", *random.choices(["sliding_attention", "full_attention"], k=layers)]
     config = {**random_config(), "num_hidden_layers": len(kinds)}
     sliding = {
-        "model_type": "qwen3",
-        "use_sliding_window": True,
-        "sliding_window": window,
-        "max_window_layers": 0,
+        "model_type": "qwen3", "use_sliding_window": True, "sliding_window": window, "max_window_layers": 0,
         "layer_types": kinds,
-    }
+    }  # fmt: skip
     heads, kv_heads, width = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     reached = [window if kind == "sliding_attention" else 10**9 for kind in kinds]
     prefill = sum(min(own, token) for own in reached for token in range(1, prompt + 1))

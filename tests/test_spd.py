@@ -99,7 +99,8 @@ def test_the_story(tmp_path, text, repair, document, names):
 
 
 def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
-    assert run(tmp_path / "whole", text).code == 0
+    quarter = ("--spd-fraction", 0.25)
+    assert run(tmp_path / "whole", text, *quarter).code == 0
     for home, step in ((spd, "assign_layers"), (rewrite, "distill"), (rewrite, "convert_checkpoint")):
 
         def killed(*arguments, **keywords):
@@ -107,20 +108,20 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(home, step, killed)
-            assert run(tmp_path / "out", text).code == 130
+            assert run(tmp_path / "out", text, *quarter).code == 130
         assert listing(tmp_path) == ["out.ladderize-work", "whole"]
     for options, other in ((["--seq-len", 32], "data"), (["--spd-fraction", 0.1], "spd_fraction")):
-        assert f"with another {other}; delete it" in one_sentence(run(tmp_path / "out", text, *options))
+        assert f"with another {other}; delete it" in one_sentence(run(tmp_path / "out", text, *quarter, *options))
     monkeypatch.setattr(spd, "measure_sensitivity", lambda *a, **k: pytest.fail("the blocks were measured already"))
     monkeypatch.setattr(spd, "assign_layers", lambda *a, **k: pytest.fail("heads and neurons were assigned already"))
     monkeypatch.setattr(LayerFiles, "save", lambda *a: pytest.fail("the blocks were trained already"))
     for _ in range(2):  # the second finds OUT, which this command wrote
-        assert run(tmp_path / "out", text).code == 0
+        assert run(tmp_path / "out", text, *quarter).code == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
     ).read_bytes()
     assert listing(tmp_path) == ["out", "whole"]
-    assert "out" in one_sentence(run(tmp_path / "out", text, "--seed", 1))  # another run does not replace it
+    assert "out" in one_sentence(run(tmp_path / "out", text, *quarter, "--seed", 1))  # another run does not replace it
 
 
 @pytest.mark.parametrize(

@@ -77,13 +77,9 @@ def tensor_parallel(folder, dense, device, gpu):
         layout = Layout.from_config(checkpoint.config)
         shape = Shape.from_config(checkpoint.config, tp_size=RANKS, rank=0)
         weights = build_weights(
-            lambda dtype: CheckpointSource(checkpoint, dtype, device).read,
-            checkpoint.config,
-            shape,
-            layout,
-            trained=frozenset(checkpoint.tensors) if trained else frozenset(),
-            compute=torch.float32,
-        )
+            lambda dtype: CheckpointSource(checkpoint, dtype, device).read, checkpoint.config, shape, layout,
+            trained=frozenset(checkpoint.tensors) if trained else frozenset(), compute=torch.float32,
+        )  # fmt: skip
         return TPTraining(weights, checkpoint.config, layout, made)
 
     yield TensorParallelTraining(
