@@ -157,8 +157,15 @@ def blocks_of(folder: Path, dtype: torch.dtype = torch.float32) -> Blocks:
     return Blocks(open_checkpoint(str(folder)), dtype, torch.device("cpu"))
 
 
+def change_json(path: Path, edit: Callable[[Any], object]) -> None:
+    """``edit`` gets the document, and changes it in place."""
+    document = json.loads(path.read_text())
+    edit(document)
+    path.write_text(json.dumps(document))
+
+
 def edit_json(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    change_json(path, lambda document: document.update(changes))
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:

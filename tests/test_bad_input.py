@@ -15,7 +15,7 @@ import torch
 
 from ladderize.boundary import DEBUG
 from ladderize.demo.inputs import MODEL
-from tests.helpers import ROOT, edit_json, edit_tensors, invoke, invoke_well, listing, refusal, save_llama
+from tests.helpers import ROOT, change_json, edit_json, edit_tensors, invoke, invoke_well, listing, refusal, save_llama
 
 
 def refused(source, out, *options, code=1):
@@ -73,12 +73,7 @@ def header(content):
 
 
 def missing(key):
-    def change(source):
-        found = json.loads((source / "config.json").read_text())
-        del found[key]
-        (source / "config.json").write_text(json.dumps(found))
-
-    return change
+    return lambda source: change_json(source / "config.json", lambda found: found.pop(key))
 
 
 def gone(*names):
@@ -205,9 +200,8 @@ def test_damaged_source(llama, tmp_path, name):
 def test_index_that_leads_astray(tmp_path, entry, message):
     source = save_llama(tmp_path / "src", shards=3)
     (tmp_path / "secret.safetensors").write_bytes(b"x")
-    index = json.loads((source / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.norm.weight"] = entry
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    where = {"model.norm.weight": entry}
+    change_json(source / "model.safetensors.index.json", lambda index: index["weight_map"].update(where))
     assert message in refused(source, tmp_path / "out")
     assert "out" not in listing(tmp_path)
 

@@ -11,6 +11,7 @@ from ladderize.runtime import launch as distributed
 from tests.groups import make_generator, run_all_models, run_models
 from tests.helpers import FAMILIES, LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle, assert_likeliest
+from tests.test_convert import LLAMA_3_ROPE
 
 
 class Run(NamedTuple):
@@ -159,13 +160,7 @@ def test_a_batch_of_another_size_than_the_cache(tmp_path):
 @pytest.mark.parametrize(
     "rope",
     [
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
+        LLAMA_3_ROPE,
         {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     ],
