@@ -49,12 +49,7 @@ class Browser:
         self.messages: list[str] = []
 
     def show(
-        self,
-        page: Path,
-        *,
-        width: int = DESKTOP,
-        scheme: Scheme = "light",
-        media: Literal["", "print"] = "",
+        self, page: Path, *, width: int = DESKTOP, scheme: Scheme = "light", media: Literal["", "print"] = ""
     ) -> None:
         """Open the file as a reader of this screen width (pixels) and colour scheme does, and wait until nothing
         changes any more. What it asks for and what it prints on the console is in `requests` and `messages` then."""

@@ -133,20 +133,11 @@ def build(case, group, collectives):
     layout = Layout.from_config(checkpoint.config)
     shape = Shape.from_config(checkpoint.config, tp_size=group.size, rank=group.rank)
     weights = build_weights(
-        lambda dtype: CheckpointSource(checkpoint, dtype, CPU).read,
-        checkpoint.config,
-        shape,
-        layout,
-        trained=case.trained,
-        compute=case.compute,
-    )
+        lambda dtype: CheckpointSource(checkpoint, dtype, CPU).read, checkpoint.config, shape, layout,
+        trained=case.trained, compute=case.compute,
+    )  # fmt: skip
     return TPTraining(
-        weights,
-        checkpoint.config,
-        layout,
-        collectives,
-        schedule=case.schedule,
-        gradient_checkpointing=case.recompute,
+        weights, checkpoint.config, layout, collectives, schedule=case.schedule, gradient_checkpointing=case.recompute
     ).train()
 
 

@@ -41,22 +41,14 @@ class Written:
         count = len(next(iter(values.values())))
         self.samples[name] = [
             {
-                "doc_id": number,
-                "doc": {"question": f"q{number}"},
-                "target": "x",
-                "arguments": {},
-                "resps": [],
-                "filtered_resps": [],
-                "filter": kind,
-                "metrics": list(values),
-                "doc_hash": f"d{name}{number}",
-                "prompt_hash": f"p{name}{number}",
-                "target_hash": f"t{number}",
+                "doc_id": number, "doc": {"question": f"q{number}"}, "target": "x", "arguments": {}, "resps": [],
+                "filtered_resps": [], "filter": kind, "metrics": list(values), "doc_hash": f"d{name}{number}",
+                "prompt_hash": f"p{name}{number}", "target_hash": f"t{number}",
                 **{metric: given[number] for metric, given in values.items()},
             }
             for kind in filters
             for number in range(count)
-        ]
+        ]  # fmt: skip
         reported = {
             f"{metric},{kind}": reported_value(given, aggregation)
             for kind in filters

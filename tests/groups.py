@@ -83,15 +83,10 @@ def run_models(group, items, backend, replicate_vocab=False):
                 last = generator.decode_one_token(token)
             rows = generated(generator, prompts, steps, Sampling())
             results[name] = {
-                "logits": logits.float().numpy(),
-                "last": last.float().numpy(),
-                "tokens": rows,
-                "backend": chosen,
-                "all_reduces": passes,
-                "started": counting.started,
-                "waited": counting.waited,
+                "logits": logits.float().numpy(), "last": last.float().numpy(), "tokens": rows, "backend": chosen,
+                "all_reduces": passes, "started": counting.started, "waited": counting.waited,
                 "in_flight": counting.most_in_flight,
-            }
+            }  # fmt: skip
             same = group.gather(rows)
             assert all(other == rows for other in same), "ranks chose different tokens"
     collectives.settle()
@@ -101,14 +96,6 @@ def run_models(group, items, backend, replicate_vocab=False):
 def run_all_models(group, jobs, backend):
     """jobs: (items, replicate_vocab) for ``run_models``, one after the other in one group."""
     return [run_models(group, items, backend, replicate_vocab) for items, replicate_vocab in jobs]
-
-
-def sampled(group, folder, prompts, sampling, steps, backend="auto"):
-    collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
-    with torch.inference_mode():
-        rows = generated(make_generator(folder, len(prompts), 96, group, collectives), prompts, steps, sampling)
-    collectives.settle()
-    return rows
 
 
 def reduce_randomly(group, backend, rounds, seed):

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,13 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.cli import main
 from ladderize.console import printable
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.families.registry import family_of
 from ladderize.files.records import Record
-from ladderize.layout import Layout, parse_ranges
+from ladderize.layout import APART, ATTENTION_MODES, BLOCKING, MLP_MODES, Layout, parse_ranges
 from ladderize.modeling import ladderized_class
 from ladderize.runtime.decode import Sampling, sample
 from tests.warm import PATIENCE
@@ -66,23 +68,15 @@ FAMILIES = {
     "mistral": {"sliding_window": 6, "head_dim": 8},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     "qwen3": {
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "head_dim": 8,
-        "attention_bias": True,
+        "use_sliding_window": True, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "head_dim": 8, "attention_bias": True,
     },
     "granite": {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.2,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 2.5,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": True,
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.5,
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
     },
     "smollm3": {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0, 1, 0]},
-}
+}  # fmt: skip
 
 # Adam's first step is as long for a gradient that all but cancels, of which rounding decides the sign. Gradients that
 # are clipped to this norm leave of such a one less than Adam's epsilon: then runs that round otherwise train the same.
@@ -104,6 +98,13 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * (0.15 if parameter.ndim > 1 else 0.3)
             parameter.add_(noise.to(parameter.dtype))
+
+
+def random_layout(layers: int = 4) -> Layout:
+    """Any that there is, of 4 virtual ranks where it needs some."""
+    attention = random.choices(ATTENTION_MODES, k=layers)
+    mlp = [*random.choices(MLP_MODES, k=layers - 1), BLOCKING]
+    return Layout(tuple(attention), tuple(mlp), 4 if {*APART} & {*attention, *mlp} else None)
 
 
 def make_model(
@@ -152,8 +153,19 @@ def save_sparse(folder: Path, config: dict[str, object], layout: Layout | None =
         file.truncate(8 + len(text) + end)
 
 
+def blocks_of(folder: Path, dtype: torch.dtype = torch.float32) -> Blocks:
+    return Blocks(open_checkpoint(str(folder)), dtype, torch.device("cpu"))
+
+
+def change_json(path: Path, edit: Callable[[Any], object]) -> None:
+    """``edit`` gets the document, and changes it in place."""
+    document = json.loads(path.read_text())
+    edit(document)
+    path.write_text(json.dumps(document))
+
+
 def edit_json(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    change_json(path, lambda document: document.update(changes))
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -104,10 +104,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
     ),
     "W4A16": (pack_quantised, compressed("pack-quantized", GROUPS, None)),
     "W4A16 asymmetric": (pack_asymmetric, compressed("pack-quantized", {**GROUPS, "symmetric": False}, None)),
-    "FP8 blocks": (
-        fp8_blocks,
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]},
-    ),
+    "FP8 blocks": (fp8_blocks, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}),
     "FP8 scalars": (fp8_static, {"quant_method": "fp8", "activation_scheme": "static"}),
     "modelopt": (modelopt, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}),
     "AWQ": (awq, {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"}),

@@ -56,30 +56,16 @@ def comparison(reference: str, other: str, points: float, spread: float, margin:
     common: dict[str, Any] = {"reference_value": DENSE_ACCURACY, "value": value, **ends}
     tasks = [
         TaskComparison(
-            task=task,
-            metric="acc",
-            filter="none",
-            main=True,
-            higher_is_better=True,
-            samples=500,
-            mcnemar_p=0.2,
-            right_to_wrong=list(range(12)),
-            wrong_to_right=list(range(12, 21)),
-            **common,
+            task=task, metric="acc", filter="none", main=True, higher_is_better=True, samples=500, mcnemar_p=0.2,
+            right_to_wrong=list(range(12)), wrong_to_right=list(range(12, 21)), **common,
         )
         for task in TASKS
-    ]
+    ]  # fmt: skip
     overall = PooledComparison(tasks=list(TASKS), samples=1000, **common)
     perplexity = PerplexityComparison(
-        windows=64,
-        tokens=6400,
-        reference_value=4.0,
-        value=4.0 - points / 20,
-        difference=-points / 20,
-        stderr=0.01,
-        low=-points / 20 - 0.02,
-        high=-points / 20 + 0.02,
-    )
+        windows=64, tokens=6400, reference_value=4.0, value=4.0 - points / 20, difference=-points / 20, stderr=0.01,
+        low=-points / 20 - 0.02, high=-points / 20 + 0.02,
+    )  # fmt: skip
     predictions = Predictions(reference, 0.01, 0.009, 0.011, 0.2, 0.97, 6400)
     document = ComparisonDocument(reference, other, margin, tasks, overall, perplexity, predictions)
     return document.to_dict()
@@ -107,17 +93,9 @@ def eval_document(
 
 def _evaluated(model: str, layout: Layout) -> EvaluatedModel:
     return EvaluatedModel(
-        model=model,
-        layout=str(layout),
-        attention_sync=list(layout.attention_sync),
-        mlp_sync=list(layout.mlp_sync),
-        sync_tp_size=layout.sync_tp_size,
-        parameters=1_000_000,
-        dtype="float32",
-        device="cpu",
-        torch_version="2.13.0",
-        transformers_version="5.23.0",
-    )
+        model=model, layout=str(layout), **layout.to_config(), parameters=1_000_000, dtype="float32", device="cpu",
+        torch_version="2.13.0", transformers_version="5.23.0",
+    )  # fmt: skip
 
 
 def bench_document(
@@ -138,16 +116,11 @@ def bench_document(
         for name, layout in models.items()
     ]
     document = BenchDocument(
-        complete=True,
-        options=options,
-        link=Link("nccl_pcie", 20.0, 10.0) if emulated else None,
+        complete=True, options=options, link=Link("nccl_pcie", 20.0, 10.0) if emulated else None,
         backend="none" if emulated else "shm: all ranks are on this host",
         environment=Environment("cpu", "a processor", 2, 1, "3.11.7", "2.13.0", "5.23.0", "Linux 6", 1, {}),
-        checks={},
-        alone_ms={},
-        rows=rows,
-        failed={},
-    )
+        checks={}, alone_ms={}, rows=rows, failed={},
+    )  # fmt: skip
     return document.to_dict()
 
 
@@ -155,55 +128,34 @@ def _row(model: str, layout: Layout, speedup: float, spread: float, batch: int, 
     interval = [speedup - spread, speedup + spread]
     prefill, decode = 40.0 / speedup, 5.0 / speedup
     part = PhaseCommunication(
-        all_reduces=16,
-        bytes=4096,
-        no_communication_ms=0.7 * decode,
-        alone_ms=1.5,
-        exposed_ms=0.3 * decode,
+        all_reduces=16, bytes=4096, no_communication_ms=0.7 * decode, alone_ms=1.5, exposed_ms=0.3 * decode,
         exposed_interval_ms=[0.2, 2.0],
-    )
+    )  # fmt: skip
     return BenchRow(
-        model=model,
-        kind=MODEL_ROW,
-        schedule="sequential",
-        layout=str(layout),
-        attention_sync=list(layout.attention_sync),
-        mlp_sync=list(layout.mlp_sync),
-        sync_tp_size=layout.sync_tp_size,
-        weights=f"/tmp/{model}",
-        dtype="float32",
-        tp_size=tp_size,
-        batch_size=batch,
+        model=model, kind=MODEL_ROW, schedule="sequential", layout=str(layout), **layout.to_config(),
+        weights=f"/tmp/{model}", dtype="float32", tp_size=tp_size, batch_size=batch,
         ms={"prefill": prefill, "decode": decode, "end_to_end": prefill + 32 * decode},
-        tokens_per_s=1e3 * batch / decode,
-        speedup=dict.fromkeys(("prefill", "decode", "end_to_end"), speedup),
+        tokens_per_s=1e3 * batch / decode, speedup=dict.fromkeys(("prefill", "decode", "end_to_end"), speedup),
         speedup_interval=dict.fromkeys(("prefill", "decode", "end_to_end"), interval),
         samples_ms={"prefill": [prefill] * 7, "decode": [decode] * 7},
         communication={"prefill": part, "decode": part},
         no_communication_samples_ms={"prefill": [1.0], "decode": [1.0]},
-    )
+    )  # fmt: skip
 
 
 def sensitivity_document(layers: int = 4) -> dict[str, Any]:
     """sensitivity.json: the first layer is sensitive, the second below 0, the others are not."""
     values = [12.0, -0.02, *(0.01 * number for number in range(layers - 2))]
+    costs = [
+        LayerCost(layer, kind, math.log1p(value / 4), value, value - 0.01, value + 0.01)
+        for kind in ("ladder", "spd", "spd+ladder")
+        for layer, value in enumerate(values)
+    ]
     return SensitivityDocument(
-        model="models/dense",
-        fingerprint="abc",
-        layout=f"{layers} layers: dense",
-        num_layers=layers,
-        data=CalibrationData("text.txt", "00", 2, 64, 0),
-        mode="layers",
-        sync_tp_size=2,
-        dtype="float32",
-        aligned=None,
-        dense_nll=math.log(4.0),
-        costs=[
-            LayerCost(layer, kind, math.log1p(value / 4), value, value - 0.01, value + 0.01)
-            for kind in ("ladder", "spd", "spd+ladder")
-            for layer, value in enumerate(values)
-        ],
-    ).to_dict()
+        model="models/dense", fingerprint="abc", layout=f"{layers} layers: dense", num_layers=layers,
+        data=CalibrationData("text.txt", "00", 2, 64, 0), mode="layers", sync_tp_size=2, dtype="float32",
+        aligned=None, dense_nll=math.log(4.0), costs=costs,
+    ).to_dict()  # fmt: skip
 
 
 def write_metrics(folder: Path, values: Sequence[float], *, dense: float | None = 3.4) -> None:
@@ -240,14 +192,9 @@ def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: 
         points.append(_point(name, models[layout], f"{place}/results.json"))
     write_document(folder / "bench.json", bench_document(timed, {"ladder": 1.25, "spd": 1.4}, batches=(1, 4)))
     document = SweepDocument(
-        model="models/dense",
-        command="ladderize sweep sweep.yaml",
-        complete=complete,
-        margin=2.0,
-        points=points,
-        stages=[],
-        benches=["bench.json"],
-    )
+        model="models/dense", command="ladderize sweep sweep.yaml", complete=complete, margin=2.0, points=points,
+        stages=[], benches=["bench.json"],
+    )  # fmt: skip
     write_document(folder / "sweep.json", document.to_dict())
 
 
@@ -260,16 +207,7 @@ def _parts(name: str) -> tuple[str, str, str]:
 def _point(name: str, layout: Layout, results: str) -> SweepPoint:
     kind, tokens, adapted = _parts(name)
     return SweepPoint(
-        name=name,
-        layout=str(layout),
-        attention_sync=list(layout.attention_sync),
-        mlp_sync=list(layout.mlp_sync),
-        sync_tp_size=layout.sync_tp_size,
-        adapted=adapted,
-        tokens=int(tokens) if tokens else None,
-        model=model_path(name),
-        results=results,
-        adaptation=f"stages/adapt-{name}" if "full" in adapted else None,
-        stages=[],
-        timed=model_path(kind),
-    )
+        name=name, layout=str(layout), **layout.to_config(), adapted=adapted, tokens=int(tokens) if tokens else None,
+        model=model_path(name), results=results, adaptation=f"stages/adapt-{name}" if "full" in adapted else None,
+        stages=[], timed=model_path(kind),
+    )  # fmt: skip

@@ -31,19 +31,14 @@ def spec(place, **changes):
         "adapt": [
             "none",
             {
-                "method": "full",
-                "layouts": "half",
-                "data": str(place / "ids.npy"),
-                "max_steps": 2,
-                "batch_size": 2,
-                "seq_len": 16,
-                "write": "last",
+                "method": "full", "layouts": "half", "data": str(place / "ids.npy"), "max_steps": 2, "batch_size": 2,
+                "seq_len": 16, "write": "last",
             },
         ],
         "eval": {"perplexity": str(place / "heldout.npy"), "batch_size": 4},
         "bench": [FAST],
         **changes,
-    }
+    }  # fmt: skip
     return {key: value for key, value in content.items() if value is not None}
 
 

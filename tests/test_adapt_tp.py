@@ -79,22 +79,18 @@ def test_models_that_would_be_trained_otherwise_are_refused(place, tmp_path, cha
     shutil.copytree(place / "ladder", tmp_path / "model")
     edit_json(tmp_path / "model" / "config.json", **changes)
     with pytest.raises(UserError, match=re.escape(expected)):
-        open_task(str(tmp_path / "model"), options(place, tp_size=2), world(2))
-    open_task(str(tmp_path / "model"), options(place), world(1))
-
-
-def world(size):
-    return Launch(size)
+        open_task(str(tmp_path / "model"), options(place, tp_size=2), Launch(2))
+    open_task(str(tmp_path / "model"), options(place), Launch(1))
 
 
 def test_rows_are_shared_out_by_the_data_ranks(place):
     given = options(place, tp_size=2, batch_size=6)
-    task = open_task(str(place / "both"), given, world(4))
+    task = open_task(str(place / "both"), given, Launch(4))
     assert task.options.micro_batch_size == 3
     with pytest.raises(UserError, match="divisible by the 4 processes that read different data"):
-        open_task(str(place / "both"), given, world(8))
+        open_task(str(place / "both"), given, Launch(8))
     with pytest.raises(UserError, match="--tp-size 2 does not go together with the launcher's 3 processes;"):
-        open_task(str(place / "both"), given, world(3))
+        open_task(str(place / "both"), given, Launch(3))
     with pytest.raises(UserError, match="4 processes, which share the model by FSDP or DeepSpeed; start"):
         open_task(str(place / "both"), given, Launch(4, sharded=True))
 

@@ -14,7 +14,7 @@ from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBloc
 from ladderize.adapt.layers.options import AlignOptions, layers_to_rewrite
 from ladderize.adapt.layers.ridge import RankRows, affine, refit
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, to_json
 from ladderize.convert.assignment import RankAssignment, assignment_of
@@ -23,12 +23,22 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.modeling import ladderized_class
-from ladderize.ranks.group import Ranks
 from tests.align_oracle import AlignOracle
-from tests.helpers import BIASES, FAMILIES, LAYOUTS, SHAPE, all_tensors, change_weights, listing, random_ids, save_llama
+from tests.groups import ALONE
+from tests.helpers import (
+    BIASES,
+    FAMILIES,
+    LAYOUTS,
+    SHAPE,
+    all_tensors,
+    blocks_of,
+    change_weights,
+    listing,
+    random_ids,
+    save_llama,
+)
 
 CPU = torch.device("cpu")
-ALONE = Ranks(0, 1, CPU)
 CONVERTED = [name for name in LAYOUTS if name != "dense"]
 TRAINED = 32  # of 40 windows
 
@@ -49,10 +59,6 @@ def pair(folder, name, *, noise=0.0, dtype=torch.float32, **extra):
     if noise:
         change_weights(folder / "student", lambda _, weight: weight + noise * torch.randn_like(weight))
     return dense, folder / "student"
-
-
-def blocks_of(folder, dtype=torch.float32):
-    return Blocks(open_checkpoint(str(folder)), dtype, CPU)
 
 
 def layers_to_align(layout, ranges):

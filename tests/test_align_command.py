@@ -26,9 +26,9 @@ from tests.helpers import (
     edit_json,
     fresh_rng,
     invoke,
-    invoke_well,
     listing,
     one_sentence,
+    refusal,
     save_llama,
     save_pair,
 )
@@ -129,25 +129,6 @@ def test_a_checkpoint_is_written_with_its_document(pair, tmp_path):
     assert divergence == pytest.approx(document["heldout_divergence"]["after"], rel=1e-4)
 
 
-def test_a_chain_of_methods_is_told_in_its_order(pair, tmp_path):
-    """align, then blocks, then full: each starts from what the one before wrote, and the last says all of it."""
-    dense, _ = pair
-    same = ["--data", tmp_path / "ids.npy", "--no-verify", "--write", "last"]
-    aligned(pair, tmp_path / "one")
-    blocks = ["--method", "blocks", "--distill-from", dense, "--samples", 60, "--heldout", 8]
-    invoke_well("adapt", tmp_path / "one", tmp_path / "two", *blocks, *same)
-    full = ["--max-steps", 1, "--batch-size", 2, "--seq-len", 16]
-    invoke_well("adapt", tmp_path / "two", tmp_path / "three", *full, *same)
-    told = json.loads(invoke("inspect", tmp_path / "three", "--json").stdout)["retrainings"]
-    assert [entry["method"] for entry in told] == ["align", "blocks", "full"]
-    assert [told[0][key] for key in ("model", "teacher", "layers")] == [str(pair[1]), str(dense), [1, 2, 3]]
-    assert told[0]["data"] == [str(tmp_path / "ids.npy")]
-    assert told[0]["layout"] == "4 layers: spd 1:4 (sync_tp_size 4)"
-    assert f"align: layers 1:4 of {pair[1]}" in " ".join(invoke("inspect", tmp_path / "three").stdout.split())
-    warned = invoke("convert", tmp_path / "one", tmp_path / "four", "--ladder", "all", "--no-verify")
-    assert "the weights were retrained (align) for another layout" in warned.stderr
-
-
 def test_write_best_writes_nothing_that_got_worse(pair, tmp_path, monkeypatch):
     """Farther from the dense model, although its perplexity fell."""
     fell = {"dense": 9.2, "before": 9.0, "after": 8.9}
@@ -232,11 +213,7 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
     ("options", "code", "message"),
     [
         (["--train", ":2"], 1, "--train: 0 are the same as in the dense model; only 1:4 can be rewritten"),
-        (
-            ["--samples", 70, "--heldout", 3],
-            1,
-            "72 windows of 16 tokens, too few for 70 to train on and 3 held out",
-        ),
+        (["--samples", 70, "--heldout", 3], 1, "72 windows of 16 tokens, too few for 70 to train on and 3 held out"),
         (["--samples", 72], 1, "too few for 72 to train on and"),
         (["--dtype", "float16"], 2, "'float16' is not one of 'auto', 'float32', 'bfloat16'"),
         (["--data", "b.npy"], 2, "and one --data file"),
@@ -244,9 +221,7 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
     ],
 )
 def test_what_is_refused(made, tmp_path, options, code, message):
-    outcome = align(models_of(made), tmp_path / "out", *options)
-    assert message in one_sentence(outcome)
-    assert outcome.code == code
+    assert message in refusal(*command(models_of(made), tmp_path / "out", *options), code=code)
     assert listing(tmp_path) == []
 
 

@@ -204,13 +204,9 @@ def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monke
 
 def test_plan_names_the_step(model, ids, points, tmp_path):
     hardware = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", 4, "--prompt-len", 8, "--output-len", 4)
-
-    def plan(*more):
-        return invoke("plan", model, *hardware, "--max-ppl-increase", "900%", *more)
-
+    choice = ("--max-ppl-increase", "900%", "--sensitivity", points, "--verify", 2)
     recipe = tmp_path / "recipe.yaml"
-    outcome = plan("--sensitivity", points, "--verify", 2, "--recipe-out", recipe, "--out", tmp_path / "plan.json")
-    assert outcome.code == 0, outcome
+    outcome = invoke_well("plan", model, *hardware, *choice, "--recipe-out", recipe, "--out", tmp_path / "plan.json")
     assert f"adapt dense-planned dense-planned-aligned --method align --distill-from {model} " in outcome.stdout
     aligned = {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
     assert json.loads((tmp_path / "plan.json").read_text())["choice"]["aligned"] == aligned

@@ -7,25 +7,8 @@ import sys
 import pytest
 
 import ladderize
-from ladderize import (
-    BenchOptions,
-    BlockwiseOptions,
-    EvalOptions,
-    GenerateOptions,
-    Layout,
-    LayoutError,
-    ModelChoice,
-    Recipe,
-    RetrainOptions,
-    Sampling,
-    SensitivityOptions,
-    SpdOptions,
-    UsageError,
-    UserError,
-    convert_checkpoint,
-)
 from tests import warm
-from tests.helpers import ROOT, make_layout, save_llama
+from tests.helpers import ROOT, save_llama
 
 PACKAGE = ROOT / "ladderize"
 
@@ -57,30 +40,13 @@ def test_import_is_light():
 # ---- convert_checkpoint ----
 
 
-def test_a_layout_converts_a_checkpoint(dense, tmp_path, capfd):
-    layout = make_layout("mixed")
-    report = convert_checkpoint(dense, tmp_path / "out", layout, verify=False)
-    assert report.written
-    assert report.layout == str(layout)
-    assert ladderize.inspect_checkpoint(str(tmp_path / "out")).layout == str(layout)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_modes_without_a_name_are_in_the_recipe_of_the_output(dense, tmp_path):
-    layout = Layout(("overlapped", "blocking", "overlapped", "dropped"), ("blocking",) * 4, 2)
-    convert_checkpoint(dense, tmp_path / "a", layout, verify=False)
+    layout = ladderize.Layout(("overlapped", "blocking", "overlapped", "dropped"), ("blocking",) * 4, 2)
+    ladderize.convert_checkpoint(dense, tmp_path / "a", layout, verify=False)
     recipe = ladderize.read_recipe(tmp_path / "a" / "ladderize.yaml")
-    assert recipe == Recipe(sync_tp_size=2, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
-    convert_checkpoint(dense, tmp_path / "b", recipe, verify=False)
-    again = convert_checkpoint(tmp_path / "b", tmp_path / "c", Recipe(dtype="bfloat16"), verify=False)
+    assert recipe == ladderize.Recipe(sync_tp_size=2, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
+    again = ladderize.convert_checkpoint(dense, tmp_path / "b", recipe, verify=False)
     assert again.attention_sync == list(layout.attention_sync)
-    assert ladderize.read_recipe(tmp_path / "c" / "ladderize.yaml").attention_sync == layout.attention_sync
-
-
-def test_a_layout_of_another_model_is_refused(dense, tmp_path):
-    with pytest.raises(LayoutError, match="the layout is of 3 layers, but the model has 4"):
-        convert_checkpoint(dense, tmp_path / "out", Layout.dense(3))
-    assert not (tmp_path / "out").exists()
 
 
 # ---- options check themselves ----
@@ -88,26 +54,26 @@ def test_a_layout_of_another_model_is_refused(dense, tmp_path):
 
 def retraining(**given):
     data = (str(ROOT / "constraints.txt"),)  # any file that is there
-    options = RetrainOptions(**{"data": data, "max_steps": 1, **given})
+    options = ladderize.RetrainOptions(**{"data": data, "max_steps": 1, **given})
     options.check()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GenerateOptions(dtype="int8"), "--dtype int8 is not one of auto, float32, bfloat16, float16"),
-        (lambda: GenerateOptions(tp_size="2"), "--tp-size must be an integer of at least 1, not '2'"),
-        (lambda: Sampling(temperature=-1.0), "--temperature must be a finite number of at least 0, not -1"),
-        (lambda: EvalOptions(perplexity="a.txt", limit=3).check(), "--limit has no effect without --tasks"),
-        (lambda: BlockwiseOptions(data="a.jsonl", lr=-1.0), "--lr must be a finite number of at least 0, not -1"),
-        (lambda: SpdOptions("a.txt", sync_tp_size=1), "--sync-tp-size must be an integer of at least 2, not 1"),
+        (lambda: ladderize.GenerateOptions(dtype="int8"), "--dtype int8 is not one of auto, float32"),
+        (lambda: ladderize.GenerateOptions(tp_size="2"), "--tp-size must be an integer of at least 1, not '2'"),
+        (lambda: ladderize.Sampling(temperature=-1.0), "--temperature must be a finite number of at least 0"),
+        (lambda: ladderize.EvalOptions(perplexity="a.txt", limit=3).check(), "--limit has no effect without --tasks"),
+        (lambda: ladderize.BlockwiseOptions(data="a.jsonl", lr=-1.0), "--lr must be a finite number of at least 0"),
+        (lambda: ladderize.SpdOptions("a.txt", sync_tp_size=1), "--sync-tp-size must be an integer of at least 2"),
         (lambda: retraining(method="blocks"), "--method blocks has options of its own"),
         (lambda: retraining(lora_rank=0), "--lora-rank must be an integer of at least 1"),
         (lambda: ladderize.generate("m", []), "there is nothing to continue"),
     ],
 )
 def test_options_that_cannot_be_meant(make, message):
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(ladderize.UsageError) as caught:
         make()
     assert message in str(caught.value)
 
@@ -116,16 +82,16 @@ def test_a_gpu_that_is_not_there(dense, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (tmp_path / "a.txt").write_text("text")
     calls = [
-        lambda: ladderize.generate(dense, ["a"], GenerateOptions(device="cuda")),
-        lambda: ladderize.evaluate([dense], EvalOptions(perplexity=str(tmp_path / "a.txt"), device="cuda:1")),
-        lambda: ladderize.measure_sensitivity(dense, SensitivityOptions("a", sync_tp_size=2, device="cuda")),
+        lambda: ladderize.generate(dense, ["a"], ladderize.GenerateOptions(device="cuda")),
+        lambda: ladderize.evaluate([dense], ladderize.EvalOptions(perplexity=str(tmp_path / "a.txt"), device="cuda:1")),
+        lambda: ladderize.measure_sensitivity(dense, ladderize.SensitivityOptions("a", sync_tp_size=2, device="cuda")),
         lambda: ladderize.spd(
-            dense, tmp_path / "o", SpdOptions(str(tmp_path / "a.txt"), device="cuda", sync_tp_size=2)
+            dense, tmp_path / "o", ladderize.SpdOptions(str(tmp_path / "a.txt"), device="cuda", sync_tp_size=2)
         ),
-        lambda: ladderize.bench(ModelChoice(models=(str(dense),)), BenchOptions(device="cuda")),
+        lambda: ladderize.bench(ladderize.ModelChoice(models=(str(dense),)), ladderize.BenchOptions(device="cuda")),
     ]
     for call in calls:
-        with pytest.raises(UserError, match=r"--device cuda(:1)?, but torch sees no GPUs here"):
+        with pytest.raises(ladderize.UserError, match=r"--device cuda(:1)?, but torch sees no GPUs here"):
             call()
 
 
@@ -148,7 +114,8 @@ WAYS = {
 @pytest.fixture(scope="module")
 def ladder(tmp_path_factory):
     out = tmp_path_factory.mktemp("api") / "ladder"
-    convert_checkpoint(PACKAGE / "demo" / "model", out, Layout.from_layers(8, ladder=range(8)), verify=False)
+    recipe = ladderize.Recipe(ladder="all")
+    ladderize.convert_checkpoint(PACKAGE / "demo" / "model", out, recipe, verify=False)
     return out
 
 

@@ -10,20 +10,9 @@ from scipy.optimize import linear_sum_assignment
 
 from ladderize import convert_checkpoint, load
 from ladderize.adapt.layers import assign
-from ladderize.adapt.layers.assign import (
-    assign_block,
-    assign_layers,
-    better_labels,
-    block_tokens,
-    choose_heads,
-    head_order,
-    matched_labels,
-    relabelled,
-)
 from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, cheapest_ranks, descend, exchanged
 from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.assignment import RankAssignment, read_assignment
 from ladderize.convert.plan import Changes
 from ladderize.layout import Layout
@@ -32,6 +21,7 @@ from tests.helpers import (
     BIASES,
     FAMILIES,
     SHAPE,
+    blocks_of,
     edit_tensors,
     fresh_rng,
     invoke_well,
@@ -56,7 +46,7 @@ MODELS = {  # what a model has beside SHAPE, its KV heads, and the ranks
 
 def random_blocks(tmp_path, extra):
     folder = save_llama(tmp_path / "dense", seed=int(torch.randint(1 << 30, ())), **extra)
-    return Blocks(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    return blocks_of(folder)
 
 
 def apart_layout(layers, ranks):
@@ -88,7 +78,7 @@ def block_of(blocks, layer, ranks, units, tokens=24, windows=3):
     """A block with a dropped sum, its tokens, and the states that enter it."""
     module = blocks.layer(layer, apart_layout(blocks.num_layers, ranks))
     states = [torch.randn(1, tokens, SHAPE["hidden_size"]) for _ in range(windows)]
-    return ApartBlock(module, ranks, units), block_tokens(blocks, module, states), states
+    return ApartBlock(module, ranks, units), assign.block_tokens(blocks, module, states), states
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -104,7 +94,7 @@ def test_costs_and_errors_are_those_of_real_layers(tmp_path, name):
     if units != kv_heads:
         members = block.members
     neurons = rng.permutation(NEURONS) % ranks
-    found = RankAssignment(ranks, "", {1: head_order(members, HEADS // units)}, {1: tuple(neurons.tolist())})
+    found = RankAssignment(ranks, "", {1: assign.head_order(members, HEADS // units)}, {1: tuple(neurons.tolist())})
     plain = blocks.layer(1, dense)
     moved = blocks.layer(1, layout, found.permuted(1, blocks.weights(1), blocks.config))
     difference = torch.cat([blocks.run(moved, state) - blocks.run(plain, state) for state in states])
@@ -158,14 +148,14 @@ def test_heads_are_chosen_as_by_brute_force(tmp_path):
         costs = block.costs(tokens, members)
         return costs[range(NEURONS), cheapest_ranks(costs)].sum()
 
-    found = choose_heads(block, tokens, neurons=True)
+    found = assign.choose_heads(block, tokens, neurons=True)
     assert cost(found) == pytest.approx(min(map(cost, partitions(range(4), 2))), rel=1e-6)
 
     # with neurons that stay, it matters which rank has which
     def staying(members):
         return block.costs(tokens, members)[range(NEURONS), block.neuron_ranks].sum()
 
-    found = choose_heads(block, tokens, neurons=False)
+    found = assign.choose_heads(block, tokens, neurons=False)
     assert staying(found) == pytest.approx(
         min(staying(order) for split in partitions(range(4), 2) for order in itertools.permutations(split)), rel=1e-6
     )
@@ -195,7 +185,7 @@ def test_nothing_is_worse_than_as_the_model_lies(tmp_path):
     misleading = BlockTokens(torch.randn(3, SHAPE["hidden_size"]) * 30, torch.randn(3, HEADS * 4) * 30)
     for fit in (misleading, held):
         for heads, neurons in ((True, True), (True, False), (False, True)):
-            members, ranks, report = assign_block(block, fit, held, heads=heads, neurons=neurons)
+            members, ranks, report = assign.assign_block(block, fit, held, heads=heads, neurons=neurons)
             assert report.error_before == block.error(held, block.members, block.neuron_ranks)
             assert report.error_after == block.error(held, members, ranks) <= report.error_before
             assert heads or members == block.members
@@ -216,7 +206,7 @@ def test_an_assigned_model(tmp_path, name):
     extra, kv_heads, ranks = MODELS[name]
     blocks = random_blocks(tmp_path, extra)
     layout = Layout.from_layers(LAYERS, delayed=[2, 3], spd=[0], sync_tp_size=ranks)
-    found = assign_layers(blocks, layout, ("heads", "neurons"), random_windows())
+    found = assign.assign_layers(blocks, layout, ("heads", "neurons"), random_windows())
     assert sorted(found.neurons) == [0, 2, 3] == sorted(found.report)
     assert sorted(found.heads) == ([0, 2, 3] if kv_heads % ranks == 0 else [])
     assert all(report.error_after <= report.error_before for report in found.report.values())
@@ -239,17 +229,17 @@ def test_an_assigned_model(tmp_path, name):
 def test_the_same_twice(tmp_path):
     blocks, layout = random_blocks(tmp_path, {}), apart_layout(LAYERS, 2)
     windows = random_windows()
-    both = [assign_layers(blocks, layout, ("heads", "neurons"), windows) for _ in range(2)]
+    both = [assign.assign_layers(blocks, layout, ("heads", "neurons"), windows) for _ in range(2)]
     assert both[0] == both[1]
-    alone = assign_layers(blocks, layout, ("neurons",), windows)
+    alone = assign.assign_layers(blocks, layout, ("neurons",), windows)
     assert alone.heads == {}
     assert sorted(alone.neurons) == list(range(LAYERS))
-    assert assign_layers(blocks, layout, ("heads",), windows).neurons == {}
+    assert assign.assign_layers(blocks, layout, ("heads",), windows).neurons == {}
 
 
 def test_layers_whose_mlp_sees_every_head_stay(tmp_path):
     blocks = random_blocks(tmp_path, {})
-    found = assign_layers(blocks, make_layout("every mode"), ("neurons",), random_windows())
+    found = assign.assign_layers(blocks, make_layout("every mode"), ("neurons",), random_windows())
     assert sorted(found.neurons) == [2, 3]
 
 
@@ -339,25 +329,6 @@ def test_sources_that_are_refused(llama, tmp_path, data):
     assert (tmp_path / "out" / "assignment.json").read_bytes() == (tmp_path / "other" / "assignment.json").read_bytes()
 
 
-def test_an_assigned_model_is_aligned_to_the_dense_one(llama, tmp_path, data):
-    """As is one whose dense model lies in that order: both models' weights are the same."""
-    invoke_well("convert", llama, tmp_path / "out", *SPD, "--assign", "heads,neurons", "--data", data, "--no-verify")
-    invoke_well("convert", tmp_path / "out", tmp_path / "moved", "--dense", "--no-verify")
-    (tmp_path / "moved" / "assignment.json").unlink()
-    invoke_well("convert", tmp_path / "moved", tmp_path / "plain", *SPD, "--no-verify")
-    words = ("--method", "align", "--data", data, "--no-verify", "--write", "last", "--json")
-    found = {}
-    for model, teacher in (("out", llama), ("plain", tmp_path / "moved")):
-        out = tmp_path / f"{model} aligned"
-        document = invoke_well("adapt", tmp_path / model, out, "--distill-from", teacher, *words).stdout
-        layers = {layer["layer"]: layer["projections"] for layer in json.loads(document)["layers"]}
-        found[model] = [each["error_before"] for each in layers[1] if each["projection"] != "mlp.down_proj"]
-    assert read_assignment(tmp_path / "out aligned" / "assignment.json")
-    # of the first layer that is solved, before a choice between nearly equal solutions makes a difference
-    assert len(found["out"]) == 6
-    assert found["out"] == pytest.approx(found["plain"], rel=1e-2, abs=1e-5)
-
-
 # ---- ranks of neighbouring layers ----
 
 
@@ -370,7 +341,7 @@ def test_ranks_are_matched_as_by_brute_force(tmp_path):
     heads = {layer: tuple(rng.permutation(HEADS).tolist()) for layer in range(LAYERS)}
     neurons = {layer: tuple((rng.permutation(NEURONS) % ranks).tolist()) for layer in range(LAYERS)}
     found, ids = RankAssignment(ranks, "", heads, neurons), random_ids(5, 12)
-    matched = matched_labels(blocks, layout, found, ids)
+    matched = assign.matched_labels(blocks, layout, found, ids)
     assert (matched.heads[0], matched.neurons[0]) == (heads[0], neurons[0])  # nothing is delayed before it
     dense, state, width, visible = Layout.dense(LAYERS), blocks.embed(ids), HEADS // ranks, ()
     for layer in range(LAYERS):
@@ -413,7 +384,7 @@ def test_matched_ranks_are_kept_where_they_help(tmp_path, monkeypatch):
     layout = Layout.from_layers(LAYERS, delayed=range(LAYERS), sync_tp_size=2)
     heads = {layer: tuple(range(HEADS)) for layer in range(LAYERS)}
     found = RankAssignment(2, "", heads, {layer: random_ranks(2) for layer in range(LAYERS)})
-    other = relabelled(found, 2, [1, 0])
+    other = assign.relabelled(found, 2, [1, 0])
     assert other.heads[2] == (*range(HEADS // 2, HEADS), *range(HEADS // 2))
     assert [1 - rank for rank in other.neurons[2]] == list(found.neurons[2])
     ids = random_ids(6, 12)
@@ -427,4 +398,4 @@ def test_matched_ranks_are_kept_where_they_help(tmp_path, monkeypatch):
     nearer, farther = sorted((found, other), key=divergence)
     for start, matched in ((nearer, farther), (farther, nearer)):
         monkeypatch.setattr(assign, "matched_labels", lambda *_, own=matched: own)
-        assert better_labels(blocks, layout, start, ids, ids) == nearer
+        assert assign.better_labels(blocks, layout, start, ids, ids) == nearer

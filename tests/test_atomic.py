@@ -18,7 +18,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.files import output
 from tests import warm
-from tests.helpers import invoke, listing, one_sentence, save_llama
+from tests.helpers import invoke, listing, one_sentence, refusal, save_llama
 from tests.test_convert import fingerprint
 
 LADDER = Recipe(ladder="2:")
@@ -188,8 +188,7 @@ def test_a_current_folder_that_is_gone(llama, tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    outcome = invoke("convert", llama, "out", "--ladder", "2:")
-    assert "OUT out cannot be resolved" in one_sentence(outcome)
+    assert "OUT out cannot be resolved" in refusal("convert", llama, "out", "--ladder", "2:")
     assert listing(tmp_path) == ["src"]
 
 

@@ -15,11 +15,12 @@ import torch
 
 from ladderize.boundary import DEBUG
 from ladderize.demo.inputs import MODEL
-from tests.helpers import ROOT, edit_json, edit_tensors, invoke, listing, one_sentence, refusal, save_llama
+from tests.helpers import ROOT, change_json, edit_json, edit_tensors, invoke, invoke_well, listing, refusal, save_llama
 
 
-def convert(source, out, *options):
-    return invoke("convert", source, out, *(options or ("--ladder", "2:")))
+def refused(source, out, *options, code=1):
+    """Why such a conversion is."""
+    return refusal("convert", source, out, *(options or ("--ladder", "2:")), code=code)
 
 
 def config(**changes):
@@ -72,12 +73,7 @@ def header(content):
 
 
 def missing(key):
-    def change(source):
-        found = json.loads((source / "config.json").read_text())
-        del found[key]
-        (source / "config.json").write_text(json.dumps(found))
-
-    return change
+    return lambda source: change_json(source / "config.json", lambda found: found.pop(key))
 
 
 def gone(*names):
@@ -169,19 +165,17 @@ def test_every_command_refuses_a_damaged_model(llama, tmp_path, command, name):
     damage(llama)
     np.save(tmp_path / "ids.npy", np.arange(3, 60))
     given = (argument.format(data=tmp_path / "ids.npy", out=tmp_path / "out") for argument in COMMANDS[command])
-    outcome = invoke(command, llama, *given)
-    assert outcome.code == 1
-    assert re.search(message, one_sentence(outcome)), outcome.stderr
+    assert re.search(message, refusal(command, llama, *given))
     assert listing(tmp_path) == ["ids.npy", "src"]
 
 
 def test_a_source_file_that_is_none(llama, tmp_path):
     (llama / "sub").mkdir()
     (llama / "sub" / "lost.json").symlink_to("nowhere")
-    assert "lost.json: no such file or directory" in one_sentence(convert(llama, tmp_path / "out"))
+    assert "lost.json: no such file or directory" in refused(llama, tmp_path / "out")
     (llama / "sub" / "lost.json").unlink()
     os.mkfifo(llama / "sub" / "pipe.json")
-    assert "pipe.json is not a regular file" in one_sentence(convert(llama, tmp_path / "out"))
+    assert "pipe.json is not a regular file" in refused(llama, tmp_path / "out")
     assert listing(tmp_path) == ["src"]
 
 
@@ -189,9 +183,7 @@ def test_a_source_file_that_is_none(llama, tmp_path):
 def test_damaged_source(llama, tmp_path, name):
     damage, message = DAMAGE[name]
     damage(llama)
-    outcome = convert(llama, tmp_path / "out")
-    assert outcome.code == 1
-    assert re.search(message, one_sentence(outcome)), outcome.stderr
+    assert re.search(message, refused(llama, tmp_path / "out"))
     assert listing(tmp_path) == ["src"]
 
 
@@ -208,12 +200,9 @@ def test_damaged_source(llama, tmp_path, name):
 def test_index_that_leads_astray(tmp_path, entry, message):
     source = save_llama(tmp_path / "src", shards=3)
     (tmp_path / "secret.safetensors").write_bytes(b"x")
-    index = json.loads((source / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.norm.weight"] = entry
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    outcome = convert(source, tmp_path / "out")
-    assert outcome.code == 1
-    assert message in one_sentence(outcome)
+    where = {"model.norm.weight": entry}
+    change_json(source / "model.safetensors.index.json", lambda index: index["weight_map"].update(where))
+    assert message in refused(source, tmp_path / "out")
     assert "out" not in listing(tmp_path)
 
 
@@ -247,7 +236,6 @@ def test_wrong_options(llama, tmp_path, options, code, message):
         ("lader: 2:4", "unknown key 'lader'; known are ladder,"),
         ("zzz: 1", "known are ladder"),
         ("ladder: 2.5", "write ranges"),
-        ("ladder: 3:1", "is empty or out of range"),
         ("", "holds no recipe"),
         ("- 1", "holds no recipe"),
         ("ladder: [", "not valid YAML"),
@@ -256,45 +244,36 @@ def test_wrong_options(llama, tmp_path, options, code, message):
         ("spd: all\nsync_tp_size: '4'", "is '4', but must be of type int"),
         ("dense: 1", "must be of type bool"),
         ("ladder: true", "write ranges"),
-        ("ladder: 2:9", "out of range"),
         ("!!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
 )
 def test_wrong_recipes(llama, tmp_path, text, message):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
-    outcome = convert(llama, tmp_path / "out", "--recipe", recipe)
-    assert outcome.code == 1
-    assert message in one_sentence(outcome)
+    assert message in refused(llama, tmp_path / "out", "--recipe", recipe)
     assert listing(tmp_path) == ["recipe.yaml", "src"]
 
 
 def test_recipe_and_options_together(llama, tmp_path):
     (tmp_path / "r.yaml").write_text("ladder: all")
-    outcome = convert(llama, tmp_path / "out", "--recipe", tmp_path / "r.yaml", "--sync-tp-size", "4")
-    assert outcome.code == 2
-    assert "--recipe and --sync-tp-size" in one_sentence(outcome)
-    outcome = convert(llama, tmp_path / "out", "--recipe", tmp_path / "missing.yaml")
-    assert outcome.code == 1
-    assert "no such file" in one_sentence(outcome)
+    both = ("--recipe", tmp_path / "r.yaml", "--sync-tp-size", "4")
+    assert "--recipe and --sync-tp-size" in refused(llama, tmp_path / "out", *both, code=2)
+    assert "no such file" in refused(llama, tmp_path / "out", "--recipe", tmp_path / "missing.yaml")
 
 
 def test_missing_source(tmp_path):
     for name in ("/no/such/folder", "./nowhere", "a/b/c"):
-        outcome = convert(name, tmp_path / "out")
-        assert outcome.code == 1
-        assert "does not exist" in one_sentence(outcome)
-    outcome = convert("nobody/nothing", tmp_path / "out")
-    assert "hub" in one_sentence(outcome)
+        assert "does not exist" in refused(name, tmp_path / "out")
+    assert "hub" in refused("nobody/nothing", tmp_path / "out")
     (tmp_path / "file").touch()
-    assert "is not a folder" in one_sentence(convert(tmp_path / "file", tmp_path / "out"))
+    assert "is not a folder" in refused(tmp_path / "file", tmp_path / "out")
     assert listing(tmp_path) == ["file"]
-    assert "/dev/null is not a folder" in one_sentence(convert("/dev/null", tmp_path / "out"))
+    assert "/dev/null is not a folder" in refused("/dev/null", tmp_path / "out")
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "model.gguf", tmp_path / "folder" / "model.gguf"):
         path.touch()
         for source in {path, path.parent if path.parent != tmp_path else path}:
-            assert "model.gguf is a GGUF file" in one_sentence(convert(source, tmp_path / "out"))
+            assert "model.gguf is a GGUF file" in refused(source, tmp_path / "out")
 
 
 def test_wrong_targets(llama, tmp_path):
@@ -313,21 +292,19 @@ def test_wrong_targets(llama, tmp_path):
         (tmp_path / "full", ["--overwrite"], "is not a checkpoint"),
     ]
     for out, options, message in cases:
-        outcome = convert(llama, out, "--ladder", "2:", *options)
-        assert outcome.code == 1
-        assert message in one_sentence(outcome), outcome.stderr
+        assert message in refused(llama, out, "--ladder", "2:", *options)
     (tmp_path / "alias").symlink_to(llama)
-    assert "is the source" in one_sentence(convert(llama, tmp_path / "alias", "--ladder", "2:", "--overwrite"))
+    assert "is the source" in refused(llama, tmp_path / "alias", "--ladder", "2:", "--overwrite")
     assert listing(llama) == before
     assert (tmp_path / "full" / "thesis.tex").read_text() == "years of work"
 
 
 def test_empty_names(llama, tmp_path, monkeypatch):
     monkeypatch.chdir(llama)
-    assert "OUT is empty" in one_sentence(convert(llama, ""))
-    assert "name of the checkpoint is empty" in one_sentence(convert("", tmp_path / "out"))
-    assert "name of the checkpoint is empty" in one_sentence(invoke("inspect", " "))
-    assert "is not a regular file" in one_sentence(convert(llama, tmp_path / "out", "--recipe", ""))
+    assert "OUT is empty" in refused(llama, "")
+    assert "name of the checkpoint is empty" in refused("", tmp_path / "out")
+    assert "name of the checkpoint is empty" in refusal("inspect", " ")
+    assert "is not a regular file" in refused(llama, tmp_path / "out", "--recipe", "")
     assert listing(tmp_path) == ["src"]
 
 
@@ -343,31 +320,30 @@ def test_a_link_to_nothing(llama, tmp_path, name, target):
         (llama / "model.safetensors.index.json").write_text(json.dumps(index))
     (llama / name).unlink(missing_ok=True)
     (llama / name).symlink_to(target or name)
-    for outcome in (convert(llama, tmp_path / "out"), invoke("inspect", llama)):
-        assert outcome.code == 1
-        assert name in one_sentence(outcome)
+    for said in (refused(llama, tmp_path / "out"), refusal("inspect", llama)):
+        assert name in said
 
 
 def test_weights_that_are_links_into_out(llama, tmp_path):
-    assert convert(llama, tmp_path / "out", "--ladder", "2:", "--no-verify").code == 0
+    invoke_well("convert", llama, tmp_path / "out", "--ladder", "2:", "--no-verify")
     (llama / "model.safetensors").unlink()
     (llama / "model.safetensors").symlink_to(tmp_path / "out" / "model.safetensors")
     before = (llama / "model.safetensors").read_bytes()
-    outcome = convert(llama, tmp_path / "out", "--ladder", "all", "--dtype", "bfloat16", "--overwrite")
-    assert "is a link into OUT" in one_sentence(outcome)
+    options = ("--ladder", "all", "--dtype", "bfloat16", "--overwrite")
+    assert "is a link into OUT" in refused(llama, tmp_path / "out", *options)
     assert (llama / "model.safetensors").read_bytes() == before
 
 
 def test_an_adapter_beside_the_weights(llama, tmp_path):
     (llama / "adapter_config.json").write_text("{}")
-    assert "holds a PEFT adapter" in one_sentence(convert(llama, tmp_path / "out"))
+    assert "holds a PEFT adapter" in refused(llama, tmp_path / "out")
 
 
 def test_sync_tp_size_of_another_kind(llama, tmp_path):
-    assert convert(llama, tmp_path / "a", "--spd", "all", "--sync-tp-size", "4", "--no-verify").code == 0
+    invoke_well("convert", llama, tmp_path / "a", "--spd", "all", "--sync-tp-size", "4", "--no-verify")
     for value in ("4", 4.0, True, 0, -2):
         edit_json(tmp_path / "a" / "config.json", sync_tp_size=value)
-        assert "must be a positive integer" in one_sentence(invoke("inspect", tmp_path / "a")), value
+        assert "must be a positive integer" in refusal("inspect", tmp_path / "a"), value
 
 
 def test_debug_shows_the_traceback(tmp_path, monkeypatch):
@@ -383,23 +359,22 @@ def test_a_broken_pipe_is_no_error(llama):
 
 
 def test_inspect_bad_input(llama, tmp_path):
-    assert "does not exist" in one_sentence(invoke("inspect", tmp_path / "nothing"))
-    assert "does not divide the 8 attention heads" in one_sentence(invoke("inspect", llama, "--tp-size", "3"))
+    assert "does not exist" in refusal("inspect", tmp_path / "nothing")
+    assert "does not divide the 8 attention heads" in refusal("inspect", llama, "--tp-size", "3")
 
 
 def test_an_argument_that_is_no_text():
-    assert "is not UTF-8 text" in one_sentence(invoke("generate", MODEL, "-p", "caf\udce9"))
+    assert "is not UTF-8 text" in refusal("generate", MODEL, "-p", "caf\udce9", code=2)
 
 
 def test_text_in_a_locale_that_cannot_show_it(llama):
     """What is no text of the locale is shown by its number."""
     (llama.parent / "gr\u00fc\U0001f642").symlink_to(llama)
-    for encoding in ("ascii", "latin-1"):
-        given = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "1"}
-        command = [sys.executable, "-m", "ladderize", "inspect", str(llama.parent / "gr\u00fc\U0001f642")]
-        result = subprocess.run(command, capture_output=True, env=given, cwd=ROOT)
-        assert result.returncode == 0, result.stderr
-        assert b"\\U0001f642" in result.stdout
+    given = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"}
+    command = [sys.executable, "-m", "ladderize", "inspect", str(llama.parent / "gr\u00fc\U0001f642")]
+    result = subprocess.run(command, capture_output=True, env=given, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert b"\\U0001f642" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -411,7 +386,7 @@ def test_memory_that_runs_out(llama, monkeypatch, error):
         raise error
 
     monkeypatch.setattr("ladderize.convert.inspection.inspect_checkpoint", exhausted)
-    assert "the memory is exhausted" in one_sentence(invoke("inspect", llama))
+    assert "the memory is exhausted" in refusal("inspect", llama)
 
 
 def test_a_tokenizer_on_which_its_library_panics(tmp_path):

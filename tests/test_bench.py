@@ -147,9 +147,7 @@ def test_random_weights_emulated_with_more_virtual_ranks(shape):
     assert "was measured at" not in outcome.stderr
     outcome = bench("--random-weights", shape, text="--emulate-tp 4 --link nccl_pcie --repeat 1 --layout dense,ladder")
     assert "extrapolated beyond the sizes that nccl_pcie was measured at: messages of" in outcome.stderr
-    assert "Warning: with fewer than 3 rounds their scatter is unknown" in outcome.stderr
-    assert "one round" in outcome.stdout
-    assert not re.search(r"\d-\d", outcome.stdout.split("speed-up: over")[0])  # no interval
+    assert not re.search(r"\d-\d", outcome.stdout.split("speed-up: over")[0])  # one round gives no interval
 
 
 def test_a_domino_prefill_is_checked_and_counted(checked_model):
@@ -158,7 +156,8 @@ def test_a_domino_prefill_is_checked_and_counted(checked_model):
     document = timed(checked_model, text=f"{text} --emulate-tp 2 --link 900,1")
     (check,) = document["checks"].values()
     assert check["logit_difference"] < check["tolerance"]
-    assert check["greedy_tokens"] > 9 * 33  # two texts, equal and padded, and one by itself; and those that are read
+    # two texts, equal and padded, and one by itself; and those that are read
+    assert check["equal_greedy_tokens"] == check["greedy_tokens"] > 9 * 33
     for own, silent, plain in (document["rows"][:3], document["rows"][3:]):
         assert [row["schedule"] for row in (own, silent, plain)] == ["domino", "domino", "sequential"]
         assert [row["kind"] == "model" for row in (own, silent, plain)] == [True, False, False]
@@ -206,12 +205,14 @@ def a_rank_of_dropped_points_left_out(monkeypatch):
     )
 
 
-def one_weight_is_off(monkeypatch):
+def one_weight_is_off(monkeypatch, *models):
+    """Of the checkpoints of these names, or of all."""
     load = spec.load_weights
 
-    def off(*arguments, **more):
-        weights = load(*arguments, **more)
-        weights.attention(1).norm.weight[3] += 0.5
+    def off(read, *arguments, **more):
+        weights = load(read, *arguments, **more)
+        if not models or read.__self__.checkpoint.folder.name in models:
+            weights.attention(1).norm.weight[3] += 0.5
         return weights
 
     monkeypatch.setattr(spec, "load_weights", off)
@@ -247,16 +248,6 @@ def checked_model(tmp_path_factory):
             return folder
 
 
-def test_the_right_model_passes_the_check(checked_model, tmp_path):
-    outcome = bench(checked_model, "--out", tmp_path / "bench.json")
-    assert outcome.code == 0, outcome.stderr
-    (check,) = json.loads((tmp_path / "bench.json").read_text())["checks"].values()
-    assert check["equal_greedy_tokens"] == check["greedy_tokens"] > 2 * 2 * 33
-    assert check["logit_difference"] < check["tolerance"]
-    assert "Reference check of m: passed. Largest logit difference to transformers in float32" in outcome.stdout
-    assert f"{check['greedy_tokens']} of {check['greedy_tokens']} tokens equal" in outcome.stdout
-
-
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -288,19 +279,24 @@ class LeavesOut(Observed):
         return Handle(lambda: x) if self.count == self.number else super().all_reduce_async(x)
 
 
-def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch):
-    """Emulated sums are delays: nobody sees in the logits that one was not even begun."""
-    forward = TPLlama.forward
+def leave_out(monkeypatch, model, number):
+    """From every pass of a class of models."""
+    forward = model.forward
 
     def mutated(self, *arguments):
         whole = self.collectives
-        self.collectives = LeavesOut(whole, 3)
+        self.collectives = LeavesOut(whole, number)
         try:
             return forward(self, *arguments)
         finally:
             self.collectives = whole
 
-    monkeypatch.setattr(TPLlama, "forward", mutated)
+    monkeypatch.setattr(model, "forward", mutated)
+
+
+def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch):
+    """Emulated sums are delays: nobody sees in the logits that one was not even begun."""
+    leave_out(monkeypatch, TPLlama, 3)
     message = one_sentence(bench("--random-weights", shape, "--layout", "spd+ladder", text=EMULATED))
     assert "its prefill completed 4 all-reduces of 2048 bytes" in message
     assert "the layout asks for 5 of 2560:" in message
@@ -347,29 +343,11 @@ def test_the_tolerance_is_of_this_very_model(amplified):
 # ---- one model of several is wrong ----
 
 
-@pytest.fixture
-def two_models(checked_model, tmp_path, monkeypatch):
-    """Returns how to make some of the checkpoints ``a`` and ``b`` wrong: the runtime reads another norm."""
-    for name in "ab":
-        shutil.copytree(checked_model, tmp_path / name)
-    load = spec.load_weights
-
-    def spoil(*wrong):
-        def off(read, *arguments, **more):
-            weights = load(read, *arguments, **more)
-            if read.__self__.checkpoint.folder.name in wrong:
-                weights.attention(1).norm.weight[3] += 0.5
-            return weights
-
-        monkeypatch.setattr(spec, "load_weights", off)
-        return tmp_path / "a", tmp_path / "b"
-
-    return spoil
-
-
-def test_the_models_that_pass_are_timed(two_models, tmp_path):
+def test_the_models_that_pass_are_timed(checked_model, tmp_path, monkeypatch):
     """Without the baselines of the first model, which does not pass."""
-    outcome = bench(*two_models("a"), "--out", tmp_path / "bench.json", text="--baselines no-comm")
+    models = [shutil.copytree(checked_model, tmp_path / name) for name in "ab"]
+    one_weight_is_off(monkeypatch, "a")
+    outcome = bench(*models, "--out", tmp_path / "bench.json", text="--baselines no-comm")
     assert outcome.code == 1
     last = outcome.stderr.splitlines()[-1]
     assert last.startswith(f"Error: {tmp_path / 'a'} with 1 rank in float32, reading 96 tokens: a logit is ")

@@ -9,7 +9,6 @@ import torch
 
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.layout import Layout
-from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench import run as bench_run
 from ladderize.runtime.bench import training
 from ladderize.runtime.bench.document import BenchDocument, Overlap
@@ -23,24 +22,15 @@ from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec
 from ladderize.runtime.training import linear
 from ladderize.runtime.training.batch import Batch
-from tests.helpers import (
-    SHAPE,
-    assert_there_and_back,
-    invoke,
-    invoke_json,
-    invoke_well,
-    listing,
-    make_model,
-    one_sentence,
-)
-from tests.test_bench import LeavesOut
+from tests.groups import ALONE
+from tests.helpers import SHAPE, assert_there_and_back, invoke, invoke_json, invoke_well, listing, make_model, refusal
+from tests.test_bench import leave_out
 
 QUICK = ["--train", "--batch-size", 2, "--schedules", "sequential,domino", "--prompt-len", 6]
 QUICK += ["--repeat", 2, "--warmup", 1, "--threads", 1, "--dtype", "float32"]
 EMULATED = ["--emulate-tp", 2, "--link", "50,1"]
 
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
 SPEC = ModelSpec("m", None, dict(SHAPE), Layout.dense(4), "float32")
 
 
@@ -189,25 +179,15 @@ def test_weights_that_are_not_numbers(tmp_path):
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "m")
-    message = one_sentence(invoke("bench", tmp_path / "m", *QUICK, *EMULATED))
+    message = refusal("bench", tmp_path / "m", *QUICK, *EMULATED)
     assert "m, 2 rows: the loss is nan and the norm of its gradients nan" in message
     assert message.endswith("so nothing was timed")
 
 
 @pytest.mark.parametrize(("kind", "number"), [("forward", 3), ("backward", 12)])
 def test_a_message_that_is_left_out(shape, monkeypatch, kind, number):
-    forward = training.TPTraining.forward
-
-    def mutated(self, *arguments):
-        whole = self.collectives
-        self.collectives = LeavesOut(whole, number)
-        try:
-            return forward(self, *arguments)
-        finally:
-            self.collectives = whole
-
-    monkeypatch.setattr(training.TPTraining, "forward", mutated)
-    message = one_sentence(invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, "--layout", "dense"))
+    leave_out(monkeypatch, training.TPTraining, number)
+    message = refusal("bench", "--random-weights", shape, *QUICK, *EMULATED, "--layout", "dense")
     assert f"dense: its {kind} completed" in message
 
 

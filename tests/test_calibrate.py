@@ -8,18 +8,7 @@ import pytest
 
 import ladderize
 from ladderize.errors import UserError
-from ladderize.plan.calibrate import (
-    LEAST_ALPHA_US,
-    MESSAGES,
-    SIZES,
-    CalibrationDocument,
-    TimedGroup,
-    TimedMessage,
-    TimedProduct,
-    TimedSizes,
-    fit_device,
-    fit_link,
-)
+from ladderize.plan import calibrate
 from ladderize.plan.hardware import DeviceSpec, known_devices, read_device
 from ladderize.plan.options import CalibrateOptions
 from ladderize.plan.passes import product_seconds
@@ -27,42 +16,34 @@ from ladderize.runtime.bench.document import Environment
 from ladderize.runtime.collectives.links import read_interconnect, ring_share
 from tests.helpers import invoke, invoke_well, one_sentence
 
-SMALL = TimedSizes((64, 128), (1, 8, 32), 1 << 16)
+SMALL = calibrate.TimedSizes((64, 128), (1, 8, 32), 1 << 16)
 
 
 def some_device(kind: str) -> DeviceSpec:
     fast = kind == "cuda"
     return DeviceSpec(
-        name="planted",
-        memory_bandwidth_gb_s=random.uniform(1000, 4000) if fast else random.uniform(5, 30),
-        matmul_tflop_s={"bfloat16": random.uniform(200, 900) if fast else random.uniform(0.1, 0.5)},
-        memory_gib=None,
-        bandwidth_share=1.0,
-        matmul_share=1.0,
-        kernel_us=random.uniform(1, 4) if fast else random.uniform(5, 15),
-        thin_us=random.uniform(1, 6) if fast else 0.0,
-        relative_error=0.05,
-        engine="runtime",
-        calibrated=True,
-        source="",
-        serial_share=0.0 if fast else random.uniform(0.2, 0.7),
-    )
+        name="planted", memory_bandwidth_gb_s=random.uniform(1000, 4000) if fast else random.uniform(5, 30),
+        matmul_tflop_s={"bfloat16": random.uniform(200, 900) if fast else random.uniform(0.1, 0.5)}, memory_gib=None,
+        bandwidth_share=1.0, matmul_share=1.0, kernel_us=random.uniform(1, 4) if fast else random.uniform(5, 15),
+        thin_us=random.uniform(1, 6) if fast else 0.0, relative_error=0.05, engine="runtime", calibrated=True,
+        source="", serial_share=0.0 if fast else random.uniform(0.2, 0.7),
+    )  # fmt: skip
 
 
 def planted(kind: str, device: DeviceSpec, links: dict[int, tuple[float, float]]):
     """What groups of ranks time on such a device. links: latency and bandwidth of an all-reduce, by ranks."""
-    sizes, flop_s = SIZES[kind], device.matmul_tflop_s["bfloat16"] * 1e12
+    sizes, flop_s = calibrate.SIZES[kind], device.matmul_tflop_s["bfloat16"] * 1e12
     groups = []
     for ranks, (alpha_us, beta) in links.items():
         products = []
         for width in sizes.widths:
             for rows in sizes.rows:
                 seconds = product_seconds(device, rows, width, width, 2, flop_s, read=2)
-                products.append(TimedProduct(rows, width, seconds + 1e-6 * device.kernel_us))
-        messages = [TimedMessage(size, 1e-6 * alpha_us + size / (beta * 1e9)) for size in MESSAGES]
+                products.append(calibrate.TimedProduct(rows, width, seconds + 1e-6 * device.kernel_us))
+        messages = [calibrate.TimedMessage(size, 1e-6 * alpha_us + size / (beta * 1e9)) for size in calibrate.MESSAGES]
         environment = Environment(kind, "x", 2, 1, "3", "2", "5", "Linux", 1, {})
         sent = (messages, 0.3) if ranks > 1 else ([], 0.0)
-        groups.append(TimedGroup(ranks, "gloo", environment, products, *sent, 5.0 * (kind == "cuda")))
+        groups.append(calibrate.TimedGroup(ranks, "gloo", environment, products, *sent, 5.0 * (kind == "cuda")))
     return groups
 
 
@@ -71,7 +52,7 @@ def test_a_fit_finds_what_was_planted(kind):
     device = some_device(kind)
     links = {ranks: (random.uniform(5, 60), random.uniform(1, 60)) for ranks in (2, 4)}
     groups = planted(kind, device, links)
-    found, link = fit_device(kind, "bfloat16", groups), fit_link(groups)
+    found, link = calibrate.fit_device(kind, "bfloat16", groups), calibrate.fit_link(groups)
     close = {"rel": 0.15 if kind == "cpu" else 0.05}  # the corners of a CPU's roofline are round
     assert found.memory_bandwidth_gb_s == pytest.approx(device.memory_bandwidth_gb_s, **close)
     assert found.matmul_tflop_s["bfloat16"] == pytest.approx(device.matmul_tflop_s["bfloat16"], **close)
@@ -87,7 +68,7 @@ def test_a_fit_finds_what_was_planted(kind):
 
 def test_a_data_sheet_is_kept():
     device, known = some_device("cuda"), known_devices()["h100-sxm"]
-    found = fit_device("cuda", "bfloat16", planted("cuda", device, {1: (0, 1)}), known)
+    found = calibrate.fit_device("cuda", "bfloat16", planted("cuda", device, {1: (0, 1)}), known)
     assert (found.fused_norm_mib, found.nvlink_gb_s) == (known.fused_norm_mib, known.nvlink_gb_s)
     assert found.matmul_tflop_s == known.matmul_tflop_s
     reached = found.bandwidth_share * found.memory_bandwidth_gb_s
@@ -99,23 +80,23 @@ def test_ranks_that_share_a_memory_widen_the_error():
     rates = {"bfloat16": fast.matmul_tflop_s["bfloat16"] / 3}
     slow = dataclasses.replace(fast, memory_bandwidth_gb_s=fast.memory_bandwidth_gb_s / 3, matmul_tflop_s=rates)
     groups = planted("cpu", fast, {1: (0, 1)}) + planted("cpu", slow, {2: (9, 1)})
-    assert fit_device("cpu", "bfloat16", groups).relative_error > 0.1
+    assert calibrate.fit_device("cpu", "bfloat16", groups).relative_error > 0.1
 
 
 def test_messages_of_no_latency_have_one_that_is_possible():
     groups = planted("cpu", some_device("cpu"), {2: (0.0, 5.0)})
-    (row,) = fit_link(groups).rows
-    assert row.alpha_us == LEAST_ALPHA_US
+    (row,) = calibrate.fit_link(groups).rows
+    assert row.alpha_us == calibrate.LEAST_ALPHA_US
     assert row.bus_gb_s == pytest.approx(5.0 * ring_share(2))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_writes_what_others_read(monkeypatch, tmp_path, ranks):
-    monkeypatch.setitem(SIZES, "cpu", SMALL)
+    monkeypatch.setitem(calibrate.SIZES, "cpu", SMALL)
     out = tmp_path / "machine.json"
     outcome = invoke_well("calibrate", "--tp-size", ranks, "--threads", 1, "--json", "--out", out)
     assert json.loads(outcome.stdout) == json.loads(out.read_text())
-    document = CalibrationDocument.from_dict(json.loads(outcome.stdout), "stdout")
+    document = calibrate.CalibrationDocument.from_dict(json.loads(outcome.stdout), "stdout")
     assert read_device(str(out)) == document.device
     assert document.device.calibrated
     if ranks == 1:
@@ -139,7 +120,7 @@ def test_a_run_writes_what_others_read(monkeypatch, tmp_path, ranks):
     ],
 )
 def test_arguments_that_cannot_be(monkeypatch, tmp_path, arguments, message, code):
-    monkeypatch.setitem(SIZES, "cpu", SMALL)
+    monkeypatch.setitem(calibrate.SIZES, "cpu", SMALL)
     outcome = invoke("calibrate", *arguments, "--threads", 1, "--out", tmp_path / "out.json")
     assert outcome.code == code, outcome
     assert code == 0 or message in one_sentence(outcome)

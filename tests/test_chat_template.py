@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from ladderize.chat_template import DATE_OF_DATA, chat_template_of, render_prompt
+from ladderize.chat_template import chat_template_of, render_prompt
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UserError
 
@@ -30,12 +30,6 @@ def test_templates_that_go_wrong(tokenizer, template, message):
     with pytest.raises(UserError, match=message) as error:
         render_prompt(tokenizer, TURNS)
     assert "\n" not in str(error.value)
-
-
-def test_the_text_is_transformers_own(tokenizer):
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}[assistant]{% endif %}{{ date_string }}"
-    assert render_prompt(tokenizer, TURNS, date_string=DATE_OF_DATA) == "<s>[user]Hello[assistant]26 Jul 2024"
 
 
 @pytest.mark.parametrize("template", [None, {"a": "x", "b": "y"}])

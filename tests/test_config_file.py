@@ -6,7 +6,7 @@ import pytest
 
 from ladderize.commands.bench import bench
 from ladderize.commands.builder import parsed
-from tests.helpers import invoke, one_sentence
+from tests.helpers import invoke, refusal
 
 
 def test_the_command_line_wins(tmp_path):
@@ -37,9 +37,8 @@ def test_the_command_line_wins(tmp_path):
 )
 def test_a_bad_file_is_one_sentence(text, code, message, tmp_path):
     (tmp_path / "c.yaml").write_text(text)
-    outcome = invoke("adapt", "in", "out", "--data", "x", "--config", tmp_path / "c.yaml")
-    assert outcome.code == code, outcome.stderr
-    assert re.search(message, one_sentence(outcome)), outcome.stderr
+    given = ("--data", "x", "--config", tmp_path / "c.yaml")
+    assert re.search(message, refusal("adapt", "in", "out", *given, code=code))
 
 
 def test_a_bad_command_line_is_one_sentence():
@@ -50,7 +49,5 @@ def test_a_bad_command_line_is_one_sentence():
         (["bench", "--tp-size", "x"], "Invalid value for '--tp-size'"),
         (["adapt", "m", "o", "--data", "d", "--method", "magic"], "'magic' is not one of 'full', 'lora', 'blocks'"),
     ):
-        outcome = invoke(*arguments)
-        assert outcome.code == 2
-        assert re.search(message, one_sentence(outcome))
+        assert re.search(message, refusal(*arguments, code=2))
     assert invoke().code == 2

@@ -56,15 +56,6 @@ def test_a_step_that_takes_minutes_is_heard_of_where_there_is_no_terminal(work, 
     assert all(re.search(r"^steps: +0%.*0/3|^reading", line) for line in lines)
 
 
-def test_progress_on_a_terminal_shows_what_is_done_between_two_steps():
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    with contextlib.redirect_stderr(stream), Console().progress("steps", 3) as advance:
-        advance(1, "loss 3.5")
-        advance(0, "validating")
-        assert "validating" in stream.getvalue()
-
-
 def test_a_library_is_silent_but_for_its_progress_now_and_then(monkeypatch):
     now = 0.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)

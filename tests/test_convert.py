@@ -95,8 +95,7 @@ def test_another_file_system_gets_copies(llama):
         shutil.rmtree(out, ignore_errors=True)
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("shards", "dtype"), [(1, "float16"), (3, "bfloat16")])
 def test_weights_are_rewritten(tmp_path, shards, dtype):
     source = save_llama(tmp_path / "src", shards=shards)
     report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:", dtype=dtype), verify=False)
@@ -121,13 +120,7 @@ def test_values_too_large_for_the_dtype(llama, tmp_path, dtype, value):
     assert listing(tmp_path) == ["src"]
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {**BIASES, "head_dim": 16},
-        {"tie_word_embeddings": True, "num_key_value_heads": 8},
-    ],
-)
+@pytest.mark.parametrize("extra", [{**BIASES, "head_dim": 16}, {"tie_word_embeddings": True, "num_key_value_heads": 8}])
 def test_llama_configs(tmp_path, extra):
     """Llama 1 to 3.2: the converted model computes what the oracle says."""
     source = save_llama(tmp_path / "src", **extra)
@@ -244,18 +237,13 @@ def card_of(folder):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "ranks", "counts", "tags"),
+    ("recipe", "ranks", "tags"),
     [
-        (LADDER, 8, (4, 0, 0), ["ladder-residual"]),
-        (
-            Recipe(spd="1", sync_tp_size=4, delayed="2:"),
-            4,
-            (0, 4, 1),
-            ["delayed-tensor-parallelism", "sync-point-drop"],
-        ),
+        (LADDER, 8, ["ladder-residual"]),
+        (Recipe(spd="1", sync_tp_size=4, delayed="2:"), 4, ["delayed-tensor-parallelism", "sync-point-drop"]),
     ],
 )
-def test_the_card(llama, tmp_path, recipe, ranks, counts, tags):
+def test_the_card(llama, tmp_path, recipe, ranks, tags):
     (llama / "README.md").write_text(
         "---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n"
     )
@@ -268,14 +256,8 @@ def test_the_card(llama, tmp_path, recipe, ranks, counts, tags):
         "library_name": "transformers",
     }
     assert layout in body
-    for count, mode in zip(counts, ("overlapped", "delayed", "dropped"), strict=True):
-        assert f" {count} {mode}" in body
-    (command,) = [line for line in body.splitlines() if line.startswith("vllm serve")]
-    assert command == f"vllm serve out --tensor-parallel-size {ranks}"
-    refused = (
-        f"must divide {ranks}, for which\nits sync points were delayed or dropped. Engines without the plugin refuse"
-    )
-    assert (refused in body) == ("nothing is overlapped" not in body) == (recipe.spd is not None)
+    assert f"\nvllm serve out --tensor-parallel-size {ranks}\n" in body
+    assert ("Engines without the plugin refuse" in body) == (recipe.spd is not None)
     assert (tmp_path / "out" / "README.source.md").read_bytes() == (llama / "README.md").read_bytes()
 
 
@@ -304,10 +286,7 @@ def test_any_card_is_kept_and_breaks_nothing(llama, tmp_path, card, kept):
         ("ladder: 16:32", Recipe(ladder="16:32")),  # YAML 1.1 reads 992 here
         ("ladder: 1:30\nspd: 4\nsync_tp_size: 8", Recipe(ladder="1:30", spd="4", sync_tp_size=8)),
         ("spd: [4, '8:12', 010]\nsync_tp_size: 2", Recipe(spd="4,8:12,10", sync_tp_size=2)),
-        (
-            "ladder: '-16:'\ndtype: float16",
-            Recipe(ladder="-16:", dtype="float16"),
-        ),
+        ("ladder: '-16:'\ndtype: float16", Recipe(ladder="-16:", dtype="float16")),
         ("dense: true", Recipe(dense=True)),
     ],
 )

@@ -1,7 +1,6 @@
 """The kernels that are compiled for the CPU, against the same operations by PyTorch, on fresh random numbers."""
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,9 +15,9 @@ from ladderize.runtime.native.library import TYPES, kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.spec import choose_operations
 from ladderize.runtime.step import Step
+from tests import warm
 from tests.groups import ALONE, make_generator
 from tests.helpers import FAMILIES, ROOT, make_model, random_ids
-from tests.warm import PATIENCE
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -323,11 +322,16 @@ def test_no_compiler(fresh_library, tmp_path):
     assert "no C++ compiler was found (g++, clang++)" in choose_operations(ALONE, torch.bfloat16).note
 
 
-def test_kept_where_only_the_user_can_write(fresh_library, tmp_path):
-    (tmp_path / "compiled").mkdir()
-    fresh_library.setenv("CXX", str(ROOT / "tests" / "vllm" / "kept_g++"))  # compiles once
-    fresh_library.setenv("LADDERIZE_TEST_KERNELS", str(tmp_path / "compiled"))
-    fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.fixture(scope="module")
+def compiles_once(tmp_path_factory):
+    """Variables of a compiler that keeps what it has made."""
+    kept = tmp_path_factory.mktemp("compiled")
+    return {"CXX": str(ROOT / "tests" / "vllm" / "kept_g++"), "LADDERIZE_TEST_KERNELS": str(kept)}
+
+
+def test_kept_where_only_the_user_can_write(fresh_library, compiles_once, tmp_path):
+    for name, value in (compiles_once | {"XDG_CACHE_HOME": str(tmp_path)}).items():
+        fresh_library.setenv(name, value)
     kernels()
     (kept,) = (tmp_path / "ladderize").iterdir()
     assert kept.suffix == ".so"
@@ -351,11 +355,9 @@ def test_kept_where_only_the_user_can_write(fresh_library, tmp_path):
     assert not list((tmp_path / "ladderize").iterdir())
 
 
-def test_many_processes_compile_at_once(tmp_path):
+def test_many_processes_compile_at_once(compiles_once, tmp_path):
     code = "from ladderize.runtime.native.library import kernels; print(kernels().ladderize_sum is not None)"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) for _ in range(2)
-    ]
-    assert all(b"True" in process.communicate(timeout=PATIENCE)[0] for process in started)
+    environment = {**os.environ, **compiles_once, "XDG_CACHE_HOME": str(tmp_path)}
+    started = [warm.WarmProcess([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert all("True" in process.communicate()[0] for process in started)
     assert len(list((tmp_path / "ladderize").iterdir())) == 1

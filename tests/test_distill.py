@@ -10,13 +10,13 @@ import torch
 from ladderize.adapt.layers.distill import BlockReport, BlockTrainer, teacher_pass
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerFolder, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions
-from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from tests.helpers import (
     LAYOUTS,
     SHAPE,
+    blocks_of,
     changed_tensors,
     invoke,
     listing,
@@ -29,10 +29,6 @@ from tests.helpers import (
 
 LAYERS = SHAPE["num_hidden_layers"]
 DEVICE = torch.device("cpu")
-
-
-def blocks_of(folder):
-    return Blocks(open_checkpoint(str(folder)), torch.float32, DEVICE)
 
 
 def streams(blocks, layout, ids):

@@ -16,22 +16,7 @@ from ladderize.runtime import launch as distributed
 from ladderize.runtime.collectives.base import NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.shm import SharedMemory
-from tests.groups import (
-    abort,
-    cores_of_all,
-    die,
-    fail,
-    in_turn,
-    many_in_flight,
-    measured_windows,
-    reduce_long,
-    reduce_randomly,
-    split_sums,
-    stop,
-    too_large,
-    values,
-    wait_twice,
-)
+from tests import groups
 from tests.helpers import SHAPE, invoke
 
 
@@ -44,16 +29,20 @@ def segments():
 def of_two():
     """What two ranks, which are started once, say of all that ends well."""
     seed = int(torch.randint(1 << 30, ()))
-    calls = {"values": (values, 3), "long": (reduce_long, 1 << 24), "in flight": (many_in_flight, 6, 6)}
+    calls = {
+        "values": (groups.values, 3),
+        "long": (groups.reduce_long, 1 << 24),
+        "in flight": (groups.many_in_flight, 6, 6),
+    }
     for backend in ("shm", "gloo"):
-        calls["random", backend] = reduce_randomly, backend, 60, seed
-        calls["twice", backend] = wait_twice, backend
-    found = distributed.run(in_turn, list(calls.values()), tp_size=2, device="cpu")
+        calls["random", backend] = groups.reduce_randomly, backend, 60, seed
+        calls["twice", backend] = groups.wait_twice, backend
+    found = distributed.run(groups.in_turn, list(calls.values()), tp_size=2, device="cpu")
     return dict(zip(calls, found, strict=True))
 
 
 def test_values_come_back_from_rank_0(of_two):
-    assert distributed.run(values, 3, tp_size=1, device="cpu", threads=1) == [0, 1, [0], 5, 1]
+    assert distributed.run(groups.values, 3, tp_size=1, device="cpu", threads=1) == [0, 1, [0], 5, 1]
     assert of_two["values"] == [0, 2, [0, 1], 5, max(1, len(cores()) // 2)]
 
 
@@ -62,7 +51,7 @@ def test_ranks_that_are_started_keep_to_cores_of_their_own(ranks, more_than_a_sh
     before = cores()
     share = len(before) // ranks
     threads = share + 1 if more_than_a_share else None
-    found = distributed.run(cores_of_all, tp_size=ranks, device="cpu", threads=threads)
+    found = distributed.run(groups.cores_of_all, tp_size=ranks, device="cpu", threads=threads)
     if share == 0 or more_than_a_share:
         assert found == [before] * ranks
     else:
@@ -75,7 +64,7 @@ def test_ranks_that_are_started_keep_to_cores_of_their_own(ranks, more_than_a_sh
 def test_an_exception_of_any_rank_is_one_sentence(monkeypatch, capfd):
     monkeypatch.setenv(DEBUG, "")
     with pytest.raises(UserError, match="rank 0 failed: unexpected error: ValueError: this rank has had enough"):
-        distributed.run(fail, 0, tp_size=2, device="cpu")
+        distributed.run(groups.fail, 0, tp_size=2, device="cpu")
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -84,13 +73,13 @@ def test_debug_shows_the_traceback_of_a_rank(monkeypatch, capfd):
     with pytest.raises(UserError):
         invoke("--debug", "inspect", "/no/such/folder")  # a command's --debug is what its ranks read
     with pytest.raises(UserError):
-        distributed.run(fail, 1, tp_size=2, device="cpu")
+        distributed.run(groups.fail, 1, tp_size=2, device="cpu")
     assert 'raise ValueError("this rank has had enough")' in capfd.readouterr().err
 
 
 def test_a_killed_rank_takes_the_group_down(tmp_path):
     with pytest.raises(UserError, match="rank 1 was killed by SIGKILL.*; the whole group was stopped"):
-        distributed.run(die, 1, tmp_path / "pid", tp_size=2, device="cpu")
+        distributed.run(groups.die, 1, tmp_path / "pid", tp_size=2, device="cpu")
     other = int((tmp_path / "pid.0").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(other, 0)
@@ -100,7 +89,7 @@ def test_a_killed_rank_takes_the_group_down(tmp_path):
 def test_a_stopped_rank_takes_the_group_down(tmp_path):
     """By SIGSTOP: it lives, and would be waited for without end."""
     with pytest.raises(UserError, match=r"^rank 1 \(process \d+\) lives but has sent nothing for 1 s, so this"):
-        distributed.run(stop, 1, tmp_path / "pid", tp_size=2, device="cpu")
+        distributed.run(groups.stop, 1, tmp_path / "pid", tp_size=2, device="cpu")
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     assert not segments()
@@ -108,7 +97,7 @@ def test_a_stopped_rank_takes_the_group_down(tmp_path):
 
 def test_a_rank_that_aborts_shows_where(capfd):
     with pytest.raises(UserError, match="rank 1 was killed by SIGABRT; the whole group was stopped"):
-        distributed.run(abort, 1, tp_size=2, device="cpu")
+        distributed.run(groups.abort, 1, tp_size=2, device="cpu")
     assert re.search(r"Fatal Python error: Aborted.*, line \d+ in abort\n", capfd.readouterr().err, re.DOTALL)
 
 
@@ -130,14 +119,14 @@ def test_a_handle_is_waited_for_once(of_two, backend):
 
 def test_a_message_over_the_announced_size_is_an_error():
     with pytest.raises(UserError, match="a message of 4194304 bytes is over the 4096 that were announced"):
-        distributed.run(too_large, tp_size=2, device="cpu")
+        distributed.run(groups.too_large, tp_size=2, device="cpu")
 
 
 def test_four_ranks_as_two_by_two():
     seed = int(torch.randint(1 << 30, ()))
-    calls = [(split_sums, backend, seed) for backend in ("shm", "gloo")]
+    calls = [(groups.split_sums, backend, seed) for backend in ("shm", "gloo")]
     seen = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
-    assert distributed.run(in_turn, calls, tp_size=4, device="cpu", threads=1) == [seen, seen]
+    assert distributed.run(groups.in_turn, calls, tp_size=4, device="cpu", threads=1) == [seen, seen]
     assert not segments()
 
 
@@ -152,7 +141,7 @@ def test_a_split_into_one_row_or_one_column():
 def test_as_many_messages_in_flight_as_there_are_slots(of_two):
     assert of_two["in flight"] == 0
     with pytest.raises(UserError, match="more than 6 messages are in flight"):
-        distributed.run(many_in_flight, 6, 7, tp_size=2, device="cpu")
+        distributed.run(groups.many_in_flight, 6, 7, tp_size=2, device="cpu")
 
 
 def test_where_shared_memory_cannot_serve(monkeypatch):
@@ -197,9 +186,9 @@ def test_a_launcher_that_started_another_number(monkeypatch):
 
 def test_ranks_share_held_out_windows_and_find_what_one_process_finds(llama):
     """Bit by bit. 3 windows: the third rank has none."""
-    calls = [(measured_windows, llama, torch.randint(SHAPE["vocab_size"], (count, 16)), 2) for count in (7, 3)]
-    alone = distributed.run(in_turn, calls, tp_size=1, device="cpu", threads=1)
-    assert alone == distributed.run(in_turn, calls, tp_size=3, device="cpu", threads=1)
+    calls = [(groups.measured_windows, llama, torch.randint(SHAPE["vocab_size"], (count, 16)), 2) for count in (7, 3)]
+    alone = distributed.run(groups.in_turn, calls, tp_size=1, device="cpu", threads=1)
+    assert alone == distributed.run(groups.in_turn, calls, tp_size=3, device="cpu", threads=1)
     for perplexity, divergence in alone:
         assert len(set(perplexity.values())) == 2
         assert divergence["dropped"] > 0

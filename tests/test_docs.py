@@ -20,7 +20,7 @@ from ladderize.cli import BadCommandLine, app
 from ladderize.demo.inputs import MODEL
 from ladderize.files.parsing import parse_yaml
 from ladderize.sweep.sweep_file import sweep_spec
-from tests.helpers import ROOT, invoke
+from tests.helpers import ROOT, invoke_well
 
 PROSE_WIDTH = 100
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -272,11 +272,6 @@ def shortened(arguments: list[str]) -> list[str]:
     return words + QUICK.get(arguments[0], [])
 
 
-def run(arguments: list[str]) -> None:
-    outcome = invoke(*arguments)
-    assert outcome.code == 0, f"ladderize {' '.join(arguments)}\n{outcome.stderr}"
-
-
 def test_the_story_runs_as_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command and every Python block of getting-started.md, in their order, on the bundled model."""
     monkeypatch.chdir(tmp_path)
@@ -287,7 +282,7 @@ def test_the_story_runs_as_it_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
             exec(compile(block.text, f"{STORY.name}:{block.line}", "exec"), {"__name__": "story"})
         elif block.language in ("sh", "console"):
             for arguments in commands(block.text):
-                run(shortened(arguments))
+                invoke_well(*shortened(arguments))
                 told += 1
     assert told >= 10
 

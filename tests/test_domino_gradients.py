@@ -87,15 +87,11 @@ def make_case(
     checkpoint = read_checkpoint(folder / "student")
     names, vocab = checkpoint.tensors, checkpoint.config["vocab_size"]
     return Case(
-        folder / "student",
-        trained_tensors(names, layers or (), layers is None),
-        tuple(text(*size, vocab, packed=packed, scored=scored, padding=3 * hidden) for size in sizes),
-        schedule,
-        recompute,
-        folder / "teacher" if teacher or hidden else None,
-        HIDDEN if hidden else TEACHER if teacher else Objective(),
-        **more,
-    )
+        folder / "student", trained_tensors(names, layers or (), layers is None),
+        tuple(text(*size, vocab, packed=packed, scored=scored, padding=3 * hidden) for size in sizes), schedule,
+        recompute, folder / "teacher" if teacher or hidden else None,
+        HIDDEN if hidden else TEACHER if teacher else Objective(), **more,
+    )  # fmt: skip
 
 
 def reference(case):
@@ -107,10 +103,7 @@ def reference(case):
 
     layout = Layout.from_config(checkpoint.config)
     student = make_student(
-        opened(checkpoint, layout),
-        torch.float32,
-        trained=case.trained,
-        gradient_checkpointing=case.recompute,
+        opened(checkpoint, layout), torch.float32, trained=case.trained, gradient_checkpointing=case.recompute
     )
     named = student.model.named_parameters()
     parameters = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}

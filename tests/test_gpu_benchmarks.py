@@ -10,18 +10,10 @@ from tests.helpers import ROOT
 from tests.warm import PATIENCE
 
 TINY = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
 COMMANDS = {
     "gpu_spd.py": ["--shape", "{shape}", "--tokens", 64, "--windows", 4, "--layers", 2],
     "gpu_adapt.py": ["--shape", "tiny", "--seq-len", 64, "--layers", 2, "--steps", 1],

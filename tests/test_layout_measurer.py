@@ -5,9 +5,7 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
-from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.sensitivity_file import AlignmentWindows, layer_changes, read_sensitivity
 from ladderize.data import file_sha256
 from ladderize.errors import LadderizeError, UserError
@@ -15,8 +13,8 @@ from ladderize.layout import Layout, LayoutError
 from ladderize.plan import measure
 from ladderize.plan.measure import LayoutMeasurer
 from ladderize.plan.options import PlanModel
-from tests.helpers import SHAPE, fresh_rng, invoke_well
-from tests.test_sensitivity import oracle_nll, random_layout
+from tests.helpers import SHAPE, blocks_of, fresh_rng, invoke_well, random_layout
+from tests.test_sensitivity import oracle_nll
 
 SAMPLES, OTHERS = 7, 5  # windows that the sensitivity was measured on, and the rest of the file
 
@@ -45,18 +43,17 @@ def measuring(llama, points, tmp_path):
 
 def expected(llama, layout, windows):
     """The difference of a layout to the dense model in nats per token, its standard error, and how many windows."""
-    blocks = Blocks(open_checkpoint(str(llama)), torch.float32, torch.device("cpu"))
+    blocks = blocks_of(llama)
     increase = (oracle_nll(blocks, layout, windows) - oracle_nll(blocks, Layout.dense(4), windows)) / 15
     count = len(windows)
     return [increase.mean(), math.sqrt(((increase - increase.mean()) ** 2).sum() / (count - 1) / count), count]
 
 
 def test_costs_are_those_of_the_oracle_on_either_windows(llama, ids, points, measuring):
-    rng = fresh_rng()
     windows = np.load(ids)[np.random.default_rng(3).permutation(SAMPLES + OTHERS)]
     measurer = measuring()
     for held_out, part in ((False, windows[:SAMPLES]), (True, windows[SAMPLES:])):
-        for layout in (random_layout(rng), random_layout(rng)):
+        for layout in (random_layout(), random_layout()):
             cost = measurer.measure(layout, held_out)
             assert [*vars(cost).values()] == pytest.approx(expected(llama, layout, part), abs=2e-6, rel=1e-5)
         dense = measurer.measure(Layout.dense(4), held_out)
@@ -67,7 +64,7 @@ def test_costs_are_those_of_the_oracle_on_either_windows(llama, ids, points, mea
 
 def test_each_is_measured_once_and_a_killed_run_goes_on(measuring, tmp_path, monkeypatch):
     scored, original = [], measure.window_nlls
-    layout = random_layout(fresh_rng())
+    layout = random_layout()
 
     def counted(*arguments, **how):
         scored.append(1)

@@ -96,14 +96,9 @@ print(json.dumps([rise, held_bytes(weights), mapped]))
 def test_a_rank_never_holds_the_whole_model(tmp_path, rank, pack):
     """Peak memory of one of 4 ranks: its weights, and on the way at most two of its fused tensors and a mapped one."""
     save_llama(
-        tmp_path / "m",
-        dtype=torch.bfloat16,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        vocab_size=4096,
-        num_attention_heads=8,
-    )
+        tmp_path / "m", dtype=torch.bfloat16, hidden_size=512, intermediate_size=2048, num_hidden_layers=12,
+        vocab_size=4096, num_attention_heads=8,
+    )  # fmt: skip
     size = (tmp_path / "m" / "model.safetensors").stat().st_size
     arguments = [sys.executable, "-c", SCRIPT, tmp_path / "m", "4", str(rank), *(["pack"] if pack else [])]
     # not forked: what a child shares with its parent would be counted when it is first touched

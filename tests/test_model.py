@@ -77,8 +77,8 @@ def test_cached_decoding_equals_the_oracle(name):
     torch.testing.assert_close(torch.cat(steps, 1), expected, **TIGHT)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
-@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer with biases", "every mode"])
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+@pytest.mark.parametrize("name", ["same layer with biases", "every mode"])
 def test_left_padding(name, attention):
     model = make_model(name, attn_implementation=attention)
     ids = random_ids(2, 9)
@@ -131,7 +131,7 @@ def test_static_cache(name):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["dense", "ladder all", "spd with biases", "same layer", "delayed with biases"])
+@pytest.mark.parametrize("name", ["ladder all", "spd with biases", "delayed with biases"])
 def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant):
     model = make_model(name).train()
     ids = random_ids(2, 8)
@@ -174,7 +174,7 @@ def test_fullgraph_compile(name):
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, **TIGHT)
 
 
-@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer with biases", "every mode"])
+@pytest.mark.parametrize("name", ["same layer with biases", "every mode"])
 def test_bfloat16_stays_near_float32(name):
     model = make_model(name)
     ids = random_ids(2, 9)

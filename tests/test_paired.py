@@ -8,6 +8,7 @@ import scipy.stats
 
 from ladderize.eval import comparison
 from ladderize.eval.comparison import Estimate, bootstrapped, estimate_mean, least_samples, verdict_of
+from tests.helpers import fresh_rng
 
 REPEATS = 400  # simulated evaluations for a coverage
 
@@ -15,10 +16,6 @@ REPEATS = 400  # simulated evaluations for a coverage
 @pytest.fixture(autouse=True)
 def _few_resamples(monkeypatch):
     monkeypatch.setattr(comparison, "BOOTSTRAP_RESAMPLES", 999)
-
-
-def fresh() -> np.random.Generator:
-    return np.random.default_rng(np.random.randint(1 << 31))
 
 
 def answers(rng: np.random.Generator, samples: int, worse: float, better: float) -> np.ndarray:
@@ -36,7 +33,7 @@ def even(samples: int) -> list[float]:
 @pytest.mark.parametrize(("samples", "worse", "better"), [(50, 0.02, 0.02), (100, 0.3, 0.1)])
 def test_the_interval_of_answers_that_changed_covers(samples, worse, better):
     """Each end aims at missing in 2.5 % of evaluations; of 400, five standard errors are 4 %."""
-    rng = fresh()
+    rng = fresh_rng()
     estimates = [estimate_mean([answers(rng, samples, worse, better)]) for _ in range(REPEATS)]
     true = better - worse
     assert sum(one.low > true for one in estimates) / REPEATS < 0.07
@@ -69,7 +66,7 @@ def test_no_change_at_all_does_not_mean_that_there_is_none(samples):
 
 def test_tasks_are_resampled_within_and_weigh_alike():
     """Three tasks of different sizes: the standard error of the mean over tasks, against the formula."""
-    rng = fresh()
+    rng = fresh_rng()
     parts = [answers(rng, samples, 0.2, 0.1) for samples in (100, 200, 400)]
     estimate = estimate_mean(parts)
     formula = math.sqrt(sum(part.var() / len(part) for part in parts)) / 3
@@ -96,7 +93,7 @@ def test_the_verdict_says_what_the_interval_shows(low, high, stderr, verdict):
 
 
 def test_with_the_samples_needed_four_of_five_equal_models_pass():
-    rng = fresh()
+    rng = fresh_rng()
     flips, margin = 0.2, 5.0
     first = answers(rng, 2000, flips / 2, flips / 2)
     stderr = estimate_mean([first]).stderr
@@ -125,7 +122,7 @@ def test_no_change_at_all_needs_as_many_samples_as_exclude_one():
 
 def test_the_interval_of_a_ratio_of_sums_covers():
     """As of a perplexity or a KL over windows of several lengths."""
-    rng = fresh()
+    rng = fresh_rng()
 
     def mean(sums, tokens, axis=-1):
         return sums.sum(axis) / tokens.sum(axis)

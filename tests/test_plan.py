@@ -40,32 +40,21 @@ def hardware(tmp_path):
     """A file of a device and a link with random figures, which were "calibrated" with 2 and 4 ranks."""
     rng = fresh_rng()
     device = {
-        "name": "box",
-        "memory_bandwidth_gb_s": float(rng.uniform(10, 3000)),
+        "name": "box", "memory_bandwidth_gb_s": float(rng.uniform(10, 3000)),
         "matmul_tflop_s": {"float32": float(rng.uniform(0.1, 100)), "bfloat16": float(rng.uniform(0.1, 900))},
-        "memory_gib": 1.0,
-        "bandwidth_share": float(rng.uniform(0.3, 1)),
-        "matmul_share": float(rng.uniform(0.3, 1)),
-        "kernel_us": float(rng.uniform(0, 5)),
-        "thin_us": float(rng.uniform(0, 5)),
-        "launch_us": float(rng.uniform(0, 5)),
-        "relative_error": 0.05,
-        "engine": random.choice(list(known_engines())),
-        "calibrated": True,
-        "source": "a test",
-    }
+        "memory_gib": 1.0, "bandwidth_share": float(rng.uniform(0.3, 1)), "matmul_share": float(rng.uniform(0.3, 1)),
+        "kernel_us": float(rng.uniform(0, 5)), "thin_us": float(rng.uniform(0, 5)),
+        "launch_us": float(rng.uniform(0, 5)), "relative_error": 0.05, "engine": random.choice(list(known_engines())),
+        "calibrated": True, "source": "a test",
+    }  # fmt: skip
     rows = [
         {"ranks": ranks, "alpha_us": float(rng.uniform(1, 90)), "bus_gb_s": float(rng.uniform(0.1, 300))}
         for ranks in (2, 4)
     ]
     link = {
-        "name": "wire",
-        "rows": rows,
-        "contention": float(rng.uniform(0, 0.5)),
-        "relative_error": 0.1,
-        "calibrated": True,
-        "source": "a test",
-    }
+        "name": "wire", "rows": rows, "contention": float(rng.uniform(0, 0.5)), "relative_error": 0.1,
+        "calibrated": True, "source": "a test",
+    }  # fmt: skip
     path = tmp_path / "box.yaml"
     path.write_text(yaml.safe_dump({"device": device, "link": link}))
     return path

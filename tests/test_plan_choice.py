@@ -13,15 +13,7 @@ import pytest
 from ladderize.convert.recipe import read_recipe
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout
-from ladderize.plan.choice import (
-    LAYER_KINDS,
-    LayerTables,
-    LayoutCost,
-    PlanChoice,
-    choose_layout,
-    kind_seconds,
-    solve,
-)
+from ladderize.plan.choice import LAYER_KINDS, LayerTables, LayoutCost, PlanChoice, choose_layout, kind_seconds, solve
 from ladderize.plan.options import PlanGoal
 from ladderize.plan.passes import PassParts, predict_pass
 from ladderize.plan.run import write_plan_recipe

@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from ladderize.errors import UserError
-from ladderize.layout import APART, ATTENTION_MODES, BLOCKING, DELAYED, DROPPED, MLP_MODES, Layout
-from ladderize.plan.hardware import (
-    LIKE_ANOTHER,
-    DeviceSpec,
-    EngineFacts,
-    known_devices,
-    known_engines,
-    read_device,
-)
+from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, Layout
+from ladderize.plan.hardware import LIKE_ANOTHER, DeviceSpec, EngineFacts, known_devices, known_engines, read_device
 from ladderize.plan.passes import PassParts, Serving, pass_parts, predict_parallel, predict_pass, predict_silent
 from ladderize.plan.rows import band_cases, memory_need, planned_rows, relative_band
 from ladderize.runtime.collectives.links import (
@@ -30,7 +23,7 @@ from ladderize.runtime.collectives.links import (
 )
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.shards import Shape, cache_bytes
-from tests.helpers import held_bytes
+from tests.helpers import held_bytes, random_layout
 
 # an engine that does nothing but its products
 NOTHING = {field.name: 0 for field in dataclasses.fields(EngineFacts) if field.name != "cache_bytes"}
@@ -41,31 +34,17 @@ INSTANT = 1e30  # of a rate: whatever needs it takes no time
 def random_config() -> dict[str, object]:
     heads, kv_heads, head_dim = (*random.choice([(8, 8), (16, 8), (16, 2)]), random.choice([32, 64]))
     return {
-        "vocab_size": random.randint(100, 999) * 8,
-        "hidden_size": heads * head_dim,
-        "intermediate_size": random.randint(10, 99) * 64,
-        "num_hidden_layers": random.randint(2, 9),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-    }
+        "vocab_size": random.randint(100, 999) * 8, "hidden_size": heads * head_dim,
+        "intermediate_size": random.randint(10, 99) * 64, "num_hidden_layers": random.randint(2, 9),
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+    }  # fmt: skip
 
 
 def a_device(**changes: object) -> DeviceSpec:
     spec = DeviceSpec(
-        "test",
-        random.uniform(1e3, 4e3),
-        {"bfloat16": random.uniform(200, 900)},
-        None,
-        random.uniform(0.5, 1),
-        random.uniform(0.3, 1),
-        random.uniform(1, 4),
-        random.uniform(1, 6),
-        0.05,
-        "published",
-        False,
-        "a test",
-    )
+        "test", random.uniform(1e3, 4e3), {"bfloat16": random.uniform(200, 900)}, None, random.uniform(0.5, 1),
+        random.uniform(0.3, 1), random.uniform(1, 4), random.uniform(1, 6), 0.05, "published", False, "a test",
+    )  # fmt: skip
     return dataclasses.replace(spec, **changes)
 
 
@@ -141,12 +120,9 @@ def test_windows_count_where_the_engine_heeds_them():
     kinds = ["sliding_attention", "full_attention", *random.choices(["sliding_attention", "full_attention"], k=layers)]
     config = {**random_config(), "num_hidden_layers": len(kinds)}
     sliding = {
-        "model_type": "qwen3",
-        "use_sliding_window": True,
-        "sliding_window": window,
-        "max_window_layers": 0,
+        "model_type": "qwen3", "use_sliding_window": True, "sliding_window": window, "max_window_layers": 0,
         "layer_types": kinds,
-    }
+    }  # fmt: skip
     heads, kv_heads, width = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     reached = [window if kind == "sliding_attention" else 10**9 for kind in kinds]
     prefill = sum(min(own, token) for own in reached for token in range(1, prompt + 1))
@@ -402,12 +378,6 @@ def random_parts(layers: int) -> PassParts:
     groups = random.choice([(0.0, message, 0.0), (random.random(), random.random(), 0.0), (0.3, 0.5, 0.1)])
     start, contention = random.choice([0.0, message / 3]), random.random()
     return PassParts(layers, *seconds[:6], message, 16, start, seconds[6], contention, *groups, reading=seconds[7])
-
-
-def random_layout(layers: int) -> Layout:
-    attention = tuple(random.choice(ATTENTION_MODES) for _ in range(layers))
-    mlp = (*(random.choice(MLP_MODES) for _ in range(layers - 1)), BLOCKING)
-    return Layout(attention, mlp, 8 if {*APART} & {*attention, *mlp} else None)
 
 
 def slow_times(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> tuple[float, float]:

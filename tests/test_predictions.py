@@ -43,8 +43,7 @@ def logits_of(model: Path, windows: list[np.ndarray], dtype: torch.dtype) -> lis
 
 
 @pytest.mark.parametrize(
-    ("tokens_at_once", "dtype", "tolerance"),
-    [(5, torch.float32, 2e-4), (5, torch.bfloat16, 5e-2)],
+    ("tokens_at_once", "dtype", "tolerance"), [(5, torch.float32, 2e-4), (5, torch.bfloat16, 5e-2)]
 )
 def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, tokens_at_once, dtype, tolerance):
     monkeypatch.setattr(text, "LOGITS_AT_A_TIME", tokens_at_once * SHAPE["vocab_size"])

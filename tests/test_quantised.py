@@ -72,9 +72,7 @@ def test_there_and_back(sources, tmp_path, name):
     assert [("static scales" in warning) for warning in warnings] == [True] * measured
     assert "no tokenizer" in last
     assert ("**Warning.** The static scales of activations" in body) == measured
-    assert "**Quantisation.**" in body
     assert "retrain the unquantised model" in body
-    assert "adapt it" not in body
     convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
     for folder in ("out", "back"):
@@ -176,9 +174,7 @@ def rounded(kind):
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [Recipe(ladder="all"), Recipe(ladder="1:", spd="all", sync_tp_size=2)],
-    ids=["ladder", "both"],
+    "recipe", [Recipe(ladder="all"), Recipe(ladder="1:", spd="all", sync_tp_size=2)], ids=["ladder", "both"]
 )
 @pytest.mark.parametrize("name", RUNNABLE)
 @pytest.mark.skipif(not INSTALLED, reason="compressed-tensors is not installed: pip install -e '.[dev]'")
@@ -278,10 +274,7 @@ def test_what_is_wrong(sources, tmp_path, case):
     name, change, sentence = WRONG[case]
     shutil.copytree(sources(name), tmp_path / "src")
     change(tmp_path / "src")
-    outcome = invoke("convert", tmp_path / "src", tmp_path / "out", "--ladder", "all")
-    assert outcome.code == 1
-    assert re.search(sentence, " ".join(outcome.stderr.split())), outcome.stderr
-    assert "Traceback" not in outcome.stderr
+    assert re.search(sentence, refusal("convert", tmp_path / "src", tmp_path / "out", "--ladder", "all"))
     assert listing(tmp_path) == ["src"]
 
 

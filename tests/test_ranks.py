@@ -90,10 +90,7 @@ def test_ranks_that_a_launcher_started_meet():
         assert (process.communicate()[0], process.returncode) == ("[0, 1]\n", 0)
 
 
-@pytest.mark.parametrize(
-    ("rank", "variables"),
-    [(1, {}), (0, {"taken": "yes"})],
-)
+@pytest.mark.parametrize(("rank", "variables"), [(1, {}), (0, {"taken": "yes"})])
 def test_a_rank_that_finds_nobody_says_so(rank, variables):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1] if variables.pop("taken", None) else warm.free_port()

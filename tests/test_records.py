@@ -57,10 +57,7 @@ def test_there_and_back():
         ({"rows": [{"kind": "b", "share": "much"}]}, "file.json: rows[0]: share is 'much', but must be of type float"),
         ({"rows": {}}, "file.json: rows is {}, but must be a list"),
         ({"pair": [1]}, "file.json: pair has 1 entries, but must have 2"),
-        (
-            {"pair": [1, 10**400]},
-            f"file.json: pair[1] is 1{'0' * 59}..., which is out of the range of a float",
-        ),
+        ({"pair": [1, 10**400]}, f"file.json: pair[1] is 1{'0' * 59}..., which is out of the range of a float"),
         ({"by_layer": {"x": []}}, "file.json: by_layer has the key 'x', which is not an integer"),
         ({"by_name": {8: 1.0}}, "file.json: by_name has the key 8, which is not text"),
         ({"by_layer": {"1": ["x"]}}, "file.json: by_layer.1[0] is 'x', but must be of type int"),

@@ -15,7 +15,7 @@ from ladderize.report.documents import find_documents
 from ladderize.report.join import join_documents
 from ladderize.report.page import build_page
 from ladderize.report.tradeoff_plot import name_sides, pareto_front
-from tests.helpers import edit_json, fresh_rng, invoke, invoke_well, one_sentence
+from tests.helpers import change_json, edit_json, fresh_rng, invoke, invoke_well, one_sentence
 from tests.report_documents import (
     bench_document,
     eval_document,
@@ -70,13 +70,6 @@ def refused(*arguments, out):
     return one_sentence(invoke("report", *arguments, "--out", out / "page.html"))
 
 
-def change(path, edit):
-    """Edit a document: ``edit`` gets it, and changes it in place."""
-    document = json.loads(path.read_text())
-    edit(document)
-    path.write_text(json.dumps(document))
-
-
 # ---- what it claims ----
 
 
@@ -109,7 +102,7 @@ def test_the_nearest_is_named_where_no_margin_is_shown(tmp_path):
         for one in document["comparisons"]:
             one["predictions"]["mean_kl"] = divergence[one["other"].removeprefix("models/")]
 
-    change(tmp_path / "results.json", set_divergence)
+    change_json(tmp_path / "results.json", set_divergence)
     text, best = answer_of(tmp_path)
     assert best is None
     assert f"The nearest to dense is {nearest['divergence']} " in text
@@ -119,7 +112,7 @@ def test_the_nearest_is_named_where_no_margin_is_shown(tmp_path):
     fast = min(set(names) - {nearest["divergence"]}, key=divergence.get)
     assert f"The nearest to dense is {fast} " in answer_of(tmp_path)[0]
     (tmp_path / "bench.json").unlink()
-    change(tmp_path / "results.json", lambda d: [one.update(predictions=None) for one in d["comparisons"]])
+    change_json(tmp_path / "results.json", lambda d: [one.update(predictions=None) for one in d["comparisons"]])
     assert f"The nearest to dense is {nearest['perplexity']} " in answer_of(tmp_path)[0]
 
 
@@ -130,7 +123,7 @@ def test_a_speed_up_that_no_interval_shows_is_none(tmp_path):
         text, best = answer_of(tmp_path)
         assert best is None
         assert "no layout within that is shown to be faster in any setting" in text
-        change(tmp_path / "bench.json", lambda d: d["options"].update(repeat=2))
+        change_json(tmp_path / "bench.json", lambda d: d["options"].update(repeat=2))
     assert "no interval: too few rounds" in answer_of(tmp_path)[0]
 
 
@@ -144,7 +137,7 @@ def test_times_in_vllm_are_settings_of_their_own(files):
 
 
 def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
-    change(files / "bench.json", lambda d: [row.update(weights="random") for row in d["rows"]])
+    change_json(files / "bench.json", lambda d: [row.update(weights="random") for row in d["rows"]])
     page = page_of(files)
     assert "speed was not measured" in page.answer.headline
     assert "Random weights: only the times mean something." in next(p for p in page.plots if p.name == "speed").caption
@@ -160,7 +153,9 @@ def test_without_a_score_or_a_converted_model_nothing_is_known(tmp_path):
 
 def test_the_reference_has_its_mean_over_the_same_tasks(files):
     """A group of lm-eval counts as one task in a comparison's mean, so it must in the reference's."""
-    change(files / "results.json", lambda d: [one["overall"].update(reference_value=0.437) for one in d["comparisons"]])
+    change_json(
+        files / "results.json", lambda d: [one["overall"].update(reference_value=0.437) for one in d["comparisons"]]
+    )
     assert models_of(page_of(files))["dense"]["accuracy"] == "43.7 %"
 
 
@@ -169,11 +164,7 @@ def test_the_reference_has_its_mean_over_the_same_tasks(files):
 
 @pytest.mark.parametrize(
     ("case", "note"),
-    [
-        ("timed alone", "aligned those of older."),
-        ("timed itself", None),
-        ("other virtual ranks", None),
-    ],
+    [("timed alone", "aligned those of older."), ("timed itself", None), ("other virtual ranks", None)],
 )
 def test_a_model_that_was_not_timed_has_the_times_of_its_layout(tmp_path, case, note):
     """Those of a model that is in no evaluation, and which one is said. A model's own times go first."""
@@ -285,7 +276,7 @@ def test_points_that_two_sweeps_share_are_shown_once(sweep):
 
 def test_a_sweep_that_is_not_complete_says_so(sweep):
     failed = {"stage": "convert", "output": "stages/x", "status": "failed", "message": "no <disk> left"}
-    change(sweep / "sweep.json", lambda d: d["points"][4].update(results=None, model=None, stages=[failed]))
+    change_json(sweep / "sweep.json", lambda d: d["points"][4].update(results=None, model=None, stages=[failed]))
     edit_json(sweep / "sweep.json", complete=False)
     page = page_of(sweep)
     answer = " ".join(page.answer.sentences)
@@ -438,7 +429,7 @@ def test_speed_ups_over_another_model_are_refused(files):
 
 
 def test_a_model_that_changed_its_layout_is_refused(files):
-    change(files / "bench.json", lambda d: d["rows"][1]["attention_sync"].__setitem__(0, "blocking"))
+    change_json(files / "bench.json", lambda d: d["rows"][1]["attention_sync"].__setitem__(0, "blocking"))
     assert "another layout" in refused(files, out=files)
 
 

@@ -8,10 +8,10 @@ import torch
 
 from ladderize.errors import UserError
 from ladderize.runtime import launch as distributed
-from ladderize.runtime.decode import FixedStep
 from tests.groups import make_generator, run_all_models, run_models
 from tests.helpers import FAMILIES, LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle, assert_likeliest
+from tests.test_convert import LLAMA_3_ROPE
 
 
 class Run(NamedTuple):
@@ -145,22 +145,6 @@ def test_replicated_vocabulary(cases, results):
         assert result["all_reduces"] == sums(cases[name][0])
 
 
-def test_the_step_that_cuda_graphs_capture(tmp_path):
-    """Positions and padding from buffers, a fixed number of columns in view: the same logits as the step that knows
-    them."""
-    make_model("mixed", max_position_embeddings=128).save_pretrained(tmp_path / "m")
-    known, fixed = (make_generator(tmp_path / "m", 2, 24) for _ in range(2))
-    prompts = [random_ids(6).tolist(), random_ids(3).tolist()]
-    with torch.inference_mode():
-        for rows in (prompts, [prompts[0], prompts[0]]):  # with padding and without
-            assert torch.equal(known.prefill(rows), fixed.prefill(rows))
-            step = FixedStep(fixed, 16)
-            for where in range(6, 16):
-                tokens = random_ids(2)
-                step.set(tokens, where, fixed.padding)
-                torch.testing.assert_close(step.run(), known.decode_one_token(tokens), rtol=1e-4, atol=1e-5)
-
-
 def test_a_batch_of_another_size_than_the_cache(tmp_path):
     make_model("dense").save_pretrained(tmp_path / "m")
     generator = make_generator(tmp_path / "m", 2, 8)
@@ -176,13 +160,7 @@ def test_a_batch_of_another_size_than_the_cache(tmp_path):
 @pytest.mark.parametrize(
     "rope",
     [
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
+        LLAMA_3_ROPE,
         {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     ],

@@ -17,7 +17,7 @@ from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
 from ladderize.files.parsing import parse_yaml
 from tests import warm
-from tests.helpers import invoke, listing, one_sentence
+from tests.helpers import invoke, listing, one_sentence, refusal
 
 LADDERIZE = [sys.executable, "-m", "ladderize"]
 
@@ -40,11 +40,13 @@ def run(out, text, *options, samples=12, heldout=4, repair="blocks", start=invok
 
 
 def test_two_processes_make_the_same_model(tmp_path, text):
-    few = {"samples": 6, "heldout": 2}
-    assert run(tmp_path / "one", text, **few).code == 0
-    result = run(tmp_path / "two", text, "--json", **few, start=lambda *words: warm.run_group([*LADDERIZE, *words]))
+    few, quarter = {"samples": 6, "heldout": 2}, ("--spd-fraction", 0.25)
+    assert run(tmp_path / "one", text, *quarter, **few).code == 0
+    result = run(
+        tmp_path / "two", text, *quarter, "--json", **few, start=lambda *words: warm.run_group([*LADDERIZE, *words])
+    )
     assert result.returncode == 0, result.stderr
-    assert len(json.loads(result.stdout)["layers"]) == 7
+    assert len(json.loads(result.stdout)["layers"]) == 2
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two
     assert listing(tmp_path) == ["one", "two"]
@@ -97,7 +99,8 @@ def test_the_story(tmp_path, text, repair, document, names):
 
 
 def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
-    assert run(tmp_path / "whole", text).code == 0
+    quarter = ("--spd-fraction", 0.25)
+    assert run(tmp_path / "whole", text, *quarter).code == 0
     for home, step in ((spd, "assign_layers"), (rewrite, "distill"), (rewrite, "convert_checkpoint")):
 
         def killed(*arguments, **keywords):
@@ -105,20 +108,22 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(home, step, killed)
-            assert run(tmp_path / "out", text).code == 130
+            assert run(tmp_path / "out", text, *quarter).code == 130
         assert listing(tmp_path) == ["out.ladderize-work", "whole"]
     for options, other in ((["--seq-len", 32], "data"), (["--spd-fraction", 0.1], "spd_fraction")):
-        assert f"with another {other}; give the old value again" in one_sentence(run(tmp_path / "out", text, *options))
+        assert f"with another {other}; give the old value again" in one_sentence(
+            run(tmp_path / "out", text, *quarter, *options)
+        )
     monkeypatch.setattr(spd, "measure_sensitivity", lambda *a, **k: pytest.fail("the blocks were measured already"))
     monkeypatch.setattr(spd, "assign_layers", lambda *a, **k: pytest.fail("heads and neurons were assigned already"))
     monkeypatch.setattr(LayerFiles, "save", lambda *a: pytest.fail("the blocks were trained already"))
     for _ in range(2):  # the second finds OUT, which this command wrote
-        assert run(tmp_path / "out", text).code == 0
+        assert run(tmp_path / "out", text, *quarter).code == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
     ).read_bytes()
     assert listing(tmp_path) == ["out", "whole"]
-    assert "out" in one_sentence(run(tmp_path / "out", text, "--seed", 1))  # another run does not replace it
+    assert "out" in one_sentence(run(tmp_path / "out", text, *quarter, "--seed", 1))  # another run does not replace it
 
 
 @pytest.mark.parametrize(
@@ -132,11 +137,8 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
 def test_what_is_refused(tmp_path, text, options, code, message):
     (tmp_path / "empty.txt").write_text("")
     arguments = ["--sync-tp-size", 4, "--data", text, "--seq-len", 64]
-    outcome = invoke(
-        "spd", MODEL, tmp_path / "out", *arguments, *(option.replace("{tmp}", str(tmp_path)) for option in options)
-    )
-    assert outcome.code == code
-    assert message in outcome.stderr
+    options = [option.replace("{tmp}", str(tmp_path)) for option in options]
+    assert message in refusal("spd", MODEL, tmp_path / "out", *arguments, *options, code=code)
     assert listing(tmp_path) == ["empty.txt"]
 
 

@@ -19,16 +19,12 @@ def infos_of(tensors):
 
 def test_tensors_of_every_kind_are_written(tmp_path):
     tensors = {
-        "step": torch.tensor(7),
-        "odd": torch.arange(5, dtype=torch.uint8),
-        "moments": torch.randn(3, 4, 5).transpose(0, 2),
-        "half": torch.randn(6, 2).bfloat16()[::2],
-        "parameter": torch.nn.Parameter(torch.randn(3)),
-        "empty": torch.zeros(0, 4),
-        "flags": torch.tensor([True, False]),
-        "wide": torch.randn(2, dtype=torch.float64),
+        "step": torch.tensor(7), "odd": torch.arange(5, dtype=torch.uint8),
+        "moments": torch.randn(3, 4, 5).transpose(0, 2), "half": torch.randn(6, 2).bfloat16()[::2],
+        "parameter": torch.nn.Parameter(torch.randn(3)), "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]), "wide": torch.randn(2, dtype=torch.float64),
         "scalar": torch.tensor(2.5, dtype=torch.float16),
-    }
+    }  # fmt: skip
     path, asked = tmp_path / "x.safetensors", []
 
     def produce(name):

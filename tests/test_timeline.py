@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from html import unescape
-from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -44,24 +43,3 @@ def test_the_picture_is_what_the_code_does(drawing, timelines, name):
         now = [drawing.name(row, event) for event in (*timeline.spans, *timeline.messages)]
         own = [box for box in drawn if box.startswith(f"{row.title}|")]
         assert Counter(own) == Counter(now), f"{row.title}: run docs/draw_layouts.py, and look at the picture"
-
-
-def test_every_product_is_there_once(drawing, timelines):
-    """Forward, gradients of activations and gradients of weights take the same time for the whole batch, however it is
-    cut."""
-    for (picture, title), timeline in timelines.items():
-        times: Counter[tuple[str, str]] = Counter()
-        for span in timeline.spans:
-            times[span.kind, span.label[:2]] += span.end - span.start
-        for sub_module, length in (("A0", 1), ("M0", 1.7), ("A1", 1), ("M1", 1.7)):
-            where = f"{picture}, {title}, {sub_module}"
-            assert times[drawing.FORWARD, sub_module] == pytest.approx(length), where
-            if picture == "domino":
-                assert times[drawing.WEIGHT, sub_module] == pytest.approx(length), where
-                assert times[drawing.INPUT, sub_module] == pytest.approx(length), where
-
-
-def test_nothing_happens_twice_at_a_time(timelines):
-    for timeline in timelines.values():
-        for events in (timeline.spans, timeline.messages):
-            assert all(one.end <= other.start + 1e-9 for one, other in pairwise(events))

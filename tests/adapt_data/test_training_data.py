@@ -11,18 +11,7 @@ from ladderize.adapt.data import training_data
 from ladderize.adapt.data.examples import Encoder
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
-from tests.adapt_data.rows import (
-    DEMO,
-    PLAIN,
-    QWEN3,
-    TURNS,
-    VOCAB,
-    encode,
-    examples_of,
-    opened,
-    packed,
-    write_jsonl,
-)
+from tests.adapt_data.rows import DEMO, PLAIN, QWEN3, TURNS, VOCAB, encode, examples_of, opened, packed, write_jsonl
 
 
 def texts(count, start=0):

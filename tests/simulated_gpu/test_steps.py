@@ -27,12 +27,7 @@ from tests.simulated_gpu.models import LAYERS, RANKS, hf_training, seed
 HOST = torch.device("cpu")
 OBJECTIVE = Objective(0.4, hidden_weight=0.5)
 OPTIONS = SimpleNamespace(
-    batch_size=6,
-    micro_batch_size=2,
-    max_grad_norm=1e-3,
-    seed=3,
-    objective=OBJECTIVE,
-    rate=lambda step, share: 1e-3,
+    batch_size=6, micro_batch_size=2, max_grad_norm=1e-3, seed=3, objective=OBJECTIVE, rate=lambda step, share: 1e-3
 )
 
 
@@ -82,13 +77,9 @@ def tensor_parallel(folder, dense, device, gpu):
         layout = Layout.from_config(checkpoint.config)
         shape = Shape.from_config(checkpoint.config, tp_size=RANKS, rank=0)
         weights = build_weights(
-            lambda dtype: CheckpointSource(checkpoint, dtype, device).read,
-            checkpoint.config,
-            shape,
-            layout,
-            trained=frozenset(checkpoint.tensors) if trained else frozenset(),
-            compute=torch.float32,
-        )
+            lambda dtype: CheckpointSource(checkpoint, dtype, device).read, checkpoint.config, shape, layout,
+            trained=frozenset(checkpoint.tensors) if trained else frozenset(), compute=torch.float32,
+        )  # fmt: skip
         return TPTraining(weights, checkpoint.config, layout, made)
 
     yield TensorParallelTraining(

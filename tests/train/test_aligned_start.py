@@ -59,12 +59,10 @@ def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypat
 
 def test_a_begun_training_goes_on_from_what_was_aligned(place, tmp_path, monkeypatch):
     """Also with --overwrite, with which an alignment would be made anew."""
-    more = ("--align", "--distill-from", place / "dense", "--overwrite")
-    stopped_before_the_end(place, tmp_path / "out", *more)
+    stopped_before_the_end(place, tmp_path / "out", "--align", "--distill-from", place / "dense", "--overwrite")
     before = all_tensors(tmp_path / "out-aligned")
     monkeypatch.setattr("ladderize.adapt.layers.align.aligned_layers", lambda *_, **__: pytest.fail("aligned again"))
-    outcome = adapt(place, tmp_path / "out", *more, steps=9)
-    assert outcome.code == 0, outcome.stderr
+    outcome = well_aligned(place, tmp_path / "out", "--overwrite", steps=9)
     assert "out-aligned, which an earlier run has aligned" in outcome.stderr
     assert "resuming after step 6" in outcome.stderr
     assert same_weights(all_tensors(tmp_path / "out-aligned"), before)

@@ -7,11 +7,7 @@ from accelerate import Accelerator
 from ladderize.adapt.data.packing import collate
 from ladderize.adapt.lora import lora_config
 from ladderize.adapt.train.states import read_metrics
-from ladderize.adapt.train.student import (
-    make_student,
-    make_teacher,
-    open_model,
-)
+from ladderize.adapt.train.student import make_student, make_teacher, open_model
 from ladderize.adapt.train.training_model import HFTraining
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.layout import Layout

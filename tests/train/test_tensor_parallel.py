@@ -28,25 +28,11 @@ DOMINO, SEQUENTIAL = "domino", "sequential"
 
 
 def options(place, tp_size=1, schedule=SEQUENTIAL, **more):
-    return RetrainOptions(
-        **{
-            "data": (str(place / "ids.npy"),),
-            "eval_data": (str(place / "eval.npy"),),
-            "max_steps": STEPS,
-            "batch_size": 4,
-            "micro_batch_size": 2,
-            "seq_len": 2 * LENGTH,
-            "lr": 1e-3,
-            "warmup_steps": 2,
-            "eval_every": 8,
-            "max_grad_norm": CLIPPED[1],
-            "write": "last",
-            "device": "cpu",
-            "tp_size": tp_size,
-            "schedule": schedule,
-            **more,
-        }
-    )
+    files = {"data": (str(place / "ids.npy"),), "eval_data": (str(place / "eval.npy"),), "write": "last"}
+    sizes = {"max_steps": STEPS, "batch_size": 4, "micro_batch_size": 2, "seq_len": 2 * LENGTH, "eval_every": 8}
+    rates = {"lr": 1e-3, "warmup_steps": 2, "max_grad_norm": CLIPPED[1]}
+    how = {"device": "cpu", "tp_size": tp_size, "schedule": schedule}
+    return RetrainOptions(**{**files, **sizes, **rates, **how, **more})
 
 
 def taught(place, hidden=0.0):
