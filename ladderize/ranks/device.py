@@ -20,13 +20,13 @@ def check_device(device: str) -> None:
     import torch
 
     try:
-        asked = torch.device(device)
-    except RuntimeError:
-        asked = torch.device("meta")
-    if asked.type not in ("cpu", "cuda", "mps"):
+        kind, number = (asked := torch.device(device)).type, asked.index or 0
+    except RuntimeError:  # no device that torch knows
+        kind, number = "", 0
+    if kind not in ("cpu", "cuda", "mps"):
         raise UserError(f"--device {device[:80]!r} is nothing to compute on; give cpu, cuda or cuda:0")
     gpus = torch.cuda.device_count() if default_device() == "cuda" else 0
-    if asked.type == "cuda" and (asked.index or 0) >= gpus:
+    if kind == "cuda" and number >= gpus:
         raise UserError(f"--device {device}, but torch sees {gpus or 'no'} GPUs here")
 
 
