@@ -28,6 +28,7 @@ from ladderize.eval.text import score_windows
 from ladderize.ranks.group import Ranks
 from ladderize.vllm import environment
 from tests.helpers import STORIES, fresh_rng, invoke, invoke_well, listing, make_model, refusal, save_llama
+from tests.oracle import Oracle
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,8 +44,29 @@ def tasks_of_lm_eval(tmp_path_factory):
         yield
 
 
-def model_perplexity(model, windows):
-    return perplexity_from_nlls(np.array([score.nll for score in score_windows(model, windows)]), windows)
+def nlls_of(model, windows, batch_size=8):
+    return np.array([score.nll for score in score_windows(model, windows, batch_size=batch_size)])
+
+
+def model_perplexity(model, windows, batch_size=8):
+    return perplexity_from_nlls(nlls_of(model, windows, batch_size), windows)
+
+
+def test_scores_of_windows_equal_a_plain_loop():
+    model = make_model("mixed")
+    rng = fresh_rng()
+    windows = [rng.integers(3, 97, length) for length in (9, 9, 9, 9, 9, 7, 2)]
+    oracle = Oracle(model.state_dict(), model.config)
+    expected = []
+    for window in windows:
+        logits = oracle(torch.from_numpy(window)[None])[0][0].double().log_softmax(-1)
+        expected.append(-sum(float(logits[i, window[i + 1]]) for i in range(len(window) - 1)))
+    for batch_size in (1, 2, 8):
+        np.testing.assert_allclose(nlls_of(model, windows, batch_size), expected, rtol=1e-4)
+    result = model_perplexity(model, windows, batch_size=3)
+    tokens = 5 * 8 + 6 + 1
+    assert (result.tokens, result.windows, result.seq_len) == (tokens, 7, 9)
+    assert math.isclose(result.perplexity, math.exp(sum(expected) / tokens), rel_tol=1e-4)
 
 
 def test_the_standard_error_covers_the_truth():

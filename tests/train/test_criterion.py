@@ -1,13 +1,24 @@
 """By what the weights that are written are chosen, on held-out rows."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
+from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.options import Objective
 from ladderize.adapt.train.states import Scores, read_metrics
-from tests.train.commands import perplexity_of, succeed
+from tests.helpers import listing, one_sentence
+from tests.train.commands import adapt, perplexity_of, succeed
+
+BEST = ("--write", "best", "--eval-every", 1)
+
+
+def scripted(monkeypatch, values):
+    """Each validation has the next of these cross-entropies and divergences."""
+    values = iter(values)
+    monkeypatch.setattr(Loop, "score", lambda self, advance: Scores(*next(values), tokens=9))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +40,7 @@ def test_the_criterion_is_the_loss_without_the_hidden_error(objective, name, exp
 def test_a_model_better_than_the_dense_one_is_brought_back_to_it(place, tmp_path):
     """It fits the held-out rows, which the dense model has never seen: its perplexity rises while its KL falls."""
     succeed(place, tmp_path / "fitted", "--lr", "1e-2", steps=50)
-    teacher = ("--distill-from", place / "dense", "--hidden-weight", 1, "--write", "best", "--eval-every", 1)
+    teacher = ("--distill-from", place / "dense", "--hidden-weight", 1, *BEST)
     document = succeed(place, tmp_path / "out", *teacher, model=tmp_path / "fitted", steps=4)
     perplexity, criterion = document["heldout_perplexity"], document["criterion"]
     assert perplexity["before"] < perplexity["after"]
@@ -41,3 +52,20 @@ def test_a_model_better_than_the_dense_one_is_brought_back_to_it(place, tmp_path
     assert criterion["before"] == divergences[0]
     assert criterion["after"] == pytest.approx(min(divergences), rel=1e-3)
     assert f"held-out KL {criterion['before']:.4g} before," in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_step_of_least_divergence_is_written(place, tmp_path, monkeypatch):
+    scripted(monkeypatch, [(3.0, 0.5), (3.1, 0.4), (3.2, 0.2), (2.9, 0.3)])
+    told = adapt(place, tmp_path / "out", "--distill-from", place / "dense", *BEST, steps=3)
+    assert told.code == 0, told.stderr
+    assert "held-out KL 0.5 before, 0.2 after\nheld-out perplexity 20.0855 before, 24.5325 after (step 2" in told.stdout
+    document = json.loads((tmp_path / "out" / "adaptation.json").read_text())
+    assert document["criterion"] == {"name": "KL", "before": 0.5, "after": 0.2}
+
+
+def test_a_divergence_that_rises_is_refused(place, tmp_path, monkeypatch):
+    scripted(monkeypatch, [(3.0, 0.2), (2.99, 0.3)])
+    refused = adapt(place, tmp_path / "out", "--distill-from", place / "dense", *BEST, steps=1)
+    said = "training never lowered the held-out KL (before 0.2, after 0.3), so nothing is written"
+    assert said in one_sentence(refused)
+    assert listing(tmp_path) == ["out.ladderize-work"]
