@@ -41,7 +41,9 @@ def read_document(path: Path, what: str) -> dict[str, Any]:
     what: the kind of file, such as "rank assignment", for messages.
     """
     document = read_json(path, advice=f"it should be a {what}")
-    version = document.get("schema_version")
+    if "schema_version" not in document:
+        raise UserError(f"{path} is no result file of ladderize, which has a schema_version; it should be a {what}")
+    version = document["schema_version"]
     if type(version) is not int or version != SCHEMA_VERSION:
         raise UserError(
             f"{path} has schema_version {version!r}, but a {what} that this ladderize reads has {SCHEMA_VERSION}"
