@@ -127,6 +127,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --device cpu asks vLLM for CPUs")
     with tempfile.TemporaryDirectory() as name:
         found = compare(Path(name), arguments.hidden_size, arguments.eager, device)
     print(json.dumps(found, indent=1))

@@ -103,14 +103,6 @@ def check_options(options: Any) -> None:
             raise UsageError(f"{name} has no effect without {flag(known.needs)}")
 
 
-def check_at_least(options: Any, least: int, *names: str) -> None:
-    """Raise UsageError for a field that is below ``least``; None: it was not given."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < least):
-            raise UsageError(f"{flag(name)} must be an integer of at least {least}, not {value!r}")
-
-
 def check_choices(options: Any) -> None:
     """Raise UsageError for a field that holds none of the words of its annotation."""
     hints = get_type_hints(type(options))

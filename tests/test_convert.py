@@ -12,6 +12,7 @@ import torch
 
 from ladderize import convert_checkpoint, load
 from ladderize.checkpoint.opening import read_checkpoint, read_config
+from ladderize.checkpoint.reading import INDEX
 from ladderize.convert.card import split_front_matter
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UserError
@@ -20,6 +21,7 @@ from ladderize.runtime.shards import check_runnable
 from tests.helpers import (
     BIASES,
     all_tensors,
+    change_json,
     edit_json,
     edit_tensors,
     fresh_rng,
@@ -51,8 +53,11 @@ def fingerprint(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.own_process), 3])
 def test_weights_are_linked_and_verified(tmp_path, shards):
     source = save_llama(tmp_path / "src", shards=shards)
+    if shards > 1:
+        change_json(source / INDEX, lambda index: index["metadata"].update(made_by="somebody"))
     before = fingerprint(source)
     report = invoke_json("convert", source, tmp_path / "out", "--ladder", "2:", "--spd", "1", "--sync-tp-size", "2")
+    assert shards == 1 or (tmp_path / "out" / INDEX).read_bytes() == (source / INDEX).read_bytes()
     assert report["verified"]["forward"] == "finite"
     assert report["verified"]["model_class"] == "LadderizedLlamaForCausalLM"
     assert len(report["weight_files"]) == shards

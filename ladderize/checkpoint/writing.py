@@ -27,6 +27,7 @@ from ladderize.checkpoint.tensors import bytes_of, encode_header, read_tensor, s
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.files import output
+from ladderize.files.documents import read_json
 from ladderize.files.regular import open_regular
 from ladderize.files.temporaries import fsync
 
@@ -178,9 +179,12 @@ def write_weights(
             done.result()  # Linux reports a disk error only once: the fsync at the end would not see it
     if [shard.file for shard in shards] != [WEIGHTS]:
         weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
-        total = sum(shard.nbytes for shard in shards)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        if "rewritten" not in how and read_json(source / INDEX).get("weight_map") == weight_map:
+            shutil.copyfile(source / INDEX, folder / INDEX)
+        else:
+            total = sum(shard.nbytes for shard in shards)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return how
 
 

@@ -274,8 +274,8 @@ class LayerAlignment:
         def visible(rows: Tensor) -> Tensor:
             return torch.stack([read(visible_name(k), rows) for k in range(converted.attention_ranks)])
 
-        def inner(rows: Tensor) -> Tensor:
-            return read("inner", rows) if "inner" in streams.states else converted.inner(after_attention(rows)[0])
+        def inner(rows: Tensor, reads: Tensor) -> Tensor:
+            return read("inner", rows) if "inner" in streams.states else converted.inner(reads)
 
         # Each returns the inputs of a group of projections in each virtual rank, and its targets. The targets of
         # projections that read the stream are the inputs of the dense model's.
@@ -289,8 +289,8 @@ class LayerAlignment:
             return [*converted.mlp_input(after_attention(rows)[0])], dense.mlp_input(read("dense", rows))
 
         def mlp_writes(rows: Tensor) -> Tokens:
-            _, attended, _ = after_attention(rows)
-            return [inner(rows)], (read("dense", rows) - attended) / converted.scale
+            reads, attended, _ = after_attention(rows)
+            return [inner(rows, reads)], (read("dense", rows) - attended) / converted.scale
 
         if solve and converted.kv_ranks == converted.attention_ranks:
             reports += self._fit(READS_ATTENTION, attention_reads, converted.attention_ranks)
@@ -312,7 +312,8 @@ class LayerAlignment:
         if solve:
             reports += self._fit(WRITES_MLP, mlp_writes)
         for rows in streams.batches():
-            complete, reads = converted.after_mlp(after_attention(rows), inner(rows))
+            between = after_attention(rows)
+            complete, reads = converted.after_mlp(between, inner(rows, between[0]))
             streams.write("complete", rows, complete)
             for reader, own in enumerate(reads):
                 streams.write(visible_name(reader), rows, own)

@@ -16,9 +16,7 @@ from ladderize.files.records import Record
 from ladderize.ranks.group import Ranks
 
 OUTPUTS_AT_ONCE = 4096  # solved for together, in float64
-GRAM_ROWS = (
-    256  # of x x^T computed together: fewer make slow products, more compute much of what lies below the diagonal
-)
+GRAM_ROWS = 256  # of x x^T at a time: fewer make slow products, more compute much of what lies below the diagonal
 # A weaker ridge must take away this share more of the error than a stronger one: weights nearer to the dense ones come
 # out better in the whole model, and train better (docs/results.md).
 WORTH_LESS_RIDGE = 0.02
