@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
+from ladderize.adapt.train import teacher_cache
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training import vocab_losses
-from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
+from ladderize.runtime.training.vocab_losses import teacher_from_answers, vocab_parallel_losses
 from tests.warm import PATIENCE
 
 
@@ -41,7 +42,7 @@ def draw(low, high):
 
 
 def on_ranks(ranks, own, vocab, logits, targets, teacher, weights):
-    """Each rank's two losses and its gradient of their weighted sum; what each sent."""
+    """Each rank's two losses and its gradient of their weighted sum; what each sent. ``teacher`` may be a function."""
     meeting = Meeting(ranks)
 
     def pad(whole, rank):  # what padding holds must not matter
@@ -52,7 +53,9 @@ def on_ranks(ranks, own, vocab, logits, targets, teacher, weights):
     def work(rank):
         part = pad(logits, rank).requires_grad_()
         collectives = Threads(meeting, rank)
-        own_teacher = None if teacher is None else pad(teacher, rank)
+        own_teacher = pad(teacher, rank) if isinstance(teacher, torch.Tensor) else teacher
+        if callable(teacher):
+            own_teacher = teacher(part.detach(), collectives, rank * own)
         losses = vocab_parallel_losses(part, targets, own_teacher, collectives, rank * own, vocab)
         (weights[0] * losses[0] + weights[1] * losses[1]).backward()
         return [loss.detach() for loss in losses], part.grad, collectives.sent
@@ -107,6 +110,54 @@ def test_losses_and_gradients_are_those_of_the_whole_vocabulary(ranks, with_teac
     torch.testing.assert_close(grad.double(), right_grad, rtol=rtol, atol=atol)
     assert grad.dtype == logits.dtype
     assert all(sizes == [tokens * (6 if with_teacher else 3) * 4] for sizes in sent)  # one message, and a small one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_kept_answers_teach_their_outcomes_and_all_others_as_one(ranks, dtype, monkeypatch):
+    """By definition in fp64, from the answers as they are kept. Of 4 ranks one has only padding."""
+    kept, vocab, tokens, own, weights = draw(1, 9), 40, draw(1, 30), 40 if ranks == 1 else 15, torch.rand(2)
+    monkeypatch.setattr(teacher_cache, "KEPT", kept)
+    logits, teacher = (torch.randn(2, tokens, vocab) * 3).to(dtype)
+    teacher[:, 15:30] -= 20  # one of 4 ranks has no likely token
+    targets = torch.randint(vocab, (tokens,))
+    likeliest, answers = teacher_cache.answer(teacher, targets)
+    top = teacher.double().softmax(-1).topk(kept, -1)
+    assert torch.equal(teacher.gather(1, likeliest.long()), teacher.gather(1, top.indices))
+    right = cross_entropy(teacher.double(), targets, reduction="none")
+    torch.testing.assert_close(-answers[:, -1].double(), right, rtol=2e-3, atol=1e-5)
+    rest = 1 - top.values.sum(-1, keepdim=True)
+    shares = torch.cat([top.values, rest], -1)
+    torch.testing.assert_close(answers[:, :-1].double().exp(), shares, rtol=2e-2, atol=1e-6)
+
+    student = logits.double().requires_grad_()
+    known = student.softmax(-1).gather(1, likeliest.long())
+    outcomes = torch.cat([known, 1 - known.sum(-1, keepdim=True)], -1).log()
+    entropy = cross_entropy(student, targets, reduction="sum")
+    divergence = kl_div(outcomes, answers[:, :-1].double().log_softmax(-1), reduction="sum", log_target=True)
+    (weights[0] * entropy + weights[1] * divergence).backward()
+
+    losses, grad, _ = on_ranks(
+        ranks,
+        own,
+        vocab,
+        logits,
+        targets,
+        lambda part, collectives, start: teacher_from_answers(part, likeliest, answers, collectives, start, vocab),
+        weights,
+    )
+    torch.testing.assert_close(
+        torch.stack(losses).double(), torch.stack([entropy, divergence]).detach(), rtol=1e-4, atol=1e-4
+    )
+    near = {"rtol": 1e-3, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-4}
+    torch.testing.assert_close(grad.double(), student.grad, **near)
+
+
+def test_a_vocabulary_of_known_tokens_has_no_others():
+    teacher, logits, targets = torch.randn(6, 20), torch.randn(6, 20), torch.randint(20, (6,))
+    likeliest, answers = teacher_cache.answer(teacher, targets)
+    told = teacher_from_answers(logits, likeliest, answers, Collectives(), 0, 20)
+    torch.testing.assert_close(told.log_softmax(-1), teacher.log_softmax(-1), rtol=2e-3, atol=2e-3)
 
 
 def test_a_divergence_of_equal_scores_is_0():

@@ -60,7 +60,7 @@ OPTIONS: dict[Method, type] = {
         " lora_targets",
         OPTIMISATION: "max_tokens max_steps batch_size lr lr_schedule warmup_steps weight_decay max_grad_norm",
         VALIDATION: "eval_data heldout eval_every write",
-        MEMORY: "dry_run micro_batch_size gradient_checkpointing tp_size schedule dtype device",
+        MEMORY: "dry_run micro_batch_size gradient_checkpointing teacher_cache tp_size schedule dtype device",
         OUTPUT: "log_with overwrite no_verify json",
     },
     left_out="epochs",

@@ -87,7 +87,7 @@ def peak_and_estimate(model, out, options):
     def step(self, *given, original=Loop.step):
         if self.progress.step != 1:
             return original(self, *given)
-        with Peak(state_of(self.model, teachers[-1])) as peak:
+        with Peak(state_of(self.model, self.model.teacher and teachers[-1])) as peak:
             metrics = original(self, *given)
         found.append(peak.peak)
         return metrics
@@ -117,10 +117,13 @@ def peak_and_estimate(model, out, options):
         ("upper", {"hidden_weight": 1.0}),
         ("spd", {"micro_batch_size": 2}),
         ("spd", {"method": "lora", "gradient_checkpointing": True}),
+        ("upper", {"teacher_cache": "answers"}),
     ],
 )
 def test_the_estimate_is_the_peak_of_a_step(larger, tmp_path, model, more):
     dtype = random.choice(["float32", "bfloat16"])
+    if "teacher_cache" in more:
+        more = {"teacher_cache": str(tmp_path / "answers")}
     peak, expected = peak_and_estimate(larger / model, tmp_path / "out", options(larger, dtype=dtype, **more))
     assert peak <= expected <= 1.5 * peak, dtype
 
@@ -138,6 +141,7 @@ def test_memory_is_counted_in_parts(larger, monkeypatch):
     assert parts["weights"] == 4 * trained + 2 * (numbers - trained)
     assert parts["moments"] == 2 * parts["gradients"] == 8 * trained
     assert parts["teacher"] == 2 * trained  # what is frozen is held once
+    assert parts_of(larger, teacher_cache="answers")["teacher"] == 0
     assert found["state_bytes"] == (3 * 12 + 4) * trained
     assert parts_of(larger, method="lora")["teacher"] == 0
     assert parts_of(larger, method="lora", align=True)["teacher"] >= 2 * trained  # an aligned base is not the teacher's

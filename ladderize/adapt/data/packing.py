@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ladderize.runtime.training.batch import ANSWERS, LIKELIEST
+
 # Targets below 0 are not scored: the next token is not scored, or the position is padding.
 IGNORED_TARGET, PADDING_TARGET = -100, -101
 
@@ -65,6 +67,8 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 
     Padding has the id 0, the target -101, and positions that continue the row's last example. Its tokens do not see the
     padding, so a row of one example needs no mask. No rows become one padded token: a rank without rows adds nothing.
+
+    A teacher's answers, where rows have them, come side by side.
     """
     longest = max((len(row["input_ids"]) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)
@@ -75,4 +79,6 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         ids[number, :length], targets[number, :length] = row["input_ids"], row["targets"]
         positions[number] -= np.repeat(starts, np.diff([*starts, longest]))
     batch = {"input_ids": ids, "position_ids": positions, "targets": targets}
-    return {name: torch.from_numpy(value) for name, value in batch.items()}
+    told = [name for name in (LIKELIEST, ANSWERS) if rows and name in rows[0]]
+    answers = {name: torch.cat([row[name] for row in rows]) for name in told}
+    return {name: torch.from_numpy(value) for name, value in batch.items()} | answers

@@ -247,7 +247,7 @@ class Loop:
 
     def validate_first(self) -> None:
         """Score the held-out rows before the first step, also under the teacher."""
-        progress, has_teacher, target = self.progress, self.model.teacher is not None, ""
+        progress, has_teacher, target = self.progress, self.options.distill_from is not None, ""
         passes = 2 if has_teacher else 1
         with self.console.progress("validating before the first step", passes * len(self.heldout)) as advance:
             if has_teacher:
@@ -280,7 +280,7 @@ class Loop:
             "heldout_perplexity": scores.perplexity,
             "heldout_cross_entropy": scores.cross_entropy,
         }
-        if model.teacher is not None:
+        if self.options.distill_from is not None:
             values["heldout_divergence"] = scores.divergence
         if model.compared:
             values["heldout_hidden_error"] = scores.hidden_error

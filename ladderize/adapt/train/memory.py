@@ -59,7 +59,8 @@ def estimate(task: Task) -> dict[str, Any]:
     activations = sum(kept) * width
     # logits with their gradient, the teacher's; and of a part of them in fp32 both, exponentials, and what is between
     logits = tokens * -(-vocab // tp_size)
-    of_logits = logits * compute * (2 + has_teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (4 + has_teacher)
+    of_teacher = has_teacher * (compute if task.loads_teacher else FP32)
+    of_logits = logits * (2 * compute + of_teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (4 + has_teacher)
     if task.options.gradient_checkpointing:  # a layer is computed again when the logits are gone
         activations = hidden * FP32 * len(kept) + max(0, max(kept) * width - of_logits // tokens)
     if task.compared:  # both models' outputs of attention and MLP, and fp32 copies
@@ -69,7 +70,7 @@ def estimate(task: Task) -> dict[str, Any]:
         "weights": (trained * FP32 + frozen * compute) // ranks,
         "gradients": trained * FP32 // ranks,
         "moments": 2 * trained * FP32 // ranks,
-        "teacher": own * compute // ranks * has_teacher,
+        "teacher": own * compute // ranks * task.loads_teacher,
         # two layers and the ends, and a layer's gradients; without sharding, the narrow copies of a pass
         "gathered": (2 + 2 * has_teacher) * (layer + vocab * hidden) * compute + layer * FP32
         if is_sharded

@@ -131,6 +131,12 @@ class RetrainOptions(Record):
         0.0,
         shown="0",
     )
+    teacher_cache: str | None = option(
+        "Keep the dense model's answers (its 64 likeliest next tokens) on --data in this folder, and train with them"
+        " instead of with the model in memory. Later runs on the same data find them there.",
+        metavar="FOLDER",
+        needs="distill_from",
+    )
     lora_rank: int | None = option("lora: rank.", min=1, shown=str(LORA_RANK))
     lora_alpha: int | None = option("lora: alpha; scales by alpha / rank.", min=1, shown="twice the rank")
     lora_dropout: float = option("lora: dropout before A.", 0.0, min=0.0, max=0.99, shown="0")
@@ -235,6 +241,13 @@ class RetrainOptions(Record):
             raise UsageError(
                 "--distill-from, and a --distill-weight or --hidden-weight above 0, have no effect without each other"
             )
+        if self.teacher_cache is not None and (self.hidden_weight or not self.objective.distill_weight):
+            raise UsageError(
+                "--teacher-cache holds the dense model's predictions alone; it needs a --distill-weight above 0, and no"
+                " --hidden-weight"
+            )
+        if self.teacher_cache is not None and any(map(hub_dataset, self.data)):
+            raise UsageError("--teacher-cache needs --data of files; a stream's rows have no numbers")
         if not self.max_grad_norm > 0:
             raise UsageError(f"--max-grad-norm must be above 0, not {self.max_grad_norm:g}")
         if self.heldout is not None and self.eval_data:

@@ -1,7 +1,7 @@
 """``ladderize adapt --method full`` and ``lora``: retrain a whole checkpoint, and write a checkpoint or an adapter."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
+from torch import Tensor
 
 from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.data_files import split_weight
@@ -22,8 +23,9 @@ from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, re
 from ladderize.adapt.train.states import TrainingFolder
 from ladderize.adapt.train.student import make_student, make_teacher, open_model
 from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, run_identity, sharding_asked
+from ladderize.adapt.train.teacher_cache import TeacherCache, with_answers
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
-from ladderize.adapt.train.training_model import HFTraining, TrainingModel
+from ladderize.adapt.train.training_model import HFTraining, TrainingModel, place_teacher
 from ladderize.blocks import open_checkpoint
 from ladderize.console import SILENT, Console, human_count
 from ladderize.convert.inspection import ALIGNMENT, read_retrainings
@@ -38,6 +40,7 @@ from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.environment import already_started, launched
 from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, join_ranks
 from ladderize.runtime.launch import check_group_size, run
+from ladderize.runtime.training.batch import Batch
 
 
 def adapt_checkpoint(
@@ -240,6 +243,8 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
     with work:
         start_trackers(accelerator, options)
         try:
+            if options.teacher_cache is not None:
+                rows, heldout = ask_teacher(task, accelerator, ranks, rows, heldout, identity, console)
             loop = make_loop(task, accelerator, ranks, rows, heldout, work, console)
             progress = loop.run()
         except torch.OutOfMemoryError:
@@ -258,6 +263,29 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
         for tracker in accelerator.trackers:  # ``end_training`` would end the process group too, which is not ours
             tracker.finish()
     return document
+
+
+def ask_teacher(
+    task: Task,
+    accelerator: Accelerator,
+    ranks: Ranks,
+    rows: Any,
+    heldout: list[dict[str, Any]],
+    identity: Mapping[str, Any],
+    console: Console,
+) -> tuple[Any, list[dict[str, Any]]]:
+    """Return the rows with the dense model's answers, for which every process loads that model if some are missing."""
+    options, dense = task.options, task.teacher
+    assert dense is not None
+    assert options.teacher_cache is not None
+
+    def open_teacher() -> Callable[[Batch], Tensor]:
+        with console.stage("loading the dense model"):
+            model = open_model(dense, Layout.dense(task.layout.num_layers), collecting=False, device=accelerator.device)
+            return place_teacher(make_teacher(model, task.compute, None), accelerator)
+
+    cache = TeacherCache(Path(options.teacher_cache), identity, options.seq_len, ranks)
+    return with_answers(rows, heldout, options, cache, open_teacher, ranks, accelerator.device, console)
 
 
 def make_loop(
@@ -289,7 +317,7 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
     if options.tp_size > 1:
         return build_tensor_parallel(task, accelerator, ranks, console)
     how: dict[str, Any] = {"collecting": bool(task.compared), "device": None if is_sharded else accelerator.device}
-    with console.stage("loading the models" if task.teacher is not None else "loading the model"):
+    with console.stage("loading the models" if task.loads_teacher else "loading the model"):
         student = make_student(
             open_model(task.checkpoint, task.layout, **how),
             task.compute,
@@ -299,7 +327,7 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
             gradient_checkpointing=options.gradient_checkpointing,
         )
         teacher = None
-        if task.teacher is not None:
+        if task.teacher is not None and task.loads_teacher:
             dense = open_model(task.teacher, Layout.dense(task.layout.num_layers), **how)
             teacher = make_teacher(dense, task.compute, None if is_sharded else student)
     return HFTraining(

@@ -81,6 +81,11 @@ class Task:
         return [self.checkpoint] if self.teacher is None else [self.checkpoint, self.teacher]
 
     @property
+    def loads_teacher(self) -> bool:
+        """True if the dense model is in memory while the other one trains."""
+        return self.teacher is not None and self.options.teacher_cache is None
+
+    @property
     def compared(self) -> tuple[int, ...]:
         """The layers whose sub-modules are compared with the teacher's."""
         return tuple(self.layout.converted_layers) if self.options.objective.hidden_weight else ()
@@ -126,6 +131,10 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
             f"--tp-size {tp_size} does not go together with the launcher's {launch.processes} processes"
             f"{', which share the model by FSDP or DeepSpeed' if launch.sharded else ''}; start a multiple of it, plain"
         )
+    if options.teacher_cache is not None and launch.sharded:
+        raise UserError(
+            "--teacher-cache does not go together with FSDP or DeepSpeed, which share the dense model out; leave it out"
+        )
     if launch.precision not in ("no", "bf16"):
         raise UserError(
             f"accelerate launch asks for mixed_precision {launch.precision}, whose range is too small for training;"
@@ -163,5 +172,6 @@ def run_identity(task: Task) -> dict[str, Any]:
         "dtype": str(task.compute).removeprefix("torch."),
         "processes": task.launch.processes,
         "tp_size": task.options.tp_size,
+        "answers": task.options.teacher_cache is not None,
         **{name: options[name] for name in FIXED},
     }

@@ -119,10 +119,10 @@ def build_tensor_parallel(
     """Join the ranks of a model, load it and its teacher, and make the optimizer. All ranks call it."""
     data, tensor = ranks.split(task.options.tp_size)
     collectives = open_collectives(task, tensor, console)
-    with console.stage("loading the models" if task.teacher is not None else "loading the model"):
+    with console.stage("loading the models" if task.loads_teacher else "loading the model"):
         student = _model(task, task.checkpoint, task.layout, tensor, collectives)
         teacher = None
-        if task.teacher is not None:
+        if task.teacher is not None and task.loads_teacher:
             dense = Layout.dense(task.layout.num_layers)
             teacher = _model(task, task.teacher, dense, tensor, collectives, student.weights).eval()
     return TensorParallelTraining(

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ladderize.runtime.step import additive
 
+LIKELIEST, ANSWERS = "likeliest", "answers"  # fields of Batch
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -17,6 +19,9 @@ class Batch:
     input_ids, position_ids, targets: int64 [rows, tokens].
     scored: the places whose targets count, in all rows side by side, int64 [n].
     is_packed: a row holds several texts.
+    likeliest, answers: what a teacher, which is not there, has said of the n places (adapt/train/teacher_cache.py): its
+    likeliest next tokens, integers [n, kept], and the logarithms of their probabilities, of the probability of all
+    others together, and of the target's, [n, kept + 2].
     """
 
     input_ids: Tensor
@@ -24,12 +29,14 @@ class Batch:
     targets: Tensor
     scored: Tensor
     is_packed: bool
+    likeliest: Tensor | None = None
+    answers: Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], device: torch.device) -> "Batch":
         """Return the batch on ``device``.
 
-        tensors: input_ids, position_ids and targets by name, on the host.
+        tensors: input_ids, position_ids and targets by name, on the host, and perhaps a teacher's answers.
         """
         sent = {**tensors, "scored": (tensors["targets"].flatten() >= 0).nonzero()[:, 0]}
         if device.type == "cuda":  # from pinned memory the copy does not hold up the host

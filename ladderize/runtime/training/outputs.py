@@ -14,7 +14,7 @@ from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
 from ladderize.runtime.step import join_parts
 from ladderize.runtime.training.batch import Batch
-from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
+from ladderize.runtime.training.vocab_losses import teacher_from_answers, vocab_parallel_losses
 
 
 class SubModuleOutputs:
@@ -95,10 +95,12 @@ class LossModule(nn.Module):
     ) -> Tensor:
         """Return the sums of cross-entropy, divergence and hidden error of a pass: [3], fp32, equal on all ranks.
 
-        teacher_logits: [tokens that count, own vocab].
+        teacher_logits: [tokens that count, own vocab]; None: those of the batch's answers, if it has any.
         """
         outputs = None if teacher_outputs is None else teacher_outputs.again()
         logits = self.scored_logits(batch, outputs)
+        if batch.likeliest is not None and batch.answers is not None:
+            teacher_logits = teacher_from_answers(logits, batch.likeliest, batch.answers, *self.vocabulary)
         sums = vocab_parallel_losses(logits, batch.scored_targets, teacher_logits, *self.vocabulary)
         apart = sums[0].new_zeros(())
         if outputs is not None and teacher_outputs is not None:

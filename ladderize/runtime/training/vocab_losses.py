@@ -68,6 +68,40 @@ def vocab_parallel_losses(
     return entropy, divergence
 
 
+@torch.no_grad()
+def teacher_from_answers(
+    logits: Tensor, likeliest: Tensor, answers: Tensor, collectives: Collectives, vocab_start: int, vocab: int
+) -> Tensor:
+    """Return logits of a teacher of whom only the likeliest tokens are known, fp32 [tokens, own_vocab without padding].
+
+    The rest of its probability is shared out among all other tokens as the student does it. The divergence from this
+    teacher is that of the known outcomes, with all other tokens as one more outcome, and so is its gradient: with p the
+    teacher, q the student, K the known tokens, and r their complement,
+
+        KL = sum over K of p_j log(p_j / q_j) + p_r log(p_r / q_r),
+        dKL / ds_j = q_j - p_j in K, else q_j - p_r q_j / q_r.
+
+    Under tensor parallelism all ranks call it; one all-gather of [tokens, 1] float32 is sent.
+
+    logits: the student's, as ``vocab_parallel_losses`` takes them.
+    likeliest, answers: as in ``Batch``.
+    """
+    own = max(0, min(vocab - vocab_start, logits.shape[1]))
+    outcomes = answers[:, :-1].float().log_softmax(-1)  # 16 bits have rounded them
+    place = likeliest - vocab_start
+    token, which = ((place >= 0) & (place < own)).nonzero(as_tuple=True)
+    known = token, place[token, which]
+    result = logits[:, :own].float()
+    result = result.clone() if result.data_ptr() == logits.data_ptr() else result
+    result[known] = -math.inf
+    if not len(logits):
+        return result
+    rest = result.logsumexp(-1, keepdim=True) if own else result.new_full((len(logits), 1), -math.inf)
+    result += outcomes[:, -1:] - collectives.all_gather(rest).logsumexp(-1, keepdim=True)
+    result[known] = outcomes[token, which]
+    return result
+
+
 class _WithGradient(torch.autograd.Function):
     """The losses, with the gradients of their sums: softmax(s) - one-hot(y), and softmax(s) - softmax(t)."""
 

@@ -1,0 +1,102 @@
+"""`adapt --teacher-cache`: the dense model's answers, kept on disk, teach as the model itself would."""
+
+import json
+import os
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from ladderize.adapt.train import run, teacher_cache
+from ladderize.errors import UserError
+from ladderize.files.temporaries import lock_folder
+from tests.helpers import all_tensors, listing, one_sentence
+from tests.train.commands import LENGTH, adapt, check_same_run, losses_of, same_weights, succeed
+from tests.train.test_several_processes import run_group
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(teacher_cache, "PART_TOKENS", 6 * LENGTH)  # three rows
+
+
+def taught(place, folder, *more):
+    return ["--distill-from", place / "dense", "--teacher-cache", folder, *more]
+
+
+def metrics(folder, key):
+    return [line[key] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if key in line]
+
+
+def test_whole_answers_teach_what_the_model_does(place, tmp_path, small_parts, monkeypatch):
+    """Over more than an epoch, with held-out rows and a method that trains all; the second run loads no teacher."""
+    monkeypatch.setattr(teacher_cache, "KEPT", 97)  # the whole vocabulary
+    more = ["--train", "all", "--distill-weight", 0.7, "--eval-every", 3]
+    succeed(place, tmp_path / "loaded", "--distill-from", place / "dense", *more)
+    told = succeed(place, tmp_path / "told", *taught(place, tmp_path / "answers", *more))
+    assert losses_of(tmp_path / "told") == pytest.approx(losses_of(tmp_path / "loaded"), rel=1e-3)
+    for key in ("heldout_divergence", "heldout_perplexity", "dense_heldout_perplexity"):
+        assert metrics(tmp_path / "told", key) == pytest.approx(metrics(tmp_path / "loaded", key), rel=1e-3), key
+    assert told["options"]["teacher_cache"] == str(tmp_path / "answers")
+    with mock.patch.object(run, "make_teacher", side_effect=AssertionError("the dense model was loaded")):
+        succeed(place, tmp_path / "again", *taught(place, tmp_path / "answers", *more))
+    assert same_weights(all_tensors(tmp_path / "again"), all_tensors(tmp_path / "told"))
+
+
+def test_a_killed_run_goes_on_and_a_longer_one_adds(place, tmp_path, small_parts):
+    """Each row is asked about once. A part is whole though the training reads some of its rows only."""
+    answers, asked = tmp_path / "answers", []
+
+    def count(*given, original=teacher_cache._answered):
+        asked.append(len(given[0]))
+        if len(asked) == 3:
+            raise UserError("killed")
+        return original(*given)
+
+    with mock.patch.object(teacher_cache, "_answered", count):
+        assert "killed" in one_sentence(adapt(place, tmp_path / "out", *taught(place, answers), steps=2))
+        succeed(place, tmp_path / "out", *taught(place, answers), steps=2)
+        assert asked == [3, 3, 3, 3, 3, 2]  # 8 rows to train on and 4 more, 3 examples held out
+        succeed(
+            place, tmp_path / "longer", *taught(place, answers, "--max-tokens", 16 * LENGTH), without=["--max-steps"]
+        )
+        assert len(asked) == 6  # no more rows than those
+        succeed(place, tmp_path / "all", *taught(place, answers), steps=9)
+        assert asked[6:] == [3, 3, 2]
+    assert len(listing(answers)) == 1 + 7 + 1
+
+
+def test_several_processes_share_the_answers_out(place, tmp_path):
+    succeed(place, tmp_path / "one", *taught(place, tmp_path / "a"), steps=4)
+    run_group(place, tmp_path / "two", *taught(place, tmp_path / "b"))
+    check_same_run(tmp_path / "two", tmp_path / "one")
+    run_group(place, tmp_path / "shared", *taught(place, tmp_path / "b", "--tp-size", 2))
+    check_same_run(tmp_path / "shared", tmp_path / "one")
+
+
+def test_refusals(place, tmp_path, small_parts):
+    out, answers = tmp_path / "out", tmp_path / "answers"
+    succeed(place, tmp_path / "first", *taught(place, answers), steps=1)
+
+    def said(*more, **how):
+        text = one_sentence(adapt(place, out, *more, **how))
+        assert not out.exists()
+        return text
+
+    np.save(tmp_path / "other.npy", np.load(place / "ids.npy")[::-1])
+    assert "holds answers for another data; give the old" in said(
+        *taught(place, answers, "--data", tmp_path / "other.npy")
+    )
+    assert "another seq_len and seed" in said(*taught(place, answers, "--seed", 1, "--seq-len", LENGTH))
+    assert "is no folder of answers, and not empty" in said(*taught(place, place))
+    assert "does not exist" in said(*taught(place, tmp_path / "no" / "folder"))
+    lock = lock_folder(answers)
+    assert "another run is adding answers" in said(*taught(place, answers), steps=9)
+    os.close(lock)
+    for file in answers.glob("train*"):
+        os.truncate(file, 100)
+    assert "cannot be read" in said(*taught(place, answers), steps=1)
+    assert "predictions alone" in said(*taught(place, answers, "--hidden-weight", 1))
+    assert "predictions alone" in said(*taught(place, answers, "--distill-weight", 0, "--hidden-weight", 1))
+    assert "has no effect without --distill-from" in said("--teacher-cache", answers)
+    assert "a stream's rows have no numbers" in said(*taught(place, answers, "--data", "hub:a/b:train"))
