@@ -10,8 +10,8 @@ of the variant, without the alignment that it begins with. A finished variant is
 - align 16k, align 65k, align 262k: more tokens
 - kl; hidden: the loss of ``adapt``, and with --hidden-weight 1
 - norms, o, down: hidden, but only these tensors are trained
-- top 64: kl of the teacher's 64 largest logits, the others dropped, as a teacher's answers kept on disk would be
-- top 64 and rest: the same, with the probability of all others as one more outcome
+- top 64: kl of the teacher's 64 largest logits, the others dropped
+- top 64 and rest: the same, with the probability of all others as one more outcome (--teacher-cache)
 - on-policy: reverse KL on answers of the converted model itself (half of TOKENS: to write them takes the other half)
 - on-policy, forward: the same, by KL of the teacher
 """
@@ -55,8 +55,6 @@ def patch(variant: str) -> None:
         student.Student.forward = lambda model, batch, teacher_logits, **more: losses(
             model, batch, largest(teacher_logits), **more
         )
-    elif variant == "top 64 and rest":
-        student.Student.forward = losses_with_rest
     elif variant == "on-policy":
         student.Student.forward = reverse_losses
 
@@ -65,22 +63,6 @@ def largest(logits: Any) -> Any:
     """Return the logits [tokens, vocab] with all but the largest of a token so low that they have no weight."""
     top = logits.topk(KEPT_LOGITS, -1)
     return logits.new_full(logits.shape, -1e4).scatter_(-1, top.indices, top.values)
-
-
-def losses_with_rest(model: Any, batch: Any, teacher_logits: Any, **more: Any) -> Any:
-    """Return the sums of cross-entropy, KL(teacher || student) over the teacher's likeliest tokens and all others as
-    one, and no hidden error: [3]."""
-    import torch
-
-    own, target = model.scored_logits(batch).float().log_softmax(-1), teacher_logits.float().log_softmax(-1)
-    entropy = -own.gather(1, batch.scored_targets[:, None]).sum()
-    top = target.topk(KEPT_LOGITS, -1)
-    outcomes = []
-    for likely in (top.values, own.gather(1, top.indices)):
-        rest = (1 - likely.exp().sum(-1, keepdim=True)).clamp_min(1e-6).log()
-        outcomes.append(torch.cat([likely, rest], -1))
-    divergence = ((outcomes[0] - outcomes[1]) * outcomes[0].exp()).sum()
-    return torch.stack((entropy, divergence, own.new_zeros(())))
 
 
 def reverse_losses(model: Any, batch: Any, teacher_logits: Any, **more: Any) -> Any:
@@ -136,7 +118,9 @@ def make(layout: str, variant: str, work: Path) -> Path:
     elif variant in ("hidden", "norms, o, down"):
         hidden = 1
     how = ["--batch-size", 8, "--micro-batch-size", 4, "--heldout", 8, "--eval-every", 1000, "--write", "last"]
-    loss = ["--hidden-weight", hidden, "--max-tokens", tokens]
+    loss: list[object] = ["--hidden-weight", hidden, "--max-tokens", tokens]
+    if variant == "top 64 and rest":
+        loss += ["--teacher-cache", work / "answers"]
     ladderize(log, variant, "adapt", aligned, out, "--data", data, *how, *loss, *common)
     return out
 

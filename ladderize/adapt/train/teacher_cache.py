@@ -26,6 +26,7 @@ from ladderize.adapt.data.packing import collate
 from ladderize.adapt.data.training_data import ORDER
 from ladderize.adapt.train.loop import Order
 from ladderize.adapt.train.options import TrainOptions
+from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.console import Console, sentence
 from ladderize.errors import UserError
 from ladderize.files.documents import check_writable, read_document, write_json
@@ -35,7 +36,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.training.batch import ANSWERS, LIKELIEST, Batch
 
 KEPT = 64  # tokens of an answer
-PART_TOKENS = 65536
+PART_TOKENS = 16384  # tokens of a file, if its rows are full
 LEAST = -1e4  # a logarithm that 16 bits hold, of a probability of 0
 ABOUT = "answers.json"
 TRAINED, HELD_OUT = "train", "heldout"
@@ -53,7 +54,8 @@ class TeacherCache:
         self.folder, self.rows_of_part = resolved(folder), max(1, PART_TOKENS // seq_len)
         with ranks.main_first():
             if ranks.is_main:
-                self._open({**{key: identity[key] for key in DECIDES}, "order": ORDER, "kept": KEPT})
+                form = {"order": ORDER, "kept": KEPT, "rows_of_part": self.rows_of_part}
+                self._open({**{key: identity[key] for key in DECIDES}, **form})
         if not self.folder.is_dir():
             raise UserError(f"--teacher-cache {folder} is visible to the main process only; name one that all can see")
 
@@ -210,6 +212,10 @@ def _answered(
     for first in range(0, len(rows), at_once):
         batch = Batch.of(collate(rows[first : first + at_once]), device)
         with torch.no_grad():
-            answers = answer(teacher(batch), batch.scored_targets)
+            logits = teacher(batch)
+        parts = zip(
+            *(whole.split(max(1, LOGITS_AT_ONCE // logits.shape[1])) for whole in (logits, batch.scored_targets))
+        )
+        answers = [torch.cat(tensors) for tensors in zip(*(answer(*part) for part in parts), strict=True)]
         counts = (batch.targets >= 0).sum(1).tolist()
         yield from zip(*(tensor.split(counts) for tensor in answers), strict=True)

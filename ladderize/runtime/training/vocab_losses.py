@@ -88,18 +88,15 @@ def teacher_from_answers(
     """
     own = max(0, min(vocab - vocab_start, logits.shape[1]))
     outcomes = answers[:, :-1].float().log_softmax(-1)  # 16 bits have rounded them
-    place = likeliest - vocab_start
-    token, which = ((place >= 0) & (place < own)).nonzero(as_tuple=True)
-    known = token, place[token, which]
-    result = logits[:, :own].float()
-    result = result.clone() if result.data_ptr() == logits.data_ptr() else result
-    result[known] = -math.inf
-    if not len(logits):
-        return result
-    rest = result.logsumexp(-1, keepdim=True) if own else result.new_full((len(logits), 1), -math.inf)
-    result += outcomes[:, -1:] - collectives.all_gather(rest).logsumexp(-1, keepdim=True)
-    result[known] = outcomes[token, which]
-    return result
+    place = likeliest.long() - vocab_start
+    place = place.where((place >= 0) & (place < own), own)  # what other ranks have goes to a column that nobody reads
+    result = logits.new_full((len(logits), own + 1), -math.inf, dtype=torch.float32)
+    result[:, :own] = logits[:, :own]
+    result.scatter_(1, place, -math.inf)
+    if len(logits):  # all ranks have the same tokens, so all come here or none
+        rest = collectives.all_gather(result.logsumexp(-1, keepdim=True)).logsumexp(-1, keepdim=True)
+        result += outcomes[:, -1:] - rest
+    return result.scatter_(1, place, outcomes[:, :-1])[:, :own]
 
 
 class _WithGradient(torch.autograd.Function):
