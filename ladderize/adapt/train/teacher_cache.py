@@ -213,9 +213,8 @@ def _answered(
         batch = Batch.of(collate(rows[first : first + at_once]), device)
         with torch.no_grad():
             logits = teacher(batch)
-        parts = zip(
-            *(whole.split(max(1, LOGITS_AT_ONCE // logits.shape[1])) for whole in (logits, batch.scored_targets))
-        )
+        tokens = max(1, LOGITS_AT_ONCE // logits.shape[1])
+        parts = zip(logits.split(tokens), batch.scored_targets.split(tokens), strict=True)
         answers = [torch.cat(tensors) for tensors in zip(*(answer(*part) for part in parts), strict=True)]
         counts = (batch.targets >= 0).sum(1).tolist()
         yield from zip(*(tensor.split(counts) for tensor in answers), strict=True)
