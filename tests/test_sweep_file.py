@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ def _data(tmp_path_factory, monkeypatch):
 def test_lists_are_a_grid(place):
     layouts = [{"ladder": ["0:2", "2:"], "spd": ["0", "1", "2"], "sync_tp_size": 2}]
     adapt = {"method": "full", "data": ["a.npy", "b.npy"], "max_tokens": ["1k", 2000], "lr": [0.1, 0.2]}
+    adapt |= {"distill_weight": 1, "teacher_cache": "answers"}
     bench = [{**FAST, "batch_size": [1, 2], "prompt_len": [4, 8]}, FAST]
     read = sweep_spec(spec(place, layouts=layouts, adapt=["none", adapt], bench=bench), "s.yaml")
     assert [(one.recipe.ladder, one.recipe.spd) for one in read.layouts] == [
@@ -45,6 +47,7 @@ def test_lists_are_a_grid(place):
         (tokens, lr) for tokens in ("1k", 2000) for lr in (0.1, 0.2)
     }
     assert all(len(one["data"]) == 2 for one in given)
+    assert {one["teacher_cache"] for one in given} == {str(Path.cwd() / "answers")}
     assert [one.options.prompt_len for one in read.bench] == [4, 8, 4]
     assert [one.options.batch_sizes for one in read.bench] == [(1, 2), (1, 2), (1,)]
 

@@ -22,7 +22,7 @@ from ladderize.sweep.stages import Given, adapt_words, errors_begin_with, parsed
 from ladderize.sweep_document import AS_CONVERTED
 
 KEYS = ("model", "out", "data", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
-PATH_KEYS = ("data", "eval_data", "perplexity", "include_path", "assignment", "recipe")
+PATH_KEYS = ("data", "eval_data", "teacher_cache", "perplexity", "include_path", "assignment", "recipe")
 # keys whose lists are no grids
 LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines", "schedules")}
 
