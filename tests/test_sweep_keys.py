@@ -124,6 +124,9 @@ def test_how_a_stage_starts_is_no_part_of_it(place, tmp_path, monkeypatch):
     assert started(4, device="cpu")[:2] == (1, False)
     assert started(2, tp_size=2)[:2] == (1, False)  # the command starts its ranks
     assert started(4, tp_size=2)[:2] == (4, False)
+    shared, elsewhere = (started(4, teacher_cache=folder) for folder in ("a", "b"))
+    assert shared[:2] == (3, False)  # the dense model's answers are not for models that FSDP shards
+    assert shared[3] == elsewhere[3] != one[3]
     assert len({started(gpus, batch_size=None)[3] for gpus in (0, 1, 2, 3)}) == 3
 
 

@@ -157,11 +157,13 @@ class StageBuilder:
         options, is_sharded = stage.options, stage.method in SHARDS
         processes = self.processes(options, is_sharded)
         content = {key: self.inputs.sources(options[key]) for key in ("data", "eval_data") if key in options}
+        is_cached = "teacher_cache" in options
+        cached = {"teacher_cache": True} if is_cached else {}  # wherever it lies
         identity: dict[str, Any] = {
             "model": before.key,
             "teacher": self.digest,
             "method": stage.method,
-            "options": {**options, **content},
+            "options": {**options, **content, **cached},
         }
         if is_sharded and "batch_size" not in options:  # the default depends on how many share it
             identity["processes"] = processes
@@ -172,7 +174,7 @@ class StageBuilder:
             lambda output: adapt_words(before.model, output, stage.method, self.spec.model, options, self.spec.verify),
             (before,),
             processes,
-            fsdp=is_sharded and processes > 1 and int(options.get("tp_size", 1)) == 1,
+            fsdp=is_sharded and processes > 1 and int(options.get("tp_size", 1)) == 1 and not is_cached,
         )
 
     def evaluation(self, name: str, made_by: Stage | None, reference: Stage | None) -> Stage:

@@ -83,7 +83,7 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
     assert "another weight_decay; give the old value again, delete it to start again" in one_sentence(other)
     np.save(tmp_path / "other.npy", np.load(place / "eval.npy")[:1])
     other = adapt(place, tmp_path / "out", "--eval-data", tmp_path / "other.npy")
-    assert "another data; give the old value again" in one_sentence(other)
+    assert "another eval_data; give the old value again" in one_sentence(other)
     assert adapt(place, tmp_path / "out").code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
     assert same_weights(all_tensors(tmp_path / "out"), all_tensors(tmp_path / "whole"))

@@ -155,6 +155,8 @@ def test_what_a_dry_run_says(place, tmp_path):
     assert said.startswith("full: ")
     assert ", 3 steps of 4 rows of 48 tokens, 4 at once. Memory of each process (1 in all): about 5" in said
     assert "The data were not read" in " ".join(said.split())
+    asking = invoke_well(*given, "--teacher-cache", tmp_path / "answers").stdout
+    assert "while the dense model answers, each process holds it whole (149 kB)" in " ".join(asking.split())
     document = json.loads(invoke_well(*given, "--json").stdout)
     assert document["memory_bytes"] == sum(document["memory_parts"].values())
     assert listing(tmp_path) == []

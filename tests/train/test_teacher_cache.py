@@ -1,15 +1,16 @@
 """`adapt --teacher-cache`: the dense model's answers, kept on disk, teach as the model itself would."""
 
 import json
-import os
+import shutil
 from unittest import mock
 
-import numpy as np
 import pytest
+import torch
+from safetensors import SafetensorError
 
 from ladderize.adapt.train import run, teacher_cache
+from ladderize.adapt.train.teacher_cache import answer
 from ladderize.errors import UserError
-from ladderize.files.temporaries import lock_folder
 from tests.helpers import all_tensors, listing, one_sentence
 from tests.train.commands import LENGTH, adapt, check_same_run, losses_of, same_weights, succeed
 from tests.train.test_several_processes import run_group
@@ -47,23 +48,29 @@ def test_a_killed_run_goes_on_and_a_longer_one_adds(place, tmp_path, small_parts
     """Each row is asked about once. A part is whole though the training reads some of its rows only."""
     answers, asked = tmp_path / "answers", []
 
-    def count(*given, original=teacher_cache._answered):
+    def count(*given, original=teacher_cache._answers):
         asked.append(len(given[0]))
         if len(asked) == 3:
             raise UserError("killed")
         return original(*given)
 
-    with mock.patch.object(teacher_cache, "_answered", count):
+    with mock.patch.object(teacher_cache, "_answers", count):
         assert "killed" in one_sentence(adapt(place, tmp_path / "out", *taught(place, answers), steps=2))
         succeed(place, tmp_path / "out", *taught(place, answers), steps=2)
         assert asked == [3, 3, 3, 3, 3, 2]  # 8 rows to train on and 4 more, 3 examples held out
-        succeed(
-            place, tmp_path / "longer", *taught(place, answers, "--max-tokens", 16 * LENGTH), without=["--max-steps"]
-        )
+        tokens = ["--max-tokens", 16 * LENGTH]
+        succeed(place, tmp_path / "tokens", *taught(place, answers, *tokens), without=["--max-steps"])
         assert len(asked) == 6  # no more rows than those
         succeed(place, tmp_path / "all", *taught(place, answers), steps=9)
         assert asked[6:] == [3, 3, 2]
-    assert len(listing(answers)) == 1 + 7 + 1
+        assert len(listing(answers)) == 1
+        shutil.copy(place / "ids.npy", tmp_path / "same.npy")
+        succeed(place, tmp_path / "moved", *taught(place, answers, "--data", tmp_path / "same.npy"), steps=1)
+        assert len(asked) == 9
+        for number, other in enumerate((["--seed", 1], ["--seq-len", LENGTH], ["--heldout", 1]), 2):
+            without = ["--eval-data"] if "--heldout" in other else []
+            succeed(place, tmp_path / str(number), *taught(place, answers, *other), steps=1, without=without)
+            assert len(listing(answers)) == number
 
 
 def test_several_processes_share_the_answers_out(place, tmp_path):
@@ -78,25 +85,27 @@ def test_refusals(place, tmp_path, small_parts):
     out, answers = tmp_path / "out", tmp_path / "answers"
     succeed(place, tmp_path / "first", *taught(place, answers), steps=1)
 
-    def said(*more, **how):
-        text = one_sentence(adapt(place, out, *more, **how))
+    def said(*more):
+        text = one_sentence(adapt(place, out, *more, steps=1))
         assert not out.exists()
         return text
 
-    np.save(tmp_path / "other.npy", np.load(place / "ids.npy")[::-1])
-    assert "holds answers for another data; give the old" in said(
-        *taught(place, answers, "--data", tmp_path / "other.npy")
-    )
-    assert "another seq_len and seed" in said(*taught(place, answers, "--seed", 1, "--seq-len", LENGTH))
-    assert "is no folder of answers, and not empty" in said(*taught(place, place))
-    assert "does not exist" in said(*taught(place, tmp_path / "no" / "folder"))
-    lock = lock_folder(answers)
-    assert "another run is adding answers" in said(*taught(place, answers), steps=9)
-    os.close(lock)
-    for file in answers.glob("train*"):
-        os.truncate(file, 100)
-    assert "cannot be read" in said(*taught(place, answers), steps=1)
+    for folder in (out, place / "dense" / "answers", f"{out}-aligned", f"{out}.ladderize-work"):
+        assert "name a folder apart from models and OUT" in said(*taught(place, folder))
+    assert not (place / "dense" / "answers").exists()
+    assert "none can be made there" in said(*taught(place, tmp_path / "no" / "folder"))
+    assert "none can be made there" in said(*taught(place, place / "ids.npy"))
     assert "predictions alone" in said(*taught(place, answers, "--hidden-weight", 1))
     assert "predictions alone" in said(*taught(place, answers, "--distill-weight", 0, "--hidden-weight", 1))
     assert "has no effect without --distill-from" in said("--teacher-cache", answers)
     assert "a stream's rows have no numbers" in said(*taught(place, answers, "--data", "hub:a/b:train"))
+    first, second, *_ = sorted(answers.glob("*/train*"))
+    whole = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    assert "holds answers for other rows: --data changed" in said(*taught(place, answers))
+    first.write_bytes(whole[:100])
+    assert "cannot be read" in said(*taught(place, answers))
+    with mock.patch.object(teacher_cache, "save_file", side_effect=SafetensorError("No space left on device")):
+        assert "cannot be kept (No space left" in said(*taught(place, tmp_path / "full"))
+    with mock.patch.object(teacher_cache, "answer", lambda logits, targets: answer(logits * torch.nan, targets)):
+        assert "NaN or infinite" in said(*taught(place, tmp_path / "nan"))

@@ -104,9 +104,13 @@ def estimate_training(model: str, options: RetrainOptions) -> tuple[dict[str, An
     document = estimate(task)
     parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in document["memory_parts"].items() if value)
     trained, whole = human_count(document["trained_parameters"]), human_count(document["parameters"])
+    asking = ""
+    if options.teacher_cache is not None:
+        whole_bytes = human_bytes(document["parameters"] * task.compute.itemsize)
+        asking = f" Before, while the dense model answers, each process holds it whole ({whole_bytes})."
     return document, (
         f"{options.method}: {trained} of {whole} parameters in training, {task.options.in_words}. Memory of each"
-        f" process ({launch.processes} in all): about {human_bytes(document['memory_bytes'])} ({parts}). Unfinished"
-        f" work takes {human_bytes(document['state_bytes'])} of the disk at most. The data were not read, and no time"
-        " is estimated."
+        f" process ({launch.processes} in all): about {human_bytes(document['memory_bytes'])} ({parts}).{asking}"
+        f" Unfinished work takes {human_bytes(document['state_bytes'])} of the disk at most. The data were not"
+        " read, and no time is estimated."
     )

@@ -1,6 +1,6 @@
 """The result of a retraining: a checkpoint or an adapter, with its record, adaptation.json."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from ladderize.adapt.teacher import check_improved, target_text
 from ladderize.adapt.train.options import TrainOptions
 from ladderize.adapt.train.states import Progress, TrainingFolder, read_metrics
 from ladderize.adapt.train.task import RetrainJob, Task
+from ladderize.adapt.train.teacher_cache import check_place
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors
@@ -23,7 +24,8 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.records import Record
-from ladderize.files.work import RUN, run_digest
+from ladderize.files.regular import resolved
+from ladderize.files.work import RUN, run_digest, work_folder
 from ladderize.layout import format_ranges
 
 
@@ -84,11 +86,15 @@ class Adaptation(Record):
         )
 
 
-def check_out(job: RetrainJob, sources: Iterable[Checkpoint]) -> None:
-    """Raise UserError unless the job may write its ``out``, which must be none of its sources."""
+def check_out(job: RetrainJob, sources: Collection[Checkpoint]) -> None:
+    """Raise UserError unless the job may write its ``out``, which must be none of its sources, and a folder of answers
+    apart from all of these."""
     more: dict[str, Any] = {"foreign": not_an_adapter} if job.options.method == LORA else {}
     for source in sources:
         output.check_target(Path(job.out), source.folder, overwrite=job.overwrite, **more)
+    if job.options.teacher_cache is not None:
+        made = [resolved(job.out), work_folder(job.out), Path(f"{resolved(job.out)}-aligned")]
+        check_place(job.options.teacher_cache, [*made, *(source.folder for source in sources)])
 
 
 def result_digest(task: Task, identity: Mapping[str, Any]) -> str:

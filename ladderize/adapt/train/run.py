@@ -23,7 +23,7 @@ from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, re
 from ladderize.adapt.train.states import TrainingFolder
 from ladderize.adapt.train.student import make_student, make_teacher, open_model
 from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, run_identity, sharding_asked
-from ladderize.adapt.train.teacher_cache import TeacherCache, with_answers
+from ladderize.adapt.train.teacher_cache import with_answers
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
 from ladderize.adapt.train.training_model import HFTraining, TrainingModel, place_teacher
 from ladderize.blocks import open_checkpoint
@@ -69,7 +69,7 @@ def adapt_checkpoint(
     if starts_ranks:
         check_group_size(options.tp_size, options.device)
     if options.align or starts_ranks:  # faults are told before an alignment takes minutes, and ranks are started
-        open_task(job.model, options, Launch(max(launched().size, options.tp_size)))
+        open_task(job.model, options, Launch(max(launched().size, options.tp_size), sharded=sharding_asked()))
     if options.align:
         job = start_aligned(job, console)
     if not starts_ranks:
@@ -275,17 +275,25 @@ def ask_teacher(
     console: Console,
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Return the rows with the dense model's answers, for which every process loads that model if some are missing."""
-    options, dense = task.options, task.teacher
+    dense, device = task.teacher, accelerator.device
     assert dense is not None
-    assert options.teacher_cache is not None
 
     def open_teacher() -> Callable[[Batch], Tensor]:
         with console.stage("loading the dense model"):
-            model = open_model(dense, Layout.dense(task.layout.num_layers), collecting=False, device=accelerator.device)
+            model = open_model(dense, Layout.dense(task.layout.num_layers), collecting=False, device=device)
             return place_teacher(make_teacher(model, task.compute, None), accelerator)
 
-    cache = TeacherCache(Path(options.teacher_cache), identity, options.seq_len, ranks)
-    return with_answers(rows, heldout, options, cache, open_teacher, ranks, accelerator.device, console)
+    try:
+        answered = with_answers(rows, heldout, task.options, identity, open_teacher, ranks, device, console)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            "out of GPU memory while the dense model answers, which each process holds whole: run the same command"
+            " again with a smaller --micro-batch-size, or begin anew without --teacher-cache"
+        ) from None
+    if device.type == "cuda":  # what the dense model took is for others, too
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return answered
 
 
 def make_loop(

@@ -168,10 +168,11 @@ def run_identity(task: Task) -> dict[str, Any]:
         "layout": task.layout.to_config(),
         "teacher": fingerprint(task.teacher) if task.teacher is not None else None,
         "tokenizer": tokenizer_hash(task.checkpoint.folder),
-        "data": [source_identity(name) for name in (*task.options.data, *task.options.eval_data)],
+        "data": [source_identity(name) for name in task.options.data],
+        "eval_data": [source_identity(name) for name in task.options.eval_data],
         "dtype": str(task.compute).removeprefix("torch."),
         "processes": task.launch.processes,
         "tp_size": task.options.tp_size,
-        "answers": task.options.teacher_cache is not None,
+        "teacher_cache": task.options.teacher_cache is not None,
         **{name: options[name] for name in FIXED},
     }

@@ -3,15 +3,16 @@
 A token's answer is the KEPT likeliest next tokens with their log-probabilities, and the probability of all others
 together (``teacher_from_answers`` in runtime/training/vocab_losses.py makes a teacher's logits of it).
 
-Rows are numbered in the order in which the first epoch reads them, so that a short training asks for few. A file holds
-those of PART_TOKENS tokens, and appears whole or not at all: a killed run goes on with the next file, and a longer
-training adds files. ``answers.json`` says what the answers belong to.
+All that decides rows and answers names a subfolder, so that one folder serves trainings on other data, too. Rows are
+numbered in the order in which the first epoch reads them: a short training asks for few. A file holds the answers of
+PART_TOKENS tokens, and appears whole or not at all: a killed run goes on with the next file, and a longer training adds
+files. Of each row there is a hash beside its answers.
 """
 
+import hashlib
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,69 +25,56 @@ from torch import Tensor
 
 from ladderize.adapt.data.packing import collate
 from ladderize.adapt.data.training_data import ORDER
+from ladderize.adapt.data_files import split_weight
 from ladderize.adapt.train.loop import Order
 from ladderize.adapt.train.options import TrainOptions
-from ladderize.blocks import LOGITS_AT_ONCE
+from ladderize.blocks import LOGITS_AT_ONCE, check_finite
 from ladderize.console import Console, sentence
 from ladderize.errors import UserError
-from ladderize.files.documents import check_writable, read_document, write_json
-from ladderize.files.regular import resolved
-from ladderize.files.temporaries import fsync, lock_folder
+from ladderize.files.regular import resolved, split_name
+from ladderize.files.temporaries import fsync
+from ladderize.files.work import run_digest
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.training.batch import ANSWERS, LIKELIEST, Batch
 
 KEPT = 64  # tokens of an answer
 PART_TOKENS = 16384  # tokens of a file, if its rows are full
 LEAST = -1e4  # a logarithm that 16 bits hold, of a probability of 0
-ABOUT = "answers.json"
 TRAINED, HELD_OUT = "train", "heldout"
-DECIDES = ("teacher", "tokenizer", "data", "seq_len", "heldout", "seed", "dtype")  # of ``run_identity``
+DECIDES = ("teacher", "tokenizer", "data", "eval_data", "seq_len", "heldout", "seed", "dtype")  # of ``run_identity``
+PackedRow = Mapping[str, Any]
+
+
+def check_place(folder: str, taken: Iterable[Path]) -> None:
+    """Raise UserError unless the folder of answers can be made, apart from folders that a run replaces or reads."""
+    place = resolved(folder, "--teacher-cache ")
+    if inside := [other for other in taken if place.is_relative_to(other)]:
+        raise UserError(f"--teacher-cache {folder} lies in {inside[0]}; name a folder apart from models and OUT")
+    if not place.parent.is_dir() or (place.exists() and not place.is_dir()):
+        raise UserError(f"--teacher-cache {folder} is no folder, and none can be made there; name another")
 
 
 class TeacherCache:
-    """A folder of answers, made if it is not there.
+    """The answers for one training in a folder, which is made if it is not there. Only the main process calls
+    ``make``."""
 
-    identity: of the training (``run_identity``). Only the main process has it, makes the folder and checks it.
-    Raises UserError for a folder of something else, or of answers that belong to another training.
-    """
+    def __init__(self, folder: Path, seq_len: int) -> None:
+        self.folder, self.rows_of_part = folder, max(1, PART_TOKENS // seq_len)
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], seq_len: int, ranks: Ranks) -> None:
-        self.folder, self.rows_of_part = resolved(folder), max(1, PART_TOKENS // seq_len)
-        with ranks.main_first():
-            if ranks.is_main:
-                form = {"order": ORDER, "kept": KEPT, "rows_of_part": self.rows_of_part}
-                self._open({**{key: identity[key] for key in DECIDES}, **form})
-        if not self.folder.is_dir():
-            raise UserError(f"--teacher-cache {folder} is visible to the main process only; name one that all can see")
-
-    def _open(self, identity: dict[str, Any]) -> None:
-        path = self.folder / ABOUT
-        if not path.is_file():
-            if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-                raise UserError(f"--teacher-cache {self.folder} is no folder of answers, and not empty; name another")
-            check_writable(self.folder, "--teacher-cache")
-            self.folder.mkdir()
-            write_json(path, identity)
-        earlier = read_document(path, "folder of the dense model's answers")
-        if different := [key for key in identity if earlier.get(key) != identity[key]]:
-            raise UserError(
-                f"--teacher-cache {self.folder} holds answers for another {' and '.join(different)}; give the old value"
-                " again, or name another folder"
-            )
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other runs from adding answers. Raises UserError where one is doing so. The main process alone calls
-        it."""
-        try:
-            lock = lock_folder(self.folder)
-        except BlockingIOError:
-            raise UserError(f"another run is adding answers to {self.folder}; wait for it") from None
-        try:
-            yield
-        finally:
-            if lock is not None:
-                os.close(lock)
+    @classmethod
+    def make(cls, folder: str, identity: Mapping[str, Any], seq_len: int) -> "TeacherCache":
+        """Return the answers for a training; identity: as ``run_identity`` returns it."""
+        decides = {key: identity[key] for key in DECIDES}
+        for key in ("data", "eval_data"):  # wherever the files lie
+            decides[key] = [
+                [split_weight(each["data"])[1], *([split_name(name)[1], *seen] for name, seen in each["files"].items())]
+                for each in decides[key]
+            ]
+        cache = cls(resolved(folder), seq_len)
+        form = {"order": ORDER, "kept": KEPT, "rows_of_part": cache.rows_of_part}
+        cache.folder /= f"answers-{run_digest({**decides, **form})[:16]}"
+        cache.folder.mkdir(parents=True, exist_ok=True)
+        return cache
 
     def path(self, kind: str, part: int) -> Path:
         return self.folder / f"{kind}-{part:06d}.safetensors"
@@ -95,31 +83,53 @@ class TeacherCache:
         """Return the numbers of the parts that the first ``rows`` rows need and that are not there."""
         return [part for part in range(-(-rows // self.rows_of_part)) if not self.path(kind, part).is_file()]
 
-    def save(self, kind: str, part: int, answers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Save a part: of each of its rows the two tensors that ``answer`` returns. Raises UserError where the disk is
-        full."""
+    def save(self, kind: str, part: int, rows: Sequence[PackedRow], answers: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Save a part: of each of its rows the two tensors that ``answer`` returns.
+
+        Raises UserError where the disk is full, or an answer is not finite.
+        """
+        likeliest, scores = zip(*answers, strict=True)
+        tensors = {
+            "hashes": torch.tensor([row_hash(row) for row in rows]),
+            "starts": torch.tensor([0, *map(len, likeliest)]).cumsum(0),
+            LIKELIEST: torch.cat(likeliest),
+            ANSWERS: torch.cat(scores),
+        }
+        check_finite(tensors[ANSWERS].float().sum().item(), "the dense model's log-probability of --data")
         path = self.path(kind, part)
-        temporary = path.with_suffix(".part")
-        starts = torch.tensor([0, *np.cumsum([len(likeliest) for likeliest, _ in answers])])
-        likeliest, scores = (torch.cat(tensors) for tensors in zip(*answers, strict=True))
+        temporary = path.with_suffix(f".{secrets.token_hex(8)}")
         try:
-            save_file({"starts": starts, LIKELIEST: likeliest, ANSWERS: scores}, temporary)
+            save_file(tensors, temporary)
+            fsync(temporary)
         except (OSError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)
             raise UserError(f"{path}: the dense model's answers cannot be kept ({sentence(error)})") from None
-        fsync(temporary)
         temporary.rename(path)
 
-    def read(self, kind: str, row: int) -> dict[str, Tensor]:
-        """Return a row's answers, as ``Batch`` has them. Raises UserError for a file that cannot be read."""
-        part, place = divmod(row, self.rows_of_part)
+    def answered(self, kind: str, number: int, row: PackedRow) -> dict[str, Any]:
+        """Return a row with its answers, as ``collate`` takes them.
+
+        number: of the row, in the order of the first epoch.
+        Raises UserError for a file that cannot be read, and for answers of another row.
+        """
+        part, place = divmod(number, self.rows_of_part)
         path = self.path(kind, part)
         try:
             with safe_open(path, framework="pt") as file:
+                is_own = file.get_slice("hashes")[place : place + 1].tolist() == [row_hash(row)]
                 start, stop = file.get_slice("starts")[place : place + 2].tolist()
-                return {name: file.get_slice(name)[start:stop] for name in (LIKELIEST, ANSWERS)}
+                answers = {name: file.get_slice(name)[start:stop] for name in (LIKELIEST, ANSWERS)}
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"{path} cannot be read ({sentence(error)}); delete it, and run again") from None
+        if not is_own:
+            raise UserError(f"{path} holds answers for other rows: --data changed; delete {self.folder}, and run again")
+        return {**row, **answers}
+
+
+def row_hash(row: PackedRow) -> int:
+    """Return a hash of a row's ids and targets, a signed 64-bit integer."""
+    content = np.asarray([row["input_ids"], row["targets"]], dtype="<i4").tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 class AnsweredRows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -137,7 +147,7 @@ class AnsweredRows(torch.utils.data.Dataset[dict[str, Any]]):
         return len(self.rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return self.rows[number] | self.cache.read(TRAINED, int(self.places[number]))
+        return self.cache.answered(TRAINED, int(self.places[number]), self.rows[number])
 
 
 @torch.no_grad()
@@ -157,12 +167,12 @@ def answer(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return top.indices.int().cpu(), scores.half().cpu()
 
 
-def rows_needed(rows: Any, options: TrainOptions) -> int:
-    """Return how many rows the first epoch of a training reads, with a step's more, since its loader reads ahead."""
+def rows_needed(rows: Any, order: Sequence[int], options: TrainOptions) -> int:
+    """Return how many rows of the first epoch a training reads, with a step's more, since its loader reads ahead."""
     if options.max_steps:
         return min(len(rows), (options.max_steps + 1) * options.batch_size)
     lengths, tokens = rows.select_columns("lengths"), 0
-    for count, number in enumerate(islice(Order(len(rows), options.seed, 0), len(rows)), 1):
+    for count, number in enumerate(order, 1):
         tokens += sum(lengths[number]["lengths"])
         if tokens >= (options.max_tokens or 0):
             return min(len(rows), (-(-count // options.batch_size) + 1) * options.batch_size)
@@ -171,9 +181,9 @@ def rows_needed(rows: Any, options: TrainOptions) -> int:
 
 def with_answers(
     rows: Any,
-    heldout: Sequence[Mapping[str, Any]],
+    heldout: Sequence[PackedRow],
     options: TrainOptions,
-    cache: TeacherCache,
+    identity: Mapping[str, Any],
     open_teacher: Callable[[], Callable[[Batch], Tensor]],
     ranks: Ranks,
     device: torch.device,
@@ -182,31 +192,33 @@ def with_answers(
     """Return the rows to train on and those held out with the dense model's answers. Missing ones are asked for first;
     each process answers a share. All ranks call it.
 
+    identity: of the training (``run_identity``); the main process alone has it.
     open_teacher: loads the dense model, and returns a function from a batch to its logits [scored tokens, vocab].
+    Raises UserError where answers cannot be kept or read.
     """
     order = [*islice(Order(len(rows), options.seed, 0), len(rows))]
-    sources = {TRAINED: (rows, order[: rows_needed(rows, options)]), HELD_OUT: (heldout, range(len(heldout)))}
-    asked = [(kind, part) for kind, (_, numbers) in sources.items() for part in cache.missing(kind, len(numbers))]
-    asked = ranks.broadcast(asked)  # another machine may see an older state of the folder
+    cache, asked = None, []
+    if ranks.is_main:
+        assert options.teacher_cache is not None
+        cache = TeacherCache.make(options.teacher_cache, identity, options.seq_len)
+        needed = {TRAINED: rows_needed(rows, order, options), HELD_OUT: len(heldout)}
+        asked = [(kind, part) for kind, count in needed.items() for part in cache.missing(kind, count)]
+    cache, asked = ranks.broadcast((cache, asked))
     if asked:
-        with (
-            cache.locked() if ranks.is_main else nullcontext(),
-            console.progress("asking the dense model, parts", len(asked)) as advance,
-        ):
-            teacher, size = open_teacher(), cache.rows_of_part
+        teacher, size = open_teacher(), cache.rows_of_part
+        with console.progress("asking the dense model, parts", len(asked)) as advance:
             for kind, part in asked[ranks.rank :: ranks.size]:
-                source, numbers = sources[kind]
-                # a part is whole even where the training reads only some of its rows
-                numbers = order if kind == TRAINED else numbers
-                own = [source[number] for number in numbers[part * size : (part + 1) * size]]
-                cache.save(kind, part, [*_answered(own, teacher, options.micro_batch_size, device)])
+                numbers = slice(part * size, (part + 1) * size)  # whole, also where a training reads some rows only
+                own = [rows[number] for number in order[numbers]] if kind == TRAINED else heldout[numbers]
+                cache.save(kind, part, own, _answers(own, teacher, options.micro_batch_size, device))
                 advance(ranks.size)
-            ranks.barrier()
-    return AnsweredRows(rows, order, cache), [dict(row) | cache.read(HELD_OUT, at) for at, row in enumerate(heldout)]
+        ranks.barrier()
+    told = [cache.answered(HELD_OUT, number, row) for number, row in enumerate(heldout)]
+    return AnsweredRows(rows, order, cache), told
 
 
-def _answered(
-    rows: Sequence[Mapping[str, Any]], teacher: Callable[[Batch], Tensor], at_once: int, device: torch.device
+def _answers(
+    rows: Sequence[PackedRow], teacher: Callable[[Batch], Tensor], at_once: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each row's answers."""
     for first in range(0, len(rows), at_once):

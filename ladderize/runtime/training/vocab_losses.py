@@ -94,8 +94,8 @@ def teacher_from_answers(
     result[:, :own] = logits[:, :own]
     result.scatter_(1, place, -math.inf)
     if len(logits):  # all ranks have the same tokens, so all come here or none
-        rest = collectives.all_gather(result.logsumexp(-1, keepdim=True)).logsumexp(-1, keepdim=True)
-        result += outcomes[:, -1:] - rest
+        rest = torch.cat([result[part].logsumexp(-1, keepdim=True) for part in _parts(result)])
+        result += outcomes[:, -1:] - collectives.all_gather(rest).logsumexp(-1, keepdim=True)
     return result.scatter_(1, place, outcomes[:, :-1])[:, :own]
 
 
