@@ -1,15 +1,16 @@
 """`adapt --teacher-cache`: the dense model's answers, kept on disk, teach as the model itself would."""
 
+import errno
 import json
 import shutil
 from unittest import mock
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from ladderize.adapt.train import run, teacher_cache
 from ladderize.adapt.train.teacher_cache import answer
+from ladderize.checkpoint import tensors
 from ladderize.errors import UserError
 from tests.helpers import all_tensors, listing, one_sentence
 from tests.train.commands import LENGTH, adapt, check_same_run, losses_of, same_weights, succeed
@@ -105,7 +106,8 @@ def test_refusals(place, tmp_path, small_parts):
     assert "holds answers for other rows: --data changed" in said(*taught(place, answers))
     first.write_bytes(whole[:100])
     assert "cannot be read" in said(*taught(place, answers))
-    with mock.patch.object(teacher_cache, "save_file", side_effect=SafetensorError("No space left on device")):
-        assert "cannot be kept (No space left" in said(*taught(place, tmp_path / "full"))
+    with mock.patch.object(tensors, "bytes_of", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        assert "cannot be written (no space left on device)" in said(*taught(place, tmp_path / "full"))
+    assert not list(tmp_path.glob("full/*/*"))
     with mock.patch.object(teacher_cache, "answer", lambda logits, targets: answer(logits * torch.nan, targets)):
         assert "NaN or infinite" in said(*taught(place, tmp_path / "nan"))

@@ -93,7 +93,7 @@ def check_out(job: RetrainJob, sources: Collection[Checkpoint]) -> None:
     for source in sources:
         output.check_target(Path(job.out), source.folder, overwrite=job.overwrite, **more)
     if job.options.teacher_cache is not None:
-        made = [resolved(job.out), work_folder(job.out), Path(f"{resolved(job.out)}-aligned")]
+        made = [resolved(job.out), work_folder(job.out), job.aligned]
         check_place(job.options.teacher_cache, [*made, *(source.folder for source in sources)])
 
 

@@ -107,7 +107,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
     """
     model, options, out = job.model, job.options, resolved(job.out)
     assert options.distill_from is not None  # options.check()
-    checkpoint, beside = open_checkpoint(model), f"{out}-aligned"
+    checkpoint, beside = open_checkpoint(model), job.aligned
     history = read_retrainings(checkpoint.folder)
     if history or Layout.from_config(checkpoint.config).is_dense:
         what = f"was retrained already ({history[-1].method})" if history else "is dense"
@@ -118,7 +118,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
     # a training that was begun belongs to the aligned checkpoint that is there
     begun = read_own(folder / ABOUT).get("command") == TrainingFolder.COMMAND
     ranks = join_ranks(options.device)
-    if ranks.broadcast(begun and read_own(Path(beside) / ALIGNMENT).get("model") == model):
+    if ranks.broadcast(begun and read_own(beside / ALIGNMENT).get("model") == model):
         console.note(f"going on from {beside}, which an earlier run has aligned")
     else:
         console.note(f"aligning first; the result stays in {beside}")
@@ -134,7 +134,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
         how: dict[str, Any] = {"overwrite": job.overwrite, "verify": job.verify}
         adapt_layers(model, beside, options.distill_from, asked, console=console, **how)
         ranks.barrier()  # rank 0 alone writes
-    return replace(job, model=beside)
+    return replace(job, model=str(beside))
 
 
 # ---- one rank's part ----

@@ -1,6 +1,7 @@
 """The subject of a retraining: models, layers and options, checked against each other before anything is loaded."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.inspection import read_retrainings
 from ladderize.errors import UserError
+from ladderize.files.regular import resolved
 from ladderize.layout import Layout, parse_ranges
 from ladderize.modeling import tokenizer_hash
 from ladderize.runtime.shards import check_runnable
@@ -33,6 +35,11 @@ class RetrainJob:
     options: RetrainOptions
     overwrite: bool
     verify: bool
+
+    @property
+    def aligned(self) -> Path:
+        """The folder of the aligned checkpoint that ``--align`` leaves beside OUT."""
+        return Path(f"{resolved(self.out)}-aligned")
 
 
 @dataclass(frozen=True)

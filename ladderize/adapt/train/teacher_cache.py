@@ -13,6 +13,7 @@ import hashlib
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ladderize.adapt.data.packing import collate
@@ -29,10 +29,10 @@ from ladderize.adapt.data_files import split_weight
 from ladderize.adapt.train.loop import Order
 from ladderize.adapt.train.options import TrainOptions
 from ladderize.blocks import LOGITS_AT_ONCE, check_finite
+from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import Console, sentence
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved, split_name
-from ladderize.files.temporaries import fsync
 from ladderize.files.work import run_digest
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.training.batch import ANSWERS, LIKELIEST, Batch
@@ -54,27 +54,30 @@ def check_place(folder: str, taken: Iterable[Path]) -> None:
         raise UserError(f"--teacher-cache {folder} is no folder, and none can be made there; name another")
 
 
+@dataclass(frozen=True)
 class TeacherCache:
-    """The answers for one training in a folder, which is made if it is not there. Only the main process calls
-    ``make``."""
+    """The answers for one training, in files of ``rows_of_part`` rows each."""
 
-    def __init__(self, folder: Path, seq_len: int) -> None:
-        self.folder, self.rows_of_part = folder, max(1, PART_TOKENS // seq_len)
+    folder: Path
+    rows_of_part: int
 
     @classmethod
-    def make(cls, folder: str, identity: Mapping[str, Any], seq_len: int) -> "TeacherCache":
-        """Return the answers for a training; identity: as ``run_identity`` returns it."""
+    def make(cls, folder: str, identity: Mapping[str, Any]) -> "TeacherCache":
+        """Return the answers for a training, whose subfolder is made if it is not there.
+
+        identity: as ``run_identity`` returns it.
+        """
         decides = {key: identity[key] for key in DECIDES}
         for key in ("data", "eval_data"):  # wherever the files lie
             decides[key] = [
                 [split_weight(each["data"])[1], *([split_name(name)[1], *seen] for name, seen in each["files"].items())]
                 for each in decides[key]
             ]
-        cache = cls(resolved(folder), seq_len)
-        form = {"order": ORDER, "kept": KEPT, "rows_of_part": cache.rows_of_part}
-        cache.folder /= f"answers-{run_digest({**decides, **form})[:16]}"
-        cache.folder.mkdir(parents=True, exist_ok=True)
-        return cache
+        rows_of_part = max(1, PART_TOKENS // identity["seq_len"])
+        form = {"order": ORDER, "kept": KEPT, "rows_of_part": rows_of_part}
+        own = resolved(folder) / f"answers-{run_digest({**decides, **form})[:16]}"
+        own.mkdir(parents=True, exist_ok=True)
+        return cls(own, rows_of_part)
 
     def path(self, kind: str, part: int) -> Path:
         return self.folder / f"{kind}-{part:06d}.safetensors"
@@ -97,13 +100,9 @@ class TeacherCache:
         }
         check_finite(tensors[ANSWERS].float().sum().item(), "the dense model's log-probability of --data")
         path = self.path(kind, part)
-        temporary = path.with_suffix(f".{secrets.token_hex(8)}")
-        try:
-            save_file(tensors, temporary)
-            fsync(temporary)
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
-            raise UserError(f"{path}: the dense model's answers cannot be kept ({sentence(error)})") from None
+        temporary = path.with_suffix(f".{secrets.token_hex(8)}")  # another run may write the same
+        infos = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        write_tensors(temporary, infos, tensors.__getitem__)
         temporary.rename(path)
 
     def answered(self, kind: str, number: int, row: PackedRow) -> dict[str, Any]:
@@ -200,7 +199,7 @@ def with_answers(
     cache, asked = None, []
     if ranks.is_main:
         assert options.teacher_cache is not None
-        cache = TeacherCache.make(options.teacher_cache, identity, options.seq_len)
+        cache = TeacherCache.make(options.teacher_cache, identity)
         needed = {TRAINED: rows_needed(rows, order, options), HELD_OUT: len(heldout)}
         asked = [(kind, part) for kind, count in needed.items() for part in cache.missing(kind, count)]
     cache, asked = ranks.broadcast((cache, asked))
