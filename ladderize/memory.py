@@ -1,5 +1,6 @@
 """Memory: the peak so far, and the free bytes."""
 
+import gc
 from pathlib import Path
 
 import torch
@@ -47,6 +48,14 @@ def available_bytes(device: torch.device) -> int | None:
         except (OSError, ValueError, KeyError):  # no such version of control groups, or no limit ("max")
             continue
     return min(found) if found else None
+
+
+def release(device: torch.device) -> None:
+    """Give back what torch's allocator keeps of a GPU, to other processes on it too, and count its peak anew."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def check_room(needed: int, device: torch.device, what: str, advice: str, *, processes: int = 1) -> None:

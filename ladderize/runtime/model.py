@@ -62,8 +62,9 @@ class TPLlama:
         """
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
-        parts = split_parts(ids, with_additive_masks(step, cache.keys.dtype), cache, schedule)
-        walks = [self.walk(part.ids, part.step, part.cache) for part in parts]
+        parts = split_parts(ids, step, cache, schedule)
+        kind = cache.keys.dtype
+        walks = [self.walk(part.ids, with_additive_masks(part.step, kind), part.cache) for part in parts]
         return join_parts(run_walks(walks), ids.shape[0])
 
     def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Generator[None, None, Tensor]:

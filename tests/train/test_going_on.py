@@ -63,16 +63,19 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
 
 
 def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
+    """It comes before a step after which validation is due."""
+
     def step(self, *given, original=Loop.step):
         metrics = original(self, *given)
         if self.progress.step == 3:
             signal.raise_signal(signal.SIGTERM)
         return metrics
 
-    succeed(place, tmp_path / "whole")
+    more = ["--eval-every", 2]
+    succeed(place, tmp_path / "whole", *more)
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "step", step)
-        outcome = adapt(place, tmp_path / "out")
+        outcome = adapt(place, tmp_path / "out", *more)
     assert outcome.code == 1
     assert "stopped by a signal after step 4, which is saved" in one_sentence(
         outcome
@@ -84,8 +87,10 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
     np.save(tmp_path / "other.npy", np.load(place / "eval.npy")[:1])
     other = adapt(place, tmp_path / "out", "--eval-data", tmp_path / "other.npy")
     assert "another eval_data; give the old value again" in one_sentence(other)
-    assert adapt(place, tmp_path / "out").code == 0
-    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+    assert adapt(place, tmp_path / "out", *more).code == 0
+    for key in ("loss", "heldout_perplexity"):
+        ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl", key) for name in ("out", "whole"))
+        assert ours == theirs
     assert same_weights(all_tensors(tmp_path / "out"), all_tensors(tmp_path / "whole"))
 
 

@@ -118,6 +118,8 @@ def test_the_launcher_is_believed_or_refused(place, tmp_path, monkeypatch):
     assert losses_of(tmp_path / "cut") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-4)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert succeed(place, tmp_path / "out", steps=1)["dtype"] == "bfloat16"
+    succeed(place, tmp_path / "float32", "--dtype", "float32", steps=2)
+    assert losses_of(tmp_path / "float32") == losses_of(tmp_path / "whole")
 
 
 def test_missing_arguments_are_refused(place, tmp_path):

@@ -25,6 +25,28 @@ def test_two_processes_make_the_steps_of_one(place, tmp_path):
     assert listing(tmp_path) == ["one", "three", "three-aligned", "two"]
 
 
+# A dataset of the hub, of four files.
+STREAMED = """
+import sys
+import datasets, numpy as np
+from ladderize.cli import main
+rows = [{"input_ids": row} for row in np.load(sys.argv[1]).tolist()]
+hub = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4)
+datasets.load_dataset = lambda *given, streaming, **named: hub
+sys.argv = ["ladderize", *sys.argv[2:]]
+main()
+"""
+
+
+def test_two_processes_read_a_stream_as_one_does(place, tmp_path):
+    more = ["--data", "hub:o/n:train", "--heldout", 4, "--micro-batch-size", 1]
+    for name, processes in (("one", 1), ("two", 2)):
+        command = arguments(place, tmp_path / name, *more, steps=8, without=["--eval-data"])
+        outcome = warm.run_group([sys.executable, "-c", STREAMED, place / "ids.npy", *command], ranks=processes)
+        assert outcome.returncode == 0, outcome.stderr[-2000:]
+    check_same_run(tmp_path / "two", tmp_path / "one")
+
+
 # Accelerate has FSDP on GPUs alone: there its state says so of processes on CPUs, too. The first argument is a step
 # before which the process ends as if it was killed; 0: it does not.
 FSDP_ON_CPUS = """

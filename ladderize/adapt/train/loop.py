@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, collate
 from ladderize.adapt.train.options import TrainOptions
@@ -79,6 +79,20 @@ class Order(Sampler[int]):
             epoch, done = epoch + 1, 0
 
 
+class Stream(IterableDataset[Any]):
+    """The rows of a stream, all of which every rank reads.
+
+    Of a ``datasets.IterableDataset`` Accelerate would give each rank files of its own: in another order than one
+    process reads, with rows among them that are held out.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
 def micro_batches(rows: Any, options: TrainOptions, model: TrainingModel, first: int) -> Iterator[HostBatch]:
     """Yield this rank's micro-batches, from row ``first`` of the training on.
 
@@ -88,7 +102,7 @@ def micro_batches(rows: Any, options: TrainOptions, model: TrainingModel, first:
     if hasattr(rows, "__len__"):
         loader = DataLoader(rows, sampler=Order(len(rows), options.seed, first), **how)
     else:
-        loader = DataLoader(rows.skip(first) if first else rows, **how)
+        loader = DataLoader(Stream(rows.skip(first) if first else rows), **how)
     # A group of tensor-parallel ranks, which Accelerate does not know of, reads the same rows.
     prepared = prepare_data_loader(loader, num_processes=model.data_size, process_index=model.data_rank)
     return iter(prepared)
@@ -129,6 +143,8 @@ class Loop:
         total, unit = (options.max_steps, "steps") if options.max_steps else (options.max_tokens or 1, "tokens")
         batches = micro_batches(self.rows, options, self.model, progress.step * options.batch_size)
         begun, done = progress.step, progress.step if options.max_steps else min(progress.tokens, total)
+        if progress.unscored:
+            self.validate_step()
         with (
             stop_signals(announce=self.console.speaks) as stopped,
             self.console.progress(unit, total, done=done) as advance,
@@ -147,11 +163,12 @@ class Loop:
                 advance(1 if options.max_steps else progress.tokens - before, detail=detail)
                 is_last = options.share(progress.step, progress.tokens) == 1
                 asked_to_stop = self.asked_to_stop and not is_last
-                if progress.step % options.eval_every == 0 or is_last or asked_to_stop:
-                    if self.heldout and not asked_to_stop:
+                is_due = progress.step % options.eval_every == 0 or is_last
+                if is_due or asked_to_stop:
+                    progress.unscored = is_due and bool(self.heldout)
+                    if progress.unscored and not asked_to_stop:
                         advance(0, detail=f"{detail}, validating")
-                        text = self.validate(lambda rows: None).text(options.objective)
-                        self.console.note(f"step {progress.step}: {text} after {progress.tokens:,} tokens")
+                        self.validate_step()
                     advance(0, detail=f"{detail}, saving")
                     self.folder.save(progress, self.model)
                 if asked_to_stop:
@@ -260,6 +277,13 @@ class Loop:
                 target = f"; dense model (target) {progress.dense_perplexity:.4f}"
             progress.before = self.validate(advance)
         self.console.note(f"before training: {progress.before.text(self.options.objective)}{target}")
+
+    def validate_step(self) -> None:
+        """Score the held-out rows after a step."""
+        progress = self.progress
+        text = self.validate(lambda rows: None).text(self.options.objective)
+        progress.unscored = False
+        self.console.note(f"step {progress.step}: {text} after {progress.tokens:,} tokens")
 
     def validate(self, advance: Callable[[int], None]) -> Scores:
         """Score the held-out rows with the weights as OUT would hold them, record the scores, and keep the best

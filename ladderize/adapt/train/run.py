@@ -35,6 +35,7 @@ from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
 from ladderize.files.work import ABOUT, RUN, work_folder
 from ladderize.layout import Layout, format_ranges
+from ladderize.memory import release
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.environment import already_started, launched
@@ -133,6 +134,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
         )
         how: dict[str, Any] = {"overwrite": job.overwrite, "verify": job.verify}
         adapt_layers(model, beside, options.distill_from, asked, console=console, **how)
+        release(ranks.device)  # with --tp-size a rank that is started later trains on the same GPU
         ranks.barrier()  # rank 0 alone writes
     return replace(job, model=str(beside))
 
@@ -145,7 +147,7 @@ def open_accelerator(
 ) -> Accelerator:
     """Return an Accelerator as the launcher's environment configures it.
 
-    precision: the mixed precision where the launcher was given none.
+    precision: the mixed precision; None: the launcher's.
     logs: the folder of its trackers.
     """
     avoid_cudnn_attention()
@@ -182,9 +184,10 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
         if sharding_asked() and not launch.sharded:
             raise UserError("accelerate launch asks for FSDP or DeepSpeed, which Accelerate runs on GPUs only")
         task = open_task(job.model, job.options, launch)
-        if task.compute == torch.bfloat16 and launch.precision == "no" and task.options.tp_size == 1:
+        precision = "bf16" if task.compute == torch.bfloat16 else "no"
+        if launch.precision != precision and task.options.tp_size == 1:
             AcceleratorState._reset_state()
-            accelerator = open_accelerator(device, "bf16", **trackers)
+            accelerator = open_accelerator(device, precision, **trackers)
         return train(task, accelerator, ranks, job, console)
     finally:
         reset_accelerate()
@@ -221,7 +224,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
         TrainingFolder.tidy(folder, identity, resolved(job.out), console)
         return Adaptation.from_dict(earlier, ADAPTATION)
     check_out(job, task.sources)
-    with console.stage("reading the data"), accelerator.main_process_first():
+    with console.stage("reading the data"), ranks.main_first():
         rows, heldout, counts = open_data(
             options.data,
             load_tokenizer(task.checkpoint.folder),
@@ -290,9 +293,7 @@ def ask_teacher(
             "out of GPU memory while the dense model answers, which each process holds whole: run the same command"
             " again with a smaller --micro-batch-size, or begin anew without --teacher-cache"
         ) from None
-    if device.type == "cuda":  # what the dense model took is for others, too
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    release(device)
     return answered
 
 

@@ -62,6 +62,7 @@ class Progress(Record):
     before, best, last: scores before the first step, at the best validation by the criterion, and at the last one.
     dense_perplexity: the teacher's, on the same rows.
     kept_step: the best step whose weights were saved.
+    unscored: True where a signal came before the validation of this step, which the next run then makes.
     recent: losses of the last steps.
     metrics_bytes: the length of metrics.jsonl.
     """
@@ -75,6 +76,7 @@ class Progress(Record):
     last: Scores | None = None
     dense_perplexity: float | None = None
     kept_step: int | None = None
+    unscored: bool = False
     recent: list[float] = field(default_factory=list)
     metrics_bytes: int = 0
 
