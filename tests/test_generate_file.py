@@ -23,7 +23,7 @@ from ladderize.runtime.generate_file import GenerateFileDocument, LineWriter
 from ladderize.runtime.sampling import Sampling
 from tests import warm
 from tests.adapt_data.rows import MARKED, PLAIN, TURNS, one, scored_text, write_jsonl
-from tests.helpers import SHAPE, clearly_chosen, edit_json, invoke, invoke_well, listing, refusal, save_llama
+from tests.helpers import SHAPE, clearly_chosen, invoke, invoke_well, listing, refusal, save_llama
 
 LENGTH = 12  # the most new tokens
 ENDS = {5, 11}  # of the model with random weights
@@ -446,12 +446,3 @@ def test_models_and_numbers_that_cannot_be_used(model, prompts, tmp_path, monkey
     monkeypatch.setattr("ladderize.runtime.decode.are_sound", lambda logits: torch.tensor(False))
     assert "the model's logits are NaN or infinite" in failure(command(model, prompts, out))
     assert listing(tmp_path) == before  # a run that made nothing leaves nothing
-
-
-def test_models_that_cannot_be_sampled(tmp_path):
-    source = save_llama(tmp_path / "src")
-    out, before = tmp_path / "self.jsonl", listing(tmp_path)
-    assert "exceed the model's 64 positions" in failure(from_bos(source, out, max_new_tokens=64))
-    edit_json(source / "config.json", bos_token_id=1000)
-    assert "has no BOS token among its 97 tokens (bos_token_id is 1000)" in failure(from_bos(source, out))
-    assert listing(tmp_path) == before

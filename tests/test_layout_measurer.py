@@ -6,11 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from ladderize.convert.sensitivity_file import AlignmentWindows, layer_changes, read_sensitivity
+from ladderize.convert.sensitivity_file import layer_changes, read_sensitivity
 from ladderize.data import file_sha256
-from ladderize.errors import LadderizeError, UserError
-from ladderize.layout import Layout, LayoutError
-from ladderize.plan import measure
+from ladderize.errors import UserError
+from ladderize.layout import Layout
 from ladderize.plan.measure import LayoutMeasurer
 from ladderize.plan.options import PlanModel
 from tests.helpers import SHAPE, blocks_of, fresh_rng, invoke_well, random_layout
@@ -62,29 +61,6 @@ def test_costs_are_those_of_the_oracle_on_either_windows(llama, ids, points, mea
         assert measurer.measure(change.layout, False).nats == pytest.approx(cost.nats, abs=1e-6)
 
 
-def test_each_is_measured_once_and_a_killed_run_goes_on(measuring, tmp_path, monkeypatch):
-    scored, original = [], measure.window_nlls
-    layout = random_layout()
-
-    def counted(*arguments, **how):
-        scored.append(1)
-        return original(*arguments, **how)
-
-    monkeypatch.setattr(measure, "window_nlls", counted)
-    first = measuring().measure(layout, False)
-    again = measuring()
-    assert again.measure(layout, False) == first
-    assert len(scored) == (1 if layout.is_dense else 2)
-    again.measure(layout, True)
-    assert len(scored) == (2 if layout.is_dense else 4)
-    (kept,) = tmp_path.glob("plan-measured-*.json")
-    kept.write_text("{cut")
-    assert measuring().measure(layout, False) == first
-    assert measuring(dtype="bfloat16").kept != kept  # another run's work is another file
-    again.tidy()
-    assert not kept.exists()
-
-
 def test_windows_to_confirm_on(ids, measuring, tmp_path):
     windows = np.load(ids)
     both = measuring().windows
@@ -94,24 +70,6 @@ def test_windows_to_confirm_on(ids, measuring, tmp_path):
     found = measuring(data=tmp_path / "others.npy").windows
     assert not {tuple(window) for window in found[False]} & {tuple(window) for window in found[True]}
     assert {tuple(window) for window in found[True]} <= {tuple(window) for window in others}
-
-
-def test_what_is_refused(ids, measuring, tmp_path):
-    def refused(message, **how):
-        with pytest.raises(LadderizeError, match=message):
-            measuring(**how)
-
-    np.save(tmp_path / "few.npy", np.load(ids)[: SAMPLES + 1])
-    refused("has 1 windows of 16 tokens to confirm a layout on", data=tmp_path / "few.npy")
-    refused("to align on and confirm a layout on", data=tmp_path / "few.npy", aligned=AlignmentWindows(4, 2, 16))
-    measurer = measuring()
-    with pytest.raises(LayoutError, match="the layout is of 5 layers"):
-        measurer.measure(Layout.dense(5), False)
-    with pytest.raises(LayoutError, match="sync-tp-size 3 does not divide"):
-        measurer.measure(Layout.from_layers(4, spd=[1], sync_tp_size=3), False)
-    measurer.blocks._end("model.norm.weight").fill_(math.nan)
-    with pytest.raises(UserError, match="is NaN or infinite"):
-        measurer.measure(Layout.from_layers(4, ladder=[1]), False)
 
 
 def test_other_data_under_the_same_name_are_refused(llama, tmp_path):

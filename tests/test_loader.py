@@ -6,11 +6,9 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.reading import read_header
-from ladderize.checkpoint.tensors import read_tensor
 from ladderize.choices import SHAPE_NAMES
 from ladderize.errors import UserError
 from ladderize.layout import Layout
@@ -49,28 +47,6 @@ def test_a_file_that_shrinks_meanwhile(llama):
     last = max(checkpoint.tensors.values(), key=lambda tensor: tensor.start).name
     with pytest.raises(UserError, match="became shorter while it was read"):
         CheckpointSource(checkpoint, torch.float32, CPU).read(Slice(last))
-
-
-def test_parts_of_tensors_of_every_shape(tmp_path):
-    values = {
-        "scalar": torch.tensor(2.5),
-        "vector": torch.randn(7),
-        "empty": torch.zeros(0, 4),
-        "cube": torch.randn(5, 6, 3).bfloat16(),
-        "flags": torch.randint(2, (3, 4)).bool(),
-    }
-    save_file(values, tmp_path / "a.safetensors")
-    infos = read_header(tmp_path, "a.safetensors")
-    for name, expected in values.items():
-        for dtype in (None, torch.float64):
-            found = read_tensor(tmp_path, infos[name], dtype=dtype)
-            assert found.dtype == (dtype or expected.dtype)
-            assert torch.equal(found, expected.to(found.dtype))
-            for dim in range(min(2, expected.ndim)):
-                start, stop = sorted(torch.randint(0, expected.shape[dim] + 1, (2,)).tolist())
-                part = read_tensor(tmp_path, infos[name], dim=dim, start=start, stop=stop, dtype=dtype)
-                assert part.is_contiguous()
-                assert torch.equal(part, expected.narrow(dim, start, stop - start).to(found.dtype))
 
 
 SCRIPT = """

@@ -7,7 +7,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from ladderize import register
 from ladderize.convert.remote_code.configuration_ladderized import LadderizedLlamaConfig
-from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.families.registry import family_of
 from ladderize.modeling import dense_class
 from tests.helpers import BIASES, FAMILIES, LAYOUTS, SHAPE, make_layout, make_model, random_ids
@@ -196,19 +195,6 @@ def test_dropped_layers_cost_the_products_of_a_dense_one():
             make_model(name)(ids, use_cache=False)
         flops[name] = counter.get_total_flops()
     assert len(set(flops.values())) == 1, flops
-
-
-def test_layers_are_built_once(monkeypatch):
-    """Also with checkpointing asked for in the config, which transformers' ``post_init`` takes out of it."""
-    built = []
-
-    def note(linear):
-        built.append(linear)
-
-    monkeypatch.setattr(torch.nn.Linear, "reset_parameters", note)
-    model = LadderizedLlamaForCausalLM(LadderizedLlamaConfig(**SHAPE, gradient_checkpointing=True))
-    assert len(built) == 7 * SHAPE["num_hidden_layers"] + 1
-    assert model.model.layers[0].gradient_checkpointing
 
 
 @pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])

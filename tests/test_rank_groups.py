@@ -7,7 +7,6 @@ import torch
 
 from ladderize.errors import LadderizeError
 from ladderize.runtime import launch
-from ladderize.runtime.collectives.base import AcrossGroups, Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.links import SLICED_BYTES
 from ladderize.runtime.shards import check_runnable
@@ -91,13 +90,3 @@ def test_which_sizes_run():
     three = {**config, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 48}
     with pytest.raises(LadderizeError, match="3 neither divides nor is a multiple of the 2 virtual ranks"):
         check_runnable(three, layout, 3, in_groups=True)
-
-
-def test_groups_of_a_group_that_is_not_there():
-    within, across = NoCommunication(8).split(4)
-    assert (within.ranks, across.ranks) == (4, 2)
-    with pytest.raises(NotImplementedError):
-        Collectives(4).split(2)
-    alone = AcrossGroups(Collectives(), Collectives(), 0)  # one group of one
-    x = torch.randn(3, 5)
-    assert alone.all_reduce(x) is x

@@ -67,10 +67,3 @@ def test_what_is_refused(change, message):
     with pytest.raises(UserError) as error:
         Outer.from_dict(DOCUMENT | change, "file.json")
     assert str(error.value) == message
-
-
-def test_what_is_missing():
-    with pytest.raises(UserError, match=r"file.json has no name"):
-        Outer.from_dict({}, "file.json")
-    with pytest.raises(UserError, match="must be an object"):
-        Outer.from_dict([DOCUMENT], "file.json")

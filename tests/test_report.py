@@ -14,7 +14,7 @@ from ladderize.layout import Layout
 from ladderize.report.documents import find_documents
 from ladderize.report.join import join_documents
 from ladderize.report.page import build_page
-from ladderize.report.tradeoff_plot import name_sides, pareto_front
+from ladderize.report.tradeoff_plot import pareto_front
 from tests.helpers import change_json, edit_json, fresh_rng, invoke, invoke_well, one_sentence
 from tests.report_documents import (
     bench_document,
@@ -322,15 +322,6 @@ def test_the_front_is_what_nothing_else_dominates():
         assert pareto_front(points) == expected
 
 
-def test_no_name_lies_on_a_mark(tmp_path):
-    """Above ladder's mark, just to the right, is spd's: ladder's name is below. What lies between two has none."""
-    points, speedups = {"ladder": -0.3, "spd": -0.1, "both": -4.0}, {"ladder": 1.37, "spd": 1.38, "both": 1.9}
-    rows = rows_of(page_of(write_files(tmp_path, points=points, speedups=speedups)), "tradeoff")
-    assert {row["name"]: row["label"] for row in rows} == {"dense": 1, "spd": 1, "ladder": -1, "both": 1}
-    spans = [(0.5, 0.7), (0.52, 0.72), (0.31, 0.51)]
-    assert name_sides([0.5, 0.55, 0.45], [0.5, 0.52, 0.51], spans, [False, True, True]) == [0, 1, -1]
-
-
 # ---- the files that are written ----
 
 
@@ -431,11 +422,3 @@ def test_speed_ups_over_another_model_are_refused(files):
 def test_a_model_that_changed_its_layout_is_refused(files):
     change_json(files / "bench.json", lambda d: d["rows"][1]["attention_sync"].__setitem__(0, "blocking"))
     assert "another layout" in refused(files, out=files)
-
-
-def test_outputs_that_cannot_be_meant(files, monkeypatch):
-    assert "must end in .html" in one_sentence(invoke("report", files, "--out", files / "page.pdf"))
-    assert "must end in .md" in one_sentence(invoke("report", files, "--markdown", files / "a.txt"))
-    assert "does not exist" in one_sentence(invoke("report", files, "--out", files / "no" / "page.html"))
-    monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
-    assert "pip install 'ladderize[report]'" in refused(files, out=files)

@@ -174,13 +174,6 @@ def test_files_that_are_refused(tmp_path, damage, message):
         read_sensitivity(tmp_path / "s.json")
 
 
-def test_another_run_s_unfinished_work_stays(llama, ids, tmp_path):
-    kept = tmp_path / "s.json.unfinished"
-    kept.write_text("{}")
-    invoke_well("sensitivity", llama, "--data", ids, "--out", tmp_path / "s.json", "--samples", 4)
-    assert kept.exists()
-
-
 def test_a_converted_model_has_no_sensitivity(llama, ids, tmp_path):
     invoke_well("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify")
     how = ("--data", ids, "--out", tmp_path / "s.json", "--samples", 4)

@@ -12,7 +12,6 @@ from ladderize.adapt.layers import rewrite, spd
 from ladderize.adapt.layers.layer_files import LayerFiles
 from ladderize.convert.assignment import read_assignment
 from ladderize.convert.inspection import read_retrainings
-from ladderize.convert.sensitivity_file import LayerCost
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
 from ladderize.files.parsing import parse_yaml
@@ -140,12 +139,3 @@ def test_what_is_refused(tmp_path, text, options, code, message):
     options = [option.replace("{tmp}", str(tmp_path)) for option in options]
     assert message in refusal("spd", MODEL, tmp_path / "out", *arguments, *options, code=code)
     assert listing(tmp_path) == ["empty.txt"]
-
-
-def test_the_least_sensitive_are_dropped():
-    def dropped(fraction, *values):
-        return spd.least_sensitive([LayerCost(i, "spd", 0.0, s, s, s) for i, s in enumerate(values)], fraction)
-
-    assert dropped(0.5, 0.04, 0.3, -0.02, 12.0) == [0, 2]
-    assert dropped(0.01, 0.04, 0.3, -0.02, 12.0) == [2]  # at least one
-    assert dropped(0.6, 2, 1, 2, 1, 2) == [0, 1, 3]  # of equals the lower

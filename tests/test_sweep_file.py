@@ -168,27 +168,6 @@ def test_what_does_not_fit_is_refused_before_anything_runs(place, tmp_path, case
     assert listing(tmp_path) == ["s.yaml"]
 
 
-def test_a_layout_that_a_benchmark_does_not_time_may_be_made_for_other_ranks(place, tmp_path):
-    layouts = [{"name": "two", "spd": "all", "sync_tp_size": 2}, {"name": "four", "spd": "all", "sync_tp_size": 4}]
-    bench = [{**FAST, "tp_size": 4, "layouts": "four"}]
-    document = planned(place, tmp_path, layouts=layouts, bench=bench, adapt=None)
-    (stage,) = [stage for stage in document["stages"] if stage["stage"] == "bench"]
-    assert stage["command"].count("/model ") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("- a", "s.yaml is ['a'], but must hold options"),
-        ("model: [", "s.yaml is not valid YAML"),
-        ("", "s.yaml is empty, but must hold options"),
-    ],
-)
-def test_a_file_that_is_no_sweep(tmp_path, content, message):
-    (tmp_path / "s.yaml").write_text(content)
-    assert message in one_sentence(invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out"))
-
-
 def test_folders_that_are_refused(place, tmp_path):
     file = write(tmp_path / "s.yaml", spec(place))
     (tmp_path / "full").mkdir()

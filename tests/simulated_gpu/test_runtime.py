@@ -11,13 +11,10 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.inference import TimedGenerator
-from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.gpu import HIGH, RENDEZVOUS_TIMEOUT, Nccl
 from ladderize.runtime.decode import BUCKET, are_sound, generate_tokens
-from ladderize.runtime.layers import JoinedLinears
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from tests.groups import by_row, make_generator
@@ -226,34 +223,6 @@ def test_graphs_of_prompts(folders, name):
             assert_alike(found, expected)
             assert (gpu.captures, gpu.replays) == (3, 10)  # of a step, and of prompts without and with padding
         assert not gpu.problems, gpu.problems[0]
-
-
-def test_weights_of_virtual_ranks_lie_side_by_side(folders):
-    with torch.inference_mode(), SimulatedGpu(seed(), RANKS) as gpu:
-        generator = opened(folders["delayed"], DEVICE, collectives("one-shot", gpu), 1, 20)
-        attention, mlp = generator.model.weights.layers[1]
-        for linears in (attention.qkv, attention.o, mlp.gate_up):
-            assert len(linears) == 8 // RANKS
-            assert {linear.weight.untyped_storage()._cdata for linear in linears} == {
-                linears.weight.untyped_storage()._cdata
-            }
-        assert not isinstance(mlp.down, JoinedLinears)  # the last sum blocks: all of it is one product
-        assert len(mlp.down) == 1
-
-
-def test_a_trace_shows_the_graphs_that_are_timed(folders):
-    with torch.inference_mode(), SimulatedGpu(seed(), RANKS) as gpu:
-        generator = opened(folders["ladder"], DEVICE, collectives("one-shot", gpu), 2, 20)
-        generator.graphs = True
-        timed = TimedGenerator(generator, BenchOptions(prompt_len=9, output_len=8), 2)
-        timed.sample()
-        captures, replays = gpu.captures, gpu.replays
-        assert replays == 1 + 7
-        timed.run_marked(3)
-        assert (gpu.captures, gpu.replays) == (captures, replays + 1 + 3)
-        list(timed.run(3, eager=True))  # by which messages are counted
-        assert (gpu.captures, gpu.replays) == (captures, replays + 1 + 3)
-    assert not gpu.problems, gpu.problems[0]
 
 
 def test_no_graph_is_captured_between_tokens(folders):
