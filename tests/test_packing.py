@@ -13,9 +13,6 @@ X, P = IGNORED_TARGET, PADDING_TARGET
 A, B, C = ([1, 50, 51, 52], [1] * 4), ([1, 60, 61], [0, 0, 1]), ([1, 70], [1, 1])
 
 
-C_B = {"input_ids": [1, 70, 1, 60, 61], "targets": [70, X, X, 61, X], "lengths": [2, 3]}
-
-
 def join(*examples):
     (row,) = packed(*zip(*examples, strict=True), 100)
     return row

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from ladderize import EvalOptions, UserError, convert_checkpoint, evaluate
 from ladderize.convert.recipe import Recipe
@@ -150,6 +151,17 @@ def test_a_full_disk_leaves_nothing_that_is_valid(trio, tmp_path, monkeypatch):
     assert "head.safetensors: the predictions cannot be kept (" in message
     assert "o space left on device" in message
     assert "predictions.json" not in listing(tmp_path / "kept")
+
+
+def test_an_architecture_that_may_cap_its_logits_is_refused(tmp_path):
+    shape = {key: value for key, value in SHAPE.items() if key not in ("bos_token_id", "eos_token_id")}
+    config = Gemma2Config(**shape, head_dim=4, final_logit_softcapping=2.0, sliding_window=16)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+    np.save(tmp_path / "ids.npy", fresh_rng().integers(3, 90, 3 * SEQ_LEN))
+    outcome = invoke("eval", tmp_path / "gemma", "--perplexity", tmp_path / "ids.npy")
+    assert "--perplexity is for the families of models that ladderize converts, not for a gemma2" in one_sentence(
+        outcome
+    )
 
 
 def test_logits_that_are_scaled_in_bfloat16(tmp_path):
