@@ -126,16 +126,13 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "message"),
+    ("options", "message"),
     [
-        (["--spd-fraction", "1.5"], 2, "--spd-fraction must be above 0 and at most 1"),
-        (["--data", "{tmp}/empty.txt"], 1, "empty.txt holds no rows"),
-        (["--lr", "0.001"], 2, "--lr has no effect with --repair align"),
+        (["--spd-fraction", "1.5"], "--spd-fraction must be above 0 and at most 1"),
+        (["--lr", "0.001"], "--lr has no effect with --repair align"),
     ],
 )
-def test_what_is_refused(tmp_path, text, options, code, message):
-    (tmp_path / "empty.txt").write_text("")
+def test_what_is_refused(tmp_path, text, options, message):
     arguments = ["--sync-tp-size", 4, "--data", text, "--seq-len", 64]
-    options = [option.replace("{tmp}", str(tmp_path)) for option in options]
-    assert message in refusal("spd", MODEL, tmp_path / "out", *arguments, *options, code=code)
-    assert listing(tmp_path) == ["empty.txt"]
+    assert message in refusal("spd", MODEL, tmp_path / "out", *arguments, *options, code=2)
+    assert listing(tmp_path) == []
