@@ -17,12 +17,10 @@ from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.plan import measure, run
 from ladderize.plan.hardware import known_engines, read_device
-from ladderize.plan.passes import Serving, pass_parts, predict_pass
 from ladderize.plan.run import PlanResult
 from ladderize.runtime.bench.options import LAYOUT_NAMES
-from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.runtime.shards import read_shape
-from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, invoke_well, make_layout, one_sentence, save_llama
+from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, invoke_well, one_sentence, save_llama
 from tests.quantised import save_quantised
 
 H100 = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "8")
@@ -72,42 +70,6 @@ def edited(path, key, **changes):
 
 
 # ---- its figures ----
-
-
-@pytest.mark.parametrize("name", ["dense", "ladder gaps", "mixed", "every mode"])
-def test_figures_are_those_of_a_prefill_and_its_steps(dense, hardware, tmp_path, name):
-    layout = make_layout(name)
-    model = dense
-    if not layout.is_dense:
-        model = tmp_path / "model"
-        ladderize.convert_checkpoint(dense, model, layout, verify=False)
-    batches = random.sample(range(1, 300), 2)
-    rows = ("--layout", "ladder=1:,spd=:3,parallel,no-comm", "--sync-tp-size", "4")
-    served = ("--batch-size", ",".join(map(str, batches)), *TINY)
-    result = planned(model, "--hardware", hardware, "--tp-size", "2", *served, *rows)
-    layouts = {
-        "dense": Layout.dense(4),
-        "checkpoint": None if layout.is_dense else layout,
-        "ladder=1:": Layout.from_layers(4, ladder=[1, 2, 3]),
-        "spd=:3": Layout.from_layers(4, spd=[0, 1, 2], sync_tp_size=4),
-    }
-    wire = read_interconnect(str(hardware))
-    for batch, rows in zip(batches, result.groups(), strict=True):
-        rows = [row for row in rows if row.kind == "layout"]
-        assert [row.name for row in rows] == [name for name, own in layouts.items() if own is not None]
-        for row in rows:
-            own = layouts[row.name]
-            how = ("float32", False, result.device, known_engines()[result.engine], wire, 2, batch, 12, 9)
-            parts = pass_parts(Serving(read_config(dense), *how), own.sync_tp_size)
-            prefill, decode = (predict_pass(parts[phase], own) for phase in ("prefill", "decode"))
-            first = [predict_pass(parts[phase], Layout.dense(4)).total for phase in ("prefill", "decode")]
-            whole = prefill.total + 8 * decode.total
-            assert row.prefill_ms == pytest.approx(1e3 * prefill.total)
-            assert row.decode_ms_per_token == pytest.approx(1e3 * decode.total)
-            assert row.tokens_per_s == pytest.approx(batch * 9 / whole)
-            assert row.speedup == pytest.approx((first[0] + 8 * first[1]) / whole)
-            assert row.waiting_share == pytest.approx((prefill.waiting + 8 * decode.waiting) / whole)
-            assert row.layout == str(own)
 
 
 def test_a_quantised_checkpoint_is_planned_as_fp8(tmp_path):

@@ -1,8 +1,6 @@
 """The choice of a layout: the integer program against brute force, what measurements change, costs, recipes."""
 
-import dataclasses
 import itertools
-import json
 import math
 import random
 from pathlib import Path
@@ -10,13 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ladderize.convert.recipe import read_recipe
 from ladderize.errors import UsageError, UserError
-from ladderize.layout import Layout
-from ladderize.plan.choice import LAYER_KINDS, LayerTables, LayoutCost, PlanChoice, choose_layout, kind_seconds, solve
+from ladderize.plan.choice import LAYER_KINDS, LayerTables, LayoutCost, choose_layout, kind_seconds, solve
 from ladderize.plan.options import PlanGoal
 from ladderize.plan.passes import PassParts, predict_pass
-from ladderize.plan.run import write_plan_recipe
 
 NATS = np.array([0, 1.0, 0.5, 0.4, 1.3])  # of the kinds, about, next to each other
 
@@ -160,36 +155,4 @@ def test_what_held_out_windows_speak_against_is_given_up():
     assert choice.chosen.held_out.nats == pytest.approx(2 * choice.chosen.measured.nats)
 
 
-def test_none_within_the_budget_and_none_confirmed_are_said():
-    tables = random_tables(4)
-    tables.seconds[:, 1:] = tables.seconds[:, :1] * np.array([0.7, 0.7, 0.8, 0.5])
-    budget = tables.nats[:, 1:].min()
-    with pytest.raises(UserError, match="stays within the budget .* the least increase is") as error:
-        choose_layout(tables, budget, FakeMeasurer(tables, factor=50.0), 5)
-    least = float(str(error.value).partition("the least increase is ")[2].partition(" nats")[0])
-    assert least > budget
-    many = 0.9 * tables.nats[1:].max(1).sum()
-    measurer = FakeMeasurer(tables)
-    costs = iter((1.01 * many, 0.1 * many))
-    measurer.truth = lambda chosen: next(costs)
-    choice = choose_layout(tables, many, measurer, 2)
-    assert not choice.is_verified
-    assert (choice.chosen.held_out, choice.chosen.measured.nats) == (None, 0.1 * many)
-
-
 # ---- what is written ----
-
-
-def test_a_recipe_makes_the_layout(tmp_path):
-    tables = random_tables(3)
-    path = tmp_path / "recipe.yaml"
-    for chosen in every_layout(tables)[1:]:
-        layout = dataclasses.replace(tables.described(chosen), speedup=1.2, estimated_nats=0.01)
-        choice = PlanChoice(0.4, layout, costs_file="a file\nwith a line.json")
-        assert PlanChoice.from_dict(json.loads(json.dumps(choice.to_dict())), "plan.json") == choice
-        write_plan_recipe(path, choice)
-        assert read_recipe(path).layout(Layout.dense(3)) == tables.layout(chosen)
-    text = path.read_text()
-    assert text.startswith("# Chosen by `ladderize plan`, by the costs of a file?with a line.json.")
-    assert "1.200x of the dense layout's speed, predicted" in text
-    assert "+1.01% estimated, not verified" in text

@@ -19,7 +19,6 @@ from ladderize.runtime.collectives.links import (
     InterconnectRow,
     Link,
     known_interconnects,
-    read_interconnect,
 )
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.shards import Shape, cache_bytes
@@ -160,35 +159,6 @@ def test_windows_count_where_the_engine_heeds_them():
     assert kept == cache_bytes(shape, dense, 3, end, 4) == len(kinds) * 2 * 3 * max(1, kv_heads // 2) * end * width * 4
 
 
-def test_engines_read_and_write_what_they_say():
-    """Each fact by itself, where only bandwidth counts."""
-    config, rate = random_config(), 1.0
-    workload = (3, 40, 11)
-    layers, heads, width = (config[name] for name in ("num_hidden_layers", "num_attention_heads", "head_dim"))
-    groups = heads // config["num_key_value_heads"]
-
-    def numbers(phase, **facts):
-        """How many 16-bit numbers more than a bare engine."""
-        both = [
-            predict_silent(parts_of(config, only(gb_s=rate), engine, workload=workload)[phase]).total
-            for engine in (BARE, dataclasses.replace(BARE, **facts))
-        ]
-        return (both[1] - both[0]) * rate * 1e9 / 2
-
-    cache = layers * 2 * 3 * config["num_key_value_heads"] * width
-    assert numbers("decode", kv_per_query_head=True) == pytest.approx(cache * (groups - 1) * 45.5)
-    assert numbers("decode", cache_bytes=4) == pytest.approx(cache * 45.5)
-    assert numbers("decode", score_passes=7) == pytest.approx(0)
-    assert numbers("prefill", score_passes=2) == pytest.approx(2 * layers * 3 * heads * 40 * 41 / 2)
-    more = numbers("prefill", masked_prefill=True, score_passes=2)
-    assert more == pytest.approx(2 * layers * 3 * heads * 40 * 51 + cache * 11)
-    assert numbers("prefill", stream_passes=1) == pytest.approx(2 * layers * 3 * 40 * config["hidden_size"])
-    assert numbers("prefill", inner_passes=1) == pytest.approx(layers * 3 * 40 * config["intermediate_size"])
-    assert numbers("decode", logit_passes=1) == pytest.approx(2 * 3 * config["vocab_size"])
-    rows = 3 * 40 - 3
-    assert numbers("prefill", all_logits=True) == pytest.approx(rows * (config["hidden_size"] + config["vocab_size"]))
-
-
 def test_kernels_and_launches_count_by_themselves():
     config = random_config()
     layers, device = config["num_hidden_layers"], only()
@@ -286,29 +256,6 @@ def test_replicas_by_hand(ranks):
     assert HandMachine(ranks, 1).exact == {}
 
 
-def test_a_fused_norm_by_hand():
-    """As much faster as is documented, in the phases whose messages are fused; less certain where sources disagree."""
-    hand = HandMachine(8, 3)
-    prefill, decode, whole = hand.ms(8, 3)
-    sizes = [2 * 3 * tokens * hand.serving.config["hidden_size"] / 2**20 for tokens in (1, 7)]
-
-    def fused(most, faster_unfused=None):
-        unfused = {} if faster_unfused is None else {8: faster_unfused}
-        hand.change_device(fused_norm_mib={8: most}, faster_unfused_mib=unfused)
-        return hand.exact.get("fused")
-
-    both = fused(sizes[1])
-    assert (both.prefill_ms, both.decode_ms_per_token) == pytest.approx((prefill / 1.125, decode / 1.125))
-    assert [both.speedup_low, both.speedup_high] == pytest.approx([1.05, 1.20])
-    disputed = fused(sizes[1], sizes[0])
-    assert disputed.decode_ms_per_token == pytest.approx(decode / (1 + (0.2 - 0.074) / 2))
-    assert [disputed.speedup_low, disputed.speedup_high] == pytest.approx([1 - 0.074, 1.20])
-    steps = fused(sizes[0])
-    assert (steps.prefill_ms, steps.decode_ms_per_token) == pytest.approx((prefill, decode / 1.125))
-    assert steps.speedup == pytest.approx(whole / (prefill + 4 * decode / 1.125))
-    assert fused(sizes[0] / 1.01) is None
-
-
 # ---- layouts ----
 
 
@@ -404,33 +351,6 @@ def test_a_device_may_be_like_a_known_one(tmp_path):
         read_device(device_file(tmp_path, device, **left_out | {"like": "h1000"}))
     with pytest.raises(UserError, match="device has no relative_error"):  # no other device's error
         read_device(device_file(tmp_path, device, **left_out | {"relative_error": ...}))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"memory_bandwidth_gb_s": 0}, "memory_bandwidth_gb_s is 0"),
-        ({"matmul_share": ...}, "device has no matmul_share"),
-    ],
-)
-def test_absurd_devices_are_refused(changes, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        read_device(device_file(tmp_path, a_device(), **changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"contention": 1.5}, "contention is 1.5"),
-        ({"rows": [{"ranks": 4, "alpha_us": 1, "bus_gb_s": 3}] * 2}, "2 ranks or more, ascending"),
-        ({"any_ranks": {"name": "x", "alpha_us": 1, "beta_gb_s": 3}}, "any_ranks, and not both"),
-    ],
-)
-def test_absurd_links_are_refused(changes, message, tmp_path):
-    path = tmp_path / "link.json"
-    path.write_text(json.dumps({"link": {**known_interconnects()["nvlink"].to_dict(), **changes}}))
-    with pytest.raises(UserError, match=message):
-        read_interconnect(str(path))
 
 
 # ---- bands ----

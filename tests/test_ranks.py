@@ -81,12 +81,6 @@ def start(rank, port, seconds, **variables):
     )
 
 
-def test_ranks_that_a_launcher_started_meet():
-    port = warm.free_port()
-    for process in [start(rank, port, 600) for rank in (1, 0)]:
-        assert (process.communicate()[0], process.returncode) == ("[0, 1]\n", 0)
-
-
 @pytest.mark.parametrize(("rank", "variables"), [(1, {}), (0, {"taken": "yes"})])
 def test_a_rank_that_finds_nobody_says_so(rank, variables):
     with socket.create_server(("", 0)) as other:

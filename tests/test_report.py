@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ladderize.console import printable, to_json
+from ladderize.console import printable
 from ladderize.layout import Layout
 from ladderize.report.documents import find_documents
 from ladderize.report.join import join_documents
@@ -386,21 +386,6 @@ def test_what_documents_say_is_text_and_nothing_else(tmp_path):
 
 
 # ---- what it refuses ----
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.json", '{"a": 1}', "schema_version"),
-        ("a.json", to_json({"a": 1}), "none of the documents"),
-        ("metrics.jsonl", '{"step": "x"}\n', "line 1: step is 'x', but must be of type int"),
-        ("config.json", "{}", "has no sweep.json, results*.json"),
-    ],
-)
-def test_what_is_no_document_is_refused_in_one_sentence(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
-    assert message in refused(tmp_path / name if name == "a.json" else tmp_path, out=tmp_path)
-    assert not (tmp_path / "page.html").exists()
 
 
 def test_speed_ups_over_another_model_are_refused(files):

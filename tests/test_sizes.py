@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers import invoke, listing, one_sentence, refusal
+from tests.helpers import invoke, listing, one_sentence
 
 BILLION, TRILLION = 10**9, 10**12
 
@@ -18,24 +18,6 @@ def command(name, place, out):
         "eval": ["eval", place / "dense", "--perplexity", place / "ids.npy"],
         "generate": ["generate", place / "dense", "--from-bos", "--out", f"{out}.jsonl", "--max-new-tokens", 8],
     }[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "code", "expected"),
-    [
-        ("adapt", ["--max-tokens", 400 * "9"], 2, "is not a number of tokens below 10^18"),
-        ("adapt", ["--max-steps", 2, "--batch-size", TRILLION], 1, "fewer than --batch-size 1000000000000"),
-        ("adapt", ["--max-steps", 2, "--seq-len", BILLION], 1, "--seq-len 1000000000 is more than the 64 positions"),
-        ("adapt", ["--max-steps", 2, "--micro-batch-size", BILLION], 1, "does not divide the 1024 rows of a step"),
-        ("blocks", ["--samples", TRILLION], 1, "gives 24 windows of 16 tokens, too few"),
-        ("spd", ["--seq-len", BILLION], 1, "is over the model's 64 positions"),
-        ("sensitivity", ["--seq-len", BILLION], 1, "is over the model's 64 positions"),
-        ("eval", ["--seq-len", BILLION], 1, "must be between 2 and the 64 positions"),
-    ],
-)
-def test_what_no_machine_holds(place, tmp_path, name, more, code, expected):
-    assert expected in refusal(*command(name, place, tmp_path / "out"), *more, code=code)
-    assert listing(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -222,8 +222,8 @@ class SimulatedGpu:
     """The device; torch uses it inside ``with SimulatedGpu(seed, ranks) as gpu``.
 
     ranks: of the group that its collectives stand for, where every rank sends the same. log: what was told to which
-    stream, in order. problems: what torch's checker of races has found. left_out: the number of a wait for an event,
-    which does nothing.
+    stream, in order. problems: what torch's checker of races has found, which must be nothing. left_out: the number of a
+    wait for an event, which does nothing.
     """
 
     def __init__(self, seed: int, ranks: int = 1, *, left_out: int | None = None) -> None:
@@ -573,6 +573,7 @@ class SimulatedGpu:
         self.stack.enter_context(idle)
         self.stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 28, 3)))
         self.stack.enter_context(mock.patch.object(torch, "Generator", HostGenerator))
+        self.stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone))
         for function, stands_for in ((dist.all_reduce, self.all_reduce), (dist.all_gather_single, self.all_gather)):
             own = mock.create_autospec(function, side_effect=stands_for)
             self.stack.enter_context(mock.patch.object(dist, function.__name__, own))
@@ -590,9 +591,12 @@ class SimulatedGpu:
         self.stack.enter_context(Dispatching(self))
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self.closed = True
         self.stack.close()
+        if kind is None and self.left_out is None:
+            assert not self.problems, self.problems[0]
+            assert not self.recorded
 
     def _reset_peak(self, *device: object) -> None:
         self.peak = self.bytes

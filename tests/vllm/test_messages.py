@@ -93,5 +93,3 @@ def test_vllms_all_reduce_on_a_stream(backend, captured):
         assert found.tolist() == [148] * 8  # 1, 1 + 1 + 2 * 1, 4 + 1 + 2 * 8, 21 + 1 + 2 * 63
         assert [message.bytes for message in carried.messages if message.completed] == [32] * 3
         assert sums == ([None] * 3 if backend == "quick" else places)
-    assert not gpu.problems, gpu.problems[0]
-    assert not gpu.recorded
