@@ -14,8 +14,8 @@ from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.loader import CheckpointSource, RandomSource
 from ladderize.runtime.shards import Shape, Slice, known_shapes
-from ladderize.runtime.spec import WeightCache, checkpoint_spec, shape_spec
-from tests.helpers import ROOT, SHAPE, invoke_well, save_llama
+from ladderize.runtime.spec import WeightCache, shape_spec
+from tests.helpers import ROOT, SHAPE, save_llama
 from tests.warm import PATIENCE
 
 CPU = torch.device("cpu")
@@ -84,20 +84,6 @@ def test_a_rank_never_holds_the_whole_model(tmp_path, rank, pack):
     assert held < 0.3 * size
     assert rise < 0.55 * size
     assert mapped < 0.12 * size  # pages of libraries: a file is mapped only while a tensor is read from it
-
-
-def test_models_that_share_files_share_weights(tmp_path, llama):
-    for name, arguments in (("ladder", ["--ladder", "all"]), ("spd", ["--spd", "all", "--sync-tp-size", 2])):
-        invoke_well("convert", llama, tmp_path / name, "--no-verify", *arguments)
-    cache = WeightCache(CPU, pack=True)
-    dense, ladder, spd = (
-        cache.get(checkpoint_spec(str(path), tp_size=2), 2, 0)[1]
-        for path in (llama, tmp_path / "ladder", tmp_path / "spd")
-    )
-    assert ladder is dense
-    assert spd is dense  # one virtual rank for each of 2 ranks: the same slices
-    alone = cache.get(checkpoint_spec(str(tmp_path / "spd"), tp_size=1), 1, 0)[1]
-    assert len(alone.attention(0).o) == 2  # two virtual ranks in one process
 
 
 def test_a_rank_without_vocabulary():

@@ -20,8 +20,9 @@ from ladderize.plan.hardware import known_engines, read_device
 from ladderize.plan.run import PlanResult
 from ladderize.runtime.bench.options import LAYOUT_NAMES
 from ladderize.runtime.shards import read_shape
-from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, invoke_well, one_sentence, save_llama
+from tests.helpers import ROOT, SHAPE, blocks_of, change_json, fresh_rng, invoke, invoke_well, one_sentence, save_llama
 from tests.quantised import save_quantised
+from tests.test_sensitivity import oracle_nll
 
 H100 = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "8")
 TINY = ("--prompt-len", "12", "--output-len", "9")
@@ -248,6 +249,18 @@ def choice_of(model, costs, *more, ranks="4"):
     return invoke("plan", model, *H100[:4], "--tp-size", ranks, *TINY, "--sensitivity", costs, *more)
 
 
+def check_measured(dense, ids, chosen):
+    """Its costs are the oracle's, in nats per token, of the 4 windows that were chosen by and of 4 others."""
+    windows = np.load(ids)[np.random.default_rng(0).permutation(12)].astype(np.int64)
+    blocks = blocks_of(dense)
+    for cost, own in ((chosen.measured, windows[:4]), (chosen.held_out, windows[4:8])):
+        if cost is not None:
+            nll, before = (oracle_nll(blocks, layout, own) for layout in (chosen.as_layout, Layout.dense(4)))
+            increase = (nll - before) / (own.shape[1] - 1)
+            found = [increase.mean(), increase.std(ddof=1) / len(own) ** 0.5, len(own)]
+            assert [*vars(cost).values()] == pytest.approx(found, abs=1e-5, rel=1e-5)
+
+
 def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     """One story: what is chosen and verified is converted as it was planned, and runs."""
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "model"
@@ -261,6 +274,7 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     assert f"speed {choice.chosen.speedup:.3f}x" in " ".join(outcome.stdout.partition("Measured")[2].split())
     assert f"convert {dense} dense-planned --recipe {recipe}" in outcome.stdout
     assert not list(tmp_path.glob("*-measured-*"))
+    check_measured(dense, costs.with_name("ids.npy"), choice.chosen)
     invoke_well("convert", dense, out, "--recipe", recipe, "--no-verify")
     assert Layout.from_config(read_config(out)) == choice.chosen.as_layout
     timed = invoke_well(
@@ -301,6 +315,11 @@ def test_choices_that_are_refused(dense, costs, tmp_path):
     assert "is neither a divisor nor a multiple; measure it with --sync-tp-size 4" in one_sentence(
         choice_of(dense, unlike, *ANY)
     )
+    np.save(tmp_path / "others.npy", fresh_rng().integers(3, 90, (12, 24)))
+    unlike.write_text(costs.read_text())
+    change_json(unlike, lambda document: document["data"].update(file=str(tmp_path / "others.npy")))
+    message = "is not the data that the costs were measured on"
+    assert message in one_sentence(choice_of(dense, unlike, *ANY, "--verify", "3"))
     other = save_llama(tmp_path / "other", seed=int(torch.randint(1, 1 << 20, ())))
     assert "was measured on another model" in one_sentence(choice_of(other, costs, *ANY))
     ladder = tmp_path / "ladder"

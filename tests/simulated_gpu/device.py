@@ -222,8 +222,8 @@ class SimulatedGpu:
     """The device; torch uses it inside ``with SimulatedGpu(seed, ranks) as gpu``.
 
     ranks: of the group that its collectives stand for, where every rank sends the same. log: what was told to which
-    stream, in order. problems: what torch's checker of races has found, which must be nothing. left_out: the number of a
-    wait for an event, which does nothing.
+    stream, in order. problems: what torch's checker of races has found, which must be nothing. left_out: the number of
+    a wait for an event, which does nothing.
     """
 
     def __init__(self, seed: int, ranks: int = 1, *, left_out: int | None = None) -> None:
