@@ -13,11 +13,6 @@ X, P = IGNORED_TARGET, PADDING_TARGET
 A, B, C = ([1, 50, 51, 52], [1] * 4), ([1, 60, 61], [0, 0, 1]), ([1, 70], [1, 1])
 
 
-def join(*examples):
-    (row,) = packed(*zip(*examples, strict=True), 100)
-    return row
-
-
 def test_a_batch_by_hand():
     """A and B fill a row of 7; C has one of its own. No target crosses from one example into the next."""
     rows = packed(*zip(C, B, A, strict=True), 7)

@@ -92,20 +92,14 @@ def test_a_reference_of_something_else(trio, tmp_path):
     kept = tmp_path / "kept"
     evaluate(trio[:1], options_of(tmp_path), keep_predictions=kept)
     np.save(tmp_path / "other.npy", fresh_rng().integers(3, 90, 70))
+    with pytest.raises(UserError, match="their windows are others .--perplexity, --seq-len"):
+        evaluate([trio[1]], options_of(tmp_path, perplexity=str(tmp_path / "other.npy")), reference=kept)
     other = save_llama(tmp_path / "other", vocab_size=120)
-    for model, changes, folder, message in (
-        (
-            trio[1],
-            {"perplexity": str(tmp_path / "other.npy")},
-            kept,
-            "their windows are others (--perplexity, --seq-len",
-        ),
-        (other, {}, kept, "their vocabulary has 97 tokens, and this one 120"),
-        (trio[1], {}, tmp_path / "none", "none holds no kept predictions (no predictions.json)"),
-    ):
-        with pytest.raises(UserError) as error:
-            evaluate([model], options_of(tmp_path, **changes), reference=folder)
-        assert message in str(error.value)
+    with pytest.raises(UserError, match="their vocabulary has 97 tokens, and this one 120"):
+        evaluate([other], options_of(tmp_path), reference=kept)
+    (kept / "window-2.safetensors").unlink()
+    with pytest.raises(UserError, match="window-2.safetensors cannot be read"):
+        evaluate([trio[1]], options_of(tmp_path), reference=kept)
 
 
 def test_only_predictions_are_removed_from_a_folder(tmp_path):

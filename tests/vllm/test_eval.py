@@ -4,8 +4,6 @@ document."""
 import contextlib
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +16,9 @@ from ladderize.eval.model import HFModel
 from ladderize.eval.options import EvalOptions
 from ladderize.ranks.group import Ranks
 from ladderize.vllm.eval_model import open_vllm
-from tests.helpers import ROOT, edit_tensors, fresh_rng
+from tests.helpers import edit_tensors, fresh_rng
+from tests.vllm.engines import ladderize
 from tests.vllm.models import make
-from tests.warm import PATIENCE
 
 POSITIONS = 128
 WORDS = ("the", "cat", "dog", "sees", "and", "a", "red", "small", "old", "likes", "to", "run", "far", "with", "one")
@@ -93,15 +91,7 @@ def test_the_command(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sees the dog and the dog sees the cat")
     command = ["eval", *models, "--backend", "vllm", "--tasks", "demo_agreement", "--include-path", TASKS, "--json"]
     command += ["--limit", 6, "--perplexity", tmp_path / "text.txt", "--dtype", "float32"]
-    result = subprocess.run(
-        [sys.executable, "-m", "ladderize", *map(str, command)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout)
+    document = json.loads(ladderize(*command))
     for entry in document["models"]:
         assert entry["ladderize"]["backend"] == "vllm"
         assert entry["results"]["demo_agreement"]["alias"]

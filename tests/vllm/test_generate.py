@@ -1,12 +1,10 @@
 """`ladderize generate --engine vllm` writes the lines that the runtime writes."""
 
 import json
-import subprocess
-import sys
 
-from tests.helpers import ROOT, fresh_rng, invoke_well
+from tests.helpers import fresh_rng, invoke_well
+from tests.vllm.engines import ladderize
 from tests.vllm.test_eval import WORDS, model_with_tokenizer
-from tests.warm import PATIENCE
 
 
 def test_lines_are_those_of_the_runtime(tmp_path):
@@ -16,16 +14,8 @@ def test_lines_are_those_of_the_runtime(tmp_path):
     command = ["generate", model, "--prompt-file", prompts, "--max-new-tokens", 8, "--temperature", 0]
     command += ["--dtype", "float32", "--json", "--out"]
     invoke_well(*command, tmp_path / "runtime.jsonl")
-    words = [*command, tmp_path / "vllm.jsonl", "--engine", "vllm"]
-    result = subprocess.run(
-        [sys.executable, "-m", "ladderize", *map(str, words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["samples"] == 5
+    shown = ladderize(*command, tmp_path / "vllm.jsonl", "--engine", "vllm")
+    assert json.loads(shown)["samples"] == 5
     runtime, vllm = (
         [json.loads(line) for line in (tmp_path / f"{engine}.jsonl").read_text().splitlines()]
         for engine in ("runtime", "vllm")
