@@ -1,4 +1,4 @@
-"""The choice of a layout: the integer program against brute force, what measurements change, costs, recipes."""
+"""The choice of a layout: the integer program against brute force, and what measurements change."""
 
 import itertools
 import math
@@ -40,17 +40,12 @@ class FakeMeasurer:
     """Real costs by a formula: more than the sums by what neighbours cost together. held_out: a factor of costs on
     held-out windows."""
 
-    def __init__(self, tables, *, extra=0.5, held_out=1.0, stderr=0.0, factor=1.0):
-        self.tables, self.held_out, self.stderr, self.factor = tables, held_out, stderr, factor
-        self.between = (
-            np.random.uniform(0, 2 * extra, (len(LAYER_KINDS), len(LAYER_KINDS)))
-            if extra
-            else np.zeros((len(LAYER_KINDS),) * 2)
-        )
-        self.asked = []
+    def __init__(self, tables, *, extra=0.5, held_out=1.0):
+        self.tables, self.held_out, self.asked = tables, held_out, []
+        self.between = np.random.uniform(0, 2 * extra, (len(LAYER_KINDS), len(LAYER_KINDS)))
 
     def truth(self, chosen):
-        single = self.factor * self.tables.nats[np.arange(len(chosen)), list(chosen)]
+        single = self.tables.nats[np.arange(len(chosen)), list(chosen)]
         between = np.sqrt(single[:-1] * single[1:]) * self.between[list(chosen[:-1]), list(chosen[1:])]
         return float(single.sum() + between.sum())
 
@@ -58,7 +53,7 @@ class FakeMeasurer:
         self.asked.append((layout, held_out))
         kinds = [LAYER_KINDS.index(layout.layer_name(layer)) for layer in range(layout.num_layers)]
         increase = (self.held_out if held_out else 1.0) * self.truth(kinds)
-        return LayoutCost(increase, self.stderr, 32)
+        return LayoutCost(increase, 0.0, 32)
 
 
 # ---- times and the integer program ----
@@ -153,6 +148,3 @@ def test_what_held_out_windows_speak_against_is_given_up():
     assert choice.is_verified
     assert 0 < choice.chosen.held_out.nats <= budget
     assert choice.chosen.held_out.nats == pytest.approx(2 * choice.chosen.measured.nats)
-
-
-# ---- what is written ----

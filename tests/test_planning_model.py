@@ -13,13 +13,7 @@ from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, Layout
 from ladderize.plan.hardware import LIKE_ANOTHER, DeviceSpec, EngineFacts, known_devices, known_engines, read_device
 from ladderize.plan.passes import PassParts, Serving, pass_parts, predict_parallel, predict_pass, predict_silent
 from ladderize.plan.rows import band_cases, memory_need, planned_rows, relative_band
-from ladderize.runtime.collectives.links import (
-    NO_LINK,
-    Interconnect,
-    InterconnectRow,
-    Link,
-    known_interconnects,
-)
+from ladderize.runtime.collectives.links import NO_LINK, Interconnect, InterconnectRow, Link, known_interconnects
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.shards import Shape, cache_bytes
 from tests.helpers import held_bytes, random_layout
@@ -195,13 +189,12 @@ class HandMachine:
 
     def __init__(self, ranks: int, batch: int) -> None:
         config = random_config()
-        self.kernels, self.norms, self.rest = 5, random.randint(1, 3), random.randint(1, 9)
+        self.kernels, self.rest = 5, random.randint(1, 9)
         engine = dataclasses.replace(
             BARE,
             attention_kernels=self.kernels,
             mlp_kernels=self.kernels,
             rest_kernels=self.rest,
-            norm_kernels=self.norms,
             replicate_vocab=True,
         )
         self.rows = [InterconnectRow(count, random.uniform(20, 90), random.uniform(1, 9)) for count in (2, 4, 8)]

@@ -251,23 +251,6 @@ def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):
     assert dense == converted < aligned < trained
 
 
-def test_a_line_of_recovery_goes_through_what_its_stages_made(tmp_path):
-    """From the model as converted."""
-    names = ("dense", "spd", "spd-500-align", "spd-900-align+full", "spd-600-blocks", "ladder", "ladder-500-align")
-    answers = fresh_rng().random((len(names), 60)) < 0.7
-    write_sweep(tmp_path / "sweep", dict(zip(names, answers, strict=True)))
-    page = page_of(tmp_path / "sweep")
-    lines, ends = {}, []
-    for row in rows_of(page, "recovery"):
-        lines.setdefault(row["line"], []).append(row["tokens"])
-        ends += [row["name"]] * row["is_end"]
-    spd = "spd 0:4 (sync_tp_size 2)"
-    expected = {f"{spd}, align + full": [0, 500, 900], f"{spd}, blocks": [0, 600], "ladder 0:4, align": [0, 500]}
-    assert expected.items() <= lines.items()
-    assert sorted(ends) == sorted(names[1:])  # a mark each
-    assert models_of(page)["spd-900-align+full"]["adapted"] == "align + full, 900 tokens"
-
-
 def test_points_that_two_sweeps_share_are_shown_once(sweep):
     other = shutil.copytree(sweep, sweep.with_name("other"))
     names = sorted(models_of(page_of(sweep, other)))

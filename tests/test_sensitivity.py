@@ -14,17 +14,7 @@ from ladderize.convert.sensitivity_file import LayerChange, layer_costs, read_se
 from ladderize.eval.options import SensitivityOptions
 from ladderize.layout import Layout
 from tests import warm
-from tests.helpers import (
-    BIASES,
-    SHAPE,
-    blocks_of,
-    fresh_rng,
-    invoke,
-    invoke_well,
-    listing,
-    refusal,
-    save_llama,
-)
+from tests.helpers import BIASES, SHAPE, blocks_of, fresh_rng, invoke, invoke_well, listing, refusal, save_llama
 from tests.oracle import Oracle
 
 LAYERS = SHAPE["num_hidden_layers"]

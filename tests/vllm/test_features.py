@@ -110,10 +110,7 @@ def test_pieces_are_cuda_graphs(engines, tmp_path):
 
 # ---- int8 ----
 
-RECIPES = [
-    (1, Recipe(ladder="all"), "qwen3"),
-    (2, Recipe(ladder="1:", spd="all", sync_tp_size=2), "granite"),
-]
+RECIPES = [(1, Recipe(ladder="all"), "qwen3"), (2, Recipe(ladder="1:", spd="all", sync_tp_size=2), "granite")]
 # Without these, x86 has only products of pairs of bytes whose sum saturates at 16 bits: vLLM's int8 products (oneDNN's)
 # are then off by a tenth and more, of the dense model, too.
 EXACT = ("avx512_vnni", "avx_vnni")
