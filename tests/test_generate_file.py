@@ -6,8 +6,10 @@ import random
 import shutil
 import sys
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from ladderize import load
 from ladderize.demo.corpus import items
@@ -202,6 +204,12 @@ def test_rows_of_all_kinds(model, tmp_path):
     assert wanted(rows_of(tmp_path / "out.jsonl")) == plain
     invoke_well(*command(model, file, tmp_path / "chat.jsonl"), "--chat")
     assert wanted(rows_of(tmp_path / "chat.jsonl")) == formatted
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(kinds[:1]), path)  # a column has one type
+    assert wanted(answer(model, path, tmp_path / "parquet.jsonl")) == plain[:1]
+    (tmp_path / "a.txt").write_bytes(b"the cat\r\n\n  a dog \nlast")
+    lines = answer(model, tmp_path / "a.txt", tmp_path / "lines.jsonl")
+    assert [row["prompt"] for row in lines] == ["the cat", "  a dog ", "last"]
 
 
 def test_a_template_sees_the_day_that_training_shows_it(model, tmp_path):
