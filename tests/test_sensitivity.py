@@ -111,6 +111,13 @@ def test_what_is_refused(llama, ids, tmp_path, options, code, message):
     assert not (tmp_path / "s.json").exists()
 
 
+def test_another_run_s_unfinished_work_stays(llama, ids, tmp_path):
+    kept = tmp_path / "s.json.unfinished"
+    kept.write_text("{}")
+    invoke_well("sensitivity", llama, "--data", ids, "--out", tmp_path / "s.json", "--samples", 4)
+    assert kept.exists()
+
+
 def test_a_converted_model_has_no_sensitivity(llama, ids, tmp_path):
     invoke_well("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify")
     how = ("--data", ids, "--out", tmp_path / "s.json", "--samples", 4)
