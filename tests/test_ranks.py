@@ -9,7 +9,6 @@ import torch
 
 from ladderize.blocks import compute_dtype
 from ladderize.errors import UserError
-from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import ALONE, Place, already_started, launched, started_rank_variables
 from ladderize.ranks.group import join_ranks, rank_device
 from tests import warm
@@ -104,9 +103,3 @@ def test_a_rank_that_finds_nobody_says_so(rank, variables):
 )
 def test_one_policy_for_the_dtype(asked, stored, dtype):
     assert compute_dtype(asked, stored) == dtype
-
-
-@pytest.mark.parametrize("device", ["1.5", "meta", "\x1b"])
-def test_a_device_that_is_none(device):
-    with pytest.raises(UserError, match="nothing to compute on; give cpu"):
-        check_device(device)

@@ -45,7 +45,7 @@ VIEWS = {aten._unsafe_view, aten.lift_fresh, aten.lift}
 
 
 class Node:
-    """One operation of the device. label: its name. reads, writes: the memory that it uses."""
+    """One operation of the device. label: its name. after: what it depends on."""
 
     def __init__(self, label: str, stream: "Stream", run: Callable[[], object] | None, after: list["Node"]) -> None:
         self.label, self.stream, self.run, self.after = label, stream, run, after
