@@ -187,19 +187,20 @@ def test_kernels_and_launches_count_by_themselves():
 class HandMachine:
     """Kernels of a microsecond and messages: nothing else takes time."""
 
-    def __init__(self, ranks: int, batch: int) -> None:
+    def __init__(self, ranks: int, batch: int, **device: object) -> None:
         config = random_config()
-        self.kernels, self.rest = 5, random.randint(1, 9)
+        self.kernels, self.norms, self.rest = 5, random.randint(1, 3), random.randint(1, 9)
         engine = dataclasses.replace(
             BARE,
             attention_kernels=self.kernels,
             mlp_kernels=self.kernels,
             rest_kernels=self.rest,
+            norm_kernels=self.norms,
             replicate_vocab=True,
         )
         self.rows = [InterconnectRow(count, random.uniform(20, 90), random.uniform(1, 9)) for count in (2, 4, 8)]
         wire = Interconnect("wire", self.rows, 0.2, 0.1, False, "a test")
-        spec = dataclasses.replace(only(), kernel_us=1.0)
+        spec = dataclasses.replace(only(), kernel_us=1.0, **device)
         self.serving = Serving(config, "bfloat16", False, spec, engine, wire, ranks, batch, 7, 5)
 
     def message_us(self, ranks: int, rows: int) -> float:
@@ -217,9 +218,17 @@ class HandMachine:
         prefill, decode = (compute + 2 * layers * self.message_us(ranks, batch * tokens) for tokens in (7, 1))
         return prefill / 1e3, decode / 1e3, (prefill + 4 * decode) / 1e3
 
-    def change_device(self, **changes: object) -> None:
-        device = dataclasses.replace(self.serving.device, **changes)
-        self.serving = dataclasses.replace(self.serving, device=device)
+    def change(self, **changes: object) -> None:
+        """Changes fields of the device, the link, or the whole."""
+        serving = self.serving
+        for name, value in changes.items():
+            if hasattr(serving, name):
+                serving = dataclasses.replace(serving, **{name: value})
+            elif hasattr(serving.device, name):
+                serving = dataclasses.replace(serving, device=dataclasses.replace(serving.device, **{name: value}))
+            else:
+                serving = dataclasses.replace(serving, link=dataclasses.replace(serving.link, **{name: value}))
+        self.serving = serving
 
     @property
     def exact(self):
@@ -244,9 +253,43 @@ def test_replicas_by_hand(ranks):
     need = memory_need(dataclasses.replace(hand.serving, ranks=ranks // count, batch_size=part), Layout.dense(3))
     assert (one.memory_need_bytes, one.fits) == (need, None)
     for more, fits in ((0, False), (2**20, True)):
-        hand.change_device(memory_gib=(need + more - 1) / 2**30)
+        hand.change(memory_gib=(need + more - 1) / 2**30)
         assert (name in hand.exact) is fits
-    assert HandMachine(ranks, 1).exact == {}
+    hand.change(memory_gib=None, batch_size=1)
+    assert hand.exact == {}
+
+
+def test_a_fused_norm_by_hand():
+    """As much faster as is documented, in the phases whose messages are fused; less certain where sources disagree."""
+    hand = HandMachine(8, 3)
+    prefill, decode, whole = hand.ms(8, 3)
+    sizes = [2 * 3 * tokens * hand.serving.config["hidden_size"] / 2**20 for tokens in (1, 7)]
+
+    def fused(most, faster_unfused=None):
+        hand.change(fused_norm_mib={8: most}, faster_unfused_mib={} if faster_unfused is None else {8: faster_unfused})
+        return hand.exact.get("fused")
+
+    both = fused(sizes[1])
+    assert (both.prefill_ms, both.decode_ms_per_token) == pytest.approx((prefill / 1.125, decode / 1.125))
+    assert [both.speedup_low, both.speedup_high] == pytest.approx([1.05, 1.20])
+    disputed = fused(sizes[1], sizes[0])
+    assert disputed.decode_ms_per_token == pytest.approx(decode / (1 + (0.2 - 0.074) / 2))
+    assert [disputed.speedup_low, disputed.speedup_high] == pytest.approx([1 - 0.074, 1.20])
+    steps = fused(sizes[0])
+    assert (steps.prefill_ms, steps.decode_ms_per_token) == pytest.approx((prefill, decode / 1.125))
+    assert steps.speedup == pytest.approx(whole / (prefill + 4 * decode / 1.125))
+    assert fused(sizes[0] / 1.01) is None
+    fused(sizes[1])
+    hand.change(medium="PCIe of V100")
+    assert "fused" not in hand.exact
+
+
+def test_replicas_are_fused_where_vllm_fuses():
+    hand = HandMachine(8, 3, fused_norm_mib={4: 1e6})
+    prefill, decode, _ = hand.ms(4, 2)
+    assert set(hand.exact) == {"2 replicas"}
+    one = hand.exact["2 replicas"]
+    assert (one.prefill_ms, one.decode_ms_per_token) == pytest.approx((prefill / 1.125, decode / 1.125))
 
 
 # ---- layouts ----

@@ -1,6 +1,8 @@
 """KL and same-top share of ``eval`` against two plain forwards of transformers; predictions kept for later runs; and
 what keeps them from being compared."""
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -155,3 +157,23 @@ def test_logits_that_are_scaled_in_bfloat16(tmp_path):
     evaluate([dense], options_of(tmp_path), keep_predictions=tmp_path / "kept")
     found = evaluate([tmp_path / "both"], options_of(tmp_path), reference=tmp_path / "kept").models[0].model
     assert found.predictions == entries[1].model.predictions
+
+
+def test_kept_predictions_that_were_changed(trio, tmp_path):
+    kept = tmp_path / "kept"
+    evaluate(trio[:1], options_of(tmp_path), keep_predictions=kept)
+
+    def refused(change) -> str:
+        shutil.copytree(kept, tmp_path / "bad")
+        change(tmp_path / "bad")
+        with pytest.raises(UserError) as error:
+            evaluate(trio[1:2], options_of(tmp_path), reference=tmp_path / "bad")
+        shutil.rmtree(tmp_path / "bad")
+        return str(error.value)
+
+    def cut(folder: Path) -> None:
+        os.truncate(folder / "window-3.safetensors", (folder / "window-3.safetensors").stat().st_size - 40)
+
+    assert "window-3.safetensors cannot be read" in refused(cut)
+    assert "window-2.safetensors cannot be read" in refused(lambda folder: (folder / "window-2.safetensors").unlink())
+    assert refused(lambda folder: (folder / "head.safetensors").write_bytes(b"\x80\x04pickle"))

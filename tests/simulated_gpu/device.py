@@ -573,7 +573,6 @@ class SimulatedGpu:
         self.stack.enter_context(idle)
         self.stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 28, 3)))
         self.stack.enter_context(mock.patch.object(torch, "Generator", HostGenerator))
-        self.stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone))
         for function, stands_for in ((dist.all_reduce, self.all_reduce), (dist.all_gather_single, self.all_gather)):
             own = mock.create_autospec(function, side_effect=stands_for)
             self.stack.enter_context(mock.patch.object(dist, function.__name__, own))

@@ -1,9 +1,16 @@
 """Small models for the simulated GPU: one of each kind of layout."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ladderize.adapt.train.run import open_accelerator, reset_accelerate
+from ladderize.adapt.train.student import make_student, make_teacher, open_model, trained_tensors
+from ladderize.adapt.train.training_model import HFTraining
+from ladderize.blocks import open_checkpoint
 from ladderize.convert.remote_code.configuration_ladderized import LadderizedLlamaConfig
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout
@@ -34,3 +41,23 @@ def save_model(name: str, folder: Path) -> Path:
     randomise(model, seed())
     model.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def hf_training(folder: Path, dense: Path, device: torch.device, *, everything: bool = True) -> Iterator[HFTraining]:
+    """The Hugging Face model in training beside its teacher, in float32, on an Accelerator of the device."""
+    reset_accelerate()
+    try:
+        accelerator = open_accelerator(device.type)
+        assert accelerator.device.type == device.type
+        checkpoint, teacher = open_checkpoint(str(folder)), open_checkpoint(str(dense))
+        how: dict[str, Any] = {"collecting": True, "device": device}
+        student = make_student(
+            open_model(checkpoint, Layout.from_config(checkpoint.config), **how),
+            torch.float32,
+            trained=trained_tensors(checkpoint.tensors, range(LAYERS), everything),
+        )
+        taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), **how), torch.float32, student)
+        yield HFTraining(accelerator, student, taught, compared=range(LAYERS))
+    finally:
+        reset_accelerate()

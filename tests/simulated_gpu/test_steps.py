@@ -1,0 +1,157 @@
+"""How often the host waits for the simulated GPU: once in a step of retraining, to judge it before it is applied, and
+not once more for each batch of an alignment."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ladderize.adapt.data.packing import pack
+from ladderize.adapt.layers import align_layer
+from ladderize.adapt.layers.align import align
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
+from ladderize.adapt.layers.windows import Windows
+from ladderize.adapt.train.loop import Loop, micro_batches
+from ladderize.adapt.train.options import Objective
+from ladderize.adapt.train.teacher_cache import answer
+from ladderize.adapt.train.tensor_parallel import TensorParallelTraining
+from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.console import SILENT
+from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.loader import CheckpointSource
+from ladderize.runtime.shards import Shape
+from ladderize.runtime.training.batch import ANSWERS, LIKELIEST
+from ladderize.runtime.training.model import TPTraining
+from ladderize.runtime.training.weights import build_weights
+from tests.helpers import SHAPE, fresh_rng, random_ids
+from tests.simulated_gpu.device import DEVICE, SimulatedGpu
+from tests.simulated_gpu.groups import Alike, AlikeRanks, collectives
+from tests.simulated_gpu.models import LAYERS, RANKS, hf_training, seed
+
+HOST = torch.device("cpu")
+OBJECTIVE = Objective(0.4, hidden_weight=0.5)
+OPTIONS = SimpleNamespace(
+    batch_size=6, micro_batch_size=2, max_grad_norm=1e-3, seed=3, objective=OBJECTIVE, rate=lambda step, share: 1e-3
+)
+
+
+def some_rows():
+    """Of which some hold several texts, some end in padding, and not every token counts."""
+    rng = fresh_rng()
+    lengths = (12, 11, 7, 5, 9, 3, 12, 10)
+    columns = pack(
+        [rng.integers(3, SHAPE["vocab_size"], n) for n in lengths], [rng.random(n) < 0.7 for n in lengths], 12
+    )
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def random_answers(row):
+    targets = torch.tensor([target for target in row["targets"] if target >= 0], dtype=torch.long)
+    likeliest, answers = answer(torch.randn(len(targets), SHAPE["vocab_size"]), targets)
+    return {LIKELIEST: likeliest, ANSWERS: answers}
+
+
+class AlikeAccelerator:
+    """What training asks of Accelerate, for the first of ranks that all say the same: Accelerate's own would have to
+    join a group."""
+
+    process_index, num_processes = 0, RANKS
+    gradient_accumulation_steps = 1
+
+    def __init__(self, device):
+        self.device = device
+
+    def accumulate(self, model):
+        return contextlib.nullcontext()
+
+    def backward(self, loss):
+        (loss / self.gradient_accumulation_steps).backward()
+
+    def reduce(self, values, reduction):
+        assert reduction == "sum"
+        return values * RANKS
+
+
+@contextlib.contextmanager
+def alone(folder, dense, device, gpu):
+    with hf_training(folder, dense, device) as training:
+        yield training
+
+
+@contextlib.contextmanager
+def tensor_parallel(folder, dense, device, gpu):
+    made = Alike(RANKS) if gpu is None else collectives("nccl", gpu)
+
+    def model(folder, trained):
+        checkpoint = open_checkpoint(str(folder))
+        layout = Layout.from_config(checkpoint.config)
+        shape = Shape.from_config(checkpoint.config, tp_size=RANKS, rank=0)
+        weights = build_weights(
+            lambda dtype: CheckpointSource(checkpoint, dtype, device).read, checkpoint.config, shape, layout,
+            trained=frozenset(checkpoint.tensors) if trained else frozenset(), compute=torch.float32,
+        )  # fmt: skip
+        return TPTraining(weights, checkpoint.config, layout, made)
+
+    yield TensorParallelTraining(
+        AlikeAccelerator(device),
+        model(folder, True).train(),
+        model(dense, False).eval(),
+        made,
+        Ranks(0, 1, device),
+        AlikeRanks(0, RANKS, device),
+        compared=range(LAYERS),
+    )
+
+
+@pytest.mark.parametrize("make", [alone, tensor_parallel])
+@pytest.mark.parametrize("name", ["ladder", "spd", "answers"])
+def test_the_host_waits_once(folders, monkeypatch, name, make):
+    """Answers: a dense model's, that the rows bring."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # transformers' own threads do not see the simulated GPU
+    rows, options = some_rows(), OPTIONS
+    assert len(rows) == OPTIONS.batch_size
+    if name == "answers":
+        rows = [row | random_answers(row) for row in rows]
+        options = SimpleNamespace(**{**vars(OPTIONS), "objective": Objective(0.4)})
+
+    def steps(device, gpu=None):
+        """Metrics of two steps, and how often the host has waited in the second: the first makes the moments."""
+        with make(folders.get(name, folders["spd"]), folders["dense"], device, gpu) as model:
+            if name == "answers":
+                model.teacher, model.compared = None, ()
+            loop, batches = Loop(model, rows, [], options, None, SILENT), micro_batches(rows, options, model, 0)
+            loop.accelerator.gradient_accumulation_steps = OPTIONS.batch_size // OPTIONS.micro_batch_size
+            for _ in range(2):
+                if gpu is not None:
+                    gpu.syncs.clear()
+                metrics = loop.step(batches, 0.0, lambda: False)
+        return metrics
+
+    expected = steps(HOST)
+    with SimulatedGpu(seed(), RANKS) as gpu:
+        found = steps(DEVICE, gpu)
+        assert gpu.syncs == {"copy to host": 1}
+    for key in {"loss", "cross_entropy", "divergence", "hidden_error", "gradient_norm"} & expected.keys():
+        assert found[key] == pytest.approx(expected[key], rel=1e-2), key
+
+
+def test_align_waits_for_no_batch(folders, tmp_path, monkeypatch):
+    """The states lie on the GPU."""
+    ids = random_ids(8, 16)
+
+    def waits(place):
+        place.mkdir()
+        with SimulatedGpu(seed()) as gpu:
+            blocks = Blocks(open_checkpoint(str(folders["both"])), torch.float32, DEVICE)
+            student = StudentBlocks(blocks.layout, tuple(range(LAYERS)), blocks.weights)
+            files, ranks = LayerFiles(place), Ranks(0, 1, DEVICE)
+            windows = Windows(ids[:6], ids[6:])
+            job = LayerJob(blocks, blocks, student, blocks.weights, windows, files, ranks, SILENT)
+            align(job, ridges=[1e-3])  # rounding decides how many others are tried
+        return sum(gpu.syncs.values())
+
+    whole = waits(tmp_path / "whole")
+    monkeypatch.setattr(align_layer, "TOKENS_AT_ONCE", 1)
+    assert waits(tmp_path / "one by one") == whole
